@@ -1,0 +1,75 @@
+"""One table of devices over ``torch.accelerator``: which device a rank uses and which backend talks for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from echelon.base import environ
+from echelon.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["backend_of", "choose_device", "num_devices", "use_device"]
+
+# torch is imported inside the functions: this floor must import without it (the launcher starts in milliseconds).
+
+_VISIBLE = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+    "ASCEND_RT_VISIBLE_DEVICES",
+)
+# One device a machine, and no collectives of their own: such a device serves one process.
+_SINGLE_PROCESS = frozenset({"mps"})
+
+
+def num_devices() -> int:
+    """Return how many accelerators this process sees; 0 on a machine with CPUs only."""
+    import torch  # noqa: PLC0415 - torch-free floor
+
+    return int(torch.accelerator.device_count()) if torch.accelerator.is_available() else 0
+
+
+def choose_device(*, local_rank: int, local_world_size: int, cpu: bool = False) -> torch.device:
+    """Return the device of the process ``local_rank`` among the ``local_world_size`` of its machine.
+
+    Raises:
+        ConfigError: the machine has accelerators, but fewer than processes.
+    """
+    import torch  # noqa: PLC0415 - torch-free floor
+
+    count = 0 if cpu else num_devices()
+    if count == 0:
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None, count
+    if accelerator.type in _SINGLE_PROCESS and local_world_size > 1:
+        return torch.device("cpu")
+    if local_rank < count:
+        return torch.device(accelerator.type, local_rank)
+    if count == 1 and any(environ.get(name) for name in _VISIBLE):
+        # The scheduler bound one device to each process (srun --gpus-per-task).
+        return torch.device(accelerator.type, 0)
+    raise ConfigError(
+        f"local rank {local_rank} has no device of its own: {local_world_size} processes, {count} {accelerator.type} devices",
+        do=f"start at most {count} processes on this machine, or run on the CPU (--cpu, or ECHELON_CPU=1)",
+    )
+
+
+def use_device(device: torch.device) -> None:
+    """Make ``device`` the current one of this process, so that ``.to(accelerator)`` and NCCL agree with it."""
+    import torch  # noqa: PLC0415 - torch-free floor
+
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index or 0)
+
+
+def backend_of(device: torch.device) -> str:
+    """Return the ``torch.distributed`` backend of ``device``; with an accelerator also gloo for CPU tensors."""
+    import torch.distributed as dist  # noqa: PLC0415 - torch-free floor
+
+    if device.type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"

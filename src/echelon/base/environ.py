@@ -1,0 +1,39 @@
+"""The only file that reads or writes the process environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+__all__ = ["get", "patch", "snapshot", "write"]
+
+
+def get(name: str) -> str | None:
+    """Return the value of the variable ``name``; None when it is unset or empty."""
+    return os.environ.get(name) or None
+
+
+def snapshot() -> dict[str, str]:
+    """Return a copy of the whole environment (to hand to a child; never log it, it holds secrets)."""
+    return dict(os.environ)
+
+
+def write(values: Mapping[str, str | None]) -> None:
+    """Set each variable for good; None removes it. For processes that echelon started itself; else use ``patch``."""
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@contextmanager
+def patch(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Set each variable (None removes it) inside the ``with`` block and restore what was there after it."""
+    before = {name: os.environ.get(name) for name in values}
+    write(values)
+    try:
+        yield
+    finally:
+        write(before)

@@ -1,0 +1,33 @@
+"""Optional dependencies: import one when it is used, or say the exact command that installs it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
+from echelon.base.errors import MissingExtraError
+
+__all__ = ["is_available", "require"]
+
+
+def require(module: str, *, extra: str, purpose: str) -> ModuleType:
+    """Import ``module``, which the pip extra ``extra`` brings and ``purpose`` needs.
+
+    Raises:
+        MissingExtraError: it is not installed; the message holds the pip command.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != module.partition(".")[0]:
+            raise  # the module is there; something that it needs is not, and its own message says so
+        raise MissingExtraError(
+            f"{purpose} needs the package {module.partition('.')[0]!r}, which is not installed",
+            do=f"pip install 'echelon[{extra}]'",
+        ) from error
+
+
+def is_available(module: str) -> bool:
+    """Tell whether ``module`` could be imported, without importing it."""
+    return find_spec(module) is not None

@@ -1,0 +1,21 @@
+"""The rank as far as it is known right now, without importing torch: for errors and logs only."""
+
+from __future__ import annotations
+
+import sys
+
+from echelon.base import environ
+
+__all__ = ["known_rank"]
+
+
+def known_rank() -> int | None:
+    """Return the rank of torch's default process group if there is one, else of the environment, else None."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+        text = environ.get(name)
+        if text is not None and text.isdigit():
+            return int(text)
+    return None
