@@ -9,20 +9,55 @@ from echelon._version import __version__
 
 if TYPE_CHECKING:
     from echelon import distributed
+    from echelon.accelerator import (
+        Accelerator,
+        AutocastKwargs,
+        DataLoaderConfiguration,
+        DistributedDataParallelKwargs,
+        DistributedType,
+        GradientAccumulationPlugin,
+        GradScalerKwargs,
+        InitProcessGroupKwargs,
+        PartialState,
+    )
     from echelon.base.errors import EchelonError
     from echelon.world.seed import set_seed
     from echelon.world.world import World
 
-__all__ = ["EchelonError", "World", "__version__", "distributed", "set_seed"]
-
 # Public name -> module that holds it ("" = the name is itself a module). Loaded on first use (PEP 562): `import echelon`
 # costs milliseconds, and `echelon --help` never pays for torch.
 _LAZY = {
+    "Accelerator": "echelon.accelerator",
+    "AutocastKwargs": "echelon.accelerator",
+    "DataLoaderConfiguration": "echelon.accelerator",
+    "DistributedDataParallelKwargs": "echelon.accelerator",
+    "DistributedType": "echelon.accelerator",
     "EchelonError": "echelon.base.errors",
+    "GradScalerKwargs": "echelon.accelerator",
+    "GradientAccumulationPlugin": "echelon.accelerator",
+    "InitProcessGroupKwargs": "echelon.accelerator",
+    "PartialState": "echelon.accelerator",
     "World": "echelon.world.world",
     "distributed": "",
     "set_seed": "echelon.world.seed",
 }
+
+__all__ = [
+    "Accelerator",
+    "AutocastKwargs",
+    "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
+    "EchelonError",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "PartialState",
+    "World",
+    "__version__",
+    "distributed",
+    "set_seed",
+]
 
 
 def __getattr__(name: str) -> object:

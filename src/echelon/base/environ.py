@@ -32,8 +32,8 @@ def write(values: Mapping[str, str | None]) -> None:
 def patch(values: Mapping[str, str | None]) -> Iterator[None]:
     """Set each variable (None removes it) inside the ``with`` block and restore what was there after it."""
     before = {name: os.environ.get(name) for name in values}
-    write(values)
     try:
+        write(values)
         yield
     finally:
         write(before)

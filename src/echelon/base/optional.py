@@ -29,5 +29,8 @@ def require(module: str, *, extra: str, purpose: str) -> ModuleType:
 
 
 def is_available(module: str) -> bool:
-    """Tell whether ``module`` could be imported, without importing it."""
-    return find_spec(module) is not None
+    """Tell whether ``module`` could be imported, without importing it (of ``a.b``, ``a`` is imported)."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # find_spec("a.b") imports a, and raises where a is not installed
+        return False

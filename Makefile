@@ -1,0 +1,70 @@
+# Every target makes .venv itself when it is missing, or older than pyproject.toml or constraints.txt.
+
+PYTHON ?= python3
+VENV := .venv
+PEERS := .venv-peers
+BIN := $(VENV)/bin
+PIP_INSTALL := -m pip install -qq --disable-pip-version-check
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format soak bench peers lock test-gpu clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F'\t' '{ printf "make %-9s %s\n", $$1, $$2 }'
+
+demo: $(VENV)/.stamp ## train a small model on two CPU processes
+	@$(BIN)/echelon launch --cpu --num_processes 2 examples/mnist_ddp.py
+
+test: $(VENV)/.stamp ## run every test that needs no GPU
+	@$(BIN)/python -m pytest -m "not soak and not gpu"
+
+check: $(VENV)/.stamp ## format, lint, types, layering
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy --no-error-summary
+	@$(BIN)/python -m pytest tests/test_layering.py
+
+format: $(VENV)/.stamp ## rewrite the files as `make check` wants them
+	@$(BIN)/ruff format --quiet .
+	@$(BIN)/ruff check --fix .
+
+# pytest's exit status 5 is "no test was selected".
+soak: $(VENV)/.stamp ## run the slow tests
+	@$(BIN)/python -m pytest -m soak || [ $$? -eq 5 ]
+
+test-gpu: $(VENV)/.stamp ## run the tests that need an accelerator
+	@$(BIN)/python -m pytest -m gpu || [ $$? -eq 5 ]
+
+bench: $(VENV)/.stamp ## run the benchmarks
+	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file; done
+
+peers: $(PEERS)/.stamp ## make .venv-peers: what the benchmarks and side-by-side tests compare with
+
+# From an empty environment, so that what nothing needs any more falls out.
+lock: ## refresh constraints.txt from pyproject.toml
+	@set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
+	$(PYTHON) -m venv "$$folder"; \
+	"$$folder/bin/python" $(PIP_INSTALL) torch; \
+	"$$folder/bin/python" $(PIP_INSTALL) -e '.[dev]'; \
+	{ echo "# Every version that make's .venv installs. Refresh: make lock."; \
+	  "$$folder/bin/python" -m pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//'; } > "$$folder/new"; \
+	cat "$$folder/new" > constraints.txt
+
+clean: ## remove the environments and the caches
+	@rm -rf $(VENV) $(PEERS) .mypy_cache .ruff_cache .pytest_cache dist build outputs
+
+# torch goes alone and first: what depends on it must find the pinned build in place, and pull no other.
+$(VENV)/.stamp: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt torch==$(TORCH)
+	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(PEERS)/.stamp: pyproject.toml benchmarks/peers.txt
+	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	@$(PEERS)/bin/python $(PIP_INSTALL) $$(grep '^torch==' benchmarks/peers.txt)
+	@$(PEERS)/bin/python $(PIP_INSTALL) -r benchmarks/peers.txt
+	@touch $@

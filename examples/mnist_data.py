@@ -1,0 +1,36 @@
+"""MNIST from the IDX files of this repository, or from a folder as torchvision leaves it; no download, no torchvision."""
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import TensorDataset
+
+HERE = Path(__file__).resolve().parent / "data" / "mnist"
+FILES = {True: ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"), False: ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")}
+
+
+def mnist(train: bool, folder: str | Path | None = None, limit: int | None = None) -> TensorDataset:
+    """Return (image float32 [1, 28, 28] normalised by 0.1307 / 0.3081, label int64) pairs; ``limit``: the first so many."""
+    images, labels = (_read(_find(Path(folder) if folder else HERE, name)) for name in FILES[train])
+    pixels = torch.from_numpy(images[:limit]).float().div_(255).sub_(0.1307).div_(0.3081)
+    return TensorDataset(pixels.unsqueeze(1), torch.from_numpy(labels[:limit]).long())
+
+
+def _find(folder: Path, name: str) -> Path:
+    for place in (folder, folder / "raw", folder / "MNIST" / "raw"):  # torchvision: root/MNIST/raw/, unpacked or not
+        for path in (place / name, place / f"{name}.gz"):
+            if path.is_file():
+                return path
+    raise SystemExit(f"no {name} or {name}.gz in {folder}, {folder}/raw or {folder}/MNIST/raw: give --data the folder that holds MNIST")
+
+
+def _read(path: Path) -> np.ndarray:
+    """Read an IDX file: two zero bytes, the type (8 = uint8), the number of dimensions, their sizes, the data."""
+    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    if data[:3] != b"\x00\x00\x08":
+        raise SystemExit(f"{path} is not an IDX file of bytes (it starts with {data[:4].hex()}): download MNIST again")
+    num_dims = data[3]
+    shape = np.frombuffer(data, ">i4", num_dims, offset=4)
+    return np.frombuffer(data, np.uint8, offset=4 + 4 * num_dims).reshape(shape).copy()

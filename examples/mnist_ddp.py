@@ -1,0 +1,78 @@
+"""Level 1: MNIST by hand-written DistributedDataParallel, on echelon.distributed.
+
+    python examples/mnist_ddp.py                                   one process
+    echelon launch --cpu --num_processes 2 examples/mnist_ddp.py   two, on this machine
+    torchrun --nproc-per-node 2 examples/mnist_ddp.py              the same by torch's own launcher
+"""
+
+import argparse
+import hashlib
+import sys
+
+import torch
+import torch.nn.functional as F
+from mnist_data import mnist
+from mnist_net import Net
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from echelon import set_seed
+from echelon.distributed import process_group, reduce, shard
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--batch_size", type=int, default=64, help="samples of one process in one step")
+    parser.add_argument("--data", help="folder with MNIST (default: the repository's own copy)")
+    parser.add_argument("--limit", type=int, help="use the first so many images only")
+    parser.add_argument("--save", help="file for the trained weights")
+    args = parser.parse_args()
+
+    with process_group() as world:  # setup() here, cleanup() at the end, also when something raises
+        print(f"world: {world}", flush=True)
+
+        set_seed(0)  # every rank builds the same weights ...
+        model = DistributedDataParallel(Net().to(world.device))
+        set_seed(0, device_specific=True)  # ... and drops out its own units
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+        # Each rank gets its part of every batch; the order changes with each epoch, by itself.
+        train_set, test_set = mnist(True, args.data, args.limit), mnist(False, args.data, args.limit)
+        train_loader = shard(DataLoader(train_set, batch_size=args.batch_size, shuffle=True))
+        test_loader = shard(DataLoader(test_set, batch_size=1000))
+
+        for epoch in range(args.epochs):
+            model.train()
+            bar = tqdm(train_loader, desc=f"epoch {epoch + 1}", disable=not (world.is_rank_zero and sys.stderr.isatty()))
+            for step, (images, labels) in enumerate(bar, start=1):
+                optimizer.zero_grad()
+                loss = F.nll_loss(model(images.to(world.device)), labels.to(world.device))
+                loss.backward()  # DistributedDataParallel averages the gradients over the ranks here
+                optimizer.step()
+                if step % 50 == 0:
+                    bar.set_postfix(loss=f"{loss.item():.3f}")
+
+            model.eval()
+            correct = torch.zeros((), dtype=torch.int64, device=world.device)
+            with torch.no_grad():
+                for images, labels in test_loader:
+                    prediction = model(images.to(world.device)).argmax(dim=1)
+                    correct += (prediction == labels.to(world.device)).sum()
+            # The sum over the ranks, by the number of all samples: exact, whatever the number of ranks.
+            accuracy = 100 * reduce(correct, "sum").item() / len(test_set)
+
+        weights = b"".join(value.cpu().numpy().tobytes() for value in model.module.state_dict().values())
+        print(f"rank {world.rank}: {step} steps, weights {hashlib.sha256(weights).hexdigest()[:12]}", flush=True)
+        if world.is_rank_zero:
+            if args.save:
+                torch.save(model.module.state_dict(), args.save)
+            print(f"test accuracy {accuracy:.2f} %")
+            print("next: examples/mnist_accelerator.py, the same training with Level 2")
+        if accuracy < 98.0 and args.limit is None:
+            sys.exit("the accuracy is below 98.0 %: the training went wrong")
+
+
+if __name__ == "__main__":
+    main()

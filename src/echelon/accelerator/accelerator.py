@@ -1,0 +1,795 @@
+"""The Accelerator: a training loop written for one device, on any number of ranks."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from echelon.accelerator.enums import DistributedType
+from echelon.accelerator.gradient_state import GradientState
+from echelon.accelerator.handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+)
+from echelon.accelerator.metrics import gather_samples
+from echelon.accelerator.optimizer import AcceleratedOptimizer
+from echelon.accelerator.plugins import DataLoaderConfiguration, GradientAccumulationPlugin
+from echelon.accelerator.scheduler import AcceleratedScheduler
+from echelon.accelerator.unprepared import refuse_unprepared_loader
+from echelon.accelerator.window import Window
+from echelon.base.capabilities import Capabilities
+from echelon.base.errors import ConfigError, UsageError
+from echelon.config.resolve import Resolved
+from echelon.config.schema import RunConfig
+from echelon.config.sources import current, from_code
+from echelon.data.loader import LoaderOptions, PreparedLoader, prepare_loader
+from echelon.distributed import collectives, control
+from echelon.distributed.setup import cleanup, setup
+from echelon.distributed.tree import rebuild_like
+from echelon.engines.base import Engine
+from echelon.engines.registry import choose, load
+from echelon.precision.policy import PrecisionPolicy, unwrap_forward
+from echelon.world.environment import detect
+from echelon.world.world import World
+
+__all__ = ["Accelerator"]
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Accelerator:
+    """Prepares models, optimizers, schedulers and loaders for the ranks, and runs the parts of a loop that depend on them.
+
+    The interface is that of Hugging Face Accelerate: same names, same defaults, same meaning, except where that is
+    provably wrong. Two Accelerators in one process do not touch each other.
+
+    Args:
+        device_placement: move models and batches to the device.
+        split_batches: as in ``DataLoaderConfiguration``.
+        mixed_precision: ``no``, ``fp16`` or ``bf16``; None: from the environment or the launcher, else ``no``.
+        gradient_accumulation_steps: micro-batches in one update.
+        cpu: use the CPU even where accelerators are present.
+        dataloader_config: how loaders are cut for the processes.
+        gradient_accumulation_plugin: instead of ``gradient_accumulation_steps``.
+        step_scheduler_with_optimizer: advance prepared schedulers with the optimizer's steps, num_processes times each;
+            False: once per call, whatever the optimizer does.
+        kwargs_handlers: options of torch's parts; at most one of each kind.
+        engine: the name of an engine, or an ``Engine``; None: by the number of processes.
+
+    Collective: the first one makes the process group, so every rank must come here.
+
+    Raises:
+        ConfigError: settings that are wrong, in conflict, or not offered.
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool | None = None,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: Any = None,
+        log_with: Any = None,
+        project_dir: Any = None,
+        project_config: Any = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: list[KwargsHandler] | None = None,
+        dynamo_backend: Any = None,
+        dynamo_plugin: Any = None,
+        deepspeed_plugins: Any = None,
+        parallelism_config: Any = None,
+        *,
+        engine: Engine | str | None = None,
+    ) -> None:
+        _refuse_what_is_not_offered(
+            deepspeed_plugin=deepspeed_plugin,
+            fsdp_plugin=fsdp_plugin,
+            torch_tp_plugin=torch_tp_plugin,
+            megatron_lm_plugin=megatron_lm_plugin,
+            log_with=log_with,
+            project_dir=project_dir,
+            project_config=project_config,
+            dynamo_backend=dynamo_backend,
+            dynamo_plugin=dynamo_plugin,
+            deepspeed_plugins=deepspeed_plugins,
+            parallelism_config=parallelism_config,
+        )
+        self._config = _resolve(mixed_precision, gradient_accumulation_steps, cpu, gradient_accumulation_plugin)
+        handlers = _by_kind(kwargs_handlers or [])
+        self._world = _open_world(self._config.value, handlers[InitProcessGroupKwargs])
+
+        self.device_placement = device_placement
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.dataloader_config = dataloader_config or DataLoaderConfiguration()
+        if split_batches is not None:
+            self.dataloader_config.split_batches = split_batches
+        self.gradient_state = GradientState(
+            gradient_accumulation_plugin
+            or GradientAccumulationPlugin(num_steps=self._config.value.gradient_accumulation_steps)
+        )
+        self.step = 0
+
+        self._precision = PrecisionPolicy(
+            mode=self._config.value.mixed_precision,
+            device_type=self._world.device.type,
+            autocast_options=handlers[AutocastKwargs].to_kwargs(),
+        )
+        self.scaler = self._precision.make_scaler(handlers[GradScalerKwargs].to_kwargs())
+        self._engine = _make_engine(engine, self._world, self.scaler, handlers[DistributedDataParallelKwargs])
+        self._window = Window(world_size=self._world.world_size, total_of=self._total_of)
+        self._accumulating: tuple[nn.Module, ...] | None = None  # of the accumulate() that we are in; () = all
+        self._is_data_checked = self._world.world_size == 1
+        self._unsharded: list[DataLoader[Any]] = []
+
+        self._models: list[nn.Module] = []
+        self._optimizers: list[AcceleratedOptimizer] = []
+        self._schedulers: list[AcceleratedScheduler] = []
+        self._dataloaders: list[PreparedLoader] = []
+        self._originals: dict[int, tuple[object, Any]] = {}  # id of what was given -> (it, what it became)
+
+    # ---- who am I ----------------------------------------------------------------------------------------------------
+
+    @property
+    def world(self) -> World:
+        """The facts about this process."""
+        return self._world
+
+    @property
+    def config(self) -> Resolved[RunConfig]:
+        """The settings of the run, each with its origin."""
+        return self._config
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the engine can do."""
+        return self._engine.capabilities
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self._world.device
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes, on all machines."""
+        return self._world.world_size
+
+    @property
+    def process_index(self) -> int:
+        """The rank."""
+        return self._world.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """The rank on this machine."""
+        return self._world.local_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        """True on rank zero."""
+        return self._world.rank == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """True on one process of each machine."""
+        return self._world.local_rank == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """True on the highest rank."""
+        return self._world.rank == self._world.world_size - 1
+
+    @property
+    def use_distributed(self) -> bool:
+        """Is there more than one process?"""
+        return self._world.world_size > 1
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the run is spread, in Accelerate's words; for scripts that print or compare it."""
+        special = self._engine.capabilities.distributed_type
+        return (
+            DistributedType(special) if special else DistributedType.of(self.device, distributed=self.use_distributed)
+        )
+
+    @property
+    def mixed_precision(self) -> str:
+        """``no``, ``fp16`` or ``bf16``."""
+        return self._config.value.mixed_precision
+
+    # ---- accumulation ------------------------------------------------------------------------------------------------
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Is this micro-batch the last of its update?"""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, sync_gradients: bool) -> None:
+        self.gradient_state.sync_gradients = sync_gradients
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches in one update."""
+        return self.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
+        self.gradient_state.plugin.num_steps = gradient_accumulation_steps
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Did loss scaling leave out the last step of any optimizer?"""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    @property
+    def split_batches(self) -> bool:
+        """See ``DataLoaderConfiguration``."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """See ``DataLoaderConfiguration``."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, even_batches: bool) -> None:
+        self.dataloader_config.even_batches = even_batches
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """See ``DataLoaderConfiguration``."""
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """See ``DataLoaderConfiguration``."""
+        return self.dataloader_config.non_blocking
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
+        """Return the context of one micro-step: gradients are synchronised, and optimizers step, in the last of a window.
+
+        Args:
+            models: the models that this micro-step trains; none: all.
+        """
+        return _MicroStep(self, models)
+
+    def no_sync(self, model: nn.Module, *, unsynced: bool = False) -> AbstractContextManager[None]:
+        """Return a context in which backward passes of ``model`` stay local.
+
+        Args:
+            model: a prepared model.
+            unsynced: optimizers step with the local gradients in it, on purpose: the ranks drift apart. Otherwise a step
+                in it is taken with gradients averaged over the ranks there and then.
+        """
+        return _LocalBackward(self._engine.no_sync(model), self._optimizers if unsynced else ())
+
+    def backward(self, loss: torch.Tensor, num_items: float | None = None, **kwargs: Any) -> None:
+        """Backpropagate ``loss``, weighted for its update.
+
+        Args:
+            loss: a scalar with a graph: a mean.
+            num_items: the number of items (samples or tokens) of this process that ``loss`` is a mean over; then the
+                update is the mean over all items of all processes and micro-steps, however they were split. None: every
+                process and micro-step counts the same, as in Accelerate.
+            kwargs: of ``torch.Tensor.backward``.
+
+        Collective: in the last micro-step of an update.
+
+        Raises:
+            UsageError: no scalar, no graph, weights that contradict each other, or (once, on several processes) a
+                loader that was not prepared.
+        """
+        if not isinstance(loss, torch.Tensor) or loss.grad_fn is None or (loss.dim() > 0 and loss.numel() != 1):
+            _check_loss(loss, kwargs)
+        if not self._is_data_checked:
+            self._check_data()
+        state, inside = self.gradient_state, self._accumulating is not None
+        if num_items is None:
+            scale, factor = self._window.plain(num_steps=state.num_steps, inside=inside, sync=state.sync_gradients)
+        else:
+            scale, factor = self._window.weighted(num_items, inside=inside, sync=state.sync_gradients)
+        if scale == 0.0:
+            self._engine.backward_nothing(self._trained_models())
+        else:
+            self._engine.backward(loss if scale == 1.0 else loss * scale, **kwargs)
+        if factor != 1.0:
+            self._finish_gradients(factor)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Undo fp16 loss scaling on the gradients of ``optimizer`` (one, several, or all), before looking at them."""
+        if self.scaler is None:
+            return
+        given = self._optimizers if optimizer is None else optimizer
+        for one in given if isinstance(given, (list, tuple)) else [given]:
+            self._engine.unscale(one.optimizer if isinstance(one, AcceleratedOptimizer) else one)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        """Scale the gradients so that their norm over the whole model is at most ``max_norm``; return the norm before.
+
+        Collective: where parameters are sharded, or the step guard has to reduce.
+        """
+        self.unscale_gradients()
+        return self._engine.clip_grad_norm(
+            _as_iterable(parameters), max_norm, norm_type, unsynced=not self.sync_gradients
+        )
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clamp every gradient to ``[-clip_value, clip_value]``.
+
+        Collective: where the step guard has to reduce.
+        """
+        self.unscale_gradients()
+        self._engine.clip_grad_value(_as_iterable(parameters), clip_value, unsynced=not self.sync_gradients)
+
+    def _begin_micro_step(self) -> bool:
+        state = self.gradient_state
+        if state.sync_with_dataloader and state.end_of_dataloader:
+            self.step = 0
+            state.sync_gradients = True
+        else:
+            self.step += 1
+            state.sync_gradients = self.step % state.num_steps == 0
+        self._window.begin_micro_step()
+        return state.sync_gradients or state.plugin.sync_each_batch
+
+    def _trained_models(self) -> list[nn.Module]:
+        return list(self._accumulating or self._models)
+
+    def _finish_gradients(self, factor: float) -> None:
+        for model in self._trained_models():
+            self._engine.finish_gradients(model, factor)
+        held = {id(parameter) for model in self._models for parameter in model.parameters()}
+        strays = [p for o in self._optimizers for g in o.param_groups for p in g["params"] if id(p) not in held]
+        for parameter in strays:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    def _total_of(self, items: float) -> float:
+        total = torch.tensor(items, dtype=torch.float64, device="cpu" if self.device.type == "mps" else self.device)
+        return float(collectives.reduce(total, "sum").item())  # the host needs it: the loss is scaled by it
+
+    def _check_data(self) -> None:
+        self._is_data_checked = True
+        if not self.gradient_state.in_dataloader:
+            refuse_unprepared_loader(num_processes=self.num_processes, unsharded=self._unsharded)
+
+    def allow_unsharded(self, loader: DataLoader[T]) -> DataLoader[T]:
+        """Let every process read all of ``loader``, on purpose; returns it."""
+        self._unsharded.append(loader)
+        return loader
+
+    # ---- prepare -----------------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: list[bool | None] | None = None) -> Any:
+        """Return ``args`` made ready for the ranks, in the same order; unknown objects come back as they are.
+
+        Args:
+            args: models, optimizers, schedulers, DataLoaders, in any order and number, also nested in tuples, lists and
+                dicts. What was prepared before comes back as what it became.
+            device_placement: for each argument, whether to move it to the device; None: as the Accelerator.
+
+        Collective: every rank, with the same objects in the same order.
+
+        Raises:
+            UsageError: nothing in it is known.
+        """
+        placement = device_placement or [None] * len(args)
+        if len(placement) != len(args):
+            raise UsageError(
+                f"device_placement has {len(placement)} entries for {len(args)} arguments",
+                do="give one for each argument",
+            )
+        found: list[tuple[Any, bool]] = []
+        for argument, place in zip(args, placement):
+            _collect(argument, self.device_placement if place is None else place, found)
+        if not found:
+            raise UsageError(
+                f"prepare() was given nothing that it knows: {', '.join(type(a).__name__ for a in args) or 'no argument'}",
+                do="give it a torch.nn.Module, a torch Optimizer, a learning-rate scheduler or a DataLoader",
+            )
+        self._prepare_found(found)
+        results = tuple(_replace(argument, self._originals) for argument in args)
+        return results[0] if len(results) == 1 else results
+
+    def _prepare_found(self, found: list[tuple[Any, bool]]) -> None:
+        new = [(o, place) for o, place in found if id(o) not in self._originals]
+        for loader, place in new:
+            if isinstance(loader, DataLoader) and not isinstance(loader, PreparedLoader):
+                self._note(loader, self._prepare_loader(loader, place))
+        models = [(o, place) for o, place in new if isinstance(o, nn.Module) and o not in self._models]
+        optimizers = [o for o, _ in new if isinstance(o, Optimizer) and not isinstance(o, AcceleratedOptimizer)]
+        schedulers = [o for o, _ in new if isinstance(o, LRScheduler)]
+        for model, place in models:
+            if place and self.device.type != "cpu":
+                model.to(self.device)
+            self._precision.wrap_forward(model)
+        prepared = self._engine.prepare([model for model, _ in models], optimizers, schedulers)
+        for (model, _), wrapped in zip(models, prepared.models):
+            self._models.append(wrapped)
+            self._note(model, wrapped)
+            if wrapped is not model:
+                self._note(wrapped, wrapped)
+        for optimizer, inner in zip(optimizers, prepared.optimizers):
+            self._optimizers.append(
+                AcceleratedOptimizer(inner, engine=self._engine, gradient_state=self.gradient_state, scaler=self.scaler)
+            )
+            self._note(optimizer, self._optimizers[-1])
+        for scheduler, inner in zip(schedulers, prepared.schedulers):
+            self._schedulers.append(self._wrap_scheduler(inner))
+            self._note(scheduler, self._schedulers[-1])
+
+    def _note(self, given: object, became: Any) -> None:
+        self._originals[id(given)] = (given, became)
+
+    def _prepare_loader(self, loader: DataLoader[Any], place: bool) -> PreparedLoader:
+        config = self.dataloader_config
+        options = LoaderOptions(
+            split_batches=config.split_batches,
+            even_batches=config.even_batches,
+            use_seedable_sampler=config.use_seedable_sampler,
+            data_seed=config.data_seed,
+            non_blocking=config.non_blocking,
+        )
+        prepared = prepare_loader(
+            loader, world=self._world, options=options, reading=self.gradient_state.reading, place=place
+        )
+        self._dataloaders.append(prepared)
+        return prepared
+
+    def _wrap_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
+        owner = getattr(scheduler, "optimizer", None)
+        own = [o for o in self._optimizers if o is owner or o.optimizer is owner]
+        return AcceleratedScheduler(
+            scheduler,
+            own or self._optimizers,
+            gradient_state=self.gradient_state,
+            num_processes=self.num_processes,
+            step_with_optimizer=self.step_scheduler_with_optimizer,
+            split_batches=self.dataloader_config.split_batches,
+        )
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Prepare one model; with ``evaluation_mode`` it is moved and cast, but not spread over the ranks.
+
+        Collective: unless ``evaluation_mode``.
+        """
+        if not evaluation_mode:
+            prepared: nn.Module = self.prepare(model, device_placement=[device_placement])
+            return prepared
+        if self.device_placement if device_placement is None else device_placement:
+            model.to(self.device)
+        self._precision.wrap_forward(model)
+        return model
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
+        """Prepare one optimizer."""
+        prepared: AcceleratedOptimizer = self.prepare(optimizer)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
+        """Prepare one learning-rate scheduler."""
+        prepared: AcceleratedScheduler = self.prepare(scheduler)
+        return prepared
+
+    def prepare_data_loader(
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> PreparedLoader:
+        """Prepare one DataLoader."""
+        prepared: PreparedLoader = self.prepare(data_loader, device_placement=[device_placement])
+        return prepared
+
+    # ---- talking to the other ranks ----------------------------------------------------------------------------------
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate each tensor of nested data over the processes. Collective. See ``echelon.distributed.gather``."""
+        return collectives.gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather the results of one step of a prepared loader: each sample exactly once, in the order of the data.
+
+        Args:
+            input_data: nested tensors whose first dimension is the batch, or objects (a list with one per sample).
+            use_gather_object: gather as objects even if all leaves are tensors.
+
+        Collective: every process, once per batch.
+        """
+        loader = self.gradient_state.active_dataloader
+        if self.num_processes == 1:
+            return input_data
+        return gather_samples(input_data, loader.last_step if loader is not None else None, objects=use_gather_object)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Sum or average nested tensors over the processes. Collective. See ``echelon.distributed.reduce``."""
+        return collectives.reduce(tensor, reduction, scale)  # type: ignore[arg-type]
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Pad nested tensors to the largest size of any process. Collective."""
+        return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every process is here; who does not come is named. Collective."""
+        control.barrier()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on one process of each machine."""
+        if self.is_local_main_process:
+            builtins.print(*args, **kwargs)
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Let rank zero run the block alone, then the others. Collective."""
+        with control.main_first():
+            yield
+
+    def on_main_process(self, function: F | None = None) -> Any:
+        """Make ``function`` run on rank zero only; elsewhere it returns None."""
+        return _only_if(self.is_main_process, function)
+
+    def on_local_main_process(self, function: F | None = None) -> Any:
+        """Make ``function`` run on one process of each machine only."""
+        return _only_if(self.is_local_main_process, function)
+
+    def on_last_process(self, function: F) -> Any:
+        """Make ``function`` run on the highest rank only."""
+        return _only_if(self.is_last_process, function)
+
+    def on_process(self, function: F | None = None, process_index: int | None = None) -> Any:
+        """Make ``function`` run on the rank ``process_index`` only."""
+        return _only_if(self.process_index == process_index, function)
+
+    # ---- models ------------------------------------------------------------------------------------------------------
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """Return the mixed-precision context, for losses and other work outside the model's forward."""
+        return self._precision.autocast(None if autocast_handler is None else autocast_handler.to_kwargs())
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """Return the user's own module inside a prepared one.
+
+        Args:
+            model: prepared or not.
+            keep_fp32_wrapper: leave its forward under autocast; False: give it its own forward back.
+            keep_torch_compile: leave a compiled module compiled.
+        """
+        inner = self._engine.unwrap(model)
+        if not keep_torch_compile:
+            inner = getattr(inner, "_orig_mod", inner)
+        if not keep_fp32_wrapper:
+            unwrap_forward(inner)
+        return inner
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the whole state dict of a prepared model, by plain parameter names (``unwrap=False``: the wrapper's).
+
+        Collective: where parameters are sharded.
+        """
+        return self._engine.full_state_dict(model) if unwrap else model.state_dict()
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Write ``obj`` to ``f`` on rank zero: by ``torch.save``, or tensors by safetensors. Call it on every rank."""
+        if not self.is_main_process:
+            return
+        if safe_serialization:
+            from safetensors.torch import save_file  # noqa: PLC0415 - only for those who save so
+
+            save_file({name: tensor.contiguous() for name, tensor in obj.items()}, f, metadata={"format": "pt"})
+        else:
+            torch.save(obj, f)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Forget everything that was prepared, and empty the device's cache; returns a None for each of ``objects``."""
+        self._models.clear()
+        self._optimizers.clear()
+        self._schedulers.clear()
+        self._dataloaders.clear()
+        self._originals.clear()
+        self.step = 0
+        if self.device.type != "cpu":
+            torch.accelerator.memory.empty_cache()
+        return [None] * len(objects)
+
+    clear = free_memory
+
+    def end_training(self) -> None:
+        """End the process group. Collective."""
+        cleanup()
+
+
+class _MicroStep:
+    """The context of ``accumulate()``; a class, because a generator costs several microseconds a step."""
+
+    __slots__ = ("_accelerator", "_models", "_stack")
+
+    def __init__(self, accelerator: Accelerator, models: tuple[nn.Module, ...]) -> None:
+        self._accelerator = accelerator
+        self._models = models
+        self._stack: ExitStack | None = None
+
+    def __enter__(self) -> None:
+        accelerator = self._accelerator
+        synchronise = accelerator._begin_micro_step()
+        accelerator._accumulating = self._models
+        if not synchronise:
+            self._stack = ExitStack()
+            for model in self._models or accelerator._models:
+                self._stack.enter_context(accelerator._engine.no_sync(model))
+
+    def __exit__(self, *_: object) -> None:
+        accelerator = self._accelerator
+        accelerator._accumulating = None
+        if accelerator.gradient_state.sync_gradients:
+            accelerator._window.end_window()
+        if self._stack is not None:
+            self._stack.close()
+
+
+class _LocalBackward:
+    """The context of ``no_sync()``."""
+
+    __slots__ = ("_context", "_optimizers")
+
+    def __init__(self, context: AbstractContextManager[Any], optimizers: Iterable[AcceleratedOptimizer]) -> None:
+        self._context = context
+        self._optimizers = list(optimizers)
+
+    def __enter__(self) -> None:
+        self._context.__enter__()
+        for optimizer in self._optimizers:
+            optimizer.unsynced = True
+
+    def __exit__(self, *details: Any) -> None:
+        for optimizer in self._optimizers:
+            optimizer.unsynced = False
+        self._context.__exit__(*details)
+
+
+def _refuse_what_is_not_offered(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise ConfigError(
+                f"Accelerator({name}=) is not offered yet by this version of echelon",
+                where=f"code Accelerator({name}=)",
+                do=f"leave {name} out",
+            )
+
+
+def _resolve(
+    mixed_precision: str | None, steps: int, cpu: bool, plugin: GradientAccumulationPlugin | None
+) -> Resolved[RunConfig]:
+    if plugin is not None and steps != 1:
+        raise ConfigError(
+            f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin are both given",
+            where="code Accelerator(gradient_accumulation_steps=, gradient_accumulation_plugin=)",
+            do="give one of the two",
+        )
+    given = {
+        "mixed_precision": mixed_precision,
+        "gradient_accumulation_steps": plugin.num_steps if plugin is not None else (steps if steps != 1 else None),
+        "cpu": cpu or None,
+    }
+    return current(from_code("Accelerator", given))
+
+
+def _by_kind(handlers: list[KwargsHandler]) -> dict[type, Any]:
+    """Return one handler of each kind; a subclass counts as its base."""
+    kinds: tuple[type[KwargsHandler], ...] = (
+        AutocastKwargs,
+        DistributedDataParallelKwargs,
+        GradScalerKwargs,
+        InitProcessGroupKwargs,
+    )
+    found: dict[type, Any] = {}
+    for handler in handlers:
+        kind = next((kind for kind in kinds if isinstance(handler, kind)), None)
+        if kind is None:
+            raise ConfigError(
+                f"kwargs_handlers holds a {type(handler).__name__}, which the Accelerator does not know",
+                do=f"give one of {', '.join(k.__name__ for k in kinds)}",
+            )
+        if kind in found:
+            raise ConfigError(f"kwargs_handlers holds two {kind.__name__}", do="give one of each kind")
+        found[kind] = handler
+    return {kind: found.get(kind, kind()) for kind in kinds}
+
+
+def _open_world(config: RunConfig, options: InitProcessGroupKwargs) -> World:
+    """Make the process group where there are several processes and none has been made by hand."""
+    if dist.is_initialized() or detect().world_size == 1:
+        return World.current(cpu=config.cpu)
+    return setup(backend=options.backend, timeout=options.timeout, init_method=options.init_method)
+
+
+def _make_engine(
+    engine: Engine | str | None,
+    world: World,
+    scaler: torch.amp.GradScaler | None,
+    ddp_options: DistributedDataParallelKwargs,
+) -> Engine:
+    if isinstance(engine, Engine):
+        return engine
+    kind: Any = load(engine or choose(world_size=world.world_size))
+    return kind.from_options(world, scaler=scaler, options=ddp_options.to_kwargs())  # type: ignore[no-any-return]
+
+
+def _check_loss(loss: Any, kwargs: Mapping[str, Any]) -> None:
+    if not isinstance(loss, torch.Tensor):
+        raise UsageError(
+            f"backward() was given {type(loss).__name__}, not a tensor",
+            do="give it the loss; a model that returns a dict or a tuple has it as .loss or [0]",
+        )
+    if loss.numel() != 1 and "gradient" not in kwargs:
+        raise UsageError(
+            f"backward() needs one number, and the loss has the shape {list(loss.shape)}",
+            do="reduce it, for example by loss.mean()",
+        )
+    if not loss.requires_grad:
+        raise UsageError(
+            "backward() was given a loss without a graph: nothing that it depends on requires gradients",
+            do="compute it from the model's outputs, outside torch.no_grad(), and without .item() or .detach()",
+        )
+
+
+def _as_iterable(parameters: Any) -> Iterable[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else parameters
+
+
+def _collect(argument: Any, place: bool, found: list[tuple[Any, bool]]) -> None:
+    """List every object of a known kind in ``argument``, each once."""
+    if isinstance(argument, (nn.Module, Optimizer, LRScheduler, DataLoader, AcceleratedScheduler)):
+        if all(argument is not known for known, _ in found):
+            found.append((argument, place))
+    elif isinstance(argument, (tuple, list)):
+        for item in argument:
+            _collect(item, place, found)
+    elif isinstance(argument, Mapping):
+        for item in argument.values():
+            _collect(item, place, found)
+
+
+def _replace(argument: Any, originals: Mapping[int, tuple[object, Any]]) -> Any:
+    """Return ``argument`` with every prepared object in the place of what it was made from."""
+    if id(argument) in originals:
+        return originals[id(argument)][1]
+    if isinstance(argument, (tuple, list)) and not isinstance(argument, nn.Module):
+        return rebuild_like(argument, [_replace(item, originals) for item in argument])
+    if isinstance(argument, Mapping) and not isinstance(argument, nn.Module):
+        return rebuild_like(argument, {key: _replace(item, originals) for key, item in argument.items()})
+    return argument
+
+
+def _only_if(condition: bool, function: F | None) -> Any:
+    def decorate(function: F) -> Any:
+        if condition:
+            return function
+
+        def elsewhere(*_args: Any, **_kwargs: Any) -> None:
+            return None
+
+        return elsewhere
+
+    return decorate if function is None else decorate(function)

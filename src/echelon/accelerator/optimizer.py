@@ -1,0 +1,112 @@
+"""An optimizer that steps only when an update is complete, through the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from echelon.accelerator.gradient_state import GradientState
+from echelon.engines.base import Engine
+
+__all__ = ["AcceleratedOptimizer"]
+
+
+class AcceleratedOptimizer(Optimizer):
+    """Wraps an optimizer: ``step`` and ``zero_grad`` do nothing while gradients are being accumulated."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        engine: Engine,
+        gradient_state: GradientState,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        # Optimizer's own __init__ is not called: groups, state and hooks are those of the wrapped one.
+        self.optimizer = optimizer
+        self.engine = engine
+        self.gradient_state = gradient_state
+        self.scaler = scaler
+        self.unsynced = False
+        self._skipped = False
+
+    @property
+    def state(self) -> Any:
+        """Of the wrapped optimizer."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def param_groups(self) -> Any:
+        """Of the wrapped optimizer."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: Any) -> None:
+        self.optimizer.param_groups = param_groups
+
+    @property
+    def defaults(self) -> Any:
+        """Of the wrapped optimizer."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: Any) -> None:
+        self.optimizer.defaults = defaults
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Did loss scaling leave out the last step, because its gradients were infinite?"""
+        return self._skipped
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Take a step if the update is complete.
+
+        Collective: where the step guard has to reduce.
+        """
+        if self.gradient_state.sync_gradients:
+            self._skipped = not self.engine.step(self.optimizer, closure=closure, unsynced=self.unsynced)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients if the update is complete."""
+        if self.gradient_state.sync_gradients:
+            self.engine.zero_grad(self.optimizer, set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: Any) -> None:
+        """Add a group to the wrapped optimizer."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> Any:
+        """Return the state of the wrapped optimizer."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load the state of the wrapped optimizer."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def train(self) -> Any:
+        """For schedule-free optimizers: switch to training weights."""
+        return self.optimizer.train() if hasattr(self.optimizer, "train") else None
+
+    def eval(self) -> Any:
+        """For schedule-free optimizers: switch to evaluation weights."""
+        return self.optimizer.eval() if hasattr(self.optimizer, "eval") else None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":
+            raise AttributeError(name)  # not there yet (unpickling)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)

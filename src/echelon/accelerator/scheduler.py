@@ -1,0 +1,72 @@
+"""A scheduler that advances when its optimizers really stepped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from echelon.accelerator.gradient_state import GradientState
+from echelon.accelerator.optimizer import AcceleratedOptimizer
+
+__all__ = ["AcceleratedScheduler"]
+
+
+class AcceleratedScheduler:
+    """Wraps a learning-rate scheduler.
+
+    With ``step_with_optimizer`` it does not advance while gradients are accumulated or when a step was skipped, and it
+    advances ``num_processes`` times per update unless ``split_batches``: as many samples of the epoch have been used.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizers: AcceleratedOptimizer | Sequence[AcceleratedOptimizer],
+        *,
+        gradient_state: GradientState,
+        num_processes: int,
+        step_with_optimizer: bool = True,
+        split_batches: bool = False,
+    ) -> None:
+        self.scheduler = scheduler
+        self.optimizers = [optimizers] if isinstance(optimizers, AcceleratedOptimizer) else list(optimizers)
+        self.split_batches = split_batches
+        self.step_with_optimizer = step_with_optimizer
+        self.gradient_state = gradient_state
+        self._times = 1 if split_batches else num_processes
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advance the schedule, if its optimizers did."""
+        scheduler = self.scheduler
+        if not self.step_with_optimizer:
+            scheduler.step(*args, **kwargs)
+            return
+        if not self.gradient_state.sync_gradients:
+            if self.gradient_state.adjust_scheduler:
+                scheduler._step_count += 1
+            return
+        for optimizer in self.optimizers:
+            if optimizer.step_was_skipped:
+                return
+        for _ in range(self._times):
+            # OneCycleLR refuses more steps than it was built for, and the last round may hold padding.
+            total = getattr(scheduler, "total_steps", None)
+            if total is None or scheduler._step_count <= total:
+                scheduler.step(*args, **kwargs)
+
+    def get_last_lr(self) -> Any:
+        """Return the learning rate of each group."""
+        return self.scheduler.get_last_lr()
+
+    def state_dict(self) -> Any:
+        """Return the state of the wrapped scheduler."""
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load the state of the wrapped scheduler."""
+        self.scheduler.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":
+            raise AttributeError(name)  # not there yet (unpickling)
+        return getattr(self.scheduler, name)

@@ -1,0 +1,53 @@
+"""The mistake of training on several ranks with a loader that was never prepared: every rank reads everything."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from echelon.base.errors import UsageError
+from echelon.base.warnings import UserLine, user_line
+from echelon.data.loader import PreparedLoader
+from echelon.distributed.shard import ShardedLoader
+
+__all__ = ["refuse_unprepared_loader"]
+
+
+def refuse_unprepared_loader(*, num_processes: int, unsharded: list[Any]) -> None:
+    """Look at the variables of the user's frames for a DataLoader that gives every rank the same data.
+
+    Called at the first backward pass that happens outside every prepared loader's loop.
+
+    Raises:
+        UsageError: there is one; its name and the user's line are given.
+    """
+    place = user_line()
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        in_script = frame.f_code.co_filename == place[0]
+        if in_script:
+            variables = {**frame.f_globals, **frame.f_locals}
+            for name, value in variables.items():
+                if _gives_all_ranks_the_same(value) and not any(value is allowed for allowed in unsharded):
+                    raise _error(name, place, num_processes)
+        frame = frame.f_back
+
+
+def _gives_all_ranks_the_same(value: Any) -> bool:
+    return (
+        isinstance(value, DataLoader)
+        and not isinstance(value, (PreparedLoader, ShardedLoader))
+        and not isinstance(getattr(value, "sampler", None), DistributedSampler)
+    )
+
+
+def _error(name: str, place: UserLine, num_processes: int) -> UsageError:
+    return UsageError(
+        f"backward() runs on {num_processes} processes outside of every prepared loader, and {name!r} is a DataLoader that "
+        "was not prepared: every process would train on the same samples",
+        where=str(place),
+        do=f"{name} = accelerator.prepare({name}), or accelerator.allow_unsharded({name}) if every process shall read all of it",
+    )

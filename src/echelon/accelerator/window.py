@@ -1,0 +1,130 @@
+"""The weight of each contribution to an update, and the one division by their sum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from echelon.base.errors import UsageError
+
+__all__ = ["Window"]
+
+TotalOf = Callable[[float], float]
+
+
+class Window:
+    """One update: its micro-steps and their weights.
+
+    A mean loss over n items enters as ``loss * n / REF`` and the reduced gradients are multiplied once by
+    ``REF * world_size / total`` (DDP and FSDP average over the ranks), so no rank has to look ahead. REF is a power of
+    two near the usual n: the bits do not depend on it, and an fp16 loss stays where its scale was chosen. An update of
+    a single micro-step needs no second pass over the gradients: its total is known before the backward pass.
+
+    Without weights, Accelerate's numbers: each loss is divided by the number of accumulation steps; what is missing to
+    a full window at the end of a loader is made up for in the same way, once.
+    """
+
+    __slots__ = (
+        "_count",
+        "_factor",
+        "_is_weighted",
+        "_items",
+        "_open",
+        "_reference",
+        "_scale",
+        "_total_of",
+        "_weight",
+        "_world_size",
+    )
+
+    def __init__(self, *, world_size: int, total_of: TotalOf) -> None:
+        """``total_of(x)`` is the sum of x over the ranks (a collective)."""
+        self._world_size = world_size
+        self._total_of = total_of
+        self._reference: float | None = None
+        self._open = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._count = 0  # micro-steps begun
+        self._is_weighted: bool | None = None  # None: no loss yet
+        self._weight = 0.0  # items of the micro-steps so far, this rank's
+        self._items: float | None = None  # of the current micro-step; None: none given yet
+        self._factor: float | None = None  # applied to the gradients already; later losses of this step bring it along
+        self._scale: float | None = None  # of a window of one micro-step
+
+    def begin_micro_step(self) -> None:
+        """Enter ``accumulate()``: the next micro-step, of a new window if the last one was complete."""
+        if not self._open:
+            self._reset()
+            self._open = True
+        self._count += 1
+        self._items = None
+
+    def end_window(self) -> None:
+        """Leave the ``accumulate()`` of the last micro-step."""
+        self._open = False
+
+    def plain(self, *, num_steps: int, inside: bool, sync: bool) -> tuple[float, float]:
+        """Return (factor of the loss before backward, factor of the gradients after it) of a loss without weight."""
+        scale = 1.0 / num_steps
+        if not inside:
+            return scale, 1.0
+        self._note_kind(weighted=False)
+        if not sync or self._count == num_steps:
+            return scale, 1.0
+        if self._factor is not None:  # a second loss in the step whose gradients are finished
+            return scale * self._factor, 1.0
+        self._factor = num_steps / self._count
+        return scale, self._factor
+
+    def weighted(self, num_items: float, *, inside: bool, sync: bool) -> tuple[float, float]:
+        """Return the same pair for a loss that is a mean over ``num_items`` items; 0 means: contribute nothing.
+
+        Collective: at the end of a window, and once at the first weighted loss.
+        """
+        if not (math.isfinite(num_items) and num_items >= 0):
+            raise UsageError(
+                f"num_items={num_items} is no count", do="give the number of items that the loss is a mean over"
+            )
+        if not inside:  # a window of its own, whatever came before
+            return self._of_one(num_items), 1.0
+        self._note_kind(weighted=True)
+        if self._items is None:
+            self._items = num_items
+            self._weight += num_items
+        elif self._items != num_items:
+            raise UsageError(
+                f"num_items={num_items} after num_items={self._items} in the same micro-step",
+                do="give every loss of one micro-step the same num_items (scale the losses themselves if they differ)",
+            )
+        if self._count == 1 and sync:
+            if self._scale is None:
+                self._scale = self._of_one(num_items)
+            return self._scale, 1.0
+        if self._reference is None:
+            self._reference = self._agree_reference(num_items)
+        scale = num_items / self._reference
+        if not sync:
+            return scale, 1.0
+        if self._factor is not None:
+            return scale * self._factor, 1.0
+        total = self._total_of(self._weight)
+        self._factor = self._reference * self._world_size / total if total else 1.0
+        return scale, self._factor
+
+    def _note_kind(self, *, weighted: bool) -> None:
+        if self._is_weighted is not None and self._is_weighted is not weighted:
+            raise UsageError(
+                "one update mixes losses with num_items= and losses without",
+                do="give num_items= to every backward() of an update, or to none",
+            )
+        self._is_weighted = weighted
+
+    def _of_one(self, num_items: float) -> float:
+        total = self._total_of(num_items)
+        return num_items * self._world_size / total if total else 0.0
+
+    def _agree_reference(self, num_items: float) -> float:
+        mean = self._total_of(num_items) / self._world_size
+        return 2.0 ** round(math.log2(mean)) if mean else 1.0

@@ -1,0 +1,27 @@
+"""What a caller may know about an engine: data, never its class."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Capabilities"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """Facts of one engine that the levels above act on."""
+
+    name: str
+    """As in the registry and in messages."""
+    distributed_type: str | None = None
+    """What ``Accelerator.distributed_type`` says if not NO or MULTI_<device>; for scripts that read it, never branched on."""
+    replicates: bool
+    """Several ranks hold the whole model and meet in the gradients."""
+    shards_parameters: bool = False
+    """A rank holds a part of each parameter: whole state dicts need every rank."""
+    replaces_parameters: bool = False
+    """``prepare`` swaps the parameter objects: optimizers made before it are re-pointed by name."""
+    owns_loss_scaling: bool = False
+    """The engine scales an fp16 loss itself; no GradScaler around it."""
+    supports_multiple_models: bool = True
+    """Several models may be prepared together."""

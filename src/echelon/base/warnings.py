@@ -1,0 +1,45 @@
+"""Warnings that point at the user's own line, not into echelon or torch."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+from echelon.base.rank import known_rank
+
+__all__ = ["EchelonWarning", "UserLine", "user_line", "warn"]
+
+_PACKAGE = str(Path(__file__).resolve().parent.parent)
+
+
+class EchelonWarning(UserWarning):
+    """Echelon changed or repaired something that the user wrote; the run goes on."""
+
+
+class UserLine(tuple[str, int]):
+    """A file and a line of the user's program."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return f"{self[0]}:{self[1]}"
+
+
+def user_line() -> UserLine:
+    """Return the innermost line on the call stack that is neither echelon's nor torch's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = frame.f_code.co_filename
+        ours = name.startswith((_PACKAGE, "<frozen")) or "/torch/" in name or "/contextlib.py" in name
+        if not ours:
+            break
+        frame = frame.f_back
+    return UserLine((frame.f_code.co_filename, frame.f_lineno))
+
+
+def warn(message: str, *, at: UserLine | None = None) -> None:
+    """Warn from rank zero, at the user's line (``at``, else the innermost one on the stack)."""
+    if known_rank() in (None, 0):
+        place = at or user_line()
+        warnings.warn_explicit(message, EchelonWarning, filename=place[0], lineno=place[1])

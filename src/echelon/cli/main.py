@@ -1,0 +1,110 @@
+"""The command ``echelon``: finds the sub-command, and prints what goes wrong as what / where / do."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NoReturn
+
+import click
+
+from echelon._version import __version__
+from echelon.base.errors import ConfigError, EchelonError, UsageError
+
+__all__ = ["cli", "main"]
+
+# Name -> (module, one line of help). Imported when the command is used: `echelon --help` loads none of them.
+_COMMANDS = {
+    "config": ("echelon.cli.config", "Show the configuration and where each value came from."),
+    "env": ("echelon.cli.env", "Show versions, platform and devices, for bug reports."),
+    "launch": ("echelon.cli.launch", "Run a script on one or more processes of this machine."),
+}
+
+
+class _LazyGroup(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = import_module(_COMMANDS[cmd_name][0]).command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, _COMMANDS[name][1]) for name in self.list_commands(ctx)])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
+            from difflib import get_close_matches  # noqa: PLC0415 - needed for a mistyped command only
+
+            near = get_close_matches(args[0], _COMMANDS, n=1)
+            raise UsageError(
+                f"there is no command {args[0]!r}",
+                where="echelon",
+                do=f"did you mean echelon {near[0]}?" if near else f"commands: {', '.join(self.list_commands(ctx))}",
+            )
+        return super().resolve_command(ctx, args)
+
+
+@click.group(
+    cls=_LazyGroup,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        # Every flag works as --num_processes and as --num-processes. Names only; values are never touched.
+        "token_normalize_func": lambda name: name.replace("_", "-"),
+        "max_content_width": 110,
+    },
+)
+@click.version_option(__version__, prog_name="echelon", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Scale PyTorch training from one process to many."""
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit: 0, 2 for a wrong command line or setting, else 1 or the script's own code."""
+    sys.exit(_run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    try:
+        code = cli.main(args=argv, prog_name="echelon", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.ctx.get_help() if error.ctx else error, file=sys.stderr)
+        return 2
+    except click.ClickException as error:
+        print(f"echelon: {_from_click(error, sys.argv[1:] if argv is None else argv)}", file=sys.stderr)
+        return 2
+    except EchelonError as error:
+        print(f"echelon: {error}", file=sys.stderr)
+        return 2 if isinstance(error, (ConfigError, UsageError)) else 1
+    except (KeyboardInterrupt, click.Abort):
+        return 130
+    except BrokenPipeError:  # echelon --help | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _from_click(error: click.ClickException, argv: Sequence[str]) -> UsageError:
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    command = context.command_path if context else "echelon"
+    do = f"see {command} --help"
+    if isinstance(error, click.NoSuchOption):
+        near = error.possibilities
+        typed = (token.partition("=")[0] for token in argv)  # click tells the name with _ made -
+        name = next((flag for flag in typed if flag.replace("_", "-") == error.option_name), error.option_name)
+        do = f"did you mean {near[0]}?" if near else do
+        return UsageError(f"there is no flag {name}", where=command, do=do)
+    text = error.format_message().strip().rstrip(".")
+    return UsageError(text[:1].lower() + text[1:], where=command, do=do)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Where a setting came from, ordered from the weakest source to the strongest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+__all__ = ["Origin", "Setting", "Source"]
+
+
+class Source(IntEnum):
+    """The layers of configuration; the higher one wins."""
+
+    DEFAULT = 0
+    FILE = 1
+    ENV = 2
+    FLAG = 3
+    CODE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """One place: its layer, and the name of the flag, variable, file line or argument."""
+
+    source: Source
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.source.name.lower()} {self.detail}".rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A value as it was given, and its origin."""
+
+    value: object
+    origin: Origin

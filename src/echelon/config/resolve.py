@@ -1,0 +1,82 @@
+"""Several layers of settings -> one frozen configuration that knows the origin of each value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Generic, TypeVar
+
+from echelon.base.errors import ConfigError
+from echelon.config.origin import Origin, Setting, Source
+from echelon.config.schema import coerce, field_names
+
+__all__ = ["Layer", "Resolved", "Shadowed", "resolve"]
+
+T = TypeVar("T")
+Layer = Mapping[str, Setting]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shadowed:
+    """A setting that lost against the same one in a stronger layer."""
+
+    name: str
+    value: object
+    origin: Origin
+    winner: Origin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved(Generic[T]):
+    """The configuration, the origin of each field, and what was overridden."""
+
+    value: T
+    origins: Mapping[str, Origin]
+    shadowed: tuple[Shadowed, ...]
+
+
+def resolve(schema: type[T], layers: Iterable[Layer], *, strict: bool = False) -> Resolved[T]:
+    """Merge ``layers`` (in any order) into one ``schema``: code > flag > environment > file > default.
+
+    The same setting in two layers is no conflict: the stronger wins, the weaker is kept in ``shadowed``.
+
+    Raises:
+        ConfigError: an unknown name (the nearest one is given), a value of the wrong type, or, when ``strict``,
+            two layers that give one setting different values.
+    """
+    names = field_names(schema)
+    best: dict[str, Setting] = {}
+    shadowed: list[Shadowed] = []
+    for layer in layers:
+        for name, given in layer.items():
+            if name not in names:
+                raise _unknown(name, given.origin, names)
+            setting = Setting(coerce(schema, name, given.value, where=str(given.origin)), given.origin)
+            current = best.get(name)
+            if current is None:
+                best[name] = setting
+                continue
+            weak, strong = sorted((current, setting), key=lambda s: s.origin.source)
+            best[name] = strong
+            if weak.value != strong.value:
+                shadowed.append(Shadowed(name=name, value=weak.value, origin=weak.origin, winner=strong.origin))
+    if strict and shadowed:
+        lost = shadowed[0]
+        raise ConfigError(
+            f"{lost.name} is set twice: {best[lost.name].value!r} (from {lost.winner}) and {lost.value!r} (from {lost.origin})",
+            do="remove one of the two, or leave --strict out",
+        )
+    value = schema(**{name: setting.value for name, setting in best.items()})
+    origins = {name: best[name].origin if name in best else Origin(Source.DEFAULT) for name in names}
+    return Resolved(value=value, origins=MappingProxyType(origins), shadowed=tuple(shadowed))
+
+
+def _unknown(name: str, origin: Origin, names: tuple[str, ...]) -> ConfigError:
+    near = get_close_matches(name, names, n=1)
+    return ConfigError(
+        f"unknown setting {name!r}",
+        where=str(origin),
+        do=f"did you mean {near[0]!r}?" if near else f"known settings: {', '.join(names)}",
+    )

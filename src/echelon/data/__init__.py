@@ -1,0 +1,1 @@
+"""Floor 6: which sample goes to which rank, and when."""

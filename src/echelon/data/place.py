@@ -1,0 +1,33 @@
+"""Moving a batch to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from echelon.base.protocols import SupportsTo
+from echelon.distributed.tree import rebuild_like
+
+__all__ = ["to_device"]
+
+
+def to_device(data: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
+    """Return ``data`` with every tensor, and everything that has ``.to``, on ``device``; containers keep their types."""
+    if isinstance(data, torch.Tensor):
+        return data.to(device, non_blocking=non_blocking)
+    if isinstance(data, (str, bytes)):
+        return data
+    if isinstance(data, SupportsTo) and not isinstance(data, type):
+        try:
+            return data.to(device, non_blocking=non_blocking)
+        except TypeError:  # a foreign `.to` that takes the device only, as tokenizers' batches once did
+            return data.to(device)
+    if isinstance(data, (tuple, list)):
+        return rebuild_like(data, [to_device(item, device, non_blocking=non_blocking) for item in data])
+    if isinstance(data, Mapping):
+        return rebuild_like(
+            data, {key: to_device(value, device, non_blocking=non_blocking) for key, value in data.items()}
+        )
+    return data

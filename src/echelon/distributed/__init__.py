@@ -1,0 +1,35 @@
+"""Level 1: native ``torch.distributed`` made safe. Floor 5."""
+
+from echelon.distributed.collectives import (
+    broadcast,
+    broadcast_object_list,
+    gather,
+    gather_object,
+    mean_over_ranks,
+    pad_across_processes,
+    reduce,
+)
+from echelon.distributed.control import agree, barrier, main_first, rank_zero_only
+from echelon.distributed.setup import cleanup, process_group, setup
+from echelon.distributed.shard import ShardedLoader, shard
+from echelon.launch.spawn import spawn
+
+__all__ = [
+    "ShardedLoader",
+    "agree",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "cleanup",
+    "gather",
+    "gather_object",
+    "main_first",
+    "mean_over_ranks",
+    "pad_across_processes",
+    "process_group",
+    "rank_zero_only",
+    "reduce",
+    "setup",
+    "shard",
+    "spawn",
+]

@@ -1,0 +1,278 @@
+"""Collectives on nested data (tuples, lists, dicts, namedtuples of tensors), safe on every backend and dtype."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from echelon.base.errors import DesyncError, UsageError
+from echelon.distributed.checks import check_same, ranks_of, wire_device
+from echelon.distributed.tree import describe, leaves, map_tensors
+
+__all__ = [
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "mean_over_ranks",
+    "pad_across_processes",
+    "reduce",
+]
+
+# Without a process group every function here is the operation on one rank, so that a script runs unchanged under plain
+# python. Data moves as bytes: gloo and nccl each lack some dtypes (bool, int16, float8, complex).
+
+# torch 2.13 renamed it, and warns at each call of the old name.
+_all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+
+
+def gather(data: Any, *, mesh: DeviceMesh | None = None) -> Any:
+    """Concatenate each tensor of ``data`` over the ranks, along the first dimension.
+
+    Args:
+        data: nested data; each tensor of any dtype, shape equal on all ranks; a 0-d tensor counts as shape [1].
+        mesh: a 1-D mesh; None: all ranks.
+
+    Returns:
+        The same structure, tensors of shape [world_size * n, ...] in rank order, on every rank. No gradients.
+
+    Collective: every rank must call this.
+
+    Raises:
+        DesyncError: shapes, dtypes or structures differ between ranks.
+        UsageError: a leaf is no tensor.
+    """
+    group = _group(mesh)
+    _refuse_objects("gather", data)
+    if _alone(group):
+        return map_tensors(lambda tensor: tensor.detach().reshape(-1) if tensor.dim() == 0 else tensor.detach(), data)
+    check_same("gather", describe(data), group=group)
+    return map_tensors(lambda tensor: _gather_tensor(tensor, group), data)
+
+
+def gather_object(data: Any, *, mesh: DeviceMesh | None = None) -> list[Any]:
+    """Collect any picklable object of each rank; lists and tuples are joined into one list, in rank order.
+
+    Collective: every rank must call this. The objects are pickled between the ranks of this job.
+
+    Raises:
+        DesyncError: some ranks bring a list and others do not.
+    """
+    group = _group(mesh)
+    objects: list[Any] = [data]
+    if not _alone(group):
+        objects = [None] * dist.get_world_size(group)
+        dist.all_gather_object(objects, data, group=group)
+    sequences = [isinstance(item, (list, tuple)) for item in objects]
+    if all(sequences):
+        return [item for items in objects for item in items]
+    if any(sequences):
+        kinds = ", ".join(f"rank {rank}: {type(item).__name__}" for rank, item in zip(ranks_of(group), objects))
+        raise DesyncError(
+            f"gather_object: some ranks bring a list, others do not ({kinds})", do="bring a list on every rank"
+        )
+    return objects
+
+
+def reduce(
+    data: Any, reduction: Literal["mean", "sum", "none"] = "mean", scale: float = 1.0, *, mesh: DeviceMesh | None = None
+) -> Any:
+    """Sum or average each tensor of ``data`` over the ranks.
+
+    Args:
+        data: nested data; each tensor's shape and dtype equal on all ranks. bfloat16 and float16 are added in float32;
+            bool and integers in int64.
+        reduction: ``sum``, ``mean``, or ``none`` (each rank keeps its own).
+        scale: multiplies the result.
+        mesh: a 1-D mesh; None: all ranks.
+
+    Returns:
+        The same structure with new tensors, equal on every rank. Floats and complex keep their dtype; integers and
+        bools give int64 sums, and means (or scaled values) in torch's default dtype.
+
+    Collective: every rank must call this.
+
+    Raises:
+        DesyncError: shapes, dtypes or structures differ between ranks.
+        UsageError: an unknown reduction, or a leaf is no tensor.
+    """
+    group = _group(mesh)
+    if reduction not in ("mean", "sum", "none"):
+        raise UsageError(f"reduction={reduction!r} is not one of mean, sum, none", do="give one of them")
+    if reduction == "none":
+        return data
+    _refuse_objects("reduce", data)
+    if not _alone(group):
+        check_same(f"reduce({reduction})", describe(data), group=group)
+    divisor = dist.get_world_size(group) if reduction == "mean" and dist.is_initialized() else 1
+    integers_stay = reduction == "sum" and scale == 1.0
+    return map_tensors(lambda tensor: _reduce_tensor(tensor, divisor, scale, integers_stay, group), data)
+
+
+def mean_over_ranks(data: Any, *, mesh: DeviceMesh | None = None) -> Any:
+    """Average each tensor of ``data`` over the ranks: ``reduce(data, "mean")``.
+
+    Collective: every rank must call this, with equal shapes.
+
+    Raises:
+        DesyncError: shapes, dtypes or structures differ between ranks.
+    """
+    return reduce(data, "mean", mesh=mesh)
+
+
+def broadcast(data: Any, from_process: int = 0, *, mesh: DeviceMesh | None = None) -> Any:
+    """Give every rank the tensors of the rank ``from_process``; new tensors on the device of the local ones.
+
+    Args:
+        data: nested data; shapes and dtypes equal on all ranks.
+        from_process: a global rank.
+        mesh: a 1-D mesh; None: all ranks.
+
+    Collective: every rank must call this.
+
+    Raises:
+        DesyncError: shapes, dtypes or structures differ between ranks.
+        UsageError: ``from_process`` is not in the mesh, or a leaf is no tensor.
+    """
+    group = _group(mesh)
+    _refuse_objects("broadcast", data)
+    _check_member(from_process, group)
+    if _alone(group):
+        return data
+    check_same(f"broadcast(from_process={from_process})", describe(data), group=group)
+    return map_tensors(lambda tensor: _broadcast_tensor(tensor, from_process, group), data)
+
+
+def broadcast_object_list(objects: list[Any], from_process: int = 0, *, mesh: DeviceMesh | None = None) -> list[Any]:
+    """Replace, in place, each item of ``objects`` by that of the rank ``from_process``; also return the list.
+
+    Collective: every rank must call this, with lists of equal length. The objects are pickled between the ranks.
+
+    Raises:
+        DesyncError: the lists differ in length.
+        UsageError: ``from_process`` is not in the mesh.
+    """
+    group = _group(mesh)
+    _check_member(from_process, group)
+    if not _alone(group):
+        check_same(f"broadcast_object_list(from_process={from_process})", f"list of {len(objects)}", group=group)
+        dist.broadcast_object_list(objects, src=from_process, group=group)
+    return objects
+
+
+def pad_across_processes(
+    data: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False, *, mesh: DeviceMesh | None = None
+) -> Any:
+    """Pad each tensor of ``data`` along ``dim`` to the largest size that any rank has, so that ``gather`` can follow.
+
+    Args:
+        data: nested data; each tensor's number of dimensions and dtype equal on all ranks, the other sizes too.
+        dim: the dimension to pad; tensors that do not have it stay as they are.
+        pad_index: the value to pad with.
+        pad_first: pad at the front.
+        mesh: a 1-D mesh; None: all ranks.
+
+    Collective: every rank must call this.
+
+    Raises:
+        DesyncError: structures, dtypes or numbers of dimensions differ between ranks.
+    """
+    group = _group(mesh)
+    _refuse_objects("pad_across_processes", data)
+    if _alone(group):
+        return data
+    ranks_and_dtypes = map_tensors(lambda tensor: f"{tensor.dtype} of {tensor.dim()} dimensions", data)
+    check_same("pad_across_processes", repr(ranks_and_dtypes), group=group)
+    tensors = [leaf for leaf in leaves(data) if -leaf.dim() <= dim < leaf.dim()]
+    if not tensors:
+        return data
+    sizes = torch.tensor([tensor.size(dim) for tensor in tensors], device=wire_device(tensors[0].device, group))
+    dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=group)
+    largest = iter(sizes.tolist())
+    return map_tensors(
+        lambda tensor: (
+            _pad(tensor, dim, next(largest), pad_index, pad_first) if -tensor.dim() <= dim < tensor.dim() else tensor
+        ),
+        data,
+    )
+
+
+def _group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    return None if mesh is None else mesh.get_group()
+
+
+def _alone(group: dist.ProcessGroup | None) -> bool:
+    return not dist.is_initialized() or dist.get_world_size(group) == 1
+
+
+def _refuse_objects(operation: str, data: Any) -> None:
+    for leaf in leaves(data):
+        if not isinstance(leaf, torch.Tensor):
+            raise UsageError(
+                f"{operation} takes tensors and nested tuples, lists and dicts of them, not {type(leaf).__name__} ({describe(data)})",
+                do="make it a tensor, or use gather_object / broadcast_object_list for other objects",
+            )
+
+
+def _check_member(rank: int, group: dist.ProcessGroup | None) -> None:
+    members = ranks_of(group) if dist.is_initialized() else [0]
+    if rank not in members:
+        raise UsageError(f"from_process={rank} is not one of the ranks {members}", do="give a rank of the group")
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """View a contiguous tensor as uint8 [number of bytes]."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _gather_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    local = tensor.detach().to(wire_device(tensor.device, group)).contiguous()
+    if local.dim() == 0:
+        local = local.reshape(1)
+    world_size = dist.get_world_size(group)
+    result = torch.empty((world_size * local.size(0), *local.shape[1:]), dtype=local.dtype, device=local.device)
+    if local.numel() > 0:
+        _all_gather_single(_bytes_of(result), _bytes_of(local), group=group)
+    return result.to(tensor.device)
+
+
+def _reduce_tensor(
+    tensor: torch.Tensor, divisor: int, scale: float, integers_stay: bool, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    alone = _alone(group)
+    wire = tensor.device if alone else wire_device(tensor.device, group)
+    wide = tensor.detach().to(wire).to(_sum_dtype(tensor.dtype)).clone(memory_format=torch.contiguous_format)
+    if not alone and wide.numel() > 0:
+        dist.all_reduce(torch.view_as_real(wide) if wide.is_complex() else wide, group=group)
+    if wide.dtype.is_floating_point or wide.dtype.is_complex:
+        result = (wide / divisor if divisor != 1 else wide) * scale if scale != 1.0 else wide / divisor
+        return result.to(dtype=tensor.dtype, device=tensor.device)
+    result = wide if integers_stay else (wide / divisor * scale).to(torch.get_default_dtype())
+    return result.to(tensor.device)
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    if dtype.is_complex:
+        return dtype
+    if dtype.is_floating_point:
+        return dtype if dtype.itemsize >= 4 else torch.float32
+    return torch.int64
+
+
+def _broadcast_tensor(tensor: torch.Tensor, source: int, group: dist.ProcessGroup | None) -> torch.Tensor:
+    local = tensor.detach().to(wire_device(tensor.device, group)).clone(memory_format=torch.contiguous_format)
+    if local.numel() > 0:
+        dist.broadcast(_bytes_of(local), src=source, group=group)
+    return local.to(tensor.device)
+
+
+def _pad(tensor: torch.Tensor, dim: int, size: int, value: float, first: bool) -> torch.Tensor:
+    if tensor.size(dim) == size:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = size - tensor.size(dim)
+    padding = tensor.new_full(shape, value)
+    return torch.cat([padding, tensor] if first else [tensor, padding], dim=dim)

@@ -1,0 +1,142 @@
+"""Who does what, and when: rank zero only, main first, agreement, a barrier that names the missing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Literal, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from echelon.base.errors import DesyncError, RankTimeoutError
+from echelon.base.rank import known_rank
+from echelon.distributed.checks import ranks_of, wire_device
+from echelon.world.group import DEFAULT_TIMEOUT
+
+__all__ = ["agree", "barrier", "main_first", "rank_zero_only"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
+    """Make ``function`` run on rank zero only; elsewhere it returns None. It must not call collectives."""
+
+    @functools.wraps(function)
+    def on_rank_zero(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        return function(*args, **kwargs) if known_rank() in (None, 0) else None
+
+    return on_rank_zero
+
+
+def agree(flag: bool, *, how: Literal["any", "all"] = "any", mesh: DeviceMesh | None = None) -> bool:
+    """Return one decision for all ranks: True if ``any`` (or ``all``) of them says so.
+
+    Collective: every rank of ``mesh`` must call this.
+    """
+    if not dist.is_initialized():
+        return bool(flag)
+    group = None if mesh is None else mesh.get_group()
+    vote = torch.tensor(int(flag), dtype=torch.int32, device=wire_device(torch.device("cpu"), group))
+    dist.all_reduce(vote, op=dist.ReduceOp.MAX if how == "any" else dist.ReduceOp.MIN, group=group)
+    return bool(vote.item())
+
+
+def barrier(timeout: timedelta | float | None = None, *, mesh: DeviceMesh | None = None) -> None:
+    """Wait until every rank is here; who does not come in time is named, on every rank that did.
+
+    It goes through the store that the group was made with, not through the device: no stream is waited for.
+
+    Args:
+        timeout: a timedelta or seconds; None: 30 minutes.
+        mesh: a 1-D mesh; None: all ranks.
+
+    Collective: every rank of ``mesh`` must call this.
+
+    Raises:
+        RankTimeoutError: the time is over; the missing ranks are in the message.
+    """
+    if not dist.is_initialized():
+        return
+    group = None if mesh is None else mesh.get_group()
+    ranks = ranks_of(group)
+    if len(ranks) == 1:
+        return
+    store = _store(group)
+    limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else (timeout or DEFAULT_TIMEOUT)
+    turn = store.add(f"barrier/turn/{dist.get_rank()}", 1)  # how often this rank has been at a barrier
+    arrived = store.add(f"barrier/{turn}/arrived", 1)
+    store.set(f"barrier/{turn}/here/{dist.get_rank()}", "1")
+    if arrived == len(ranks):
+        store.set(f"barrier/{turn}/open", "1")
+    if not _appears(store, f"barrier/{turn}/open", within=limit):
+        missing = [rank for rank in ranks if not store.check([f"barrier/{turn}/here/{rank}"])]
+        if missing:  # else the last one came while we looked
+            raise RankTimeoutError(
+                f"barrier: {'ranks' if len(missing) > 1 else 'rank'} {', '.join(map(str, missing))} "
+                f"did not arrive within {limit.total_seconds():g} s",
+                do="look at what these ranks do: they wait elsewhere, are slower than the timeout, or have ended",
+            )
+    if turn > 1 and arrived == len(ranks):  # every rank has left the barrier before this one: nobody reads its keys
+        for rank in ranks:
+            store.delete_key(f"barrier/{turn - 1}/here/{rank}")
+        store.delete_key(f"barrier/{turn - 1}/arrived")
+        store.delete_key(f"barrier/{turn - 1}/open")
+
+
+@contextmanager
+def main_first(*, mesh: DeviceMesh | None = None) -> Iterator[None]:
+    """Let the first rank run the ``with`` block alone, then the others: they find what it has downloaded or cached.
+
+    However long the first rank needs, the others wait without a timeout, for as long as it lives.
+
+    Collective: every rank of ``mesh`` must enter.
+
+    Raises:
+        DesyncError: on the other ranks, when the block raised on the first one.
+    """
+    group = None if mesh is None else mesh.get_group()
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        yield
+        return
+    store, rank, first = _store(group), dist.get_rank(), ranks_of(group)[0]
+    turn = store.add(f"main_first/turn/{rank}", 1)
+    key = f"main_first/{turn}/outcome"
+    if rank == first:
+        try:
+            yield
+        except BaseException as error:
+            store.set(key, f"failed: {type(error).__name__}: {error}")
+            raise
+        store.set(key, "done")
+        return
+    while not _appears(store, key, within=timedelta(seconds=10)):
+        continue
+    outcome = store.get(key).decode()
+    if outcome != "done":
+        raise DesyncError(f"main_first: rank {first} {outcome}", do=f"mend the error of rank {first}")
+    yield
+
+
+def _appears(store: dist.Store, key: str, *, within: timedelta) -> bool:
+    """Wait for ``key``; False when the time is over. A store whose server died raises, so waiting ends with the job."""
+    try:
+        store.wait([key], within)
+    except dist.DistNetworkError:
+        raise
+    except RuntimeError as error:  # TCPStore: DistStoreError; FileStore and HashStore: RuntimeError("Wait timeout")
+        if "timeout" not in str(error).lower():
+            raise
+        return False
+    return True
+
+
+def _store(group: dist.ProcessGroup | None) -> dist.Store:
+    """Return the store of ``group`` under a prefix of ours (the group's own prefix keeps groups apart)."""
+    pg = group if group is not None else dist.group.WORLD
+    assert pg is not None
+    return dist.PrefixStore("echelon/control", pg.get_group_store())

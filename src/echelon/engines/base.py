@@ -1,0 +1,148 @@
+"""The engine seam: everything that depends on how the model is spread over the ranks, and nothing else."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from echelon.base.capabilities import Capabilities
+from echelon.world.world import World
+
+__all__ = ["Engine", "Prepared"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What ``Engine.prepare`` gives back, in the order in which it was given."""
+
+    models: tuple[nn.Module, ...]
+    optimizers: tuple[Optimizer, ...]
+    schedulers: tuple[Any, ...]
+
+
+class Engine(ABC):
+    """How models and optimizers live on the ranks. Every member is required; what callers may know is ``capabilities``.
+
+    An engine gets its world, precision and own options at construction. It knows nothing of launching, of data, of
+    configuration, of storage or of logs.
+    """
+
+    @classmethod
+    @abstractmethod
+    def from_options(cls, world: World, *, scaler: torch.amp.GradScaler | None, options: Mapping[str, Any]) -> Engine:
+        """Make the engine of ``world``; ``options`` are those of torch's wrapper where there is one."""
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """The facts that the levels above may act on."""
+
+    @property
+    @abstractmethod
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes of the device mesh along which batches are split."""
+
+    @abstractmethod
+    def prepare(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Any]
+    ) -> Prepared:
+        """Spread ``models`` over the ranks and tie ``optimizers`` and ``schedulers`` to them.
+
+        Collective: every rank, with the same objects in the same order.
+        """
+
+    @abstractmethod
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which backward passes of ``model`` stay local: gradients are only accumulated."""
+
+    @abstractmethod
+    def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        """Return a context in which ranks may run out of batches at different steps."""
+
+    @abstractmethod
+    def backward(self, loss: torch.Tensor, model: nn.Module | None = None, **options: Any) -> None:
+        """Backpropagate ``loss`` (scaled for fp16 where the engine does that); ``options`` go to autograd.
+
+        Collective: on a synchronising pass.
+        """
+
+    @abstractmethod
+    def backward_nothing(self, models: Sequence[nn.Module]) -> None:
+        """Take part in a synchronising backward pass of ``models`` without a contribution (a rank without items).
+
+        The loss times zero would not do: a mean over no items is NaN, and so is its product with zero.
+
+        Collective: the other ranks run a backward pass.
+        """
+
+    @abstractmethod
+    def step(self, optimizer: Optimizer, *, closure: Any = None, unsynced: bool = False) -> bool:
+        """Take one optimizer step; return False when loss scaling skipped it.
+
+        Gradients that the other ranks have not seen are reduced first (the step guard), unless ``unsynced``.
+
+        Collective: where the step guard has to reduce.
+        """
+
+    @abstractmethod
+    def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
+        """Clear the gradients of ``optimizer``."""
+
+    @abstractmethod
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Undo loss scaling on the gradients of ``optimizer``; a second time in one step is harmless."""
+
+    @abstractmethod
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, unsynced: bool = False
+    ) -> torch.Tensor:
+        """Scale the gradients so that their norm over the whole model is at most ``max_norm``; return that norm.
+
+        In the middle of an accumulation window (``unsynced``) the gradients are still each rank's own.
+
+        Collective: where parameters are sharded, or the step guard has to reduce.
+        """
+
+    @abstractmethod
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float, *, unsynced: bool = False) -> None:
+        """Clamp every gradient to ``[-clip_value, clip_value]``.
+
+        Collective: where the step guard has to reduce.
+        """
+
+    @abstractmethod
+    def finish_gradients(self, model: nn.Module, factor: float) -> None:
+        """Multiply the reduced gradients of ``model`` by ``factor``: the one division of an update."""
+
+    @abstractmethod
+    def reduced(self, model: nn.Module) -> bool:
+        """Tell whether the other ranks have seen all gradients of ``model``."""
+
+    @abstractmethod
+    def sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, Any]:
+        """Return this rank's part of the state of ``model`` and ``optimizers``, by plain parameter names."""
+
+    @abstractmethod
+    def load_sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
+        """Load what ``sharded_state`` returned.
+
+        Collective: where parameters are sharded.
+        """
+
+    @abstractmethod
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """Return the whole state dict of ``model`` by plain parameter names.
+
+        Collective: where parameters are sharded.
+        """
+
+    @abstractmethod
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the user's own module inside ``model``."""

@@ -1,0 +1,300 @@
+"""The default engine of several ranks: torch's DistributedDataParallel, and a guard against unsynchronised steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from echelon.base.capabilities import Capabilities
+from echelon.base.warnings import warn
+from echelon.engines.base import Engine, Prepared
+from echelon.engines.stepping import Stepper, load_state, multiply_gradients, state_of
+from echelon.world.world import World
+
+__all__ = ["DDPEngine"]
+
+_CAPABILITIES = Capabilities(name="ddp", replicates=True)
+
+
+class DDPEngine(Engine):
+    """Every rank holds the model; gradients are averaged over the ranks while the backward pass runs.
+
+    Source: torch.nn.parallel.DistributedDataParallel.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._world = world
+        self._stepper = Stepper(scaler)
+        self._options = dict(options or {})
+        self._replicas: dict[int, _Replica] = {}  # by id of the wrapper, which the replica keeps alive
+        self._owned: set[int] = set()  # ids of the parameters of all replicas
+        # By optimizer: what was counted when it was looked up, and its parameters that no prepared model holds.
+        self._strays: WeakKeyDictionary[Optimizer, tuple[tuple[int, int], list[torch.Tensor]]] = WeakKeyDictionary()
+        self._warned = False
+
+    @classmethod
+    def from_options(
+        cls, world: World, *, scaler: torch.amp.GradScaler | None, options: Mapping[str, Any]
+    ) -> DDPEngine:
+        """See ``Engine``."""
+        return cls(world, scaler=scaler, options=options)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See ``Engine``."""
+        return _CAPABILITIES
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Every rank reads its own part of the batch."""
+        return ("dp_replicate",)
+
+    def prepare(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Any]
+    ) -> Prepared:
+        """Wrap each model that trains; a model without trainable parameters stays as it is.
+
+        Collective: every rank, with the same models in the same order (DDP sends rank 0's weights to all).
+        """
+        for optimizer in optimizers:
+            self._stepper.watch(optimizer)
+        wrapped = tuple(self._wrap(model) for model in models)
+        return Prepared(models=wrapped, optimizers=tuple(optimizers), schedulers=tuple(schedulers))
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            return model  # DDP refuses a module without gradients; a frozen teacher has nothing to reduce
+        device = self._world.device
+        on_device = all(p.device.type == device.type for p in model.parameters())
+        ids = [device.index] if device.type != "cpu" and on_device else None
+        wrapper = DistributedDataParallel(model, device_ids=ids, **self._options)
+        self._replicas[id(wrapper)] = _Replica(wrapper)
+        self._owned.update(id(parameter) for parameter in model.parameters())
+        return wrapper
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """See ``Engine``. Source: DistributedDataParallel.no_sync."""
+        replica = self._replicas.get(id(model))
+        return _NoSync(replica.wrapper if replica is not None else None)
+
+    def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        """See ``Engine``. Source: torch.distributed.algorithms.join.Join."""
+        return torch.distributed.algorithms.join.Join(
+            [self._replicas[id(model)].wrapper for model in models if id(model) in self._replicas]
+        )
+
+    def backward(self, loss: torch.Tensor, model: nn.Module | None = None, **options: Any) -> None:
+        """See ``Engine``."""
+        self._stepper.scale(loss).backward(**options)  # type: ignore[no-untyped-call]
+        for replica in self._replicas.values():
+            replica.settle()
+
+    def backward_nothing(self, models: Sequence[nn.Module]) -> None:
+        """See ``Engine``: gradients of zero for every parameter, so that DDP's reduction finds this rank."""
+        for replica in (self._replicas[id(model)] for model in models if id(model) in self._replicas):
+            torch.autograd.backward(replica.parameters, [torch.zeros_like(p) for p in replica.parameters])
+            replica.settle()
+
+    def step(self, optimizer: Optimizer, *, closure: Any = None, unsynced: bool = False) -> bool:
+        """See ``Engine``."""
+        if not unsynced:
+            self._guard_optimizer(optimizer)
+        return self._stepper.step(optimizer, closure)
+
+    def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
+        """See ``Engine``; what was not reduced is gone with the gradients."""
+        optimizer.zero_grad(set_to_none=set_to_none)
+        if any(replica.is_dirty() for replica in self._replicas.values()):
+            cleared = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            for replica in self._replicas.values():
+                if all(id(p) in cleared for p in replica.parameters):
+                    replica.mark_reduced()
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """See ``Engine``."""
+        self._guard_optimizer(optimizer)
+        self._stepper.unscale(optimizer)
+
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, unsynced: bool = False
+    ) -> torch.Tensor:
+        """See ``Engine``. Source: torch.nn.utils.clip_grad_norm_."""
+        parameters = list(parameters)
+        if not unsynced:
+            self._guard(parameters)
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float, *, unsynced: bool = False) -> None:
+        """See ``Engine``. Source: torch.nn.utils.clip_grad_value_."""
+        parameters = list(parameters)
+        if not unsynced:
+            self._guard(parameters)
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def finish_gradients(self, model: nn.Module, factor: float) -> None:
+        """See ``Engine``."""
+        multiply_gradients(model.parameters(), factor)
+
+    def reduced(self, model: nn.Module) -> bool:
+        """See ``Engine``."""
+        replica = self._replicas.get(id(model))
+        return replica is None or not replica.is_dirty()
+
+    def sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, Any]:
+        """Return the whole state: every rank has it all."""
+        return state_of(self.unwrap(model), optimizers)
+
+    def load_sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
+        """See ``Engine``."""
+        load_state(self.unwrap(model), optimizers, state)
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """See ``Engine``."""
+        return self.unwrap(model).state_dict()
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """See ``Engine``."""
+        inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+        return inner
+
+    def _guard_optimizer(self, optimizer: Optimizer) -> None:
+        """Average what the other ranks have not seen of the gradients of ``optimizer``."""
+        if any(replica.is_dirty() for replica in self._replicas.values()):
+            self._guard(p for group in optimizer.param_groups for p in group["params"])
+        # Looked up again only when there are other models or parameters: a step must not cost a walk over all of them.
+        count = (len(self._owned), sum(len(group["params"]) for group in optimizer.param_groups))
+        known = self._strays.get(optimizer)
+        if known is None or known[0] != count:
+            strays = [
+                p
+                for group in optimizer.param_groups
+                for p in group["params"]
+                if id(p) not in self._owned and p.requires_grad
+            ]
+            if strays:
+                self._share_strays(strays)
+            known = self._strays[optimizer] = (count, strays)
+        if known[1]:
+            _average_gradients(known[1])
+
+    def _guard(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Average the gradients of each dirty replica that holds one of ``parameters``.
+
+        Every rank runs the same program, so every rank comes here with the same replicas. An average of what DDP has
+        averaged already is that average, so a mixture of seen and unseen contributions comes out right too.
+
+        Collective: when something is to be reduced.
+        """
+        ids = {id(p) for p in parameters}
+        for replica in self._replicas.values():
+            if replica.is_dirty() and any(id(p) in ids for p in replica.parameters):
+                self._warn()
+                _average_gradients(replica.parameters)
+                replica.mark_reduced()
+
+    def _share_strays(self, strays: list[torch.Tensor]) -> None:
+        warn(
+            f"{len(strays)} parameter(s) of this optimizer belong to no prepared model: echelon averages their gradients "
+            "over the ranks at each step. Prepare the model that holds all parameters, which overlaps this with the "
+            "backward pass."
+        )
+        for parameter in strays:
+            dist.broadcast(parameter.data, src=0)  # the ranks may have initialised them differently
+
+    def _warn(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warn(
+                "the last backward pass was not synchronised between the ranks (a step inside no_sync(), a forward "
+                "through the bare module, or through an object that holds it): echelon averages the gradients now, so "
+                "the result is right, but slower. Forward through the prepared model, and step outside no_sync()."
+            )
+
+
+class _Replica:
+    """One wrapped model, and whether its gradients hold something that the other ranks have not seen."""
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        self.wrapper = wrapper
+        self.parameters = [p for p in wrapper.module.parameters() if p.requires_grad]
+        self._touched = False  # a gradient was accumulated since the last settle()
+        self._will_reduce = False  # the forward pass told DDP to reduce in the backward pass that follows
+        self._dirty = False
+        wrapper.register_forward_pre_hook(self._note_forward)
+        for parameter in self.parameters:
+            parameter.register_post_accumulate_grad_hook(self._note_gradient)
+
+    def _note_forward(self, wrapper: nn.Module, _inputs: Any) -> None:
+        # DDP decides here, not in the backward pass: the same condition as its own forward.
+        if torch.is_grad_enabled() and self.wrapper.require_backward_grad_sync:
+            self._will_reduce = True
+
+    def _note_gradient(self, _parameter: torch.Tensor) -> None:
+        self._touched = True
+
+    def settle(self) -> None:
+        """After a backward pass: were the gradients that it made reduced?"""
+        if not self._touched:
+            return
+        self._dirty = not self._will_reduce
+        self._touched = self._will_reduce = False
+
+    def is_dirty(self) -> bool:
+        """Tell whether a gradient holds something that the other ranks have not seen."""
+        self.settle()  # a backward pass that did not go through the engine
+        return self._dirty
+
+    def mark_reduced(self) -> None:
+        """All ranks have seen everything, or it was cleared."""
+        self._dirty = False
+
+
+class _NoSync:
+    """DDP.no_sync without the cost of a generator; empty for a model that was not wrapped."""
+
+    __slots__ = ("_before", "_wrapper")
+
+    def __init__(self, wrapper: DistributedDataParallel | None) -> None:
+        self._wrapper = wrapper
+        self._before = True
+
+    def __enter__(self) -> None:
+        if self._wrapper is not None:
+            self._before = self._wrapper.require_backward_grad_sync
+            self._wrapper.require_backward_grad_sync = False
+
+    def __exit__(self, *_: object) -> None:
+        if self._wrapper is not None:
+            self._wrapper.require_backward_grad_sync = self._before
+
+
+def _average_gradients(parameters: Sequence[torch.Tensor]) -> None:
+    """Replace the gradient of each parameter by the mean over the ranks; where no rank has one it stays None.
+
+    Collective: every rank, with the same parameters.
+    """
+    world_size = dist.get_world_size()
+    device = parameters[0].device
+    present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=device)
+    dist.all_reduce(present, op=dist.ReduceOp.MAX)
+    for parameter, somewhere in zip(parameters, present.tolist()):
+        if not somewhere:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        parameter.grad.div_(world_size)  # before the sum, as DDP does: the same rounding
+        dist.all_reduce(parameter.grad)

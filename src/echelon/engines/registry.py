@@ -1,0 +1,40 @@
+"""Engine name -> class, imported when it is chosen; third parties add theirs by the entry point ``echelon.engines``."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.metadata import entry_points
+
+from echelon.base.errors import ConfigError
+from echelon.engines.base import Engine
+
+__all__ = ["ENGINES", "choose", "load"]
+
+ENGINES = {
+    "single": "echelon.engines.single:SingleEngine",
+    "ddp": "echelon.engines.ddp:DDPEngine",
+}
+
+
+def choose(*, world_size: int) -> str:
+    """Return the name of the engine that a run gets when none was asked for."""
+    return "ddp" if world_size > 1 else "single"
+
+
+def load(name: str) -> type[Engine]:
+    """Import the class of the engine ``name``.
+
+    Raises:
+        ConfigError: there is none of that name; the nearest is given.
+    """
+    places = {**{point.name: point.value for point in entry_points(group="echelon.engines")}, **ENGINES}
+    if name not in places:
+        near = get_close_matches(name, places, n=1)
+        raise ConfigError(
+            f"there is no engine {name!r}",
+            do=f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(sorted(places))}",
+        )
+    module, _, attribute = places[name].partition(":")
+    engine: type[Engine] = getattr(import_module(module), attribute)
+    return engine

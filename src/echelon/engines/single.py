@@ -1,0 +1,114 @@
+"""The engine of one device: the user's own objects, with a loss scaler where fp16 asks for one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from echelon.base.capabilities import Capabilities
+from echelon.engines.base import Engine, Prepared
+from echelon.engines.stepping import Stepper, load_state, multiply_gradients, state_of
+from echelon.world.world import World
+
+__all__ = ["SingleEngine"]
+
+_CAPABILITIES = Capabilities(name="single", replicates=False)
+
+
+class SingleEngine(Engine):
+    """One process, one device."""
+
+    def __init__(self, world: World, *, scaler: torch.amp.GradScaler | None = None) -> None:
+        self._world = world
+        self._stepper = Stepper(scaler)
+
+    @classmethod
+    def from_options(
+        cls, world: World, *, scaler: torch.amp.GradScaler | None, options: Mapping[str, Any]
+    ) -> SingleEngine:
+        """See ``Engine``."""
+        return cls(world, scaler=scaler)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See ``Engine``."""
+        return _CAPABILITIES
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """No axis: one rank reads everything."""
+        return ()
+
+    def prepare(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Any]
+    ) -> Prepared:
+        """Return the objects as they are."""
+        for optimizer in optimizers:
+            self._stepper.watch(optimizer)
+        return Prepared(models=tuple(models), optimizers=tuple(optimizers), schedulers=tuple(schedulers))
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return an empty context."""
+        return nullcontext()
+
+    def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        """Return an empty context."""
+        return nullcontext()
+
+    def backward(self, loss: torch.Tensor, model: nn.Module | None = None, **options: Any) -> None:
+        """See ``Engine``."""
+        self._stepper.scale(loss).backward(**options)  # type: ignore[no-untyped-call]
+
+    def backward_nothing(self, models: Sequence[nn.Module]) -> None:
+        """Do nothing: no other rank waits."""
+
+    def step(self, optimizer: Optimizer, *, closure: Any = None, unsynced: bool = False) -> bool:
+        """See ``Engine``; there are no other ranks to see the gradients."""
+        return self._stepper.step(optimizer, closure)
+
+    def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
+        """See ``Engine``."""
+        optimizer.zero_grad(set_to_none=set_to_none)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """See ``Engine``."""
+        self._stepper.unscale(optimizer)
+
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, unsynced: bool = False
+    ) -> torch.Tensor:
+        """See ``Engine``. Source: torch.nn.utils.clip_grad_norm_."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float, *, unsynced: bool = False) -> None:
+        """See ``Engine``. Source: torch.nn.utils.clip_grad_value_."""
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def finish_gradients(self, model: nn.Module, factor: float) -> None:
+        """See ``Engine``."""
+        multiply_gradients(model.parameters(), factor)
+
+    def reduced(self, model: nn.Module) -> bool:
+        """Always: there are no other ranks."""
+        return True
+
+    def sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, Any]:
+        """Return the whole state: one rank has it all."""
+        return state_of(model, optimizers)
+
+    def load_sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
+        """See ``Engine``."""
+        load_state(model, optimizers, state)
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """See ``Engine``."""
+        return model.state_dict()
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """See ``Engine``."""
+        return model

@@ -1,0 +1,100 @@
+"""Where the output of each rank goes: the terminal, a file, or both."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from echelon.base.errors import ConfigError
+
+__all__ = ["Outputs", "Streams", "parse_streams", "relay"]
+
+Streams = frozenset[Literal["stdout", "stderr"]]
+
+_BITS: Mapping[str, Streams] = {
+    "0": frozenset(),
+    "1": frozenset({"stdout"}),
+    "2": frozenset({"stderr"}),
+    "3": frozenset({"stdout", "stderr"}),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """For each local rank, the streams that are copied to a file (``tee``) or go there only (``redirect``)."""
+
+    tee: Mapping[int, Streams]
+    redirect: Mapping[int, Streams]
+
+    def place(self, local_rank: int, stream: Literal["stdout", "stderr"]) -> Literal["terminal", "both", "file"]:
+        """Return where ``stream`` of ``local_rank`` goes."""
+        if stream in self.tee.get(local_rank, frozenset()):
+            return "both"
+        return "file" if stream in self.redirect.get(local_rank, frozenset()) else "terminal"
+
+
+def parse_streams(text: str, *, num_processes: int, flag: str) -> dict[int, Streams]:
+    """Read torchrun's notation: ``0`` none, ``1`` stdout, ``2`` stderr, ``3`` both; or for some ranks, ``0:3,1:2``.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if text in _BITS:
+        return dict.fromkeys(range(num_processes), _BITS[text])
+    streams: dict[int, Streams] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+):([0-3])", part.strip())
+        if match is None or int(match[1]) >= num_processes:
+            raise ConfigError(
+                f"{flag} {text} is not understood",
+                do=f"give 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or 0:3,1:2 for ranks 0 to {num_processes - 1}",
+            )
+        streams[int(match[1])] = _BITS[match[2]]
+    return streams
+
+
+_CHUNK_BYTES = 1 << 16
+_TERMINAL = threading.Lock()
+
+
+def relay(pipe: int, file: BinaryIO, terminal: Literal["stdout", "stderr"], *, prefix: str) -> threading.Thread:
+    """Start to copy what comes through ``pipe`` to ``file`` as it is, and to our ``terminal`` with ``prefix`` at each line.
+
+    The thread ends, and closes both, when the last writer has closed its end.
+    """
+    thread = threading.Thread(
+        target=_relay, args=(pipe, file, terminal, prefix.encode()), daemon=True, name=f"echelon-tee {prefix}"
+    )
+    thread.start()
+    return thread
+
+
+def _relay(pipe: int, file: BinaryIO, terminal: Literal["stdout", "stderr"], prefix: bytes) -> None:
+    target = sys.stdout.buffer if terminal == "stdout" else sys.stderr.buffer
+    rest = b""
+    with file:
+        while chunk := os.read(pipe, _CHUNK_BYTES):
+            file.write(chunk)
+            file.flush()
+            # Whole lines only, so that ranks do not cut into each other's; a carriage return (progress bars) ends one too.
+            *lines, rest = re.split(rb"(?<=[\r\n])", rest + chunk)
+            _show(target, [prefix + line for line in lines])
+        _show(target, [prefix + rest + b"\n"] if rest else [])
+    os.close(pipe)
+
+
+def _show(target: BinaryIO, lines: list[bytes]) -> None:
+    with _TERMINAL:
+        target.write(b"".join(lines))
+        target.flush()
+
+
+def log_file(directory: Path, stream: str) -> BinaryIO:
+    """Open the log of one stream of one rank."""
+    return (directory / f"{stream}.log").open("wb")

@@ -1,0 +1,179 @@
+"""The processes of one generation of a run: start them, see how each ended, stop them within a deadline."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from echelon.base.errors import LaunchError
+from echelon.launch import worker
+from echelon.launch.failure import RankEnd
+from echelon.launch.output import Outputs, log_file, relay
+from echelon.launch.records import read_record, read_stack
+from echelon.launch.script import Script
+
+__all__ = ["Workers"]
+
+_POLL = timedelta(milliseconds=10)
+
+
+@dataclass(slots=True)
+class _Worker:
+    rank: int
+    directory: Path
+    process: subprocess.Popen[bytes]
+    ended_ns: int | None = None
+    relays: list[threading.Thread] = field(default_factory=list)
+
+
+class Workers:
+    """The running processes; each leads a session of its own, so that a terminal's Ctrl-C reaches the launcher only.
+
+    Args:
+        script: what each runs.
+        directory: gets ``rank_<n>/`` with the error record, the stacks of a crash, and logs.
+        outputs: where stdout and stderr go.
+    """
+
+    def __init__(self, script: Script, *, directory: Path, outputs: Outputs) -> None:
+        self._script = script
+        self._directory = directory
+        self._outputs = outputs
+        self._workers: list[_Worker] = []
+
+    def start(self, environments: Mapping[int, Mapping[str, str]]) -> dict[int, int]:
+        """Start one process for each local rank with its whole environment; return their process ids.
+
+        Raises:
+            LaunchError: the system does not start one; those already started are stopped.
+        """
+        for local_rank, environment in environments.items():
+            rank = int(environment["RANK"])
+            directory = self._directory / f"rank_{rank}"
+            directory.mkdir(parents=True)
+            try:
+                self._workers.append(self._start_one(local_rank, rank, directory, environment))
+            except OSError as error:
+                self.stop(signal.SIGKILL, grace=timedelta())
+                raise LaunchError(
+                    f"cannot start rank {rank}: {error.strerror}: {error.filename}",
+                    do="check that the program can be run, and the limits on processes and open files (ulimit -a)",
+                ) from error
+        return {i: w.process.pid for i, w in enumerate(self._workers)}
+
+    def _start_one(self, local_rank: int, rank: int, directory: Path, environment: Mapping[str, str]) -> _Worker:
+        streams: dict[str, int | BinaryIO | None] = {}
+        pipes: list[tuple[int, BinaryIO, Literal["stdout", "stderr"]]] = []
+        childs: list[BinaryIO | int] = []  # ends that only the child needs
+        names: tuple[Literal["stdout", "stderr"], ...] = ("stdout", "stderr")
+        for name in names:
+            place = self._outputs.place(local_rank, name)
+            if place == "terminal":
+                streams[name] = None
+                continue
+            file = log_file(directory, name)
+            if place == "file":
+                streams[name] = file
+                childs.append(file)
+                continue
+            read_end, write_end = os.pipe()
+            streams[name] = write_end
+            childs.append(write_end)
+            pipes.append((read_end, file, name))
+        try:
+            process = subprocess.Popen(
+                self._command(directory, local_rank),
+                env=dict(environment),
+                stdout=streams["stdout"],
+                stderr=streams["stderr"],
+                start_new_session=True,
+            )
+        finally:
+            for end in childs:
+                os.close(end) if isinstance(end, int) else end.close()
+        relays = [relay(pipe, file, name, prefix=f"[rank{rank}]: ") for pipe, file, name in pipes]
+        return _Worker(rank, directory, process, relays=relays)
+
+    def _command(self, directory: Path, local_rank: int) -> list[str]:
+        script = self._script
+        if script.kind == "program":
+            return [script.target, *script.args]
+        buffering = "line" if self._outputs.place(local_rank, "stdout") == "both" else "default"
+        # By its path, not `-m`: with `-m` a json.py in the current directory would be found before the real one.
+        return [sys.executable, worker.__file__, str(directory), buffering, script.kind, script.target, *script.args]
+
+    def ends(self) -> list[RankEnd]:
+        """Return how each rank ended so far, in the order of the ranks."""
+        return [self._end(w) for w in self._workers]
+
+    def _end(self, one: _Worker) -> RankEnd:
+        code = _exit_code(one)
+        # The record first appears at the exception, half a second before the exit.
+        record = read_record(one.directory / worker.ERROR_FILE) if code != 0 else None
+        stack = read_stack(one.directory / worker.STACK_FILE) if code is not None and code < 0 else ()
+        return RankEnd(rank=one.rank, exit_code=code, ended_ns=one.ended_ns, record=record, stack=stack)
+
+    def exit_codes(self) -> list[int | None]:
+        """Return the exit codes so far; None: still running. Cheap: looks at no file."""
+        return [_exit_code(w) for w in self._workers]
+
+    def stop(self, number: int, *, grace: timedelta, is_impatient: Callable[[], bool] = lambda: False) -> None:
+        """Send the signal ``number``, wait ``grace``, then kill what is left, with all its children.
+
+        Args:
+            number: the signal.
+            grace: how long the processes have.
+            is_impatient: asked again and again; true ends the grace.
+        """
+        running = [w for w in self._workers if _exit_code(w) is None]
+        for one in running:
+            # A script's own children (DataLoader workers) are its to end; a shell waits for its children, so tell all.
+            _send(one.process.pid, number, to_group=self._script.kind == "program")
+        deadline = time.monotonic() + grace.total_seconds()
+        while any(_exit_code(w) is None for w in running) and time.monotonic() < deadline and not is_impatient():
+            time.sleep(_POLL.total_seconds())
+        for one in self._workers:
+            # Also of ranks that ended by themselves: what they left behind may hold memory or a device.
+            _send(one.process.pid, signal.SIGKILL, to_group=True)
+        for one in running:
+            try:
+                one.process.wait(timeout=1.0)
+            except subprocess.TimeoutExpired:
+                print(
+                    f"echelon: rank {one.rank} (process {one.process.pid}) hangs inside the system and cannot be killed",
+                    file=sys.stderr,
+                )
+        self.drain()
+
+    def drain(self) -> None:
+        """Wait until the output of ended ranks has been shown; a child that keeps the pipe open does not hold us up."""
+        deadline = time.monotonic() + 1.0
+        for one in self._workers:
+            for thread in one.relays:
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _exit_code(one: _Worker) -> int | None:
+    code = one.process.poll()
+    if code is not None and one.ended_ns is None:
+        one.ended_ns = time.monotonic_ns()
+    return code
+
+
+def _send(pid: int, number: int, *, to_group: bool) -> None:
+    try:
+        if to_group:
+            os.killpg(pid, number)
+        else:
+            os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        pass  # it ended in between (macOS says "not permitted" for a group of zombies)

@@ -1,0 +1,65 @@
+"""Read what the ranks wrote about their own end (``worker.py``); anything unreadable counts as not written."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from echelon.launch.failure import ErrorRecord, Frame
+from echelon.launch.worker import is_user_file
+
+__all__ = ["read_record", "read_stack"]
+
+
+def read_record(path: Path) -> ErrorRecord | None:
+    """Return the error that ended the main thread; or a thread's, when the main thread only followed it by sys.exit."""
+    try:
+        records = [_record(data) for data in json.loads(path.read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    main = [record for record in records if record.thread is None]
+    threads = [record for record in records if record.thread is not None]
+    if main and not (threads and main[-1].type == "SystemExit"):
+        return main[-1]
+    return threads[0] if threads else None
+
+
+def _record(data: dict[str, Any]) -> ErrorRecord:
+    return ErrorRecord(
+        time_ns=int(data["time_ns"]),
+        type=str(data["type"]),
+        message=str(data["message"]),
+        frames=tuple(Frame(**frame) for frame in data["frames"]),
+        chain=tuple(str(text) for text in data["chain"]),
+        thread=None if data["where"] == "main" else str(data["where"]),
+    )
+
+
+_LINE = re.compile(r'  File "(.+)", line (\d+) in (.+)')
+
+
+def read_stack(path: Path) -> tuple[Frame, ...]:
+    """Return the stack that faulthandler wrote of the thread that crashed, innermost first."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ()
+    start = text.find("Current thread")
+    if start < 0:
+        return ()
+    lines = text[start:].split("\n\n")[0].splitlines()[1:]
+    found = [match for match in map(_LINE.match, lines) if match]
+    return tuple(
+        Frame(file=m[1], line=int(m[2]), function=m[3], source=_source(m[1], int(m[2])), user=is_user_file(m[1]))
+        for m in found
+    )
+
+
+def _source(path: str, line: int) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return next((text.strip()[:200] for number, text in enumerate(file, 1) if number == line), "")
+    except OSError:
+        return ""

@@ -1,0 +1,110 @@
+"""Rendezvous on one machine: for each generation of ranks a fresh store, on a fresh socket, on loopback only."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from echelon.base.errors import LaunchError
+
+__all__ = ["LOOPBACK", "LoopbackRendezvous", "LoopbackStore"]
+
+LOOPBACK = "127.0.0.1"
+_BACKLOG = 512
+_TIMEOUT = timedelta(minutes=5)
+
+
+class LoopbackStore:
+    """A ``TCPStore`` that only this machine can reach (any user of it, though: torch's store asks for no password).
+
+    The socket is bound before the store gets it: torch alone would listen on every address, and a port that is looked
+    up first can be taken in between.
+
+    Args:
+        port: to listen on; 0: a free one.
+
+    Raises:
+        LaunchError: the port is in use.
+    """
+
+    def __init__(self, port: int = 0) -> None:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind((LOOPBACK, port))
+            except (OSError, OverflowError) as error:
+                raise LaunchError(
+                    f"cannot listen on {LOOPBACK}:{port}: {error}", do="give another port, or 0 for a free one"
+                ) from error
+            listener.listen(_BACKLOG)
+            self.port: int = listener.getsockname()[1]
+            self.store = TCPStore(
+                LOOPBACK,
+                self.port,
+                None,
+                True,
+                _TIMEOUT,
+                wait_for_workers=False,
+                multi_tenant=False,
+                master_listen_fd=listener.detach(),
+            )
+
+
+class LoopbackRendezvous(RendezvousHandler):
+    """Torch's seam for "who takes part", for one machine: always this agent alone.
+
+    A store that outlives a generation makes restarts fail: gloo finds the addresses of dead ranks in it. So each
+    ``next_rendezvous`` makes a new one (and drops the old).
+    """
+
+    def __init__(self, *, run_id: str, port: int = 0) -> None:
+        self._run_id = run_id
+        self._port = port
+        self._generation = -1
+        self._store: LoopbackStore | None = None
+        self._closed = False
+
+    def get_backend(self) -> str:
+        """Return a name for torch's event log."""
+        return "echelon-loopback"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Ranks join the store as clients; without this rank 0 would listen itself, on every address."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Open the store of the next generation."""
+        self._store = None  # closes the old socket first: the port may be a fixed one
+        self._generation += 1
+        self._store = LoopbackStore(self._port)
+        return RendezvousInfo(
+            PrefixStore(f"agent/{self._generation}", self._store.store),
+            0,
+            1,
+            RendezvousStoreInfo(LOOPBACK, self._store.port),
+        )
+
+    def is_closed(self) -> bool:
+        """Tell whether ``set_closed`` was called."""
+        return self._closed
+
+    def set_closed(self) -> None:
+        """Note that no generation will follow."""
+        self._closed = True
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0: no other machine can join."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Return the run's name."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """Close the store."""
+        self._store = None
+        return True

@@ -1,0 +1,108 @@
+"""What the user asked to run, and the checks that can be made before a process is started or torch is imported."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import sys
+import tokenize
+import warnings
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Literal
+
+from echelon.base.errors import ConfigError
+
+__all__ = ["Script", "check"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """A program and its arguments."""
+
+    kind: Literal["script", "module", "program"]
+    """``python file``, ``python -m module``, or any executable."""
+    target: str
+    args: tuple[str, ...]
+
+
+def check(script: Script) -> None:
+    """Raise what would stop every rank at its first line.
+
+    Raises:
+        ConfigError: the target does not exist, is a directory, cannot be read, or is no Python source.
+    """
+    if script.kind == "module":
+        _check_module(script.target)
+    elif script.kind == "program":
+        _check_program(script.target)
+    else:
+        _check_source(script.target)
+
+
+def _check_module(name: str) -> None:
+    # Only the first part: looking further would import (run) the parent package.
+    top = name.partition(".")[0]
+    path = [os.getcwd(), *sys.path]
+    if not top or (top not in sys.builtin_module_names and PathFinder.find_spec(top, path) is None):
+        do = (
+            f"echelon launch {name} (without -m) runs a file"
+            if os.path.exists(name)
+            else "check the name, or pip install it"
+        )
+        raise ConfigError(f"no module named {top!r}", where=f"-m {name}", do=do)
+
+
+def _check_program(name: str) -> None:
+    if shutil.which(name) is None:
+        do = f"chmod +x {name}, or leave --no_python out" if os.path.isfile(name) else "check the path"
+        raise ConfigError(f"{name} is not an executable program", where="--no_python", do=do)
+
+
+def _check_source(name: str) -> None:
+    path = Path(name)
+    if path.is_dir():
+        raise ConfigError(
+            f"{name} is a directory, not a Python script", do=f"name the file: {path / 'train.py'}, for example"
+        )
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"there is no script {name}",
+            where=f"directory {os.getcwd()}",
+            do="check the path; for a module use -m, for another program --no_python",
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"cannot read the script {name}: {error.strerror}", do="check its permissions") from error
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+        data.decode(encoding)
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise ConfigError(
+            f"{name} is not valid {error.encoding} text: byte 0x{data[error.start]:02x}",
+            where=f"{name}:{line}",
+            do="save it as UTF-8, or name its encoding in the first line: # -*- coding: latin-1 -*-",
+        ) from error
+    except (
+        SyntaxError
+    ) as error:  # detect_encoding: an unknown encoding, or bytes before the first line that are no UTF-8
+        raise ConfigError(
+            f"{name} is not Python source: {error.msg}",
+            where=f"{name}:1",
+            do="save it as UTF-8, or name its encoding in the first line: # -*- coding: latin-1 -*-",
+        ) from error
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the ranks say it; once here would be once too often
+            compile(data, name, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        source = f": {error.text.strip()}" if error.text else ""
+        raise ConfigError(
+            f"syntax error: {error.msg}", where=f"{name}:{error.lineno}{source}", do="correct this line"
+        ) from error
+    except ValueError as error:  # null bytes, before Python 3.12
+        raise ConfigError(f"{name} is not Python source: {error}", where=name, do="name a Python file") from error

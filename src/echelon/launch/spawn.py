@@ -1,0 +1,195 @@
+"""``spawn``: run a function on several processes, as ``torch.multiprocessing.spawn``, with the environment set up."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import textwrap
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, final
+
+from echelon.base import environ
+from echelon.base.errors import LaunchError, UsageError
+from echelon.launch.environment import loopback_variables
+from echelon.launch.failure import RankEnd, explain, first_failure
+from echelon.launch.records import read_record
+from echelon.launch.worker import ERROR_FILE, Recorder
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
+    from torch.multiprocessing import ProcessContext
+
+    from echelon.launch.rendezvous import LoopbackStore
+
+__all__ = ["SpawnContext", "StartMethod", "spawn"]
+
+# torch is imported inside the functions: this floor must import without it.
+
+StartMethod = Literal["spawn", "fork", "forkserver"]
+
+# After one rank failed, the others have this long to end by themselves: their errors are needed to tell who began.
+_GRACE = timedelta(seconds=1)
+_TRACEBACK_FILE = "traceback.txt"
+
+
+def spawn(
+    fn: Callable[..., object],
+    args: Sequence[object] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: StartMethod = "spawn",
+) -> SpawnContext | None:
+    """Call ``fn(rank, *args)`` on ``nprocs`` new processes of this machine.
+
+    Each has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, so ``setup()`` needs no
+    arguments in ``fn``; the store lives in this process, on loopback.
+
+    Args:
+        fn: at the top level of a module, so that the new processes can import it.
+        args: after the rank.
+        nprocs: number of processes.
+        join: wait for all of them, and raise if one fails.
+        daemon: of the processes: they end with this one, and may not have children.
+        start_method: ``fork`` also works with a function of a notebook, as long as no device was used before.
+
+    Returns:
+        None when ``join``, else the context to join later.
+
+    Raises:
+        UsageError: ``nprocs`` below 1.
+        LaunchError: a rank failed (when ``join``); it holds the traceback of the rank that began.
+
+    Source: torch.multiprocessing.spawn.
+    """
+    if nprocs < 1:
+        raise UsageError(
+            f"spawn(nprocs={nprocs}): at least one process is needed",
+            where="code spawn(nprocs=)",
+            do="give nprocs=1 or more",
+        )
+    import torch.multiprocessing as mp  # noqa: PLC0415 - torch-free floor
+
+    from echelon.launch.rendezvous import LOOPBACK, LoopbackStore  # noqa: PLC0415 - imports torch
+
+    store = LoopbackStore()
+    directory = Path(tempfile.mkdtemp(prefix="echelon-spawn-"))
+    common = {
+        **loopback_variables(),
+        "WORLD_SIZE": str(nprocs),
+        "LOCAL_WORLD_SIZE": str(nprocs),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    start: Any = mp.start_processes  # torch leaves it without types
+    processes = start(
+        _run_rank,
+        args=(fn, tuple(args), common, str(directory)),
+        nprocs=nprocs,
+        join=False,
+        daemon=daemon,
+        start_method=start_method,
+    )
+    context = SpawnContext(processes, store, directory)
+    if not join:
+        return context
+    try:
+        while not context.join():
+            pass
+    except BaseException:
+        context.terminate()  # Ctrl-C, for one: leave nothing behind
+        raise
+    return None
+
+
+def _run_rank(
+    rank: int, fn: Callable[..., object], args: tuple[object, ...], common: dict[str, str], directory: str
+) -> None:
+    environ.write({**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+    own = os.path.join(directory, str(rank))
+    os.makedirs(own)
+    try:
+        fn(rank, *args)
+    except Exception as error:
+        (Path(own) / _TRACEBACK_FILE).write_text(traceback.format_exc(), encoding="utf-8", errors="backslashreplace")
+        Recorder(own).add(error, where="main")
+        raise
+
+
+@final
+class SpawnContext:
+    """The running ranks of ``spawn(join=False)``; also keeps their store open."""
+
+    def __init__(self, processes: ProcessContext, store: LoopbackStore, directory: Path) -> None:
+        self._context = processes
+        self._store: LoopbackStore | None = store
+        self._directory = directory
+
+    @property
+    def processes(self) -> list[BaseProcess]:
+        """The processes, by rank."""
+        return list(self._context.processes)
+
+    def pids(self) -> list[int]:
+        """Return the process ids, by rank."""
+        return [process.pid for process in self._context.processes]
+
+    def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
+        """Wait for one or more ranks to end; true when all have. Call it until it is.
+
+        Args:
+            timeout: seconds to wait; None: until something happens.
+            grace_period: seconds that the other ranks have after one failed.
+
+        Raises:
+            LaunchError: a rank failed; the others are stopped.
+        """
+        from torch.multiprocessing.spawn import ProcessException  # noqa: PLC0415 - torch-free floor
+
+        grace = _GRACE.total_seconds() if grace_period is None else grace_period
+        try:
+            done = bool(self._context.join(timeout, grace))
+        except ProcessException as error:
+            raise self._explained(error) from error
+        if done:
+            self._close()
+        return done
+
+    def terminate(self) -> None:
+        """Stop the ranks that still run."""
+        for process in self._context.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+        self._close()
+
+    def _explained(self, error: Any) -> LaunchError:
+        # Ranks that torch stopped (a signal, no record) ran still as far as the verdict is concerned.
+        ends = []
+        for rank, process in enumerate(self._context.processes):
+            record = read_record(self._directory / str(rank) / ERROR_FILE)
+            is_first = rank == error.error_index
+            stopped = not is_first and record is None and (process.exitcode or 0) < 0
+            ends.append(RankEnd(rank=rank, exit_code=None if stopped else process.exitcode, record=record))
+        first = first_failure(ends)
+        assert first is not None, ends
+        what, where, do = explain(ends, logs=self._traceback(first.rank))
+        self._close()
+        return LaunchError(what, where=where, do=do)
+
+    def _traceback(self, rank: int) -> str:
+        try:
+            text = (self._directory / str(rank) / _TRACEBACK_FILE).read_text(encoding="utf-8")
+        except OSError:
+            return f"rank {rank} left no traceback"
+        return f"traceback of rank {rank}:\n{textwrap.indent(text.rstrip(), '    ')}"
+
+    def _close(self) -> None:
+        self._store = None
+        shutil.rmtree(self._directory, ignore_errors=True)

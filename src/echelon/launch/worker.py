@@ -1,0 +1,240 @@
+"""What each rank runs: the user's script exactly as ``python script.py`` would, plus a record of its first error.
+
+The launcher runs this file by its path, so it imports the standard library only, nothing of echelon and no torch:
+``python worker.py DIRECTORY default|line script|module TARGET ARGS...``
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+import io
+import json
+import linecache
+import os
+import signal
+import sys
+import threading
+import time
+from types import CodeType, ModuleType, TracebackType
+from typing import Any, NoReturn
+
+__all__ = ["ERROR_FILE", "STACK_FILE", "Recorder", "is_user_file", "main"]
+
+ERROR_FILE = "error.json"
+STACK_FILE = "stack.txt"
+
+_MAX_RECORDS = 8
+_MAX_FRAMES = 40
+_MAX_TEXT = 4000
+_PR_SET_PDEATHSIG = 1
+
+
+class Recorder:
+    """Write the errors of this process to ``directory/error.json``, whole or not at all."""
+
+    def __init__(self, directory: str) -> None:
+        self._path = os.path.join(directory, ERROR_FILE)
+        self._records: list[dict[str, Any]] = []
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+
+    def add(self, error: BaseException, *, where: str) -> None:
+        """Record ``error``, raised in ``where`` (``main`` or a thread's name); never raises."""
+        if os.getpid() != self._pid:
+            return  # a child forked by the script: its errors are not the rank's
+        record = {
+            "time_ns": time.monotonic_ns(),
+            "where": where,
+            "type": _type_name(error),
+            "message": _text(error),
+            "chain": [f"{_type_name(cause)}: {_text(cause)}" for cause in _causes(error)],
+            "frames": _frames(error.__traceback__),
+        }
+        with self._lock:
+            if len(self._records) == _MAX_RECORDS:
+                del self._records[-1]  # the first ones matter, and the last
+            self._records.append(record)
+            try:
+                with open(f"{self._path}.tmp", "w", encoding="utf-8", errors="backslashreplace") as file:
+                    json.dump(self._records, file)
+                os.replace(f"{self._path}.tmp", self._path)
+            except OSError as problem:  # a full disk must not hide the error itself
+                print(f"echelon: cannot write {self._path}: {problem}", file=sys.stderr)
+
+
+def _type_name(error: BaseException) -> str:
+    kind = type(error)
+    return (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return str(error.code)[:_MAX_TEXT]
+    try:
+        text = str(error)
+    except Exception as problem:  # noqa: BLE001 - the user's own __str__ is broken: say so, and keep the record
+        text = f"<str() of it raised {type(problem).__name__}>"
+    if isinstance(error, SyntaxError) and error.filename:
+        text = f"{text.partition(' (')[0]} ({error.filename}, line {error.lineno})"
+    return text[:_MAX_TEXT]
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    found: list[BaseException] = []
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    while cause is not None and cause not in found and len(found) < _MAX_RECORDS:
+        found.append(cause)
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return found
+
+
+def _frames(traceback: TracebackType | None) -> list[dict[str, Any]]:
+    frames = []
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        frames.append(
+            {
+                "file": code.co_filename,
+                "line": traceback.tb_lineno,
+                "function": code.co_name,
+                "source": linecache.getline(code.co_filename, traceback.tb_lineno).strip()[:200],
+                "user": is_user_file(code.co_filename),
+            }
+        )
+        traceback = traceback.tb_next
+    return frames[-_MAX_FRAMES:]
+
+
+def is_user_file(path: str) -> bool:
+    """Tell whether ``path`` is the user's own code: no installed package, no standard library, not echelon."""
+    if path.startswith("<"):
+        return False
+    installed = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
+    library = os.path.dirname(os.__file__) + os.sep
+    echelon = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+    path = os.path.abspath(path)
+    return not (any(part in path for part in installed) or path.startswith((library, echelon)))
+
+
+def main(argv: list[str]) -> None:
+    """Run the target in ``argv`` as ``__main__`` of this process."""
+    directory, buffering, kind, target, *args = argv
+    _die_with_parent()
+    # Kept open for the life of the process: a crash in native code writes the Python stacks there.
+    stack_file = open(os.path.join(directory, STACK_FILE), "w", encoding="utf-8")  # noqa: SIM115
+    faulthandler.enable(stack_file, all_threads=True)
+    if buffering == "line":
+        # The launcher reads our output through a pipe and shows it: be as prompt as on a terminal.
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    recorder = Recorder(directory)
+    _hook_threads(recorder)
+    try:
+        if kind == "module":
+            _run_module(target, args)
+        else:
+            _run_script(target, args)
+    except SystemExit as stop:
+        if stop.code not in (None, 0):
+            recorder.add(_without_worker(stop), where="main")
+        raise
+    except KeyboardInterrupt:
+        _quiet_interrupt()
+    except BaseException as error:  # noqa: BLE001 - whatever ends the script is what we are here to record
+        error = _without_worker(error)
+        recorder.add(error, where="main")
+        # Not re-raised: the traceback would begin with this file. The hook may be the user's own (rich, IPython).
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(1)
+
+
+def _hook_threads(recorder: Recorder) -> None:
+    before = threading.excepthook
+
+    def record(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
+            recorder.add(args.exc_value, where=args.thread.name if args.thread else "a thread")
+        before(args)
+
+    threading.excepthook = record
+
+
+def _without_worker(error: BaseException) -> BaseException:
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
+        traceback = traceback.tb_next
+    return error.with_traceback(traceback)
+
+
+def _quiet_interrupt() -> NoReturn:
+    """End as an interrupted Python does, by SIGINT, but without the traceback that every rank would print."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
+    sys.exit(128 + signal.SIGINT)  # SIGINT is blocked: leave all the same
+
+
+def _run_script(path: str, args: list[str]) -> None:
+    sys.argv[:] = [path, *args]
+    if not getattr(sys.flags, "safe_path", False):  # python -P and PYTHONSAFEPATH leave the script's folder out
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
+    full = os.path.abspath(path)
+    module = _new_main(file=full)
+    with io.open_code(full) as file:
+        code = compile(file.read(), full, "exec", dont_inherit=True)
+    exec(code, module.__dict__)
+
+
+def _run_module(name: str, args: list[str]) -> None:
+    sys.argv[:] = ["-m", *args]  # as python does while it looks for the module
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.getcwd()
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            name = f"{name}.__main__"
+            spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the package was found; something that it imports was not
+        spec = None
+    loader: Any = spec.loader if spec is not None else None
+    code: CodeType | None = loader.get_code(name) if hasattr(loader, "get_code") else None
+    if spec is None or code is None:
+        raise SystemExit(f"{sys.executable}: No module named {name}")
+    module = _new_main(file=spec.origin)
+    module.__spec__, module.__loader__, module.__package__ = spec, loader, spec.parent
+    module.__cached__ = spec.cached  # type: ignore[attr-defined]
+    sys.argv[0] = spec.origin or name
+    exec(code, module.__dict__)
+
+
+def _new_main(file: str | None) -> ModuleType:
+    """Put a fresh ``__main__`` in place for good: pickle and multiprocessing look names up there, also at exit."""
+    module = ModuleType("__main__")
+    module.__file__ = file
+    module.__builtins__ = sys.modules["builtins"]  # type: ignore[attr-defined]
+    module.__annotations__ = {}
+    module.__spec__ = None
+    module.__cached__ = None  # type: ignore[attr-defined]
+    sys.modules["__main__"] = module
+    return module
+
+
+def _die_with_parent() -> None:
+    """Ask Linux to kill this process when the launcher dies: kill -9 of the launcher leaves no orphans."""
+    if sys.platform != "linux":
+        return
+    import ctypes  # noqa: PLC0415 - a few milliseconds that only Linux needs
+
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)  # it died before we asked
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

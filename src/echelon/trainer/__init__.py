@@ -1,0 +1,1 @@
+"""LEVEL 3: the Trainer. Floor 10."""

@@ -1,0 +1,80 @@
+"""From samples to a batch: the collators that the Trainer uses when the user gives none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+__all__ = ["PaddingCollator", "Tokenizer", "default_data_collator"]
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """What pads samples of different lengths: a tokenizer or feature extractor of transformers."""
+
+    def pad(self, features: Any, **options: Any) -> Any:
+        """Return one batch of ``features``."""
+        ...
+
+
+def default_data_collator(features: Sequence[Any], return_tensors: str = "pt") -> Any:
+    """Stack samples: mappings key by key, everything else (tuples of a TensorDataset) as torch's own loader does.
+
+    Of a mapping, ``label`` and ``label_ids`` become ``labels`` (int64 for whole numbers, else float); texts and None
+    are left out. An object with attributes counts as the mapping of these.
+
+    Source: the rules of the function of this name in transformers.
+    """
+    first = features[0]
+    if isinstance(first, (tuple, list, torch.Tensor, np.ndarray, int, float)):
+        return default_collate(list(features))
+    rows: Sequence[Mapping[str, Any]] = (
+        list(features) if isinstance(first, Mapping) else [vars(feature) for feature in features]
+    )
+    batch = _labels(rows)
+    for name, value in rows[0].items():
+        if name not in ("label", "label_ids") and value is not None and not isinstance(value, str):
+            batch[name] = _stack([row[name] for row in rows])
+    return batch
+
+
+class PaddingCollator:
+    """Pads the samples of a batch to the longest one, by the tokenizer's own ``pad``."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return one batch; ``label`` and ``label_ids`` become ``labels``."""
+        batch = dict(self.tokenizer.pad(list(features), return_tensors="pt"))
+        for old in ("label", "label_ids"):
+            if old in batch:
+                batch["labels"] = batch.pop(old)
+        return batch
+
+
+def _labels(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    for name in ("label", "label_ids"):
+        label = rows[0].get(name)
+        if label is None:
+            continue
+        if isinstance(label, (torch.Tensor, np.ndarray)):
+            return {"labels": _stack([row[name] for row in rows])}
+        leaf = label
+        while isinstance(leaf, Sequence) and not isinstance(leaf, str) and leaf:
+            leaf = leaf[0]
+        whole = isinstance(leaf, (int, np.integer))
+        return {"labels": torch.tensor([row[name] for row in rows], dtype=torch.long if whole else torch.float)}
+    return {}
+
+
+def _stack(values: list[Any]) -> torch.Tensor:
+    if isinstance(values[0], torch.Tensor):
+        return torch.stack(values)
+    if isinstance(values[0], np.ndarray):
+        return torch.from_numpy(np.stack(values))
+    return torch.tensor(values)

@@ -1,0 +1,110 @@
+"""The closed sets of names that TrainingArguments takes: equal to their strings, as transformers' are."""
+
+from __future__ import annotations
+
+import difflib
+from enum import Enum
+from typing import TypeVar
+
+from echelon.base.errors import ConfigError
+
+__all__ = [
+    "HubStrategy",
+    "IntervalStrategy",
+    "OptimizerNames",
+    "ParallelMode",
+    "SaveStrategy",
+    "SchedulerType",
+    "choose",
+]
+
+
+class _Names(str, Enum):
+    # str first: `args.eval_strategy == "steps"` holds, and so does equality with transformers' own members.
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class IntervalStrategy(_Names):
+    """When something happens during the training."""
+
+    NO = "no"
+    STEPS = "steps"
+    EPOCH = "epoch"
+
+
+class SaveStrategy(_Names):
+    """When a checkpoint is written."""
+
+    NO = "no"
+    STEPS = "steps"
+    EPOCH = "epoch"
+    BEST = "best"
+
+
+class HubStrategy(_Names):
+    """What is uploaded, and when."""
+
+    END = "end"
+    EVERY_SAVE = "every_save"
+    CHECKPOINT = "checkpoint"
+    ALL_CHECKPOINTS = "all_checkpoints"
+
+
+class SchedulerType(_Names):
+    """The learning-rate schedules of ``schedules.py``."""
+
+    LINEAR = "linear"
+    COSINE = "cosine"
+    COSINE_WITH_RESTARTS = "cosine_with_restarts"
+    POLYNOMIAL = "polynomial"
+    CONSTANT = "constant"
+    CONSTANT_WITH_WARMUP = "constant_with_warmup"
+    INVERSE_SQRT = "inverse_sqrt"
+    REDUCE_ON_PLATEAU = "reduce_lr_on_plateau"
+    COSINE_WITH_MIN_LR = "cosine_with_min_lr"
+    COSINE_WARMUP_WITH_MIN_LR = "cosine_warmup_with_min_lr"
+    WARMUP_STABLE_DECAY = "warmup_stable_decay"
+    GREEDY = "greedy"
+
+
+class OptimizerNames(_Names):
+    """The optimizers that this version builds by name: those of torch."""
+
+    ADAMW_TORCH = "adamw_torch"
+    ADAMW_TORCH_FUSED = "adamw_torch_fused"
+    ADAFACTOR = "adafactor"
+    SGD = "sgd"
+    ADAGRAD = "adagrad"
+    RMSPROP = "rmsprop"
+
+
+class ParallelMode(Enum):
+    """How this process shares the work with others."""
+
+    NOT_PARALLEL = "not_parallel"
+    DISTRIBUTED = "distributed"
+
+
+_Choice = TypeVar("_Choice", bound=_Names)
+
+
+def choose(kind: type[_Choice], value: object, *, setting: str) -> _Choice:
+    """Return the member of ``kind`` that ``value`` (a member, a foreign member, or its string) names.
+
+    Raises:
+        ConfigError: there is none; the message lists the choices and the nearest one.
+    """
+    text = value.value if isinstance(value, Enum) else value
+    if isinstance(text, bool):  # YAML reads a bare `no` as False
+        text = "no" if not text else text
+    choices = [member.value for member in kind]
+    if text in choices:
+        return kind(text)
+    near = difflib.get_close_matches(str(text), choices, n=1)
+    raise ConfigError(
+        f"{setting}={text!r} is none of the choices: {', '.join(choices)}",
+        where=f"TrainingArguments.{setting}",
+        do=f"did you mean {near[0]!r}?" if near else "choose one of them",
+    )

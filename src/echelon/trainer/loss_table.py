@@ -1,0 +1,45 @@
+"""The table of a training: one row for each evaluation, with epoch, training loss and validation loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["loss_table"]
+
+_NOT_SHOWN = ("_runtime", "_per_second", "_time")
+
+
+def loss_table(log_history: Sequence[Mapping[str, Any]], *, by: str) -> str | None:
+    """Return the table as text; None when nothing was evaluated.
+
+    Args:
+        log_history: of the state; the training loss of a row is the last one logged before its evaluation.
+        by: the first column, ``epoch`` or ``step``.
+    """
+    rows: dict[Any, dict[str, Any]] = {}
+    training: Any = None
+    for entry in log_history:
+        training = entry.get("loss", training)
+        found = {k.removeprefix("eval_"): v for k, v in entry.items() if k.startswith("eval_")}
+        found = {k: v for k, v in found.items() if not any(part in f"_{k}" for part in _NOT_SHOWN)}
+        if found:
+            row = rows.setdefault(entry.get(by), {"training loss": training})
+            row.update({_heading(name): value for name, value in found.items()})
+    if not rows:
+        return None
+    headings = list(dict.fromkeys(name for row in rows.values() for name in row))
+    table = [[by, *headings]]
+    table += [[_text(key), *(_text(row.get(name)) for name in headings)] for key, row in rows.items()]
+    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in table)
+
+
+def _heading(name: str) -> str:
+    return "validation loss" if name == "loss" else name.replace("_", " ")
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,129 @@
+"""How long a training is: steps, passes, and the numbers that are announced before it begins."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sized
+from dataclasses import dataclass
+from typing import Any
+
+from echelon.base.errors import UsageError
+from echelon.base.logging import get_logger
+from echelon.trainer.arguments import TrainingArguments
+
+__all__ = ["Plan", "announce", "make_plan", "no_length"]
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The length of a training, in the units of this rank."""
+
+    max_steps: int
+    """Optimizer steps in all."""
+    num_epochs: int
+    """Passes over the data that are begun; sys.maxsize when only steps count."""
+    steps_per_epoch: int
+    """Optimizer steps of one pass."""
+    batches_per_epoch: int
+    """Batches of this rank in one pass; where the data have no length, those of all steps."""
+    num_examples: int
+    """Samples of one pass; where the data have no length, those of all steps."""
+    num_train_samples: int
+    """Samples of all passes and ranks, for samples per second."""
+    total_train_batch_size: int
+    """Samples of one optimizer step, over all ranks."""
+    is_sized: bool
+    """Whether the data have a length."""
+
+
+def make_plan(args: TrainingArguments, loader: Any, *, num_examples: int | None, batch_size: int, world_size: int) -> Plan:
+    """Return the plan of a training over ``loader``.
+
+    Args:
+        args: max_steps decides before num_train_epochs.
+        loader: of this rank.
+        num_examples: samples of its data set; None where that has no length.
+        batch_size: samples of this rank in one batch.
+        world_size: number of ranks.
+
+    Raises:
+        UsageError: the data have no length and max_steps is not given, or they are empty.
+    """
+    accumulation = args.gradient_accumulation_steps
+    total = batch_size * accumulation * world_size
+    if not _is_sized(loader):
+        if args.max_steps <= 0:
+            raise no_length()
+        return Plan(
+            max_steps=args.max_steps,
+            num_epochs=sys.maxsize,
+            steps_per_epoch=args.max_steps,
+            batches_per_epoch=args.max_steps * accumulation,
+            num_examples=total * args.max_steps,
+            num_train_samples=total * args.max_steps,
+            total_train_batch_size=total,
+            is_sized=False,
+        )
+    batches = len(loader)
+    if not batches:
+        raise UsageError(
+            f"there is no batch to train on (samples: {num_examples})",
+            where="Trainer.train",
+            do="check train_dataset; with dataloader_drop_last=True it must hold at least one whole batch",
+        )
+    steps_per_epoch = math.ceil(batches / accumulation)  # a last, smaller group of batches is a step, too
+    samples = num_examples if num_examples is not None else batches * batch_size * world_size
+    if args.max_steps > 0:
+        max_steps, num_epochs = args.max_steps, math.ceil(args.max_steps / steps_per_epoch)
+        num_train_samples = max_steps * total
+    else:
+        max_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
+        num_epochs = math.ceil(args.num_train_epochs)
+        num_train_samples = int(samples * args.num_train_epochs)
+    return Plan(
+        max_steps=max_steps,
+        num_epochs=num_epochs,
+        steps_per_epoch=steps_per_epoch,
+        batches_per_epoch=batches,
+        num_examples=samples,
+        num_train_samples=num_train_samples,
+        total_train_batch_size=total,
+        is_sized=True,
+    )
+
+
+def no_length() -> UsageError:
+    """Return the error of data without a length and a training without an end."""
+    return UsageError(
+        "train_dataset has no length, and max_steps is not set: the training would have no end",
+        where="TrainingArguments.max_steps",
+        do="set max_steps, or give the data set a __len__",
+    )
+
+
+def announce(plan: Plan, args: TrainingArguments, *, num_parameters: int) -> None:
+    """Log what is about to run."""
+    logger.info("***** Running training *****")
+    logger.info("  Num examples = %s", f"{plan.num_examples:,}")
+    logger.info("  Num Epochs = %s", f"{plan.num_epochs:,}")
+    logger.info("  Num update steps per epoch = %s", f"{plan.steps_per_epoch:,}")
+    logger.info("  Instantaneous batch size per device = %s", f"{args.per_device_train_batch_size:,}")
+    logger.info(
+        "  Total train batch size (w. parallel, distributed & accumulation) = %s", f"{plan.total_train_batch_size:,}"
+    )
+    logger.info("  Gradient Accumulation steps = %s", args.gradient_accumulation_steps)
+    logger.info("  Total optimization steps = %s", f"{plan.max_steps:,}")
+    logger.info("  Number of trainable parameters = %s", f"{num_parameters:,}")
+
+
+def _is_sized(loader: Any) -> bool:
+    if not isinstance(loader, Sized):
+        return False
+    try:
+        len(loader)
+    except TypeError:  # a DataLoader over an iterable data set
+        return False
+    return True

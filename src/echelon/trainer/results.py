@@ -1,0 +1,96 @@
+"""What train, evaluate and predict return, and what compute_metrics receives."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+__all__ = [
+    "EvalLoopOutput",
+    "EvalPrediction",
+    "PredictionOutput",
+    "TrainOutput",
+    "as_numbers",
+    "speed_metrics",
+]
+
+
+class EvalPrediction:
+    """What ``compute_metrics`` receives: numpy arrays, one row a sample, in the order of the data set.
+
+    Unpacks and indexes as ``predictions, label_ids`` and then, where they were asked for, ``inputs`` and ``losses``.
+    """
+
+    def __init__(self, predictions: Any, label_ids: Any, inputs: Any = None, losses: Any = None) -> None:
+        self.predictions = predictions
+        self.label_ids = label_ids
+        self.inputs = inputs
+        self.losses = losses
+        extra = tuple(part for part in (inputs, losses) if part is not None)
+        self.elements: tuple[Any, ...] = (predictions, label_ids, *extra)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.elements)
+
+    def __getitem__(self, position: int) -> Any:
+        if not 0 <= position < len(self.elements):
+            raise IndexError(f"an EvalPrediction has the positions 0 to {len(self.elements) - 1}, not {position}")
+        return self.elements[position]
+
+
+class EvalLoopOutput(NamedTuple):
+    """What an evaluation loop gathered."""
+
+    predictions: Any
+    label_ids: Any
+    metrics: dict[str, float]
+    num_samples: int | None
+
+
+class PredictionOutput(NamedTuple):
+    """What ``predict`` returns."""
+
+    predictions: Any
+    label_ids: Any
+    metrics: dict[str, float]
+
+
+class TrainOutput(NamedTuple):
+    """What ``train`` returns."""
+
+    global_step: int
+    training_loss: float
+    metrics: dict[str, float]
+
+
+def speed_metrics(
+    split: str, start_time: float, num_samples: int | None = None, num_steps: int | None = None
+) -> dict[str, float]:
+    """Return the duration since ``start_time`` (of ``time.time()``), samples per second and steps per second."""
+    runtime = time.time() - start_time
+    metrics = {f"{split}_runtime": round(runtime, 4)}
+    if runtime == 0:
+        return metrics
+    if num_samples is not None:
+        metrics[f"{split}_samples_per_second"] = round(num_samples / runtime, 3)
+    if num_steps is not None:
+        metrics[f"{split}_steps_per_second"] = round(num_steps / runtime, 3)
+    return metrics
+
+
+def as_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn numpy scalars and one-element tensors of ``metrics`` into plain numbers, so that they print and save."""
+    return {name: _as_number(value) for name, value in metrics.items()}
+
+
+def _as_number(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, (torch.Tensor, np.ndarray)) and math.prod(value.shape) == 1:
+        return value.item()
+    return value

@@ -1,0 +1,78 @@
+"""TrainerState (what happened so far; trainer_state.json) and TrainerControl (what is to happen next)."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from echelon.trainer.arguments import TrainingArguments
+
+__all__ = ["TrainerControl", "TrainerState"]
+
+
+@dataclass
+class TrainerState:
+    """The counters and the history of a training; saved with each checkpoint."""
+
+    epoch: float | None = None
+    global_step: int = 0
+    max_steps: int = 0
+    logging_steps: int = 500
+    eval_steps: int = 500
+    save_steps: int = 500
+    train_batch_size: int | None = None
+    num_train_epochs: int = 0
+    num_input_tokens_seen: int = 0
+    total_flos: float = 0
+    log_history: list[dict[str, Any]] = field(default_factory=list)
+    best_metric: float | None = None
+    best_global_step: int | None = None
+    best_model_checkpoint: str | None = None
+    is_local_process_zero: bool = True
+    is_world_process_zero: bool = True
+    is_hyper_param_search: bool = False
+    trial_name: str | None = None
+    trial_params: dict[str, Any] | None = None
+    stateful_callbacks: dict[str, Any] = field(default_factory=dict)
+
+    def save_to_json(self, json_path: str | Path) -> None:
+        """Write the state to ``json_path``."""
+        text = json.dumps(asdict(self), indent=2, sort_keys=True) + "\n"
+        Path(json_path).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def load_from_json(cls, json_path: str | Path) -> TrainerState:
+        """Read a state, also one that another version wrote: keys that this one does not know are left out."""
+        values = json.loads(Path(json_path).read_text(encoding="utf-8"))
+        known = {item.name for item in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+    def compute_steps(self, args: TrainingArguments, max_steps: int) -> None:
+        """Take the intervals of ``args``; one below 1 is a part of ``max_steps``, rounded up."""
+        self.logging_steps = _interval(args.logging_steps, max_steps)
+        self.save_steps = _interval(args.save_steps, max_steps)
+        if args.eval_steps is not None:
+            self.eval_steps = _interval(args.eval_steps, max_steps)
+
+
+@dataclass
+class TrainerControl:
+    """What a callback can ask of the loop; it returns the changed control, or changes the one it was given."""
+
+    should_training_stop: bool = False
+    should_epoch_stop: bool = False
+    should_save: bool = False
+    should_evaluate: bool = False
+    should_log: bool = False
+
+    def state(self) -> dict[str, Any]:
+        """Return what trainer_state.json keeps of this object."""
+        return {"args": asdict(self), "attributes": {}}
+
+
+def _interval(steps: float, max_steps: int) -> int:
+    return math.ceil(max_steps * steps) if 0 < steps < 1 else int(steps)

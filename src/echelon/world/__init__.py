@@ -1,0 +1,1 @@
+"""Floor 1: who am I among the processes of the run."""

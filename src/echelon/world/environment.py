@@ -1,0 +1,174 @@
+"""What started this process: torchrun, Slurm, MPI, or nothing; read from the environment, without torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from echelon.base import environ
+from echelon.base.errors import ConfigError
+
+__all__ = ["LaunchEnvironment", "check_rank", "detect"]
+
+Starter = Literal["torchrun", "slurm", "mpi", "single"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchEnvironment:
+    """The place of this process, as its starter wrote it into the environment."""
+
+    starter: Starter
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    master_addr: str | None = None
+    """Address of rank 0; None when nothing says it."""
+    master_port: int | None = None
+
+
+def detect() -> LaunchEnvironment:
+    """Return what the environment says: torchrun's variables first, then Slurm's, then MPI's, else one process.
+
+    Raises:
+        ConfigError: a variable that must be an integer is not, RANK and WORLD_SIZE are not both there, or the rank
+            is outside the world.
+    """
+    if environ.get("RANK") is not None or environ.get("WORLD_SIZE") is not None:
+        return _from_torchrun()
+    # sbatch and salloc set SLURM_NTASKS for the shell too; only a step started by srun has one process a task.
+    if environ.get("SLURM_STEP_ID") is not None and environ.get("SLURM_PROCID") is not None:
+        return _from_slurm()
+    for names in _MPI:
+        if environ.get(names[0]) is not None and environ.get(names[1]) is not None:
+            return _from_mpi(*names)
+    return LaunchEnvironment(
+        starter="single",
+        master_addr=environ.get("MASTER_ADDR"),
+        master_port=_integer("MASTER_PORT") if environ.get("MASTER_PORT") else None,
+    )
+
+
+def check_rank(rank: int, world_size: int, *, rank_from: str, world_size_from: str) -> None:
+    """Refuse a rank outside ``0 .. world_size - 1``; the origins go into the message.
+
+    Raises:
+        ConfigError: the world is empty or the rank is outside it.
+    """
+    if world_size < 1:
+        raise ConfigError(
+            f"world_size={world_size} (from {world_size_from}) is below 1", do="start at least one process"
+        )
+    if not 0 <= rank < world_size:
+        raise ConfigError(
+            f"rank={rank} (from {rank_from}) is outside 0..{world_size - 1}, world_size={world_size} (from {world_size_from})",
+            do=f"number the processes 0..{world_size - 1}, or start more of them",
+        )
+
+
+def _from_torchrun() -> LaunchEnvironment:
+    for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+        if environ.get(name) is None:
+            raise ConfigError(
+                f"{other}={environ.get(other)} is set and {name} is not",
+                where=f"env {name}",
+                do="start by echelon launch or torchrun, which set both, or set both by hand",
+            )
+    rank, world_size = _integer("RANK"), _integer("WORLD_SIZE")
+    check_rank(rank, world_size, rank_from="env RANK", world_size_from="env WORLD_SIZE")
+    local_rank = _integer("LOCAL_RANK", rank)
+    local_world_size = _integer("LOCAL_WORLD_SIZE", world_size)
+    check_rank(local_rank, local_world_size, rank_from="env LOCAL_RANK", world_size_from="env LOCAL_WORLD_SIZE")
+    return LaunchEnvironment(
+        starter="torchrun",
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        node_rank=_integer("GROUP_RANK", _integer("NODE_RANK", rank // local_world_size)),
+        master_addr=environ.get("MASTER_ADDR"),
+        master_port=_integer("MASTER_PORT") if environ.get("MASTER_PORT") else None,
+    )
+
+
+def _from_slurm() -> LaunchEnvironment:
+    rank = _integer("SLURM_PROCID")
+    size = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    world_size = _integer(size, 1)
+    check_rank(rank, world_size, rank_from="env SLURM_PROCID", world_size_from=f"env {size}")
+    node_rank = _integer("SLURM_NODEID", 0)
+    tasks = _expand_tasks(environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE"))
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
+    first = _first_host(nodes) if nodes else "127.0.0.1"
+    return LaunchEnvironment(
+        starter="slurm",
+        rank=rank,
+        world_size=world_size,
+        local_rank=_integer("SLURM_LOCALID", 0),
+        local_world_size=tasks[node_rank] if node_rank < len(tasks) else world_size,
+        node_rank=node_rank,
+        master_addr=environ.get("MASTER_ADDR") or ("127.0.0.1" if len(tasks) == 1 else first),
+        # One port a job and step, equal on all tasks without talking; above the privileged, below the ephemeral ones.
+        master_port=_integer(
+            "MASTER_PORT",
+            15000 + (_integer("SLURM_JOB_ID", 0) * 16 + _integer("SLURM_STEP_ID", 0)) % 15000,
+        ),
+    )
+
+
+# (rank, size, local rank, local size) of Open MPI, of MPICH and Intel MPI (hydra), of MVAPICH2.
+_MPI = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+)
+
+
+def _from_mpi(rank_name: str, size_name: str, local_name: str, local_size_name: str) -> LaunchEnvironment:
+    rank, world_size = _integer(rank_name), _integer(size_name)
+    check_rank(rank, world_size, rank_from=f"env {rank_name}", world_size_from=f"env {size_name}")
+    local_world_size = _integer(local_size_name, world_size)
+    one_machine = local_world_size == world_size
+    return LaunchEnvironment(
+        starter="mpi",
+        rank=rank,
+        world_size=world_size,
+        local_rank=_integer(local_name, rank % local_world_size),
+        local_world_size=local_world_size,
+        # Open MPI's NODE_RANK counts processes, not nodes: derive it from mpirun's default placement by slot.
+        node_rank=rank // local_world_size,
+        master_addr=environ.get("MASTER_ADDR") or ("127.0.0.1" if one_machine else None),
+        master_port=_integer("MASTER_PORT", 29500),
+    )
+
+
+def _integer(name: str, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None:
+        if default is None:
+            raise ConfigError(f"{name} is not set", where=f"env {name}", do=f"set {name} to an integer")
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        hint = "the shell did not expand it; quote it for the side that runs it" if "$" in text else "set an integer"
+        raise ConfigError(f"{name}={text!r} is not an integer", where=f"env {name}", do=hint) from None
+
+
+def _expand_tasks(text: str | None) -> list[int]:
+    """Expand Slurm's ``2(x3),1`` into ``[2, 2, 2, 1]``."""
+    counts: list[int] = []
+    for part in (text or "").split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match:
+            counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _first_host(nodes: str) -> str:
+    """Return the first host of a Slurm node list such as ``gpu[03-05,9],cpu1``."""
+    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
+    assert match is not None, nodes
+    return match[1] + (match[2] or "") + (match[3] or "")

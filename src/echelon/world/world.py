@@ -1,0 +1,82 @@
+"""The facts about this process, frozen: its rank, its machine, its device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from echelon.base.device import backend_of, choose_device
+from echelon.world.environment import LaunchEnvironment, detect
+
+__all__ = ["World"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """Who this process is among the processes of the run."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    node_rank: int
+    device: torch.device
+    backend: str
+    """The ``torch.distributed`` backend by device, such as ``gloo`` or ``cpu:gloo,cuda:nccl``."""
+
+    @property
+    def is_rank_zero(self) -> bool:
+        """True on the one process that prints and writes."""
+        return self.rank == 0
+
+    @property
+    def is_local_rank_zero(self) -> bool:
+        """True on one process of each machine."""
+        return self.local_rank == 0
+
+    @staticmethod
+    def current(*, cpu: bool = False) -> World:
+        """Return the facts as they are now: of the default process group if there is one, else of the environment.
+
+        A group that the user made by hand, without a launcher's variables, is taken to live on one machine: its
+        local rank is its rank.
+
+        Args:
+            cpu: use the CPU even where accelerators are present.
+        """
+        environment = detect()
+        if not dist.is_initialized():
+            return world_of(environment, cpu=cpu)
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        if (rank, world_size) == (environment.rank, environment.world_size):
+            return world_of(environment, cpu=cpu)
+        by_hand = LaunchEnvironment(
+            starter="single", rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size
+        )
+        return world_of(by_hand, cpu=cpu)
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} of {self.world_size} (local rank {self.local_rank} of {self.local_world_size}, "
+            f"node {self.node_rank}) on {self.device} with {self.backend}"
+        )
+
+
+def world_of(environment: LaunchEnvironment, *, cpu: bool, backend: str | None = None) -> World:
+    """Complete what the environment says by a device and its backend."""
+    device = choose_device(
+        local_rank=environment.local_rank,
+        local_world_size=environment.local_world_size,
+        cpu=cpu or backend == "gloo",  # gloo asked for by name: the tensors are on the CPU
+    )
+    return World(
+        rank=environment.rank,
+        local_rank=environment.local_rank,
+        world_size=environment.world_size,
+        local_world_size=environment.local_world_size,
+        node_rank=environment.node_rank,
+        device=device,
+        backend=backend or backend_of(device),
+    )

@@ -1,0 +1,39 @@
+"""Checks around every test: nothing is left behind; and the end of the rank workers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests import harness
+from tests.leaks import ENVIRON_OF_OTHERS, Snapshot, settled_leaks
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fail a test that leaves an environment variable, a thread, an open file or a process group."""
+    before = Snapshot.take()
+    yield
+    found = settled_leaks(before)
+    if not found:
+        return
+    _restore(before)  # the next test is not to fail for this one
+    pytest.fail("this test left something behind:\n  " + "\n  ".join(found), pytrace=False)
+
+
+def pytest_sessionfinish() -> None:
+    harness.shut_down()
+
+
+def _restore(before: Snapshot) -> None:
+    for name in {*os.environ, *before.environ} - ENVIRON_OF_OTHERS:
+        if name in before.environ:
+            os.environ[name] = before.environ[name]
+        else:
+            del os.environ[name]
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and not before.has_group and distributed.is_initialized():
+        distributed.destroy_process_group()

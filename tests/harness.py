@@ -1,0 +1,369 @@
+"""Run a test's function on several gloo ranks, in worker processes that live as long as the pytest run.
+
+A call looks like this::
+
+    def _sum(x: float) -> float:  # module level: it travels by reference
+        total = torch.tensor(x + dist.get_rank())
+        dist.all_reduce(total)
+        return total.item()
+
+
+    def test_every_rank_gets_the_sum() -> None:
+        assert run_on_ranks(_sum, 1.0, world_size=2) == [3.0, 3.0]
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tests import rank_worker
+
+__all__ = ["RankDied", "RanksFailed", "RanksHung", "run_on_ranks", "shut_down"]
+
+ROOT = Path(__file__).resolve().parent.parent
+START_LIMIT_S = 180.0  # a cold `import torch` on a busy machine; not part of any test's timeout
+GRACE_S = 1.5  # what the other ranks get to answer once one has failed
+TEARDOWN_S = 10.0
+_OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_OF_A_WORKER = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "CUDA_VISIBLE_DEVICES": "",
+    "HIP_VISIBLE_DEVICES": "",
+    "ROCR_VISIBLE_DEVICES": "",
+    "ZE_AFFINITY_MASK": "",
+}
+
+
+class RanksFailed(AssertionError):
+    """Some ranks raised or died; ``errors`` maps each of them to its exception (RankDied, or what it raised)."""
+
+    def __init__(self, text: str, errors: dict[int, BaseException]) -> None:
+        super().__init__(text)
+        self.errors = errors
+
+
+class RanksHung(AssertionError):
+    """Some ranks did not answer in time; ``silent`` lists them."""
+
+    def __init__(self, text: str, silent: list[int]) -> None:
+        super().__init__(text)
+        self.silent = silent
+
+
+class RankDied(RuntimeError):
+    """The process of a rank ended without an answer."""
+
+
+def run_on_ranks(
+    fn: Callable[..., Any],
+    *args: Any,
+    world_size: int = 2,
+    timeout: float = 60,
+    init_group: bool = True,
+    **kwargs: Any,
+) -> list[Any]:
+    """Call ``fn(*args, **kwargs)`` on each of ``world_size`` ranks and return their results in rank order.
+
+    Args:
+        fn: a function at the top of a test module; arguments and results are pickled.
+        timeout: seconds for the call; starting the workers is not counted.
+        init_group: True makes a fresh default gloo group around the call. False leaves that to ``fn``: the environment
+            (which is the caller's, plus the variables that torchrun sets) serves ``init_process_group("env://")``.
+    Raises:
+        RanksFailed: a rank raised or died. The first failure ends the call for all.
+        RanksHung: a rank did not answer in time; the text shows its stack.
+    """
+    work = pickle.dumps((fn, args, kwargs))
+    workers = _POOL.workers(world_size)
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, _rendezvous(init_group) as variables:
+        for rank, worker in enumerate(workers):
+            worker.send(
+                rank_worker.Call(
+                    work=work,
+                    rank=rank,
+                    world_size=world_size,
+                    timeout=timedelta(seconds=timeout),
+                    store_path=os.path.join(folder, "store") if init_group else None,
+                    environ=_environment(variables, rank=rank, world_size=world_size),
+                )
+            )
+        try:
+            answers, silent_too_long = _collect(workers, timeout=timeout)
+        except BaseException:  # Ctrl-C, or a plugin's own time limit: the workers are in the middle of something
+            shut_down()
+            raise
+        failed = sorted(r for r, answer in answers.items() if not isinstance(answer, rank_worker.Returned))
+        silent = [r for r in range(world_size) if r not in answers]
+        stacks = {r: workers[r].stack() for r in silent}
+        for rank in silent:
+            workers[rank].kill()
+        for worker in workers:
+            worker.finish()
+        printed = "".join(worker.new_output(f"[rank {rank}] ") for rank, worker in enumerate(workers))
+        sys.stdout.write(printed)
+    if failed:
+        _raise_failed(answers, failed, silent)
+    if silent_too_long:
+        _raise_hung(stacks, silent, world_size=world_size, timeout=timeout)
+    return [pickle.loads(answers[rank].value) for rank in range(world_size)]
+
+
+def shut_down() -> None:
+    """Kill every worker (pytest calls this when its session ends); the next call would start new ones."""
+    _POOL.close()
+
+
+def open_files() -> set[int]:
+    """Return the descriptors that stay open in this process for the ranks, and are no test's leak."""
+    _open_store_pipe()
+    return _POOL.store_pipe | {worker.connection.fileno() for worker in _POOL.started if not worker.connection.closed}
+
+
+def _collect(workers: list[_Worker], *, timeout: float) -> tuple[dict[int, Any], bool]:
+    """Return the answers by rank (RankDied for a dead process), and whether the time was up with ranks still silent."""
+    answers: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout
+    ending = False
+    while len(answers) < len(workers):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return answers, not ending
+        pending = {worker.connection: rank for rank, worker in enumerate(workers) if rank not in answers}
+        readable = wait(list(pending), timeout=min(left, 0.5))
+        # A dead rank's socket stays open while a child that it forked lives: ask for its exit code as well.
+        dead = [c for c, rank in pending.items() if c not in readable and workers[rank].process.poll() is not None]
+        for connection in [*readable, *dead]:
+            assert isinstance(connection, Connection)
+            rank = pending[connection]
+            answers[rank] = workers[rank].receive()
+            if not ending and not isinstance(answers[rank], rank_worker.Returned):
+                ending = True
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+    return answers, False
+
+
+def _raise_failed(answers: dict[int, Any], failed: list[int], silent: list[int]) -> NoReturn:
+    errors: dict[int, BaseException] = {}
+    parts = []
+    for rank in failed:
+        answer = answers[rank]
+        if isinstance(answer, RankDied):
+            errors[rank] = answer
+            parts.append(f"----- rank {rank}: {answer}\n")
+            continue
+        if answer.error is not None:
+            errors[rank] = pickle.loads(answer.error)
+        parts.append(f"----- rank {rank} raised\n{answer.text}")
+    if silent:
+        parts.append(f"----- still running when the others were told to stop: {_ranks(silent)}\n")
+    raise RanksFailed(f"{_ranks(failed)} of {len(answers) + len(silent)} failed\n" + "".join(parts), errors)
+
+
+def _raise_hung(stacks: dict[int, str], silent: list[int], *, world_size: int, timeout: float) -> NoReturn:
+    shown = "".join(f"----- rank {rank} is here\n{stack}" for rank, stack in stacks.items())
+    raise RanksHung(f"{_ranks(silent)} of {world_size} did not answer within {timeout:g} s\n{shown}", silent)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _environment(variables: dict[str, str], *, rank: int, world_size: int) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
+    place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
+    return {**inherited, **_OF_A_WORKER, **{name: str(value) for name, value in place.items()}, **variables}
+
+
+def _open_store_pipe() -> None:
+    """Let libuv, on which torch's TCPStore runs, open the pipe that it keeps for the whole process."""
+    if _POOL.store_pipe or "torch.distributed" not in sys.modules or not Path("/proc/self/fd").exists():
+        return
+    from torch.distributed import TCPStore
+
+    before = set(os.listdir("/proc/self/fd"))
+    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    del store
+    # Both ends of a pipe are in one process, and the server's own sockets are gone with it.
+    new = {int(fd) for fd in set(os.listdir("/proc/self/fd")) - before}
+    _POOL.store_pipe |= {fd for fd in new if os.path.exists(f"/proc/self/fd/{fd}")}
+
+
+@contextmanager
+def _rendezvous(init_group: bool) -> Iterator[dict[str, str]]:
+    """Give the variables of ``env://``, and keep its store in this process: no port is guessed, none can be stolen."""
+    if init_group:
+        yield {}
+        return
+    from torch.distributed import TCPStore
+
+    _open_store_pipe()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(64)
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            "127.0.0.1",
+            port,
+            None,
+            True,
+            timedelta(seconds=60),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+    try:
+        yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    finally:
+        del store
+
+
+class _Worker:
+    """One process, its connection, and the files that its output and its stack dumps go to."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self._output = folder / f"{number}.out"
+        self._stacks = folder / f"{number}.stacks"
+        self._read = 0
+        self._ready = False
+        self._answered = False
+        ours, theirs = socket.socketpair()
+        # Each call brings its own environment; what a test has set right now must not stay in the worker.
+        environ = {**{n: v for n, v in _AT_IMPORT.items() if n not in _OF_A_RANK}, **_OF_A_WORKER}
+        start = "import sys; sys.path.insert(0, sys.argv[1]); from tests.rank_worker import main; main(int(sys.argv[2]), sys.argv[3])"
+        with theirs, self._output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", start, str(ROOT), str(theirs.fileno()), str(self._stacks)],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environ,
+                cwd=ROOT,
+            )
+        self.connection = Connection(ours.detach())
+
+    def wait_ready(self, deadline: float) -> None:
+        if self._ready:
+            return
+        if not self.connection.poll(max(0.0, deadline - time.monotonic())):
+            self.kill()
+            raise RuntimeError(f"a rank worker did not start within {START_LIMIT_S:g} s:\n{self.new_output('  ')}")
+        answer = self.receive()
+        if not isinstance(answer, rank_worker.Ready):
+            self.kill()
+            raise RuntimeError(f"a rank worker did not start ({answer}):\n{self.new_output('  ')}")
+        self._ready = True
+
+    def send(self, call: rank_worker.Call) -> None:
+        self._answered = False
+        with suppress(BrokenPipeError):  # it died since its last call: receive() says how
+            self.connection.send_bytes(pickle.dumps(call))
+
+    def receive(self) -> Any:
+        """Return the next message; RankDied when there can be none."""
+        try:
+            if self.process.poll() is not None and not self.connection.poll():
+                raise EOFError
+            message = pickle.loads(self.connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            return self._death()
+        self._answered = True
+        return message
+
+    def finish(self) -> None:
+        """Let the worker clean up after its answer; one that cannot is killed, and the next call starts another."""
+        if not self._answered or self.process.poll() is not None:
+            self.kill()
+            return
+        try:
+            self.connection.send_bytes(pickle.dumps(rank_worker.Finish()))
+            cleaned = self.connection.poll(TEARDOWN_S) and isinstance(self.receive(), rank_worker.Idle)
+        except BrokenPipeError:
+            cleaned = False
+        if not cleaned:
+            self.kill()
+
+    def stack(self) -> str:
+        """Return the Python stacks of the process, which is not answering."""
+        if self.process.poll() is not None:
+            return ""
+        self.process.send_signal(signal.SIGUSR1)
+        deadline = time.monotonic() + 2.0
+        size = -1
+        # faulthandler writes at once and marks no end: the dump is there when the file has stopped growing.
+        while (now := self._stacks.stat().st_size) == 0 or now != size:
+            if time.monotonic() > deadline:
+                break
+            size = now
+            time.sleep(0.05)
+        return self._stacks.read_text()
+
+    def new_output(self, prefix: str) -> str:
+        """Return what the worker has printed since the last time, each line with ``prefix``."""
+        with self._output.open("rb") as file:
+            file.seek(self._read)
+            data = file.read()
+        self._read += len(data)
+        return "".join(f"{prefix}{line}\n" for line in data.decode(errors="replace").splitlines())
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.connection.close()
+
+    def _death(self) -> RankDied:
+        try:
+            code = self.process.wait(timeout=TEARDOWN_S)
+        except subprocess.TimeoutExpired:
+            return RankDied("closed its connection but lives")
+        if code < 0:
+            return RankDied(f"died of signal {signal.Signals(-code).name}")
+        return RankDied(f"died with exit code {code}")
+
+
+@dataclass
+class _Pool:
+    started: list[_Worker]
+    folder: Path | None = None
+    number: int = 0
+    store_pipe: set[int] = field(default_factory=set)
+
+    def workers(self, count: int) -> list[_Worker]:
+        """Return ``count`` workers that wait for a call; start those that are missing, all at once."""
+        self.started = [w for w in self.started if not w.connection.closed and w.process.poll() is None]
+        if self.folder is None:
+            self.folder = Path(tempfile.mkdtemp(prefix="rank-workers-"))
+        while len(self.started) < count:
+            self.started.append(_Worker(self.folder, self.number))
+            self.number += 1
+        deadline = time.monotonic() + START_LIMIT_S
+        for worker in self.started[:count]:
+            worker.wait_ready(deadline)
+        return self.started[:count]
+
+    def close(self) -> None:
+        for worker in self.started:
+            worker.kill()
+        self.started.clear()
+        if self.folder is not None:
+            shutil.rmtree(self.folder)
+            self.folder = None
+
+
+_AT_IMPORT = dict(os.environ)
+_POOL = _Pool(started=[])

@@ -1,0 +1,120 @@
+"""Run the real command line on small scripts, and see that it leaves no process behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+_TOKEN = "ECHELON_TEST_TOKEN"
+_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+    ended: float  # time.monotonic
+
+
+class Command:
+    """Starts programs in ``directory`` that carry a mark, by which their children are found."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._token = uuid.uuid4().hex
+        self._started: list[subprocess.Popen[str]] = []
+
+    def write(self, name: str, text: str | bytes) -> str:
+        path = self.directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+        return name
+
+    def start(self, argv: list[str], **variables: str) -> subprocess.Popen[str]:
+        foreign = ("ECHELON_", "ACCELERATE_", "GLOO_", "NCCL_", "TORCHELASTIC_", "SLURM_")
+        inherited = {
+            k: v for k, v in os.environ.items() if not k.startswith(foreign) and k not in ("RANK", "WORLD_SIZE")
+        }
+        inherited.pop("OMP_NUM_THREADS", None)
+        # A machine with accelerators must give the same results here: these tests count on none.
+        environment = {**inherited, "CUDA_VISIBLE_DEVICES": "", _TOKEN: self._token, **variables}
+        process = subprocess.Popen(
+            argv,
+            cwd=self.directory,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._started.append(process)
+        return process
+
+    def finish(self, process: subprocess.Popen[str]) -> Result:
+        out, err = process.communicate(timeout=_LIMIT_S)
+        return Result(process.returncode, out, err, time.monotonic())
+
+    def run(self, argv: list[str], **variables: str) -> Result:
+        return self.finish(self.start(argv, **variables))
+
+    def echelon(self, *args: str, **variables: str) -> Result:
+        return self.run([sys.executable, "-m", "echelon", *args], **variables)
+
+    def start_launch(self, *args: str, **variables: str) -> subprocess.Popen[str]:
+        return self.start([sys.executable, "-m", "echelon", "launch", *args], **variables)
+
+    def launch(self, *args: str, **variables: str) -> Result:
+        return self.echelon("launch", *args, **variables)
+
+    def left_over(self) -> list[psutil.Process]:
+        """Return the processes that carry the mark and still run."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(_TOKEN) == self._token and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + _LIMIT_S
+        while not condition():
+            assert time.monotonic() < deadline, f"waited {_LIMIT_S} s for {what}"
+            time.sleep(0.01)
+
+    def wait_for_files(self, *names: str) -> None:
+        self.wait_for(lambda: all((self.directory / name).exists() for name in names), f"{names}")
+
+    def close(self) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+            for pipe in (process.stdout, process.stderr):
+                if pipe is not None:
+                    pipe.close()
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Iterator[Command]:
+    command = Command(tmp_path)
+    try:
+        yield command
+        left = command.left_over()
+        names = [(p.pid, p.cmdline()) for p in left]
+        for process in left:
+            process.kill()
+        assert not names, f"left over: {names}"
+    finally:
+        command.close()

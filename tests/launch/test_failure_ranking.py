@@ -1,0 +1,126 @@
+"""Which rank began: the class of an end before its time (pure functions, no processes)."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from echelon.launch.failure import (
+    Cause,
+    ErrorRecord,
+    Frame,
+    RankEnd,
+    cause_of,
+    exit_status,
+    explain,
+    first_failure,
+    is_settled,
+)
+
+RESET = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Read error [127.0.0.1]:41: Connection reset by peer"
+CLOSED = "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4015"
+MS = 1_000_000
+
+
+def error(ms: int, message: str = "bad", kind: str = "ValueError", **more: object) -> ErrorRecord:
+    return ErrorRecord(time_ns=ms * MS, type=kind, message=message, **more)  # type: ignore[arg-type]
+
+
+def end(rank: int, code: int | None, ms: int | None = None, record: ErrorRecord | None = None) -> RankEnd:
+    return RankEnd(rank=rank, exit_code=code, ended_ns=None if ms is None else ms * MS, record=record)
+
+
+def lost(rank: int, ms: int, message: str = RESET) -> RankEnd:
+    return end(rank, 1, ms + 400, error(ms, message, "RuntimeError"))
+
+
+@pytest.mark.parametrize(
+    ("culprit", "cause"),
+    [
+        (end(1, -signal.SIGKILL, 107), Cause.OWN),
+        (end(1, -signal.SIGSEGV, 107), Cause.OWN),
+        (end(1, 1, 700, error(107)), Cause.OWN),
+        (end(1, None, None, error(107)), Cause.OWN),  # still in Python's finalisation
+        (end(1, 1, 731, error(107, "no data", "SystemExit")), Cause.OWN),
+        (end(1, 3, 107), Cause.OWN),
+        (end(1, 0, 107), Cause.LEFT_EARLY),
+        (end(1, 1, 700, error(107, "Connection reset by peer", "ConnectionResetError")), Cause.OWN),  # its own download
+    ],
+)
+def test_victims_stamped_earlier_do_not_hide_the_culprit(culprit: RankEnd, cause: Cause) -> None:
+    ends = [lost(0, 100), culprit, lost(2, 101, CLOSED), end(3, None)]
+    assert first_failure(ends) == culprit
+    assert cause_of(culprit, ends) is cause
+    assert cause_of(ends[0], ends) is Cause.COMMUNICATION
+    assert cause_of(ends[3], ends) is Cause.NONE
+
+
+def test_inside_a_class_the_earlier_one_began() -> None:
+    ends = [end(0, 1, 900, error(500)), end(1, 1, 800, error(499)), end(2, -6, 700)]
+    assert first_failure(ends) == ends[1]
+    assert first_failure([lost(0, 7), lost(1, 5), lost(2, 6)]) == lost(1, 5)
+
+
+def test_error_that_wraps_a_lost_connection_is_a_victims() -> None:
+    wrapped = end(0, 1, 600, error(100, "step failed", "MyError", chain=(f"RuntimeError: {CLOSED}",)))
+    ends = [wrapped, end(1, -9, 107)]
+    assert first_failure(ends) == ends[1]
+
+
+def test_gloo_timeout_and_nccl_errors_are_communication() -> None:
+    messages = [
+        "Timed out waiting 5000ms for recv operation to complete",
+        "NCCL error: ncclRemoteError: remote process exited",
+    ]
+    for message in messages:
+        ends = [end(0, 1, 9, error(1, message, "torch.distributed.DistBackendError")), end(1, 1, 99, error(90))]
+        assert first_failure(ends) == ends[1]
+
+
+def test_only_good_ends_are_no_failure() -> None:
+    ends = [end(0, 0, 5), end(1, 0, 6), end(2, None)]
+    assert first_failure(ends) is None
+    assert exit_status(ends) == 0
+
+
+def test_error_in_a_thread_of_a_running_rank_is_no_failure() -> None:
+    assert first_failure([end(0, None, None, error(3, thread="loader"))]) is None
+
+
+def test_waiting_goes_on_only_while_it_could_change_the_verdict() -> None:
+    running = end(2, None)
+    assert not is_settled([lost(0, 100), running])
+    assert not is_settled([lost(0, 100), end(1, 0, 90), running])
+    assert not is_settled([lost(0, 100), end(1, None, None, error(99)), running])  # its exit code is to come
+    assert is_settled([lost(0, 100), end(1, -9, 107), running])
+    assert is_settled([lost(0, 100), lost(1, 101)])
+
+
+@pytest.mark.parametrize(("code", "status"), [(1, 1), (7, 7), (255, 255), (-9, 137), (-15, 143)])
+def test_exit_status_is_the_first_ranks_own(code: int, status: int) -> None:
+    assert exit_status([lost(0, 100), end(1, code, 200)]) == status
+
+
+def test_exit_status_is_never_zero_after_a_failure() -> None:
+    assert exit_status([lost(0, 100), end(1, 0, 200)]) == 1
+    assert exit_status([end(0, None, None, error(3)), end(1, None)]) == 1
+
+
+def test_report_of_a_thousand_ranks_stays_short() -> None:
+    frames = tuple(Frame(file=f"/home/me/f{i}.py", line=i, function="f", source="x = 1") for i in range(50))
+    installed = Frame(file="/x/site-packages/torch/nn.py", line=1, function="forward", user=False)
+    culprit = end(7, 1, 700, error(107, "\n".join(["long"] * 100), frames=(*frames, installed)))
+    ends = [culprit if r == 7 else lost(r, 100) if r % 2 else end(r, None) for r in range(1000)]
+    what, where, do = explain(ends, logs="logs/")
+    assert len(f"{what}\n{where}\n{do}".splitlines()) <= 30
+    assert max(len(line) for line in what.splitlines()) < 450
+    assert "rank 7 of 1000" in where
+    assert "/home/me/f49.py:49 in f: x = 1" in where
+    assert "site-packages" not in where
+    assert "(94 more lines)" in what
+
+
+def test_report_names_how_the_others_ended() -> None:
+    what, _, _ = explain([lost(0, 100), end(1, -9, 107), lost(2, 101), end(3, None), end(4, 0, 5)], logs="logs/")
+    assert "others: ranks 0, 2 then lost contact; rank 3 stopped by echelon; rank 4 ended normally" in what

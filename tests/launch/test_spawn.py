@@ -1,0 +1,81 @@
+"""``spawn``: ranks with a complete environment, a store on loopback, and the first error in words."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from echelon.base.errors import LaunchError, UsageError
+from echelon.distributed import cleanup, setup
+from echelon.launch.spawn import spawn
+
+
+def set_up(rank: int, way: str, directory: str) -> None:
+    assert os.environ["LOCAL_RANK"] == str(rank)
+    assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("2", "2")
+    limit = timedelta(seconds=30)
+    if way == "setup":
+        setup(timeout=limit)
+    elif way == "setup with a rank":
+        setup(rank, 2, timeout=limit)
+    else:
+        dist.init_process_group("gloo", rank=rank, world_size=2, timeout=limit)
+    x = torch.tensor([rank + 1.0])
+    dist.all_reduce(x)
+    Path(directory, f"{rank}_{int(x.item())}").touch()
+    cleanup()
+
+
+def fail_on_one(rank: int, manner: str) -> None:
+    setup()
+    dist.barrier()
+    if rank == 1:
+        if manner == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("bad sample 17")
+    dist.barrier()
+
+
+def note(rank: int, directory: str) -> None:
+    Path(directory, str(rank)).touch()
+
+
+@pytest.mark.parametrize("way", ["setup", "setup with a rank", "plain torch"])
+def test_every_way_to_set_up_works(way: str, tmp_path: Path) -> None:
+    assert spawn(set_up, args=(way, str(tmp_path)), nprocs=2) is None
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["0_3", "1_3"]
+    assert "RANK" not in os.environ  # the parent's environment is left alone
+
+
+@pytest.mark.parametrize(("manner", "text"), [("raise", "ValueError: bad sample 17"), ("kill", "killed by SIGKILL")])
+def test_failure_names_the_rank_that_began(manner: str, text: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        spawn(fail_on_one, (manner,), nprocs=2)
+    message = str(caught.value)
+    assert f"rank 1 failed first: {text}" in message
+    assert "rank 1 of 2" in message
+    assert "do: " in message
+    if manner == "raise":
+        assert "in fail_on_one" in message
+        assert "Traceback (most recent call last):" in message
+
+
+def test_context_is_joined_later(tmp_path: Path) -> None:
+    context = spawn(note, (str(tmp_path),), nprocs=2, join=False)
+    assert context is not None
+    assert len(context.pids()) == 2
+    while not context.join():
+        pass
+    assert context.join()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1"]
+
+
+def test_no_process_is_an_error() -> None:
+    with pytest.raises(UsageError, match="at least one process"):
+        spawn(note, nprocs=0)

@@ -1,0 +1,140 @@
+"""Wrong command lines: told before anything is started, in words, quickly, with exit code 2."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import pytest
+
+from tests.launch.conftest import Command
+
+RAN = "open('ran', 'w')\n"
+
+CASES = {
+    "missing script": (["gone.py"], "there is no script gone.py", "check the path"),
+    "no script": ([], "missing argument 'SCRIPT'", "see echelon launch --help"),
+    "directory": (["."], ". is a directory, not a Python script", "name the file"),
+    "not utf-8": (["latin.py"], "latin.py is not valid utf-8 text: byte 0xe9", "# -*- coding: latin-1 -*-"),
+    "null bytes": (["nul.py"], "", "do:"),
+    "syntax error": (["syntax.py"], "syntax error", "correct this line"),
+    "missing module": (["-m", "no_such_module"], "no module named 'no_such_module'", "check the name"),
+    "missing program": (["--no_python", "./gone"], "./gone is not an executable program", "check the path"),
+    "zero processes": (["--num_processes", "0", "ok.py"], "'0' is not a number of processes", "an integer from 1 on"),
+    "negative processes": (["--num_processes=-2", "ok.py"], "'-2' is not a number", "an integer from 1 on"),
+    "processes in words": (["--nproc_per_node", "two", "ok.py"], "'two' is not a number", "auto, gpu or cpu"),
+    "processes from env": (["ok.py"], "num_processes=0 is below 1", "from 1 on"),
+    "precision": (
+        ["--mixed_precision", "fp17", "ok.py"],
+        "mixed_precision='fp17' is not one of no, fp16, bf16, fp8",
+        "do:",
+    ),
+    "accumulation": (["--gradient_accumulation_steps=x", "ok.py"], "gradient_accumulation_steps='x'", "an integer"),
+    "unknown flag": (
+        ["--nproc_per_nodes=2", "ok.py"],
+        "there is no flag --nproc_per_nodes",
+        "did you mean --nproc-per-node?",
+    ),
+    "two names": (
+        ["--num_processes", "2", "--nproc-per-node=3", "ok.py"],
+        "are two names of one setting",
+        "give one of the two",
+    ),
+    "several machines": (["--nnodes=2", "ok.py"], "several machines are not supported yet", "leave it out"),
+    "accelerate machines": (["--num_machines", "2", "ok.py"], "several machines are not supported yet", "leave it out"),
+    "second machine": (["--machine_rank=1", "ok.py"], "several machines are not supported yet", "leave it out"),
+    "another host": (["--rdzv_endpoint=10.0.0.7:29400", "ok.py"], "10.0.0.7 is not this machine", "leave it out"),
+    "rendezvous": (["--rdzv-backend=etcd", "ok.py"], "rendezvous backend 'etcd' is not supported", "leave it out"),
+    "port": (["--master_port", "70000", "ok.py"], "70000", "see echelon launch --help"),
+    "module and program": (["-m", "--no_python", "ok.py"], "exclude each other", "give one of the two"),
+    "cpu and gpu": (["--cpu", "--multi_gpu", "ok.py"], "exclude each other", "give one of the two"),
+    "strict": (["--strict", "--mixed_precision=bf16", "ok.py"], "mixed_precision is set twice", "remove one"),
+    "config file": (["--config_file", "gone.yaml", "ok.py"], "cannot read the config file gone.yaml", "check the path"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_wrong_command_line_says_what_and_what_to_do(case: str, command: Command) -> None:
+    argv, what, do = CASES[case]
+    command.write("ok.py", RAN)
+    command.write("latin.py", RAN.encode() + b"# caf\xe9\n")
+    command.write("nul.py", RAN.encode() + b"\0\n")
+    command.write("syntax.py", RAN + "def f(:\n")
+    variables = {"processes from env": {"ECHELON_NUM_PROCESSES": "0"}, "strict": {"ECHELON_MIXED_PRECISION": "fp16"}}
+    began = time.monotonic()
+    result = command.launch(*argv, **variables.get(case, {}))
+    assert result.code == 2, result.err
+    assert what in result.err
+    assert do in result.err
+    assert "Traceback" not in result.err
+    assert result.err.startswith("echelon: ")
+    assert not (command.directory / "ran").exists()
+    # Without torch it takes 0.15 s; importing torch alone takes more than 1.
+    assert result.ended - began < 5.0
+
+
+def test_place_of_a_bad_byte_and_of_a_syntax_error_is_named(command: Command) -> None:
+    command.write("latin.py", b"a = 1\nb = 'caf\xe9'\n")
+    command.write("syntax.py", "a = 1\ndef f(:\n")
+    assert "where: latin.py:2" in command.launch("latin.py").err
+    assert "where: syntax.py:2: def f(:" in command.launch("syntax.py").err
+
+
+def test_flag_is_named_as_it_was_typed(command: Command) -> None:
+    command.write("ok.py", RAN)
+    assert "where: flag --nproc_per_node" in command.launch("--nproc_per_node", "0", "ok.py").err
+
+
+def test_gpu_on_a_machine_without_accelerator_is_an_error(command: Command) -> None:
+    command.write("ok.py", RAN)
+    result = command.launch("--nproc-per-node=gpu", "ok.py")
+    assert result.code == 2
+    assert "this machine has no accelerator" in result.err
+    assert not (command.directory / "ran").exists()
+
+
+def test_wrong_command_gets_the_nearest_name(command: Command) -> None:
+    result = command.echelon("lanch", "x.py")
+    assert result.code == 2
+    assert "did you mean echelon launch?" in result.err
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["launch", "--help"], ["launch", "gone.py"], ["config", "explain"]])
+def test_command_line_does_not_import_torch(argv: list[str], command: Command) -> None:
+    program = (
+        "import sys\nfrom echelon.cli.main import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "print('HEAVY', sorted({'torch', 'rich', 'numpy', 'yaml'} & set(sys.modules)))"
+    )
+    result = command.run([sys.executable, "-c", program, *argv])
+    assert result.out.splitlines()[-1] == "HEAVY []"
+
+
+def test_help_is_fast(command: Command) -> None:
+    times = []
+    for _ in range(5):
+        began = time.monotonic()
+        assert command.echelon("--help").code == 0
+        times.append(time.monotonic() - began)
+    assert min(times) < 0.25  # the best of five: the machine may be busy
+
+
+def test_version_and_console_script(command: Command) -> None:
+    assert command.echelon("--version").out.startswith("echelon ")
+    assert "Usage: echelon launch" in command.echelon("launch", "--help").out
+
+
+def test_config_explain_names_the_origin(command: Command) -> None:
+    command.write("c.yaml", "mixed_precision: bf16\nseed: 3\n")
+    result = command.echelon("config", "explain", "--config_file", "c.yaml", ECHELON_SEED="4")
+    rows = {line.split()[0]: line for line in result.out.splitlines()}
+    assert "c.yaml:1" in rows["mixed_precision"]
+    assert "ECHELON_SEED" in rows["seed"]
+    assert "overrides 3" in rows["seed"]
+
+
+def test_env_shows_versions_and_no_secrets(command: Command) -> None:
+    result = command.echelon("env", MY_API_TOKEN="hunter2")
+    assert result.code == 0, result.err
+    assert {"echelon", "python", "torch", "platform"} <= {line.split()[0] for line in result.out.splitlines()}
+    assert "hunter2" not in result.out + result.err

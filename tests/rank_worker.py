@@ -1,0 +1,156 @@
+"""One worker process of ``run_on_ranks``: waits for calls, runs each one as a rank, answers with its result."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import pickle
+import random
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What the parent sends: a function (pickled by reference) and the place of this rank in the call."""
+
+    work: bytes  # pickle of (fn, args, kwargs)
+    rank: int
+    world_size: int
+    timeout: timedelta
+    store_path: str | None  # None: no ready-made process group
+    environ: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Returned:
+    value: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Raised:
+    error: bytes | None  # None: the exception cannot be pickled
+    text: str
+
+
+class Ready:
+    """The worker has imported everything and waits for its first call."""
+
+
+class Finish:
+    """Every rank has answered: take the process group down."""
+
+
+class Idle:
+    """The call is over and cleaned up."""
+
+
+def main(connection_fd: int, stacks_path: str) -> None:
+    """Serve calls until the parent closes the connection."""
+    _die_with_parent()
+    connection = Connection(connection_fd)
+    with open(stacks_path, "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        _import_heavy()
+        _send(connection, Ready())
+        while True:
+            try:
+                call = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                return
+            _serve(connection, call)
+
+
+def _serve(connection: Connection, call: Call) -> None:
+    import torch.distributed as dist
+
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(call.environ)
+    try:
+        answer = _answer(call)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        _send(connection, answer)
+        # Not before the others are done: closing the sockets could break a collective that they are still in.
+        assert isinstance(pickle.loads(connection.recv_bytes()), Finish)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    _send(connection, Idle())
+
+
+def _answer(call: Call) -> Returned | Raised:
+    import torch
+    import torch.distributed as dist
+
+    random.seed(0)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            if call.store_path is not None:
+                dist.init_process_group(
+                    "gloo",
+                    store=dist.FileStore(call.store_path, call.world_size),
+                    rank=call.rank,
+                    world_size=call.world_size,
+                    # The parent's own limit comes first: it can name every silent rank.
+                    timeout=call.timeout + timedelta(seconds=30),
+                )
+            fn, args, kwargs = pickle.loads(call.work)
+            result = fn(*args, **kwargs)
+            if call.store_path is None and dist.is_initialized():
+                raise AssertionError(f"{fn.__qualname__} left its process group behind")
+            return Returned(value=pickle.dumps(result))
+    except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt of a rank are its result, too
+        return Raised(error=_pickled(error), text="".join(traceback.format_exception(_without_our_frames(error))))
+
+
+def _without_our_frames(error: BaseException) -> BaseException:
+    inner = error.__traceback__
+    while inner is not None and inner.tb_frame.f_code.co_filename == __file__:
+        inner = inner.tb_next
+    return error.with_traceback(inner) if inner is not None else error
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+    except Exception:  # noqa: BLE001 - whatever the exception's own __reduce__ raises; the traceback's text remains
+        return None
+    return data
+
+
+def _send(connection: Connection, message: object) -> None:
+    # Not Connection.send: its pickler would put tensors into shared memory.
+    connection.send_bytes(pickle.dumps(message))
+
+
+def _import_heavy() -> None:
+    import torch
+    import torch._dynamo  # imported by the first optimizer otherwise, seconds into a timed call
+    import torch.distributed
+
+    torch.set_num_threads(1)
+    call: Callable[..., Any] = torch.optim.AdamW
+    call([torch.nn.Parameter(torch.zeros(1))])
+
+
+def _die_with_parent() -> None:
+    # Else a worker that hangs in a collective outlives a pytest that was killed with -9.
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

@@ -1,0 +1,182 @@
+"""Prepared loaders and gather_for_metrics: who gets what, and each sample exactly once."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
+
+from echelon import Accelerator, DataLoaderConfiguration
+from echelon.data.deal import DealtBatches
+from tests.harness import run_on_ranks
+
+
+def _evaluate_all(split: bool, even: bool) -> list[tuple[int, int]]:
+    """Return the (n, batch) for which the gathered samples were not each sample once, in order."""
+    wrong = []
+    for n, batch in itertools.product(range(1, 41), range(1, 8)):
+        world = dist.get_world_size()
+        if split and batch % world:
+            continue
+        if not even and _leaves_a_rank_without(n, batch, world, split):
+            continue  # it cannot gather
+        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=split, even_batches=even))
+        loader = accelerator.prepare(DataLoader(torch.arange(n), batch_size=batch))  # type: ignore[arg-type]
+        tensors, objects, nested = [], [], []
+        for x in loader:
+            tensors += accelerator.gather_for_metrics(x).tolist()
+            if n % 7 == 0:  # the slower kinds less often
+                objects += accelerator.gather_for_metrics([str(int(i)) for i in x])
+                nested += accelerator.gather_for_metrics({"x": (x, x.float()[:, None])})["x"][1].squeeze(1).tolist()
+        if tensors != list(range(n)) or (n % 7 == 0 and (nested != tensors or objects != [str(i) for i in range(n)])):
+            wrong.append((n, batch))
+    return wrong
+
+
+def _leaves_a_rank_without(n: int, batch: int, world: int, split: bool) -> bool:
+    if split:
+        return 0 < n % batch < world
+    return -(-n // batch) % world != 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gather_for_metrics_returns_each_sample_exactly_once(world_size: int) -> None:
+    assert run_on_ranks(_evaluate_all, False, True, world_size=world_size, timeout=240) == [[]] * world_size
+
+
+@pytest.mark.parametrize(("split", "even"), [(True, True), (True, False), (False, False)])
+def test_gather_for_metrics_is_exact_however_batches_are_cut(split: bool, even: bool) -> None:
+    assert run_on_ranks(_evaluate_all, split, even, world_size=2, timeout=240) == [[]] * 2
+
+
+def _deal(n: int, batch: int, world: int, **choices: Any) -> list[list[list[int]]]:
+    source = BatchSampler(SequentialSampler(range(n)), batch, choices.pop("drop_last", False))
+    options = {"even": True, "split": False, **choices}
+    dealt = [DealtBatches(source, batch_size=batch, rank=r, world_size=world, **options) for r in range(world)]
+    result = [list(d) for d in dealt]
+    if not options["split"]:
+        assert [len(d) for d in dealt] == [len(r) for r in result]
+    return result
+
+
+def test_whole_batches_go_to_the_ranks_in_turn() -> None:
+    assert _deal(12, 2, 3) == [[[0, 1], [6, 7]], [[2, 3], [8, 9]], [[4, 5], [10, 11]]]
+
+
+def test_the_last_round_is_filled_from_the_beginning() -> None:
+    # As accelerate 1.15 deals: the short batch first, then whole ones, the samples running on.
+    assert _deal(9, 2, 3) == [[[0, 1], [6, 7]], [[2, 3], [8, 0]], [[4, 5], [1, 2]]]
+    assert _deal(1, 2, 2) == [[[0, 0]], [[0, 0]]]
+
+
+def test_uneven_batches_leave_the_last_ranks_without() -> None:
+    assert _deal(9, 2, 3, even=False) == [[[0, 1], [6, 7]], [[2, 3], [8]], [[4, 5]]]
+
+
+def test_drop_last_drops_the_last_round() -> None:
+    assert _deal(9, 2, 3, drop_last=True) == [[[0, 1]], [[2, 3]], [[4, 5]]]
+
+
+def test_split_batches_are_cut() -> None:
+    assert _deal(10, 4, 2, split=True) == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [0, 1]]]
+    assert _deal(11, 4, 2, split=True, even=False) == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10]]]
+
+
+def _orders(kind: str) -> tuple[list[int], list[int], Any]:
+    """Return the samples of two epochs, in global order, and whether the rank's own generator is untouched."""
+    torch.manual_seed(7 if dist.get_rank() == 0 else 1234)  # only rank 0 has the plain program's seed
+    config = DataLoaderConfiguration(use_seedable_sampler=kind == "seedable", data_seed=5)
+    accelerator = Accelerator(dataloader_config=config)
+    loader = accelerator.prepare(_plain_loader(kind))
+    epochs = []
+    for _ in range(2):
+        epochs.append([i for (x,) in loader for i in accelerator.gather(x).tolist()])
+    return epochs[0], epochs[1], len(loader)
+
+
+def _plain_loader(kind: str) -> DataLoader[Any]:
+    data = TensorDataset(torch.arange(24))
+    if kind == "sequential":
+        return DataLoader(data, batch_size=4)
+    if kind == "generator":
+        return DataLoader(data, batch_size=4, sampler=RandomSampler(data, generator=torch.Generator().manual_seed(3)))
+    if kind == "own sampler":
+        return DataLoader(data, batch_size=4, sampler=torch.utils.data.SubsetRandomSampler(range(24)))
+    if kind == "own batches":
+        return DataLoader(data, batch_sampler=[[5, 4, 3], [2, 1, 0], [9, 8], [7, 6]])
+    return DataLoader(data, batch_size=4, shuffle=True)
+
+
+@pytest.mark.parametrize("kind", ["sequential", "shuffled", "generator", "own sampler", "own batches", "seedable"])
+def test_the_order_is_that_of_the_plain_program(kind: str) -> None:
+    torch.manual_seed(7)
+    loader = _plain_loader(kind)
+    if kind == "seedable":
+        expected = [torch.randperm(24, generator=torch.Generator().manual_seed(5 + e)).tolist() for e in range(2)]
+    else:
+        expected = [[i for (x,) in loader for i in x.tolist()] for _ in range(2)]
+    if kind == "own batches":  # whole batches in turn, of different sizes: gather refuses, so look at one rank alone
+        first = run_on_ranks(_first_rank_s_batches, world_size=2)
+        assert first == [[[5, 4, 3], [9, 8]], [[2, 1, 0], [7, 6]]]
+        return
+    for first, second, steps in run_on_ranks(_orders, kind, world_size=2):
+        assert [first, second] == expected
+        assert steps == 3
+
+
+def _first_rank_s_batches() -> list[list[int]]:
+    return [x.tolist() for (x,) in Accelerator().prepare(_plain_loader("own batches"))]
+
+
+def test_on_one_process_the_loader_reads_as_it_did() -> None:
+    torch.manual_seed(7)
+    expected = [x.tolist() for _ in range(2) for (x,) in _plain_loader("shuffled")]
+    torch.manual_seed(7)
+    loader = Accelerator().prepare(_plain_loader("shuffled"))
+    assert [x.tolist() for _ in range(2) for (x,) in loader] == expected
+
+
+def _collate(samples: list[Any]) -> torch.Tensor:
+    return torch.stack([s[0] for s in samples]) * 10
+
+
+def test_a_prepared_loader_keeps_what_the_user_chose() -> None:
+    data = TensorDataset(torch.arange(6))
+    plain = DataLoader(data, batch_size=3, collate_fn=_collate, drop_last=True)
+    accelerator = Accelerator()
+    loader = accelerator.prepare(plain)
+    assert isinstance(loader, DataLoader)
+    assert (loader.batch_size, loader.dataset, loader.collate_fn) == (3, data, _collate)
+    assert loader.drop_last is True
+    assert [x.tolist() for x in loader] == [[0, 10, 20], [30, 40, 50]]
+    assert len(loader) == 2
+    assert loader.total_batch_size == 3
+    assert accelerator.prepare(loader) is loader
+    assert accelerator.prepare(plain) is loader
+
+
+def test_the_last_batch_is_known_and_a_break_is_forgotten() -> None:
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(torch.arange(5), batch_size=2))  # type: ignore[arg-type]
+    ends = [(accelerator.gradient_state.end_of_dataloader, accelerator.gradient_state.in_dataloader) for _ in loader]
+    assert ends == [(False, True), (False, True), (True, True)]
+    for _ in loader:
+        break
+    assert accelerator.gradient_state.in_dataloader is False
+    assert accelerator.gradient_state.active_dataloader is None
+
+
+def _workers() -> list[int]:
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(torch.arange(22), batch_size=3, num_workers=2, shuffle=True))  # type: ignore[arg-type]
+    return [i for x in loader for i in accelerator.gather_for_metrics(x).tolist()]
+
+
+def test_loader_workers_keep_it_exact() -> None:
+    first, second = run_on_ranks(_workers, world_size=2)
+    assert first == second
+    assert sorted(first) == list(range(22))

@@ -1,0 +1,214 @@
+"""Level 2 against plain PyTorch: bit for bit on one process, to rounding on two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from echelon import Accelerator, DataLoaderConfiguration, set_seed
+from tests.harness import run_on_ranks
+
+
+def _small() -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]]:
+    set_seed(0)
+    model = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    data = TensorDataset(torch.randn(100, 10), torch.randint(0, 2, (100,)))
+    return model, optimizer, scheduler, DataLoader(data, batch_size=8, shuffle=True)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_one_process_follows_a_plain_loop_bit_for_bit(accumulation: int) -> None:
+    model, optimizer, scheduler, loader = _small()
+    expected = []
+    for _ in range(4):
+        for i, (x, y) in enumerate(loader):
+            loss = nn.functional.cross_entropy(model(x), y)
+            expected.append(loss.detach())
+            loss = loss * (1 / accumulation) if accumulation > 1 else loss
+            loss.backward()
+            if (i + 1) % accumulation == 0 or i + 1 == len(loader):
+                length = i % accumulation + 1
+                if length < accumulation:  # the last window of an epoch is divided by its own length
+                    for p in model.parameters():
+                        p.grad *= accumulation / length
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+    weights = [p.detach().clone() for p in model.parameters()]
+
+    model, optimizer, scheduler, loader = _small()
+    accelerator = Accelerator(gradient_accumulation_steps=accumulation)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    seen = []
+    for _ in range(4):
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                loss = nn.functional.cross_entropy(model(x), y)
+                seen.append(loss.detach())
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+    assert len(seen) >= 50
+    assert torch.equal(torch.stack(seen), torch.stack(expected))
+    assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights))
+
+
+N, BATCH, FEATURES = 53, 8, 6  # 53 = 6 * 8 + 5
+
+
+def _exact_setup(kind: str) -> tuple[nn.Module, torch.optim.Optimizer, TensorDataset]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+    make = torch.optim.AdamW if kind == "adamw" else torch.optim.SGD
+    optimizer = make(model.parameters(), lr=1e-2)
+    data = TensorDataset(torch.randn(N, FEATURES, dtype=torch.float64), torch.randint(0, 3, (N,)))
+    return model, optimizer, data
+
+
+Record = list[dict[str, Any]]
+
+
+def _big_batch_loop(kind: str, accumulation: int) -> tuple[Record, list[torch.Tensor]]:
+    """Plain PyTorch on one process: every update is one batch of accumulation * BATCH samples, the last one shorter."""
+    model, optimizer, data = _exact_setup(kind)
+    record: Record = []
+    for _ in range(3):
+        for x, y in DataLoader(data, batch_size=BATCH * accumulation):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            gradients = [p.grad.clone() for p in model.parameters()]
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            record.append({"loss": loss.detach(), "gradients": gradients, "norm": norm})
+    return record, [p.detach() for p in model.parameters()]
+
+
+def _level2(kind: str, accumulation: int) -> tuple[Record, list[torch.Tensor]]:
+    model, optimizer, data = _exact_setup(kind)
+    accelerator = Accelerator(
+        gradient_accumulation_steps=accumulation,
+        dataloader_config=DataLoaderConfiguration(split_batches=True, even_batches=False),
+    )
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=BATCH))
+    record: Record = []
+    window: list[torch.Tensor] = []
+    for _ in range(3):
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                loss = nn.functional.cross_entropy(model(x), y)
+                window.append(torch.stack([loss.detach() * len(y), torch.tensor(float(len(y)), dtype=torch.float64)]))
+                accelerator.backward(loss, num_items=len(y))
+                if accelerator.sync_gradients:
+                    total, count = accelerator.reduce(torch.stack(window).sum(0), "sum")
+                    window = []
+                    gradients = [p.grad.clone() for p in model.parameters()]
+                    norm = accelerator.clip_grad_norm_(model.parameters(), 0.1)
+                    record.append({"loss": total / count, "gradients": gradients, "norm": norm})
+                optimizer.step()
+                optimizer.zero_grad()
+    return record, [p.detach() for p in accelerator.unwrap_model(model).parameters()]
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_update_is_that_of_one_big_batch(kind: str, accumulation: int, world_size: int) -> None:
+    expected, weights = _big_batch_loop(kind, accumulation)
+    for record, final in run_on_ranks(_level2, kind, accumulation, world_size=world_size):
+        assert len(record) == len(expected)
+        # float64: sums in another order differ by a few ulp (2e-16) per addition. Adam divides by the root of the second
+        # moment, which turns such noise in a gradient near zero into a visible step: 1e-9 on its weights.
+        tolerance = 1e-12 if kind == "sgd" else 1e-9
+        for mine, theirs in zip(record, expected):
+            assert mine["loss"].item() == pytest.approx(theirs["loss"].item(), rel=tolerance)
+            assert mine["norm"].item() == pytest.approx(theirs["norm"].item(), rel=tolerance)
+            for g, h in zip(mine["gradients"], theirs["gradients"]):
+                assert (g - h).norm() <= tolerance * h.norm()
+        for p, q in zip(final, weights):
+            assert (p - q).norm() <= tolerance * q.norm()
+
+
+def _tokens(counts: list[list[int]], accumulation: int) -> list[torch.Tensor]:
+    """One update; ``counts[micro_step][rank]`` tokens, possibly none; returns the gradients."""
+    torch.manual_seed(2)
+    model = nn.Linear(4, 2).double()
+    accelerator = Accelerator(gradient_accumulation_steps=accumulation)
+    model = accelerator.prepare(model)
+    rank = dist.get_rank()
+    everything = torch.randn(sum(map(sum, counts)), 4, dtype=torch.float64)
+    start = 0
+    for step_counts in counts:
+        first = start + sum(step_counts[:rank])
+        x = everything[first : first + step_counts[rank]]
+        start += sum(step_counts)
+        with accelerator.accumulate(model):
+            loss = model(x).square().mean()  # NaN where there is no token
+            accelerator.backward(loss, num_items=len(x))
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [[[1, 2]], [[2, 10]], [[0, 5]], [[3, 4], [5, 1]], [[0, 3], [2, 0], [1, 1]], [[7, 0], [0, 0]], [[0, 0], [4, 2]]],
+)
+def test_unequal_and_missing_tokens_weigh_what_they_are(counts: list[list[int]]) -> None:
+    torch.manual_seed(2)
+    model = nn.Linear(4, 2).double()
+    everything = torch.randn(sum(map(sum, counts)), 4, dtype=torch.float64)
+    model(everything).square().mean().backward()
+    for gradients in run_on_ranks(_tokens, counts, len(counts), world_size=2):
+        for g, p in zip(gradients, model.parameters()):
+            assert torch.allclose(g, p.grad, rtol=1e-13, atol=1e-15)  # float64, a handful of additions
+
+
+def _two_losses(accumulation: int) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    model = nn.Linear(4, 2).double()
+    accelerator = Accelerator(gradient_accumulation_steps=accumulation)
+    model = accelerator.prepare(model)
+    data = torch.randn(accumulation, 2, 3, 4, dtype=torch.float64)
+    for step in range(accumulation):
+        x = data[step, dist.get_rank()][: 2 + dist.get_rank()]
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).square().mean(), num_items=len(x))
+            accelerator.backward(model(x).abs().mean(), num_items=len(x))
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_two_losses_in_one_micro_step_are_divided_once(accumulation: int) -> None:
+    torch.manual_seed(3)
+    model = nn.Linear(4, 2).double()
+    data = torch.randn(accumulation, 2, 3, 4, dtype=torch.float64)
+    x = torch.cat([data[step, rank][: 2 + rank] for step in range(accumulation) for rank in range(2)])
+    (model(x).square().mean() + model(x).abs().mean()).backward()
+    for gradients in run_on_ranks(_two_losses, accumulation, world_size=2):
+        for g, p in zip(gradients, model.parameters()):
+            assert torch.allclose(g, p.grad, rtol=1e-13, atol=1e-15)
+
+
+def test_a_reference_that_is_no_count_in_sight_does_not_change_the_bits() -> None:
+    """Items of 3 and of 3 * 1024 give the same gradients: the scale between them is a power of two."""
+    results = []
+    for factor in (1, 1024):
+        torch.manual_seed(4)
+        model = nn.Linear(4, 2)
+        accelerator = Accelerator(gradient_accumulation_steps=2)
+        model = accelerator.prepare(model)
+        for x in torch.randn(2, 3, 4):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).square().mean(), num_items=3 * factor)
+        results.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results))

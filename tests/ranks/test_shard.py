@@ -1,0 +1,186 @@
+"""shard(): every sample exactly once, the same order everywhere, the same number of steps on each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, TensorDataset
+
+from echelon.base.errors import UsageError
+from echelon.distributed import shard
+from echelon.distributed.shard import ShardedBatchSampler
+from tests.harness import run_on_ranks
+
+
+def _plan(n: int, batch: int, world: int, even: bool, drop_last: bool = False) -> list[list[list[int]]]:
+    """Return each rank's batches of a sequential loader; pure arithmetic, no process group."""
+    loader = DataLoader(range(n), batch_size=batch)  # type: ignore[arg-type]
+    return [
+        list(
+            ShardedBatchSampler(
+                loader.sampler,
+                num_samples=n,
+                batch_size=batch,
+                rank=rank,
+                world_size=world,
+                seed=0,
+                even=even,
+                drop_last=drop_last,
+            )
+        )
+        for rank in range(world)
+    ]
+
+
+CASES = [(n, batch, world) for n in range(1, 41) for batch in range(1, 8) for world in (1, 2, 3)]
+
+
+def test_evaluation_sees_each_sample_exactly_once() -> None:
+    for n, batch, world in CASES:
+        ranks = _plan(n, batch, world, even=False)
+        assert sorted(i for batches in ranks for b in batches for i in b) == list(range(n)), (n, batch, world)
+        assert all(0 < len(b) <= batch for batches in ranks for b in batches), (n, batch, world)
+
+
+def test_training_makes_the_same_number_of_steps_on_every_rank() -> None:
+    for n, batch, world in CASES:
+        ranks = _plan(n, batch, world, even=True)
+        steps = -(-n // (batch * world))
+        assert [len(batches) for batches in ranks] == [steps] * world, (n, batch, world)
+        used = sorted(i for batches in ranks for b in batches for i in b)
+        assert set(used) == set(range(n)), (n, batch, world)
+        if batch > 1 and n >= 2 * world:  # only then can every rank have a sample of its own in every step
+            assert used == list(range(n)), (n, batch, world)
+
+
+def test_one_rank_gets_the_plain_loader_s_batches() -> None:
+    for n, batch in [(10, 3), (9, 3), (1, 4)]:
+        assert _plan(n, batch, 1, even=True)[0] == [b.tolist() for b in DataLoader(torch.arange(n), batch_size=batch)]  # type: ignore[arg-type]
+
+
+def test_drop_last_keeps_whole_global_batches_only() -> None:
+    assert _plan(23, 3, 2, even=True, drop_last=True) == [
+        [[0, 1, 2], [6, 7, 8], [12, 13, 14]],
+        [[3, 4, 5], [9, 10, 11], [15, 16, 17]],
+    ]
+
+
+def test_the_length_is_the_number_of_batches() -> None:
+    for n, batch, world in CASES:
+        for even in (True, False):
+            loader = DataLoader(range(n), batch_size=batch)  # type: ignore[arg-type]
+            for rank in range(world):
+                sampler = ShardedBatchSampler(
+                    loader.sampler,
+                    num_samples=n,
+                    batch_size=batch,
+                    rank=rank,
+                    world_size=world,
+                    seed=0,
+                    even=even,
+                    drop_last=False,
+                )
+                assert len(sampler) == len(list(sampler)), (n, batch, world, rank, even)
+
+
+def _epochs(n: int, workers: int = 0) -> list[list[list[int]]]:
+    loader = shard(DataLoader(TensorDataset(torch.arange(n)), batch_size=4, shuffle=True, num_workers=workers))
+    seen = [[b[0].tolist() for b in loader] for _ in range(2)]
+    for _ in loader:
+        break  # a pass that is left early still counts as one
+    seen.append([b[0].tolist() for b in loader])
+    loader.sampler.set_epoch(0)  # type: ignore[attr-defined]  # as the tutorials write it
+    seen.append([b[0].tolist() for b in loader])
+    loader.set_epoch(1)
+    seen.append([b[0].tolist() for b in loader])
+    return seen
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_global_order_depends_on_seed_and_epoch_only(workers: int) -> None:
+    expected = [
+        torch.randperm(22, generator=torch.Generator().manual_seed(epoch)).tolist() for epoch in (0, 1, 3, 0, 1)
+    ]
+    for world_size in (1, 2, 3) if workers == 0 else (2,):
+        ranks = run_on_ranks(_epochs, 22, workers, world_size=world_size)
+        for epoch in range(5):
+            steps = zip(*(rank[epoch] for rank in ranks))
+            assert [i for step in steps for part in step for i in part] == expected[epoch], (world_size, epoch)
+
+
+def _own_sampler() -> list[list[int]]:
+    torch.manual_seed(100 + dist.get_rank())  # the ranks' generators differ, as with augmentation
+    sampler = RandomSampler(range(12), replacement=False, num_samples=8)
+    return [b.tolist() for b in shard(DataLoader(torch.arange(12), batch_size=2, sampler=sampler))]  # type: ignore[arg-type]
+
+
+def test_a_sampler_of_the_user_s_is_drawn_once_for_all_ranks() -> None:
+    ranks = run_on_ranks(_own_sampler, world_size=2)
+    used = [i for batches in ranks for b in batches for i in b]
+    assert len(used) == len(set(used)) == 8
+
+
+class _Reversed(Sampler[int]):
+    def __init__(self, n: int) -> None:
+        self.n, self.epochs = n, []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.n - 1, -1, -1))
+
+
+def test_a_sampler_of_the_user_s_is_told_the_epoch() -> None:
+    sampler = _Reversed(5)
+    loader = shard(DataLoader(torch.arange(5), batch_size=2, sampler=sampler))  # type: ignore[arg-type]
+    assert [b.tolist() for b in loader] == [[4, 3], [2, 1], [0]]
+    list(loader)
+    assert sampler.epochs == [0, 1]
+
+
+def test_the_sampler_s_generator_gives_the_seed() -> None:
+    loader = DataLoader(torch.arange(9), batch_size=9, shuffle=True, generator=torch.Generator().manual_seed(7))  # type: ignore[arg-type]
+    expected = torch.randperm(9, generator=torch.Generator().manual_seed(7)).tolist()
+    assert next(iter(shard(loader))).tolist() == expected
+
+
+def _double(items: list[int]) -> list[int]:
+    return [2 * i for i in items]
+
+
+def test_the_users_choices_are_kept() -> None:
+    loader = shard(DataLoader(range(6), batch_size=3, collate_fn=_double, drop_last=True))  # type: ignore[arg-type]
+    assert list(loader) == [[0, 2, 4], [6, 8, 10]]
+    assert isinstance(loader, DataLoader)
+    assert len(loader) == 2
+
+
+def test_a_repeated_sample_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    sampler = ShardedBatchSampler(
+        range(3), num_samples=3, batch_size=1, rank=0, world_size=2, seed=0, even=True, drop_last=False
+    )
+    from echelon.distributed.shard import ShardedLoader
+
+    ShardedLoader(DataLoader(range(3), batch_size=1), sampler)  # type: ignore[arg-type]
+    assert "1 sample(s) are used twice" in caplog.text
+
+
+class _Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    with pytest.raises(UsageError, match="iterable dataset"):
+        shard(DataLoader(_Stream()))
+    with pytest.raises(UsageError, match="batch size"):
+        shard(DataLoader(range(3), batch_size=None))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="batch sampler, not list"):
+        shard(DataLoader(range(3), batch_sampler=[[0, 1], [2]]))  # type: ignore[arg-type]

@@ -1,0 +1,162 @@
+"""A step never uses gradients that the other ranks have not seen: the tutorials' three mistakes train like the right program."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from echelon import Accelerator
+from echelon.base.warnings import EchelonWarning
+from tests.harness import run_on_ranks
+
+FORMS = ["inside no_sync", "the bare module", "an outer object"]
+
+
+class _Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm = nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lm(x).square().mean()
+
+
+def _batches() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 + dist.get_rank())
+    return torch.randn(20, 5, 6, generator=generator)
+
+
+def _right() -> list[torch.Tensor]:
+    """Plain PyTorch, DDP by hand, nothing of echelon."""
+    torch.manual_seed(0)
+    outer = _Outer()
+    wrapped = DistributedDataParallel(outer)
+    optimizer = torch.optim.AdamW(outer.parameters(), lr=1e-2)
+    for x in _batches():
+        optimizer.zero_grad()
+        wrapped(x).backward()
+        optimizer.step()
+    return [p.detach() for p in outer.parameters()]
+
+
+def _wrong(form: str, native: bool = False) -> tuple[list[torch.Tensor], list[tuple[str, str]]]:
+    torch.manual_seed(0)
+    outer = _Outer()
+    accelerator = Accelerator()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = torch.optim.AdamW(outer.parameters(), lr=1e-2)
+        if form == "an outer object":
+            _prepared, optimizer = accelerator.prepare(outer.lm, optimizer)
+        else:
+            wrapped, optimizer = accelerator.prepare(outer, optimizer)
+        for x in _batches():
+            optimizer.zero_grad()
+            if form == "inside no_sync":
+                with accelerator.no_sync(wrapped):
+                    _backward(accelerator, wrapped(x), native)
+                    optimizer.step()  # LINE
+            else:
+                _backward(accelerator, outer(x), native)
+                optimizer.step()  # LINE
+    ours = [(str(w.message), f"{Path(w.filename).name}:{w.lineno}") for w in caught if w.category is EchelonWarning]
+    return [p.detach() for p in outer.parameters()], ours
+
+
+def _backward(accelerator: Accelerator, loss: torch.Tensor, native: bool) -> None:
+    loss.backward() if native else accelerator.backward(loss)
+
+
+def _lines() -> list[str]:
+    source = Path(__file__).read_text().splitlines()
+    return [f"{Path(__file__).name}:{i}" for i, line in enumerate(source, 1) if line.endswith("# LINE")]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("native", [False, True])
+def test_an_unsynchronised_step_is_synchronised(form: str, native: bool) -> None:
+    right = run_on_ranks(_right, world_size=2)
+    results = run_on_ranks(_wrong, form, native, world_size=2)
+    for weights, _ in results:
+        assert all(torch.equal(p, q) for p, q in zip(weights, right[0]))
+    (warned, *more), silent = results[0][1], results[1][1]
+    assert (more, silent) == ([], [])
+    text, line = warned
+    assert "not synchronised between the ranks" in text
+    assert line in _lines()
+
+
+def _opted_out() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    outer = _Outer()
+    accelerator = Accelerator()
+    wrapped, optimizer = accelerator.prepare(outer, torch.optim.SGD(outer.parameters(), lr=0.1))
+    for x in _batches():
+        optimizer.zero_grad()
+        with accelerator.no_sync(wrapped, unsynced=True):
+            accelerator.backward(wrapped(x))
+            optimizer.step()
+    return [p.detach() for p in outer.parameters()]
+
+
+def test_local_steps_on_purpose_stay_local_and_silent() -> None:
+    first, second = run_on_ranks(_opted_out, world_size=2)
+    assert not any(torch.equal(p, q) for p, q in zip(first, second))
+
+
+def _stray() -> tuple[list[torch.Tensor], list[str]]:
+    """The optimizer also holds a head that was not prepared, initialised differently on each rank."""
+    torch.manual_seed(0)
+    body = nn.Linear(6, 6)
+    torch.manual_seed(dist.get_rank())
+    head = nn.Linear(6, 1)
+    accelerator = Accelerator()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        body, optimizer = accelerator.prepare(body, torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1))
+        for x in _batches():
+            optimizer.zero_grad()
+            accelerator.backward(head(body(x)).square().mean())
+            optimizer.step()
+    return [p.detach() for p in (*body.parameters(), *head.parameters())], [str(w.message) for w in caught]
+
+
+def test_parameters_outside_any_prepared_model_stay_equal() -> None:
+    (first, said), (second, silent) = run_on_ranks(_stray, world_size=2)
+    assert all(torch.equal(p, q) for p, q in zip(first, second))
+    assert len(said) == 1
+    assert "2 parameter(s) of this optimizer belong to no prepared model" in said[0]
+    assert silent == []
+
+
+def _accumulated() -> tuple[int, int]:
+    """Count collectives of a window of four micro-steps; the guard must stay out of a right program."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    torch.manual_seed(0)
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    model = nn.Linear(6, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    reductions = []
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads the annotations of a hook and refuses Any
+        reductions.append(1)
+        return allreduce_hook(state, bucket)
+
+    model.register_comm_hook(None, hook)
+    for x in torch.randn(8, 5, 6):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return len(reductions), accelerator.step
+
+
+def test_gradients_travel_once_per_window_and_nobody_is_warned() -> None:
+    assert run_on_ranks(_accumulated, world_size=2) == [(2, 8)] * 2

@@ -1,0 +1,115 @@
+"""Which device a rank gets, on machines with and without accelerators."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from echelon.base.device import backend_of, choose_device, num_devices, use_device
+from echelon.base.errors import ConfigError
+
+VISIBLE = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+    "ASCEND_RT_VISIBLE_DEVICES",
+)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    for name in VISIBLE:
+        monkeypatch.delenv(name, raising=False)
+    return Machine(monkeypatch)
+
+
+class Machine:
+    """A machine with accelerators, as torch.accelerator tells of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch = monkeypatch
+        self.current: int | None = None
+
+    def has(self, count: int, kind: str = "cuda") -> None:
+        self._patch.setattr(torch.accelerator, "is_available", lambda: count > 0)
+        self._patch.setattr(torch.accelerator, "device_count", lambda: count)
+        self._patch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind) if count else None)
+        self._patch.setattr(torch.accelerator, "set_device_index", self._set)
+
+    def _set(self, index: int) -> None:
+        self.current = index
+
+
+def test_each_local_rank_gets_its_own_device(machine: Machine) -> None:
+    machine.has(4)
+    assert [choose_device(local_rank=rank, local_world_size=4) for rank in range(4)] == [
+        torch.device("cuda:0"),
+        torch.device("cuda:1"),
+        torch.device("cuda:2"),
+        torch.device("cuda:3"),
+    ]
+
+
+def test_a_machine_without_accelerators_computes_on_the_cpu(machine: Machine) -> None:
+    machine.has(0)
+    assert num_devices() == 0
+    assert choose_device(local_rank=5, local_world_size=8) == torch.device("cpu")
+
+
+def test_cpu_can_be_asked_for_beside_accelerators(machine: Machine) -> None:
+    machine.has(2)
+    assert num_devices() == 2
+    assert choose_device(local_rank=7, local_world_size=8, cpu=True) == torch.device("cpu")
+
+
+def test_more_processes_than_devices_is_an_error_that_says_how_many_fit(machine: Machine) -> None:
+    machine.has(2, "xpu")
+    with pytest.raises(ConfigError) as caught:
+        choose_device(local_rank=2, local_world_size=4)
+    assert caught.value.what == "local rank 2 has no device of its own: 4 processes, 2 xpu devices"
+    assert str(caught.value.do).startswith("start at most 2 processes on this machine, or run on the CPU (--cpu,")
+
+
+@pytest.mark.parametrize("name", VISIBLE)
+def test_a_process_that_was_given_one_device_uses_it(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    machine.has(1)
+    monkeypatch.setenv(name, "3")
+    assert choose_device(local_rank=3, local_world_size=4) == torch.device("cuda:0")
+
+
+def test_a_choice_of_several_devices_does_not_stretch_them(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.has(2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    with pytest.raises(ConfigError, match="4 processes, 2 cuda devices"):
+        choose_device(local_rank=3, local_world_size=4)
+
+
+def test_one_device_that_nobody_handed_out_is_not_shared(machine: Machine) -> None:
+    machine.has(1)
+    with pytest.raises(ConfigError, match="4 processes, 1 cuda devices"):
+        choose_device(local_rank=3, local_world_size=4)
+
+
+def test_mps_serves_one_process_and_several_go_to_the_cpu(machine: Machine) -> None:
+    machine.has(1, "mps")
+    assert choose_device(local_rank=0, local_world_size=1) == torch.device("mps:0")
+    assert choose_device(local_rank=0, local_world_size=2) == torch.device("cpu")
+
+
+def test_the_chosen_device_becomes_the_current_one(machine: Machine) -> None:
+    machine.has(4)
+    use_device(torch.device("cuda:2"))
+    assert machine.current == 2
+    use_device(torch.device("cpu"))
+    assert machine.current == 2
+
+
+@pytest.mark.parametrize(
+    ("device", "backend"),
+    [("cpu", "gloo"), ("cuda:1", "cpu:gloo,cuda:nccl"), ("xpu:0", "cpu:gloo,xpu:xccl")],
+)
+def test_an_accelerator_has_its_own_backend_and_gloo_for_cpu_tensors(device: str, backend: str) -> None:
+    assert backend_of(torch.device(device)) == backend

@@ -1,0 +1,78 @@
+"""Loggers speak on rank zero, unless a call asks for every rank."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from echelon.base.logging import get_logger
+
+NAME = "echelon.planted"
+
+
+@pytest.fixture(autouse=True)
+def _place(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    caplog.set_level(logging.INFO, NAME)
+
+
+@pytest.mark.parametrize("rank", [None, "0"])
+def test_rank_zero_and_a_lone_process_speak(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rank: str | None
+) -> None:
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    get_logger(NAME).warning("%d of %s", 1, "two")
+    assert caplog.messages == ["1 of two"]
+
+
+@pytest.mark.parametrize("method", ["debug", "info", "warning", "error", "critical", "exception"])
+def test_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str) -> None:
+    monkeypatch.setenv("RANK", "1")
+    getattr(get_logger(NAME), method)("hello")
+    get_logger(NAME).log(logging.ERROR, "hello")
+    assert caplog.messages == []
+
+
+def test_every_rank_speaks_where_the_call_asks_for_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    get_logger(NAME).error("hello", all_ranks=True)
+    get_logger(NAME).error("silence", all_ranks=False)
+    assert caplog.messages == ["hello"]
+
+
+def test_the_level_still_counts(caplog: pytest.LogCaptureFixture) -> None:
+    get_logger(NAME).debug("hello")
+    assert caplog.messages == []
+
+
+def test_a_rank_that_becomes_known_later_is_heeded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = get_logger(NAME)
+    logger.info("before")
+    monkeypatch.setenv("RANK", "1")
+    logger.info("after")
+    assert caplog.messages == ["before"]
+
+
+@pytest.mark.parametrize("way", ["info", "log"])
+def test_the_record_names_the_line_of_the_caller(caplog: pytest.LogCaptureFixture, way: str) -> None:
+    if way == "info":
+        get_logger(NAME).info("hello")
+    else:
+        get_logger(NAME).log(logging.INFO, "hello")
+    assert caplog.records[0].funcName == "test_the_record_names_the_line_of_the_caller"
+    assert caplog.records[0].filename == "test_base_logging.py"
+
+
+def test_an_exception_brings_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    try:
+        raise ZeroDivisionError("planted")
+    except ZeroDivisionError:
+        get_logger(NAME).exception("it broke")
+    assert "ZeroDivisionError: planted" in caplog.text

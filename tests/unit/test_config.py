@@ -1,0 +1,148 @@
+"""resolve: code > flag > environment > file > default, each value with its origin."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from echelon.base import environ
+from echelon.base.errors import ConfigError
+from echelon.config.origin import Origin, Setting, Source
+from echelon.config.resolve import resolve
+from echelon.config.schema import RunConfig, field_names
+from echelon.config.show import show
+from echelon.config.sources import current, decode, encode, from_code, from_environment, from_file, from_flags
+
+VALUES = {
+    "num_processes": ["3", 4],
+    "cpu": ["true", False],
+    "mixed_precision": ["bf16", "fp16"],
+    "gradient_accumulation_steps": ["8", 2],
+    "seed": ["7", 11],
+    "debug": ["1", False],
+}
+
+
+def _layer(name: str, value: object, source: Source) -> dict[str, Setting]:
+    return {name: Setting(value, Origin(source, f"from-{source.name}"))}
+
+
+def test_every_field_is_covered_here() -> None:
+    assert set(VALUES) == set(field_names(RunConfig))
+
+
+def test_the_stronger_of_any_two_sources_wins_for_every_field() -> None:
+    order = [Source.FILE, Source.ENV, Source.FLAG, Source.CODE]
+    for name, (as_text, typed) in VALUES.items():
+        for weak, strong in itertools.combinations(order, 2):
+            layers = [_layer(name, as_text, weak), _layer(name, typed, strong)]
+            for given in (layers, layers[::-1]):
+                resolved = resolve(RunConfig, given)
+                assert getattr(resolved.value, name) == typed, (name, weak, strong)
+                assert resolved.origins[name].source is strong
+                (lost,) = resolved.shadowed
+                assert (lost.name, lost.origin.source, lost.winner.source) == (name, weak, strong)
+                with pytest.raises(ConfigError, match=f"{name} is set twice"):
+                    resolve(RunConfig, given, strict=True)
+
+
+def test_text_and_number_are_the_same_value_and_no_conflict() -> None:
+    layers = [
+        _layer("gradient_accumulation_steps", "8", Source.ENV),
+        _layer("gradient_accumulation_steps", 8, Source.CODE),
+    ]
+    assert resolve(RunConfig, layers, strict=True).value.gradient_accumulation_steps == 8
+
+
+def test_what_nobody_gave_is_a_default() -> None:
+    resolved = resolve(RunConfig, [])
+    assert resolved.value == RunConfig()
+    assert {origin.source for origin in resolved.origins.values()} == {Source.DEFAULT}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "texts"),
+    [
+        ("mixed_precison", "bf16", ["unknown setting 'mixed_precison'", "did you mean 'mixed_precision'?"]),
+        ("mixed_precision", "bf61", ["mixed_precision='bf61'", "one of no, fp16, bf16, fp8"]),
+        ("num_processes", "two", ["num_processes='two' is not an integer or none"]),
+        ("num_processes", 0, ["num_processes=0 is below 1"]),
+        ("gradient_accumulation_steps", "0", ["gradient_accumulation_steps=0 is below 1"]),
+        ("gradient_accumulation_steps", 1.5, ["gradient_accumulation_steps=1.5 is not an integer"]),
+        ("gradient_accumulation_steps", True, ["gradient_accumulation_steps=True is not an integer"]),
+        ("cpu", "perhaps", ["cpu='perhaps' is not true or false"]),
+        ("seed", -1, ["seed=-1 is below 0"]),
+    ],
+)
+def test_a_wrong_setting_is_refused(name: str, value: object, texts: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        resolve(RunConfig, [_layer(name, value, Source.FLAG)])
+    assert all(text in str(raised.value) for text in texts)
+    assert raised.value.do
+
+
+def test_the_origin_stands_in_the_error() -> None:
+    with pytest.raises(ConfigError, match="env ECHELON_SEED"), environ.patch({"ECHELON_SEED": "x"}):
+        resolve(RunConfig, [from_environment()])
+
+
+def test_our_variable_wins_over_the_foreign_one() -> None:
+    with environ.patch({"ACCELERATE_MIXED_PRECISION": "fp16", "ECHELON_MIXED_PRECISION": "bf16"}):
+        assert current().value.mixed_precision == "bf16"
+    with environ.patch({"ACCELERATE_MIXED_PRECISION": "fp16"}):
+        assert current().value.mixed_precision == "fp16"
+        assert str(current().origins["mixed_precision"]) == "env ACCELERATE_MIXED_PRECISION"
+
+
+def test_code_wins_over_the_environment() -> None:
+    with environ.patch({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "8"}):
+        resolved = current(from_code("Accelerator", {"gradient_accumulation_steps": 2, "seed": None}))
+    assert resolved.value.gradient_accumulation_steps == 2
+    assert str(resolved.origins["gradient_accumulation_steps"]) == "code Accelerator(gradient_accumulation_steps=)"
+    assert resolved.origins["seed"].source is Source.DEFAULT
+
+
+def test_the_ranks_know_the_flag_that_the_launcher_read() -> None:
+    resolved = resolve(RunConfig, [from_flags({"mixed_precision": ("bf16", "--mixed-precision")})])
+    with environ.patch({"ECHELON_CONFIG": encode(resolved), "ACCELERATE_MIXED_PRECISION": "bf16"}):
+        again = current()
+    assert again.value.mixed_precision == "bf16"
+    assert str(again.origins["mixed_precision"]) == "flag --mixed-precision"
+    assert again.shadowed == ()
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"seed": 3}', '{"seed": [1, 99, "x"]}'])
+def test_a_spoilt_hand_over_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="ECHELON_CONFIG does not hold"):
+        decode(text)
+
+
+def test_a_file_gives_line_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("# comment\nmixed_precision: no\nseed: 5\n")
+    resolved = resolve(RunConfig, [from_file(path)])
+    assert (resolved.value.mixed_precision, resolved.value.seed) == ("no", 5)
+    assert str(resolved.origins["seed"]) == f"file {path}:3"
+
+
+@pytest.mark.parametrize("text", ["- 1\n", "a: [", "!!python/object/apply:os.getcwd []"])
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"run\.yaml"):
+        from_file(path)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the config file"):
+        from_file(tmp_path / "none.yaml")
+
+
+def test_show_prints_value_origin_and_what_lost() -> None:
+    layers = [_layer("seed", 1, Source.ENV), _layer("seed", 2, Source.FLAG)]
+    lines = show(resolve(RunConfig, layers)).splitlines()
+    (line,) = [line for line in lines if line.startswith("seed")]
+    assert line.split() == ["seed", "2", "flag", "from-FLAG", "(overrides", "1", "from", "env", "from-ENV)"]
+    assert len(lines) == len(field_names(RunConfig))

@@ -1,0 +1,33 @@
+"""Importing echelon costs milliseconds: the heavy parts come when they are used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def _run(program: str) -> str:
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_importing_the_package_loads_neither_torch_nor_numpy() -> None:
+    assert _run("import sys, echelon; print(sorted({'torch', 'numpy', 'yaml', 'click'} & set(sys.modules)))") == "[]"
+
+
+def test_the_version_and_the_list_of_names_load_no_torch() -> None:
+    assert _run("import sys, echelon; echelon.__version__, dir(echelon); print('torch' in sys.modules)") == "False"
+
+
+def test_the_errors_load_no_torch() -> None:
+    assert _run("import sys; from echelon import EchelonError; print('torch' in sys.modules)") == "False"
+
+
+def test_every_public_name_can_be_loaded() -> None:
+    assert _run("import echelon; print([n for n in echelon.__all__ if getattr(echelon, n) is None])") == "[]"
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    program = "import echelon\ntry:\n    echelon.Acelerator\nexcept AttributeError as error:\n    print(error)"
+    assert _run(program) == "module 'echelon' has no attribute 'Acelerator'"
