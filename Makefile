@@ -38,8 +38,10 @@ soak: $(VENV)/.stamp ## run the slow tests
 test-gpu: $(VENV)/.stamp ## run the tests that need an accelerator
 	@$(BIN)/python -m pytest -m gpu || [ $$? -eq 5 ]
 
-bench: $(VENV)/.stamp ## run the benchmarks
-	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file; done
+# Beside the peers when `make peers` was run; without them the benchmarks say what they leave out.
+bench: $(VENV)/.stamp ## run the benchmarks (after make peers: beside accelerate, transformers, lightning)
+	@set -e; python=$(BIN)/python; test ! -e $(PEERS)/.stamp || python=$(PEERS)/bin/python; \
+	for file in benchmarks/*.py; do echo "== $$file"; $$python $$file; done
 
 peers: $(PEERS)/.stamp ## make .venv-peers: what the benchmarks and side-by-side tests compare with
 
@@ -47,7 +49,7 @@ peers: $(PEERS)/.stamp ## make .venv-peers: what the benchmarks and side-by-side
 lock: ## refresh constraints.txt from pyproject.toml
 	@set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
 	$(PYTHON) -m venv "$$folder"; \
-	"$$folder/bin/python" $(PIP_INSTALL) torch; \
+	"$$folder/bin/python" $(PIP_INSTALL) torch==$(TORCH); \
 	"$$folder/bin/python" $(PIP_INSTALL) -e '.[dev]'; \
 	{ echo "# Every version that make's .venv installs. Refresh: make lock."; \
 	  "$$folder/bin/python" -m pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//'; } > "$$folder/new"; \
@@ -63,8 +65,8 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[dev]'
 	@touch $@
 
-$(PEERS)/.stamp: pyproject.toml benchmarks/peers.txt
+$(PEERS)/.stamp: pyproject.toml benchmarks/peers.txt benchmarks/peers-constraints.txt
 	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
-	@$(PEERS)/bin/python $(PIP_INSTALL) $$(grep '^torch==' benchmarks/peers.txt)
-	@$(PEERS)/bin/python $(PIP_INSTALL) -r benchmarks/peers.txt
+	@$(PEERS)/bin/python $(PIP_INSTALL) -c benchmarks/peers-constraints.txt $$(grep '^torch==' benchmarks/peers.txt)
+	@$(PEERS)/bin/python $(PIP_INSTALL) -c benchmarks/peers-constraints.txt -r benchmarks/peers.txt
 	@touch $@

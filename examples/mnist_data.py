@@ -1,5 +1,6 @@
-"""MNIST from the IDX files of this repository, or from a folder as torchvision leaves it; no download, no torchvision."""
+"""The command line of the examples, and MNIST from the IDX files of this repository, or from a folder as torchvision leaves it; no download, no torchvision."""
 
+import argparse
 import gzip
 from pathlib import Path
 
@@ -8,7 +9,21 @@ import torch
 from torch.utils.data import TensorDataset
 
 HERE = Path(__file__).resolve().parent / "data" / "mnist"
-FILES = {True: ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"), False: ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")}
+FILES = {
+    True: ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+    False: ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+}
+
+
+def parse_args() -> argparse.Namespace:
+    """Read the command line, the same for every example."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--batch_size", type=int, default=64, help="samples of one process in one step")
+    parser.add_argument("--data", help="folder with MNIST (default: the repository's own copy)")
+    parser.add_argument("--limit", type=int, help="use the first so many images only")
+    parser.add_argument("--save", help="file for the trained weights")
+    return parser.parse_args()
 
 
 def mnist(train: bool, folder: str | Path | None = None, limit: int | None = None) -> TensorDataset:
@@ -23,7 +38,9 @@ def _find(folder: Path, name: str) -> Path:
         for path in (place / name, place / f"{name}.gz"):
             if path.is_file():
                 return path
-    raise SystemExit(f"no {name} or {name}.gz in {folder}, {folder}/raw or {folder}/MNIST/raw: give --data the folder that holds MNIST")
+    raise SystemExit(
+        f"no {name} or {name}.gz in {folder}, {folder}/raw or {folder}/MNIST/raw: give --data the folder that holds MNIST"
+    )
 
 
 def _read(path: Path) -> np.ndarray:

@@ -1,17 +1,18 @@
 """Level 1: MNIST by hand-written DistributedDataParallel, on echelon.distributed.
 
-    python examples/mnist_ddp.py                                   one process
-    echelon launch --cpu --num_processes 2 examples/mnist_ddp.py   two, on this machine
-    torchrun --nproc-per-node 2 examples/mnist_ddp.py              the same by torch's own launcher
+Run it as one process, as two on this machine, or as two by torch's own launcher:
+
+    python examples/mnist_ddp.py
+    echelon launch --cpu --num_processes 2 examples/mnist_ddp.py
+    torchrun --nproc-per-node 2 examples/mnist_ddp.py
 """
 
-import argparse
 import hashlib
 import sys
 
 import torch
 import torch.nn.functional as F
-from mnist_data import mnist
+from mnist_data import mnist, parse_args
 from mnist_net import Net
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -22,13 +23,7 @@ from echelon.distributed import process_group, reduce, shard
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--batch_size", type=int, default=64, help="samples of one process in one step")
-    parser.add_argument("--data", help="folder with MNIST (default: the repository's own copy)")
-    parser.add_argument("--limit", type=int, help="use the first so many images only")
-    parser.add_argument("--save", help="file for the trained weights")
-    args = parser.parse_args()
+    args = parse_args()
 
     with process_group() as world:  # setup() here, cleanup() at the end, also when something raises
         print(f"world: {world}", flush=True)
@@ -45,7 +40,8 @@ def main() -> None:
 
         for epoch in range(args.epochs):
             model.train()
-            bar = tqdm(train_loader, desc=f"epoch {epoch + 1}", disable=not (world.is_rank_zero and sys.stderr.isatty()))
+            quiet = not (world.is_rank_zero and sys.stderr.isatty())
+            bar = tqdm(train_loader, desc=f"epoch {epoch + 1}", disable=quiet)
             for step, (images, labels) in enumerate(bar, start=1):
                 optimizer.zero_grad()
                 loss = F.nll_loss(model(images.to(world.device)), labels.to(world.device))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -79,3 +81,19 @@ def test_context_is_joined_later(tmp_path: Path) -> None:
 def test_no_process_is_an_error() -> None:
     with pytest.raises(UsageError, match="at least one process"):
         spawn(note, nprocs=0)
+
+
+def fail_after_the_victim_is_gone(rank: int, directory: str) -> None:
+    note = Path(directory, "victim")
+    if rank == 0:
+        Path(directory, "tmp").write_text(str(os.getpid()))
+        Path(directory, "tmp").rename(note)
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:4015")
+    while not note.exists() or psutil.pid_exists(int(note.read_text())):  # until the parent has seen it end
+        time.sleep(0.01)
+    raise ValueError("bad sample 17")
+
+
+def test_victim_seen_first_does_not_hide_the_culprit(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="rank 1 failed first: ValueError: bad sample 17"):
+        spawn(fail_after_the_victim_is_gone, (str(tmp_path),), nprocs=2)

@@ -7,6 +7,11 @@ import time
 
 import pytest
 
+from echelon.base.errors import ConfigError
+from echelon.cli import launch
+from echelon.config.resolve import Resolved, resolve
+from echelon.config.schema import RunConfig
+from echelon.config.sources import from_flags
 from tests.launch.conftest import Command
 
 RAN = "open('ran', 'w')\n"
@@ -138,3 +143,24 @@ def test_env_shows_versions_and_no_secrets(command: Command) -> None:
     assert result.code == 0, result.err
     assert {"echelon", "python", "torch", "platform"} <= {line.split()[0] for line in result.out.splitlines()}
     assert "hunter2" not in result.out + result.err
+
+
+@pytest.mark.parametrize(("asked", "num_processes"), [(None, 4), ("auto", 4), ("gpu", 4), ("3", 3), ("4", 4)])
+def test_processes_on_a_machine_with_four_accelerators(asked: str | None, num_processes: int) -> None:
+    assert launch._num_processes(*on_four(asked), 4) == num_processes
+
+
+def test_more_processes_than_accelerators_is_an_error_that_names_the_flag() -> None:
+    with pytest.raises(
+        ConfigError, match=r"5 processes, but this machine has 4 accelerators\n  where: flag -n\n.*--cpu"
+    ):
+        launch._num_processes(*on_four("5"), 4)
+
+
+def on_four(asked: str | None) -> tuple[Resolved[RunConfig], dict[str, object], dict[str, str]]:
+    given = {"num_processes": (asked, "-n")} if asked and asked.isdigit() else {}
+    return (
+        resolve(RunConfig, [from_flags(given)]),
+        {"num_processes": asked, "multi_gpu": False},
+        {"num_processes": "-n"},
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 
 import pytest
 import torch.distributed as dist
@@ -150,3 +151,18 @@ def test_a_rank_that_never_comes_ends_in_a_setup_error() -> None:
         run_on_ranks(_late, 1, world_size=2, init_group=False)
     assert isinstance(failed.value.errors[0], SetupError)
     assert "the process group of 2 processes could not be made" in str(failed.value.errors[0])
+
+
+def _again_and_again() -> list[list[int]]:
+    seen = []
+    for turn in range(4):
+        if int(environ.get("RANK") or 0) == turn % 3:
+            threading.Event().wait(0.3)  # late: the others must not take its address of the group before for this one's
+        with process_group(timeout=20.0) as world:
+            seen.append(gather_object([world.rank * 10 + turn]))
+    return seen
+
+
+def test_a_new_group_does_not_meet_the_ghosts_of_the_old_one() -> None:
+    expected = [[turn, 10 + turn, 20 + turn] for turn in range(4)]
+    assert run_on_ranks(_again_and_again, world_size=3, init_group=False) == [expected] * 3

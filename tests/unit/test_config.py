@@ -79,6 +79,7 @@ def test_what_nobody_gave_is_a_default() -> None:
 def test_a_wrong_setting_is_refused(name: str, value: object, texts: list[str]) -> None:
     with pytest.raises(ConfigError) as raised:
         resolve(RunConfig, [_layer(name, value, Source.FLAG)])
+    assert "flag from-FLAG" in str(raised.value)
     assert all(text in str(raised.value) for text in texts)
     assert raised.value.do
 
@@ -111,6 +112,16 @@ def test_the_ranks_know_the_flag_that_the_launcher_read() -> None:
     assert again.value.mixed_precision == "bf16"
     assert str(again.origins["mixed_precision"]) == "flag --mixed-precision"
     assert again.shadowed == ()
+
+
+def test_a_value_of_a_file_stays_one_of_the_file_in_the_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("mixed_precision: bf16\n")
+    resolved = resolve(RunConfig, [from_file(path)])
+    with environ.patch({"ECHELON_CONFIG": encode(resolved), "ACCELERATE_MIXED_PRECISION": "bf16"}):
+        assert str(current().origins["mixed_precision"]) == f"file {path}:1"
+    with environ.patch({"ECHELON_CONFIG": encode(resolved), "ACCELERATE_MIXED_PRECISION": "fp16"}):
+        assert current().value.mixed_precision == "fp16"  # set after the launch, in the script
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"seed": 3}', '{"seed": [1, 99, "x"]}'])

@@ -30,11 +30,8 @@ class RunConfig:
     debug: bool = False
     """Check structure, shapes and dtypes of every collective across the ranks before it runs, on every backend."""
 
-    def __post_init__(self) -> None:
-        for name, least in (("num_processes", 1), ("gradient_accumulation_steps", 1), ("seed", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"{name}={value} is below {least}", do=f"give an integer from {least} on")
+
+_LEAST = {"num_processes": 1, "gradient_accumulation_steps": 1, "seed": 0}
 
 
 def field_names(schema: type) -> tuple[str, ...]:
@@ -67,10 +64,17 @@ def coerce(schema: type, name: str, value: object, *, where: str) -> object:
         for kind in kinds:
             found, typed = _as_kind(kind, value)
             if found:
+                _check_least(name, typed, where)
                 return typed
     raise ConfigError(
         f"{name}={value!r} is not {_describe(kinds)}", where=where, do=f"give {name} as {_describe(kinds)}"
     )
+
+
+def _check_least(name: str, value: object, where: str) -> None:
+    least = _LEAST.get(name)
+    if least is not None and isinstance(value, int) and value < least:
+        raise ConfigError(f"{name}={value} is below {least}", where=where, do=f"give an integer from {least} on")
 
 
 _TRUE = frozenset({"1", "true", "yes", "on", "y", "t"})

@@ -12,7 +12,7 @@ from echelon.base import environ
 from echelon.base.errors import ConfigError
 from echelon.config.origin import Origin, Setting, Source
 from echelon.config.resolve import Layer, Resolved, resolve
-from echelon.config.schema import RunConfig, field_names
+from echelon.config.schema import RunConfig, coerce, field_names
 
 __all__ = ["CONFIG_VARIABLE", "current", "decode", "encode", "from_code", "from_environment", "from_file", "from_flags"]
 
@@ -113,6 +113,15 @@ def decode(text: str) -> Layer:
 def current(code: Layer | None = None) -> Resolved[RunConfig]:
     """Resolve the configuration of this process: ``code`` over what the launcher resolved over the environment."""
     text = environ.get(CONFIG_VARIABLE)
-    # The launcher has already weighed the environment; a variable set later, in the script, still counts.
-    layers = [decode(text)] if text else []
-    return resolve(RunConfig, [*layers, from_environment(), code or {}])
+    handed = decode(text) if text else {}
+    # The launcher has weighed the environment already, and also exports what it found under accelerate's names: only a
+    # variable that says something else (one set in the script, say) counts beside what it handed over.
+    later = {
+        name: setting for name, setting in from_environment().items() if not _says(handed.get(name), name, setting)
+    }
+    return resolve(RunConfig, [handed, later, code or {}])
+
+
+def _says(handed: Setting | None, name: str, setting: Setting) -> bool:
+    """Tell whether ``setting`` repeats what the launcher handed over."""
+    return handed is not None and handed.value == coerce(RunConfig, name, setting.value, where=str(setting.origin))

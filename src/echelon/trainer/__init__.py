@@ -1,1 +1,48 @@
 """LEVEL 3: the Trainer. Floor 10."""
+
+from echelon.trainer.arguments import TrainingArguments
+from echelon.trainer.callbacks import (
+    CallbackHandler,
+    DefaultFlowCallback,
+    EarlyStoppingCallback,
+    TrainerCallback,
+)
+from echelon.trainer.collate import default_data_collator
+from echelon.trainer.enums import (
+    HubStrategy,
+    IntervalStrategy,
+    OptimizerNames,
+    ParallelMode,
+    SaveStrategy,
+    SchedulerType,
+)
+from echelon.trainer.progress_bars import PrinterCallback, ProgressCallback
+from echelon.trainer.results import EvalLoopOutput, EvalPrediction, PredictionOutput, TrainOutput
+from echelon.trainer.schedules import get_scheduler
+from echelon.trainer.state import TrainerControl, TrainerState
+from echelon.trainer.trainer import Trainer
+
+__all__ = [
+    "CallbackHandler",
+    "DefaultFlowCallback",
+    "EarlyStoppingCallback",
+    "EvalLoopOutput",
+    "EvalPrediction",
+    "HubStrategy",
+    "IntervalStrategy",
+    "OptimizerNames",
+    "ParallelMode",
+    "PredictionOutput",
+    "PrinterCallback",
+    "ProgressCallback",
+    "SaveStrategy",
+    "SchedulerType",
+    "TrainOutput",
+    "Trainer",
+    "TrainerCallback",
+    "TrainerControl",
+    "TrainerState",
+    "TrainingArguments",
+    "default_data_collator",
+    "get_scheduler",
+]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import random
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -47,13 +46,11 @@ def make_accelerator(args: TrainingArguments) -> Accelerator:
             **_data_options(args), data_seed=args.seed if args.data_seed is None else args.data_seed
         ),
         step_scheduler_with_optimizer=False,
-        kwargs_handlers=[_of_ddp(args), InitProcessGroupKwargs(**group_options(args))],
+        kwargs_handlers=[
+            _of_ddp(args),
+            InitProcessGroupKwargs(backend=args.ddp_backend, timeout=args.ddp_timeout_delta),
+        ],
     )
-
-
-def group_options(args: TrainingArguments) -> dict[str, Any]:
-    """Return the options of the process group."""
-    return {"backend": args.ddp_backend, "timeout": timedelta(seconds=args.ddp_timeout)}
 
 
 def set_seeds(args: TrainingArguments) -> None:

@@ -1,5 +1,7 @@
 """TrainingArguments: every choice of a training, under the names, the order and the defaults of transformers."""
 
+# ruff: noqa: RUF009 - `_setting` is `dataclasses.field` with the help text behind the default
+
 from __future__ import annotations
 
 import inspect
@@ -12,7 +14,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
@@ -29,7 +31,7 @@ from echelon.trainer.enums import (
     choose,
 )
 from echelon.trainer.not_offered import refuse_what_is_not_offered
-from echelon.trainer.old_names import KEPT, rename_values, translate
+from echelon.trainer.old_names import KEPT, translate
 from echelon.trainer.optimizers import refuse_optimizers_of_other_packages
 
 __all__ = ["TrainingArguments"]
@@ -51,7 +53,7 @@ _SECRETS = ("hub_token",)
 
 def _setting(default: _Value, meaning: str) -> _Value:
     """Declare a field; ``meaning`` is also the help text of an argument parser made from the dataclass."""
-    return cast(_Value, field(default=default, metadata={"help": meaning}))
+    return field(default=default, metadata={"help": meaning})
 
 
 class _AcceptsOldNames(type):
@@ -138,12 +140,12 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
     log_level: str = _setting("passive", "What the main process says: debug ... critical; passive: as it is set.")
     log_level_replica: str = _setting("warning", "What the other processes say.")
     disable_tqdm: bool | None = _setting(None, "No progress bars; none given: by the log level.")
-    report_to: None | str | list[str] = _setting("none", "Where the logs go beside the screen.")
+    report_to: str | list[str] | None = _setting("none", "Where the logs go beside the screen.")
     run_name: str | None = _setting(None, "A name of the run for those.")
     project: str = _setting("huggingface", "A project of theirs.")
     trackio_space_id: str | None = _setting(None, "Where Trackio shows the run.")
     trackio_bucket_id: str | None = _setting(None, "Where Trackio keeps the run.")
-    trackio_static_space_id: None | bool | str = _setting(None, "Where Trackio keeps a fixed view of the run.")
+    trackio_static_space_id: bool | str | None = _setting(None, "Where Trackio keeps a fixed view of the run.")
     # Evaluation.
     eval_strategy: IntervalStrategy | str = _setting("no", "When to evaluate: no, steps, epoch.")
     eval_steps: float | None = _setting(None, "Evaluate every so many optimizer steps; none given: logging_steps.")
@@ -206,7 +208,7 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
     ddp_static_graph: bool | None = _setting(None, "As DistributedDataParallel's.")
     ddp_backend: str | None = _setting(None, "The backend of torch.distributed.")
     ddp_timeout: int = _setting(1800, "Seconds before a collective fails.")
-    fsdp: None | bool | str | list[str] = _setting(None, "Shard the model.")
+    fsdp: bool | str | list[str] | None = _setting(None, "Shard the model.")
     fsdp_config: dict[str, Any] | str | None = _setting(None, "How: a dict or a file.")
     deepspeed: dict[str, Any] | str | None = _setting(None, "Settings of DeepSpeed: a dict or a file.")
     # Finding faults.
@@ -235,7 +237,6 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
         self.save_strategy = choose(SaveStrategy, self.save_strategy, setting="save_strategy")
         self.hub_strategy = choose(HubStrategy, self.hub_strategy, setting="hub_strategy")
         self.lr_scheduler_type = choose(SchedulerType, self.lr_scheduler_type, setting="lr_scheduler_type")
-        self.optim = rename_values("optim", self.optim)
         refuse_optimizers_of_other_packages(str(self.optim))
         self.optim = choose(OptimizerNames, self.optim, setting="optim")
         _one_of("train_sampling_strategy", self.train_sampling_strategy, _SAMPLING)
@@ -336,7 +337,7 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
             self._check_saved_when_evaluated()
 
     def _check_saved_when_evaluated(self) -> None:
-        if self.eval_strategy.value != self.save_strategy.value:  # type: ignore[union-attr]
+        if str(self.eval_strategy) != str(self.save_strategy):
             raise ConfigError(
                 f"load_best_model_at_end needs a checkpoint of each evaluation, but eval_strategy={str(self.eval_strategy)!r}"
                 f" and save_strategy={str(self.save_strategy)!r}",
@@ -358,7 +359,8 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
     @property
     def distributed_state(self) -> PartialState:
         """The place of this process among the others. Collective: on first use with several processes."""
-        return PartialState(cpu=self.use_cpu)
+        options = {"backend": self.ddp_backend, "timeout": self.ddp_timeout_delta}
+        return PartialState(cpu=self.use_cpu, **options)
 
     @property
     def device(self) -> torch.device:
@@ -433,7 +435,7 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
         """
         state = self.distributed_state
         logger.debug("main process first: %s", desc)
-        with state.local_main_process_first() if local else state.main_process_first():
+        with state.main_process_first():
             yield
 
     def get_warmup_steps(self, num_training_steps: int) -> int:

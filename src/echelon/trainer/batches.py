@@ -77,7 +77,9 @@ def concatenate(parts: list[Any], *, padding: int = -100) -> Any:
             parts = [_lengthen(part, max(part.shape[1] for part in parts), padding) for part in parts]
         return torch.cat([part.reshape(1) if not part.dim() else part for part in parts])
     if isinstance(first, Mapping):
-        return _same_mapping(first, {name: concatenate([part[name] for part in parts], padding=padding) for name in first})
+        return _same_mapping(
+            first, {name: concatenate([part[name] for part in parts], padding=padding) for name in first}
+        )
     if isinstance(first, (list, tuple)):
         return type(first)(concatenate(list(column), padding=padding) for column in zip(*parts))
     raise TypeError(f"predictions hold a {type(first).__name__}, not a tensor")

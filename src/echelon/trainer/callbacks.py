@@ -114,8 +114,12 @@ _CLEARED_BEFORE: Mapping[str, tuple[str, ...]] = {
 }
 
 
-class CallbackHandler(TrainerCallback):
-    """Tells every event to the callbacks that listen to it, in their order.
+# What subclasses of older programs hand over by position: handler.on_log(args, state, control, logs).
+_FOURTH: Mapping[str, str] = {"on_log": "logs", "on_evaluate": "metrics", "on_predict": "metrics"}
+
+
+class CallbackHandler:
+    """Tells every event to the callbacks that listen to it, in their order; every event is also a method.
 
     ``model``, ``optimizer`` and the other attributes are what the callbacks get; the Trainer keeps them up to date.
     """
@@ -174,6 +178,15 @@ class CallbackHandler(TrainerCallback):
             event: [getattr(callback, event) for callback in self.callbacks if _listens(callback, event)]
             for event in EVENTS
         }
+
+    def __getattr__(self, event: str) -> Callable[..., TrainerControl]:
+        if event not in EVENTS:
+            raise AttributeError(f"CallbackHandler has no attribute {event!r}")
+
+        def _call(args: Any, state: Any, control: Any, *fourth: Any, **more: Any) -> TrainerControl:
+            return self.call_event(event, args, state, control, **dict(zip([_FOURTH.get(event, "")], fourth)), **more)
+
+        return _call
 
     def call_event(
         self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any

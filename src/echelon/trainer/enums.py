@@ -97,8 +97,8 @@ def choose(kind: type[_Choice], value: object, *, setting: str) -> _Choice:
         ConfigError: there is none; the message lists the choices and the nearest one.
     """
     text = value.value if isinstance(value, Enum) else value
-    if isinstance(text, bool):  # YAML reads a bare `no` as False
-        text = "no" if not text else text
+    if text is False:  # YAML reads a bare `no` as False
+        text = "no"
     choices = [member.value for member in kind]
     if text in choices:
         return kind(text)

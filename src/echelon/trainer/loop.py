@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,9 +64,10 @@ class TrainingLoop:
         mean = self.total_loss / max(trainer.state.global_step, 1)
         metrics = speed_metrics("train", start, num_samples=plan.num_train_samples, num_steps=plan.max_steps)
         metrics |= {"total_flos": trainer.state.total_flos, "train_loss": mean}
+        trainer._load_best()
         trainer.is_in_train = False
         trainer._log(metrics)
-        trainer._finish_checkpoints()
+        trainer._remove_last_checkpoint()
         trainer._tell("on_train_end")
         return TrainOutput(trainer.state.global_step, mean, metrics)
 
@@ -76,9 +76,8 @@ class TrainingLoop:
         if isinstance(self.loader, SupportsSetEpoch):
             self.loader.set_epoch(epoch)
         trainer._tell("on_epoch_begin")
-        batches = iter(self.loader)
-        with contextlib.closing(batches) if isinstance(batches, Iterator) and hasattr(batches, "close") else _NOTHING:
-            done = 0
+        batches, done = iter(self.loader), 0
+        try:
             while done < plan.batches_per_epoch:
                 wanted = min(accumulation, plan.batches_per_epoch - done)
                 group, num_items = trainer.get_batch_samples(batches, wanted, trainer.accelerator.device)
@@ -88,6 +87,9 @@ class TrainingLoop:
                 self._update(group, num_items, epoch + done / plan.batches_per_epoch)
                 if trainer.control.should_epoch_stop or trainer.control.should_training_stop:
                     break
+        finally:
+            if isinstance(batches, Generator):
+                batches.close()  # a prepared loader counts as being read until then
         if not done:
             logger.warning(
                 "the training data gave no batch in pass %d: the training ends at step %d of %d",
@@ -187,6 +189,3 @@ class TrainingLoop:
             return number
         total = accelerator.reduce(torch.tensor(number, dtype=torch.float64, device=accelerator.device), "sum")
         return float(total.item())
-
-
-_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from echelon.base.errors import ConfigError
-from echelon.base.rank import known_rank
+from echelon.base.warnings import warn
 
-__all__ = ["KEPT", "rename_values", "translate", "warn_old"]
+__all__ = ["KEPT", "translate"]
 
 _Value = Any
 # old name -> (new name, new value from the old one; None: leave the new one alone)
@@ -70,45 +69,40 @@ def translate(given: Mapping[str, Any], *, fields: Mapping[str, Any]) -> dict[st
     Raises:
         ConfigError: a name that never was one (the nearest is named), or an old and its new name with different values.
     """
-    result = {name: value for name, value in given.items() if name in fields}
+    result = {name: _today(name, value) for name, value in given.items() if name in fields}
     for name, value in given.items():
         if name in fields:
             continue
         if name in _CONVERTED:
             new, convert = _CONVERTED[name]
-            warn_old(f"{name}= is called {new}= now", setting=name)
+            _warn(f"{name}= is called {new}= now")
             if (converted := convert(value)) is not None:
                 _put(result, new, converted, old=name, default=fields[new])
         elif name in _MOVED:
             new, key = _MOVED[name]
-            warn_old(f"{name}= is the key {key!r} of {new}= now", setting=name)
+            _warn(f"{name}= is the key {key!r} of {new}= now")
             if value is not None:
                 _put_key(result, new, key, value, old=name)
         elif name in _WITHOUT_EFFECT:
-            warn_old(f"{name}= has no effect: {_WITHOUT_EFFECT[name]}", setting=name)
+            _warn(f"{name}= has no effect: {_WITHOUT_EFFECT[name]}")
         elif name in KEPT:
-            warn_old(f"{name}= is no setting of today: {KEPT[name]}", setting=name)
+            _warn(f"{name}= is no setting of today: {KEPT[name]}")
             result[name] = value
         else:
             raise _unknown(name, [*fields, *_CONVERTED, *_MOVED, *_WITHOUT_EFFECT, *KEPT])
     return result
 
 
-def rename_values(name: str, value: Any) -> Any:
-    """Return today's value for an old one of the setting ``name``, with a warning."""
+def _today(name: str, value: Any) -> Any:
     new = _OLD_VALUES.get((name, str(value)))
     if new is None:
         return value
-    warn_old(f"{name}={str(value)!r} is called {new!r} now", setting=name)
+    _warn(f"{name}={str(value)!r} is called {new!r} now")
     return new
 
 
-def warn_old(message: str, *, setting: str) -> None:
-    """Warn on rank zero, at the user's line: that of the call which is not in this package."""
-    if known_rank() in (None, 0):
-        level = 2
-        # Our own frames: this one, translate, the metaclass; a dataclass' __init__ and __post_init__ for values.
-        warnings.warn(f"TrainingArguments: {message}", FutureWarning, stacklevel=level + 2)
+def _warn(message: str) -> None:
+    warn(f"TrainingArguments: {message}")
 
 
 def _put(result: dict[str, Any], new: str, value: Any, *, old: str, default: Any) -> None:

@@ -39,7 +39,9 @@ class Plan:
     """Whether the data have a length."""
 
 
-def make_plan(args: TrainingArguments, loader: Any, *, num_examples: int | None, batch_size: int, world_size: int) -> Plan:
+def make_plan(
+    args: TrainingArguments, loader: Any, *, num_examples: int | None, batch_size: int, world_size: int
+) -> Plan:
     """Return the plan of a training over ``loader``.
 
     Args:

@@ -100,7 +100,7 @@ def _polynomial(step: int, *, warmup: int, total: int, end_rate: float, power: f
     if step > total:
         return end_rate
     remaining = 1 - (step - warmup) / max(1, total - warmup)
-    return (1 - end_rate) * remaining**power + end_rate
+    return (1 - end_rate) * math.pow(remaining, power) + end_rate
 
 
 def _inverse_sqrt(step: int, *, warmup: int, total: int, timescale: int | None = None) -> float:

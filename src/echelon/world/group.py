@@ -62,6 +62,10 @@ def open_group(
             )
     except (dist.DistError, RuntimeError, ValueError) as error:
         _forget_interface()
+        # torch (2.7 to 2.13) counts a failed attempt and puts the number into the keys of the next one, so that a rank
+        # that failed once more than the others never meets them again (test_setup.py: ..._the_ghosts_of_the_old_one).
+        if not dist.is_initialized():
+            dist.distributed_c10d._world.group_count = 0
         if isinstance(error, SetupError):
             raise
         raise SetupError(
@@ -134,9 +138,11 @@ def _open_store(world: World, environment: LaunchEnvironment, timeout: timedelta
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
-    restart = environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
-    # A restarted generation must not read the addresses of the one before it, whoever serves the store.
-    return dist.PrefixStore(f"echelon/default/{restart}", store)
+    # A group must not read the addresses that an earlier one left in the same store: of the generation before a
+    # restart, or of the group that this process closed before. Every rank counts its own groups, in the store.
+    restart = f"echelon/group/{environ.get('TORCHELASTIC_RESTART_COUNT') or 0}"
+    turn = store.add(f"{restart}/turn/{world.rank}", 1)
+    return dist.PrefixStore(f"{restart}/{turn}", store)
 
 
 def _store_error(error: Exception, address: str, port: int, *, serves: bool) -> SetupError:

@@ -1,0 +1,79 @@
+"""Level 3: MNIST by the Trainer; the loop, the evaluation and the logs are its business.
+
+Run it as one process, as two on this machine, or as two by torch's own launcher:
+
+    python examples/mnist_trainer.py
+    echelon launch --cpu --num_processes 2 examples/mnist_trainer.py
+    torchrun --nproc-per-node 2 examples/mnist_trainer.py
+"""
+
+import argparse
+import hashlib
+import sys
+import tempfile
+
+import torch.nn.functional as F
+from mnist_data import mnist
+from mnist_net import Net
+
+from echelon import EvalPrediction, Trainer, TrainingArguments
+
+
+class Digits(Trainer):
+    """Net knows nothing of labels: its loss is computed here, in training and in evaluation."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        images, labels = inputs  # on the device already
+        outputs = model(images)
+        loss = F.nll_loss(outputs, labels)
+        return (loss, outputs) if return_outputs else loss
+
+
+def accuracy(result: EvalPrediction) -> dict[str, float]:
+    right = result.predictions.argmax(axis=1) == result.label_ids  # of all ranks, each image exactly once
+    return {"accuracy": 100 * float(right.mean())}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--batch_size", type=int, default=64, help="samples of one process in one step")
+    parser.add_argument("--data", help="folder with MNIST (default: the repository's own copy)")
+    parser.add_argument("--limit", type=int, help="use the first so many images only")
+    parser.add_argument("--save", help="file for the trained weights")
+    options = parser.parse_args()
+
+    args = TrainingArguments(
+        output_dir=f"{tempfile.gettempdir()}/mnist_trainer",
+        per_device_train_batch_size=options.batch_size,
+        per_device_eval_batch_size=1000,
+        num_train_epochs=options.epochs,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        eval_strategy="epoch",
+        save_strategy="no",
+        logging_steps=50,
+        log_level="info",  # shows the numbers of the run before it begins
+    )
+    trainer = Digits(
+        model_init=Net,  # called when the seeds are set: every rank builds the same weights
+        args=args,
+        train_dataset=mnist(True, options.data, options.limit),
+        eval_dataset=mnist(False, options.data, options.limit),
+        compute_metrics=accuracy,
+    )
+    print(f"world: {trainer.accelerator.world}", flush=True)
+    steps = trainer.train().global_step
+    result = [entry["eval_accuracy"] for entry in trainer.state.log_history if "eval_accuracy" in entry][-1]
+    weights = b"".join(value.cpu().numpy().tobytes() for value in trainer.model.state_dict().values())
+    print(f"rank {args.process_index}: {steps} steps, weights {hashlib.sha256(weights).hexdigest()[:12]}", flush=True)
+    if options.save:
+        trainer.accelerator.save(trainer.model.state_dict(), options.save)
+    trainer.accelerator.print(f"test accuracy {result:.2f} %")
+    trainer.end()  # closes the process group
+    if result < 98.0 and options.limit is None:
+        sys.exit("the accuracy is below 98.0 %: the training went wrong")
+
+
+if __name__ == "__main__":
+    main()

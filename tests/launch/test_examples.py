@@ -1,0 +1,105 @@
+"""The MNIST examples at all levels: alone, under echelon launch and under torchrun, on a part of the data."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+EXAMPLES = ROOT / "examples"
+LIMIT = 640
+ALONE = [sys.executable]
+LAUNCH = [sys.executable, "-m", "echelon", "launch", "--cpu", "--num_processes", "2"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def _run(command: list[str], example: str, weights: Path) -> str:
+    script = str(EXAMPLES / f"{example}.py")
+    done = subprocess.run(
+        [*command, script, "--limit", str(LIMIT), "--save", str(weights)],
+        cwd=weights.parent,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def _accuracy_by_a_plain_loop(weights: Path) -> float:
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        from mnist_data import mnist
+        from mnist_net import Net
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    net = Net()
+    net.load_state_dict(torch.load(weights, weights_only=True))
+    net.eval()
+    images, labels = mnist(False, limit=LIMIT).tensors
+    with torch.no_grad():
+        right = sum(int((net(image[None]).argmax() == label).item()) for image, label in zip(images, labels))
+    return 100 * right / len(labels)
+
+
+STARTERS = {"python": (ALONE, 1, 10), "launch": (LAUNCH, 2, 5), "torchrun": (TORCHRUN, 2, 5)}
+
+
+@pytest.mark.parametrize(
+    ("example", "starters"),
+    [
+        ("mnist_ddp", ["python", "launch", "torchrun"]),
+        ("mnist_accelerator", ["launch", "torchrun"]),
+        ("mnist_trainer", ["launch", "torchrun"]),
+    ],
+)
+def test_each_level_runs_under_each_starter(example: str, starters: list[str], tmp_path: Path) -> None:
+    accuracies = {}
+    for name in starters:
+        command, world, steps = STARTERS[name]
+        weights = tmp_path / f"{name}.pt"
+        output = _run(command, example, weights)
+        assert len(re.findall(rf"world: rank \d of {world} ", output)) == world, output
+        ranks = re.findall(r"rank (\d): (\d+) steps, weights (\w+)", output)
+        assert sorted(rank for rank, _, _ in ranks) == [str(rank) for rank in range(world)], output
+        assert {int(count) for _, count, _ in ranks} == {steps}
+        assert len({digest for _, _, digest in ranks}) == 1, output
+        (told,) = re.findall(r"test accuracy ([\d.]+) %", output)
+        assert float(told) == pytest.approx(_accuracy_by_a_plain_loop(weights), abs=0.006)  # two printed digits
+        accuracies[name] = told
+    assert accuracies["launch"] == accuracies["torchrun"]  # the same two ranks, the same bits
+
+
+def test_examples_are_short() -> None:
+    for example in ("mnist_ddp", "mnist_accelerator", "mnist_trainer"):
+        assert len((EXAMPLES / f"{example}.py").read_text().splitlines()) < 80
+
+
+def test_a_folder_as_torchvision_leaves_it_is_read(tmp_path: Path) -> None:
+    import gzip
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("mnist_data", EXAMPLES / "mnist_data.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for source in (EXAMPLES / "data" / "mnist").glob("t10k-*.gz"):
+        (raw / source.stem).write_bytes(gzip.decompress(source.read_bytes()))
+    images, labels = module.mnist(False, tmp_path).tensors
+    own_images, own_labels = module.mnist(False).tensors
+    assert torch.equal(images, own_images)
+    assert torch.equal(labels, own_labels)
+    assert tuple(images.shape) == (10_000, 1, 28, 28)
+    with pytest.raises(SystemExit, match="give --data the folder"):
+        module.mnist(True, tmp_path)
+    (raw / "train-images-idx3-ubyte").write_bytes(b"not MNIST")
+    with pytest.raises(SystemExit, match="not an IDX file"):
+        module.mnist(True, tmp_path)

@@ -1,0 +1,218 @@
+"""Bad input to Level 2: each its own error that says what, where and what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from echelon import Accelerator, AutocastKwargs, DataLoaderConfiguration, GradientAccumulationPlugin
+from echelon.base import environ
+from echelon.base.errors import ConfigError, DesyncError, EchelonError, UsageError
+from echelon.distributed import shard
+from tests.harness import RanksFailed, run_on_ranks
+
+
+def _raised(function: Any, *args: Any, world_size: int = 2) -> EchelonError:
+    with pytest.raises(RanksFailed) as failed:
+        run_on_ranks(function, *args, world_size=world_size)
+    assert sorted(failed.value.errors) == list(range(world_size))  # on every rank, not a hang of the others
+    error = failed.value.errors[0]
+    assert isinstance(error, EchelonError)
+    assert error.do
+    return error
+
+
+def _split_odd() -> None:
+    Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True)).prepare(
+        DataLoader(torch.arange(10), batch_size=5)  # type: ignore[arg-type]
+    )
+
+
+def test_a_batch_that_cannot_be_split() -> None:
+    error = _raised(_split_odd)
+    assert isinstance(error, UsageError)
+    assert "batch_size=5 is not divisible" in str(error)
+    assert "multiple of 2" in str(error)
+
+
+def _forgotten_loader(how: str) -> None:
+    accelerator = Accelerator()
+    model = accelerator.prepare(nn.Linear(1, 1))
+    train_loader: Any = DataLoader(torch.arange(8.0)[:, None], batch_size=4)  # type: ignore[arg-type]
+    if how == "sharded by Level 1":
+        train_loader = shard(train_loader)
+    elif how == "allowed":
+        accelerator.allow_unsharded(train_loader)
+    elif how == "prepared":
+        train_loader = accelerator.prepare(train_loader)
+    elif how == "distributed sampler":
+        sampler = torch.utils.data.DistributedSampler(range(8))  # type: ignore[arg-type]
+        train_loader = DataLoader(torch.arange(8.0)[:, None], batch_size=4, sampler=sampler)  # type: ignore[arg-type]
+    for x in train_loader:
+        accelerator.backward(model(x).mean())  # LINE
+
+
+def test_a_loader_that_was_not_prepared_is_named() -> None:
+    error = _raised(_forgotten_loader, "forgotten")
+    assert isinstance(error, UsageError)
+    assert "'train_loader' is a DataLoader that was not prepared" in str(error)
+    assert "train_loader = accelerator.prepare(train_loader)" in str(error)
+    with open(__file__) as source:
+        line = next(i for i, text in enumerate(source, 1) if text.rstrip().endswith("# LINE"))
+    assert f"{__file__}:{line}" in str(error)
+
+
+@pytest.mark.parametrize("how", ["sharded by Level 1", "allowed", "prepared", "distributed sampler"])
+def test_loaders_that_are_right_are_left_alone(how: str) -> None:
+    run_on_ranks(_forgotten_loader, how, world_size=2)
+
+
+def test_one_process_may_use_any_loader() -> None:
+    run_on_ranks(_forgotten_loader, "forgotten", world_size=1)
+
+
+def _unequal_gather() -> None:
+    Accelerator().gather(torch.zeros(dist.get_rank() + 1))
+
+
+def test_unequal_shapes_are_listed_for_each_rank() -> None:
+    error = _raised(_unequal_gather)
+    assert isinstance(error, DesyncError)
+    assert "rank 0: gather float32[1]" in str(error)
+    assert "rank 1: gather float32[2]" in str(error)
+    assert "pad_across_processes" in str(error)
+
+
+class _Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+
+def _iterable() -> None:
+    Accelerator().prepare(DataLoader(_Stream()))
+
+
+def test_an_iterable_dataset_on_two_ranks() -> None:
+    assert "cannot cut an iterable dataset" in str(_raised(_iterable))
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        (torch.zeros(3, requires_grad=True) * 2, "one number, and the loss has the shape [3]"),
+        (0.5, "was given float, not a tensor"),
+        ({"loss": torch.zeros(())}, "was given dict, not a tensor"),
+        (torch.zeros(()), "a loss without a graph"),
+    ],
+)
+def test_what_backward_cannot_use(loss: Any, text: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        Accelerator().backward(loss)
+    assert text in str(raised.value)
+    assert raised.value.do
+
+
+def test_a_non_scalar_with_its_gradient_is_fine() -> None:
+    x = torch.ones(3, requires_grad=True)
+    Accelerator().backward(x * 2, gradient=torch.tensor([1.0, 2.0, 3.0]))
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0, 4.0, 6.0]
+    leaf = torch.ones((), requires_grad=True)
+    Accelerator().backward(leaf)
+    assert leaf.grad is not None
+
+
+@pytest.mark.parametrize("arguments", [(), (3, "x"), ([], {})])
+def test_prepare_of_nothing_known(arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(UsageError, match="given nothing that it knows"):
+        Accelerator().prepare(*arguments)
+
+
+def test_device_placement_for_another_number_of_arguments() -> None:
+    with pytest.raises(UsageError, match="device_placement has 2 entries for 1 arguments"):
+        Accelerator().prepare(nn.Linear(1, 1), device_placement=[True, False])
+
+
+@pytest.mark.parametrize("items", [-1, float("nan"), float("inf")])
+def test_items_that_are_no_count(items: float) -> None:
+    with pytest.raises(UsageError, match="is no count"):
+        Accelerator().backward(torch.ones((), requires_grad=True) * 2, num_items=items)
+
+
+def test_weights_that_contradict_each_other() -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    loss = torch.ones((), requires_grad=True)
+    with accelerator.accumulate():
+        accelerator.backward(loss * 2, num_items=3)
+        with pytest.raises(UsageError, match="num_items=4 after num_items=3 in the same micro-step"):
+            accelerator.backward(loss * 2, num_items=4)
+        with pytest.raises(UsageError, match="mixes losses with num_items= and losses without"):
+            accelerator.backward(loss * 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "texts"),
+    [
+        ({"mixed_precision": "fp61"}, ["mixed_precision='fp61'", "one of no, fp16, bf16, fp8", "Accelerator("]),
+        ({"mixed_precision": "fp8"}, ["'fp8' is not offered yet"]),
+        ({"gradient_accumulation_steps": 0}, ["gradient_accumulation_steps=0 is below 1"]),
+        ({"engine": "fdsp2"}, ["no engine 'fdsp2'"]),
+        ({"fsdp_plugin": object()}, ["Accelerator(fsdp_plugin=) is not offered yet"]),
+        ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, ["two AutocastKwargs"]),
+        ({"kwargs_handlers": [object()]}, ["holds a object"]),
+        (
+            {"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=3)},
+            ["are both given"],
+        ),
+    ],
+)
+def test_settings_that_cannot_be(arguments: dict[str, Any], texts: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        Accelerator(**arguments)
+    assert all(text in str(raised.value) for text in texts)
+    assert raised.value.do
+
+
+def test_code_wins_over_the_environment_and_says_so() -> None:
+    with environ.patch({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "8", "ACCELERATE_MIXED_PRECISION": "bf16"}):
+        accelerator = Accelerator(gradient_accumulation_steps=2)
+    assert accelerator.gradient_accumulation_steps == 2
+    assert accelerator.mixed_precision == "bf16"
+    assert [(s.name, s.value, str(s.origin)) for s in accelerator.config.shadowed] == [
+        ("gradient_accumulation_steps", 8, "env ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+    ]
+
+
+def test_two_accelerators_do_not_touch_each_other() -> None:
+    first = Accelerator(gradient_accumulation_steps=4)
+    second = Accelerator()
+    with second.accumulate():
+        assert second.sync_gradients
+    with first.accumulate():
+        assert not first.sync_gradients
+        assert second.sync_gradients
+    assert (first.gradient_accumulation_steps, second.gradient_accumulation_steps) == (4, 1)
+
+
+def test_prepare_keeps_order_nesting_and_unknown_objects() -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    accelerator = Accelerator()
+    text, pair, table, step = accelerator.prepare("text", (optimizer, [model]), {"other": other, 3: None}, scheduler)
+    assert text == "text"
+    assert pair[0].optimizer is optimizer
+    assert pair[1] == [model]
+    assert table == {"other": other, 3: None}
+    assert step.scheduler is scheduler
+    assert accelerator.prepare(model) is model
+    assert accelerator.prepare(optimizer) is pair[0]
+    assert accelerator.prepare(pair[0]) is pair[0]
+    assert (len(accelerator._models), len(accelerator._optimizers), len(accelerator._schedulers)) == (2, 1, 1)
+    assert isinstance(pair[0], torch.optim.Optimizer)
+    assert pair[0].param_groups[0]["lr"] == 0.1

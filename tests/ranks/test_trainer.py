@@ -1,0 +1,218 @@
+"""The Trainer on two ranks: the same training as one process with the big batch, and exact evaluations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from echelon.base.errors import UsageError
+from echelon.trainer import EvalPrediction, Trainer, TrainerCallback, TrainingArguments
+from tests.harness import RanksFailed, run_on_ranks
+
+SEED = 4
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(SEED)
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        logits = self.layers(x)
+        return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def _data(n: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        {"x": torch.randn(6, generator=generator, dtype=torch.float64), "labels": torch.tensor(i % 3)} for i in range(n)
+    ]
+
+
+def _train(folder: str, accumulation: int, optim: str) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], float]:
+    args = TrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=accumulation,
+        num_train_epochs=2,
+        learning_rate=0.05,
+        warmup_steps=2,
+        optim=optim,
+        max_grad_norm=0.2,
+        logging_steps=2,
+        save_strategy="steps",
+        save_steps=3,
+        seed=SEED,
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    trainer = Trainer(Net(), args, train_dataset=_data(48))
+    result = trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return logs, {k: v.clone() for k, v in trainer.model.state_dict().items()}, result.training_loss
+
+
+def _reference(accumulation: int, optim: str) -> tuple[list[dict[str, float]], nn.Module, float]:
+    """Train by a plain loop with the batch of both ranks."""
+    model, data = Net(), _data(48)
+    kind: Any = {"sgd": torch.optim.SGD, "adamw_torch": torch.optim.AdamW}[optim]
+    optimizer = kind(model.parameters(), lr=0.05, weight_decay=0.0)
+    size = 4 * 2 * accumulation
+    per_epoch = -(-48 // size)
+    logs, window, all_losses = [], [], []
+    for epoch in range(2):
+        order = torch.randperm(48, generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
+        for start in range(0, 48, size):
+            # Each micro-batch of a rank weighs the same, also in the short last update.
+            rows = [data[i] for i in order[start : start + size]]
+            loss = model(torch.stack([r["x"] for r in rows]), torch.stack([r["labels"] for r in rows]))["loss"]
+            optimizer.zero_grad()
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+            step = len(all_losses)
+            rate = 0.05 * (step / 2 if step < 2 else (2 * per_epoch - step) / (2 * per_epoch - 2))
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.step()
+            window.append(loss.item())
+            all_losses.append(loss.item())
+            if len(all_losses) % 2 == 0:
+                logs.append({"loss": sum(window) / 2, "grad_norm": norm.item(), "learning_rate": rate})
+                window = []
+    return logs, model, sum(all_losses) / len(all_losses)
+
+
+@pytest.mark.parametrize(("accumulation", "optim"), [(1, "sgd"), (1, "adamw_torch"), (4, "sgd"), (4, "adamw_torch")])
+def test_two_ranks_train_as_one_process_with_both_batches(tmp_path: Any, accumulation: int, optim: str) -> None:
+    # float64; only the order of additions differs. AdamW turns the noise of a zero gradient into a step: 1e-9.
+    tolerance = 1e-12 if optim == "sgd" else 1e-9
+    expected, model, mean = _reference(accumulation, optim)
+    for logs, weights, training_loss in run_on_ranks(_train, str(tmp_path), accumulation, optim, world_size=2):
+        assert len(logs) == len(expected)
+        for found, wanted in zip(logs, expected):
+            for name, value in wanted.items():
+                assert found[name] == pytest.approx(value, rel=tolerance), name
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(weights[name], value, rtol=tolerance, atol=tolerance * 1e-2)
+        assert training_loss == pytest.approx(mean, rel=tolerance)
+    steps = 12 if accumulation == 1 else 4
+    expected_folders = {f"checkpoint-{step}" for step in {*range(3, steps + 1, 3), steps}}
+    assert {path.name for path in tmp_path.iterdir()} == expected_folders
+
+
+def _metrics(result: EvalPrediction) -> dict[str, float]:
+    right = result.predictions.argmax(axis=1) == result.label_ids
+    return {"accuracy": float(right.mean()), "count": len(result.label_ids), "sum": float(result.predictions.sum())}
+
+
+def _evaluate(folder: str, n: int, batch_size: int) -> tuple[dict[str, float], Any, Any]:
+    args = TrainingArguments(
+        output_dir=folder, per_device_eval_batch_size=batch_size, use_cpu=True, disable_tqdm=True, save_strategy="no"
+    )
+    trainer = Trainer(Net(), args, eval_dataset=_data(n), compute_metrics=_metrics)
+    metrics = trainer.evaluate()
+    output = trainer.predict(_data(n))
+    return metrics, output.predictions, output.label_ids
+
+
+@pytest.mark.parametrize(
+    ("n", "batch_size"), [(1, 4), (3, 4), (4, 4), (5, 4), (7, 2), (9, 4), (13, 4), (16, 4), (17, 4)]
+)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_evaluation_counts_each_sample_once(tmp_path: Any, n: int, batch_size: int, world_size: int) -> None:
+    rows = _data(n)
+    with torch.no_grad():
+        logits = Net()(torch.stack([row["x"] for row in rows]))["logits"]
+    labels = torch.stack([row["labels"] for row in rows])
+    for metrics, predictions, label_ids in run_on_ranks(_evaluate, str(tmp_path), n, batch_size, world_size=world_size):
+        # float64; matrix products of other batch sizes differ in the last bits.
+        torch.testing.assert_close(torch.from_numpy(predictions), logits, rtol=1e-13, atol=1e-14)
+        assert label_ids.tolist() == labels.tolist()
+        assert metrics["eval_count"] == n
+        assert metrics["eval_accuracy"] == (logits.argmax(dim=1) == labels).double().mean().item()
+        assert metrics["eval_loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-13)
+
+
+def _speak(folder: str) -> tuple[list[str], int]:
+    spoken: list[str] = []
+
+    class Listens(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            spoken.append("world" if state.is_world_process_zero else "other")
+
+    args = TrainingArguments(
+        output_dir=folder, max_steps=1, logging_steps=1, use_cpu=True, save_strategy="no", disable_tqdm=False
+    )
+    trainer = Trainer(Net(), args, train_dataset=_data(8), callbacks=[Listens()])
+    trainer.train()
+    trainer.log_metrics("train", {"train_loss": 1.0})
+    return spoken, args.world_size
+
+
+def test_only_rank_zero_prints(tmp_path: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    answers = run_on_ranks(_speak, str(tmp_path), world_size=2)
+    assert answers == [(["world"] * 2, 2), (["other"] * 2, 2)]
+    lines = [line for line in capfd.readouterr().out.splitlines() if "loss" in line or "*****" in line]
+    assert len(lines) == 4  # the step, the summary, and the two of the table
+    assert all(line.startswith("[rank 0] ") for line in lines)
+
+
+def _tokens(folder: str) -> float:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+            used = labels != -100
+            error = ((self.weight * x - labels) ** 2)[used].sum()
+            return {"loss": error / (num_items_in_batch if num_items_in_batch is not None else used.sum())}
+
+    x = torch.arange(1.0, 17.0, dtype=torch.float64).reshape(4, 4)
+    labels = torch.full((4, 4), -100.0, dtype=torch.float64)
+    for row, count in enumerate((1, 4, 2, 3)):
+        labels[row, :count] = 1.0
+    args = TrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=2,
+        num_train_epochs=1,
+        logging_steps=1,
+        max_grad_norm=0,
+        optim="sgd",
+        learning_rate=0.001,
+        lr_scheduler_type="constant",
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    model = Counts()
+    trainer = Trainer(model, args, train_dataset=[{"x": x[i], "labels": labels[i]} for i in range(4)])
+    trainer.train()
+    used = labels != -100
+    wanted = 2.0 - 0.001 * (2 * x * (2.0 * x - labels))[used].sum() / 10
+    loss = ((2.0 * x - labels) ** 2)[used].sum() / 10
+    logged = trainer.state.log_history[0]["loss"]
+    assert logged == pytest.approx(loss.item(), rel=1e-13), (logged, loss)
+    return abs(model.weight.item() - wanted.item())
+
+
+def test_tokens_of_all_ranks_weigh_equally(tmp_path: Any) -> None:
+    # 1, 4, 2 and 3 tokens in the four batches of one update: the mean is over all 10.
+    assert max(run_on_ranks(_tokens, str(tmp_path), world_size=2)) < 1e-14
+
+
+def _metric_missing(folder: str) -> None:
+    Trainer(Net(), TrainingArguments(output_dir=folder, use_cpu=True), train_dataset=None).train()
+
+
+def test_an_error_names_the_rank(tmp_path: Any) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_on_ranks(_metric_missing, str(tmp_path), world_size=2)
+    error = failed.value.errors[1]
+    assert isinstance(error, UsageError)
+    assert error.where == "rank 1, Trainer(train_dataset=)"

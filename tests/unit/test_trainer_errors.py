@@ -1,0 +1,212 @@
+"""What cannot work is an error that says what happened, where, and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from echelon.base.errors import ConfigError, EchelonError, UsageError
+from echelon.trainer import EarlyStoppingCallback, Trainer, TrainingArguments
+
+DATA = [{"x": torch.ones(1), "labels": torch.ones(())} for _ in range(4)]
+
+
+class Line(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        y = self.layer(x).squeeze(-1)
+        return {"logits": y} if labels is None else {"loss": F.mse_loss(y, labels), "logits": y}
+
+
+class Bare(Line):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return {"logits": self.layer(x).squeeze(-1)}
+
+
+class OwnLoss(Trainer):
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        y = model(inputs["x"])["logits"]
+        loss = F.mse_loss(y, inputs["labels"])
+        return (loss, y) if return_outputs else loss
+
+
+class OneResult(Trainer):
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        return F.mse_loss(model(inputs["x"])["logits"], inputs["labels"])
+
+
+def _args(tmp_path: Path, **options: Any) -> TrainingArguments:
+    return TrainingArguments(output_dir=str(tmp_path), save_strategy="no", disable_tqdm=True, **options)
+
+
+def _says(error: EchelonError, *, what: str, where: str, do: str) -> None:
+    assert what in error.what
+    assert where in (error.where or "")
+    assert do in (error.do or "")
+
+
+def test_neither_or_both_of_model_and_model_init(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as error:
+        Trainer(args=_args(tmp_path))
+    _says(
+        error.value, what="a model or model_init, and was given neither", where="Trainer(model", do="give one of them"
+    )
+    with pytest.raises(UsageError, match="and was given both"):
+        Trainer(Line(), _args(tmp_path), model_init=Line)
+
+
+def test_an_optimizer_for_models_that_are_made_anew(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD(Line().parameters())
+    with pytest.raises(UsageError) as error:
+        Trainer(args=_args(tmp_path), model_init=Line, optimizers=(optimizer, None))
+    _says(error.value, what="optimizers belong to one model", where="optimizers=", do="give model= in place of")
+
+
+def test_two_optimizers(tmp_path: Path) -> None:
+    model = Line()
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(UsageError, match="both say what the optimizer is"):
+        Trainer(
+            model, _args(tmp_path), optimizers=(optimizer, None), optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 1})
+        )
+
+
+def test_an_eval_strategy_without_an_eval_set(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as error:
+        Trainer(Line(), _args(tmp_path, eval_strategy="epoch"), train_dataset=DATA)
+    _says(
+        error.value,
+        what="eval_strategy='epoch', but there is no eval_dataset",
+        where="eval_dataset",
+        do="eval_strategy='no'",
+    )
+
+
+def test_nothing_to_train_or_evaluate_on(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as error:
+        Trainer(Line(), _args(tmp_path)).train()
+    _says(error.value, what="train_dataset is None", where="Trainer(train_dataset=)", do="give a train_dataset")
+    with pytest.raises(UsageError) as error:
+        Trainer(Line(), _args(tmp_path)).evaluate()
+    _says(error.value, what="eval_dataset is None", where="Trainer.evaluate", do="give an eval_dataset")
+    with pytest.raises(UsageError, match=r"no evaluation set 'three' \(there are: \['one'\]\)"):
+        Trainer(Line(), _args(tmp_path), eval_dataset={"one": DATA}).evaluate("three")
+    with pytest.raises(UsageError, match=r"there is no batch to train on \(samples: 4\)"):
+        Trainer(Line(), _args(tmp_path, dataloader_drop_last=True), train_dataset=DATA).train()
+
+
+def test_a_label_column_is_missing(tmp_path: Path) -> None:
+    rows = [{"x": torch.ones(1), "target_value": torch.ones(())} for _ in range(4)]
+    with pytest.raises(UsageError) as error:
+        Trainer(
+            Line(), _args(tmp_path, remove_unused_columns=False), train_dataset=[{"x": row["x"]} for row in rows]
+        ).train()
+    _says(
+        error.value,
+        what="the model (Line) gave no loss, and the batch has no 'labels': its columns are x (label_names: labels)",
+        where="Trainer.compute_loss",
+        do="name the label column 'labels', or set label_names",
+    )
+    with pytest.raises(UsageError) as error:
+        OwnLoss(Bare(), _args(tmp_path), train_dataset=rows).train()
+    _says(
+        error.value,
+        what="compute_loss needs 'labels', and the batch has only x, target_value (label_names: labels)",
+        where="Trainer.compute_loss",
+        do="rename a column of the data set, or set label_names",
+    )
+    with pytest.raises(UsageError, match="compute_loss needs 'labels'"):
+        OwnLoss(Bare(), _args(tmp_path), eval_dataset=rows).evaluate()
+
+
+def test_a_column_that_was_left_out_is_missing(tmp_path: Path) -> None:
+    class Weighted(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            return inputs["weight"].sum()
+
+    rows = [{**row, "weight": torch.ones(())} for row in DATA]
+    with pytest.raises(UsageError) as error:
+        Weighted(Bare(), _args(tmp_path), train_dataset=rows).train()
+    _says(error.value, what="compute_loss needs 'weight'", where="compute_loss", do="set remove_unused_columns=False")
+
+
+def test_a_model_without_a_loss(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as error:
+        Trainer(Bare(), _args(tmp_path), train_dataset=[{"x": torch.ones(1)}]).train()
+    _says(error.value, what="the model (Bare) gave no loss", where="Trainer.compute_loss", do="override compute_loss")
+
+
+def test_metrics_without_labels(tmp_path: Path) -> None:
+    rows = [{"x": torch.ones(1)} for _ in range(4)]
+    trainer = Trainer(Line(), _args(tmp_path), eval_dataset=rows, compute_metrics=lambda result: {})
+    with pytest.raises(UsageError) as error:
+        trainer.evaluate()
+    _says(error.value, what="compute_metrics needs labels", where="compute_metrics", do="label_names")
+    assert trainer.predict(rows).label_ids is None  # nothing to compare with is no error here
+
+
+def test_compute_loss_that_returns_one_result(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as error:
+        OneResult(Bare(), _args(tmp_path), eval_dataset=DATA).evaluate()
+    _says(error.value, what="returned a Tensor, not (loss, outputs)", where="OneResult.compute_loss", do="return (loss")
+
+
+def test_resuming_is_not_offered(tmp_path: Path) -> None:
+    for wanted in (True, str(tmp_path)):
+        with pytest.raises(UsageError) as error:
+            Trainer(Line(), _args(tmp_path), train_dataset=DATA).train(resume_from_checkpoint=wanted)
+        _says(error.value, what="comes with crash-safe checkpoints", where="Trainer.train", do="model.safetensors")
+    Trainer(Line(), _args(tmp_path), train_dataset=DATA).train(resume_from_checkpoint=False)
+    with pytest.raises(UsageError, match="train.. does not take trail"):
+        Trainer(Line(), _args(tmp_path), train_dataset=DATA).train(trail=1)
+
+
+def test_early_stopping_without_a_metric(tmp_path: Path) -> None:
+    trainer = Trainer(Line(), _args(tmp_path), train_dataset=DATA, callbacks=[EarlyStoppingCallback()])
+    with pytest.raises(ConfigError) as error:
+        trainer.train()
+    _says(error.value, what="watches a metric", where="EarlyStoppingCallback", do="set metric_for_best_model")
+
+
+def test_a_wrong_key_for_the_accelerator(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        Trainer(Line(), _args(tmp_path, accelerator_config={"split_batch": True}))
+    _says(error.value, what="no key 'split_batch'", where="accelerator_config", do="did you mean 'split_batches'?")
+    with pytest.raises(ConfigError, match="gradient_accumulation_kwargs.*is not offered yet"):
+        Trainer(Line(), _args(tmp_path, accelerator_config={"gradient_accumulation_kwargs": {"num_steps": 2}}))
+
+
+def test_two_callbacks_of_one_class_are_told(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="a EarlyStoppingCallback is among the callbacks already"):
+        Trainer(Line(), _args(tmp_path), callbacks=[EarlyStoppingCallback, EarlyStoppingCallback()])
+
+
+def test_predictions_that_cannot_be_joined(tmp_path: Path) -> None:
+    class Shapes(Line):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+            return {"loss": self.layer(x).sum(), "logits": torch.zeros(x.shape[0], 2, 3 if x[0, 0] == 0 else 4)}
+
+    rows = [{"x": torch.full((1,), float(i)), "labels": torch.ones(())} for i in range(2)]
+    args = _args(tmp_path, per_device_eval_batch_size=1)
+    with pytest.raises(UsageError) as error:
+        Trainer(Shapes(), args).predict(rows)
+    _says(
+        error.value,
+        what="the predictions of 2 batches cannot be joined",
+        where="eval_do_concat",
+        do="eval_do_concat_batches=False",
+    )
+    args.eval_do_concat_batches = False
+    assert [part.shape for part in Trainer(Shapes(), args).predict(rows).predictions] == [(1, 2, 3), (1, 2, 4)]
