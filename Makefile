@@ -16,7 +16,7 @@ help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F'\t' '{ printf "make %-9s %s\n", $$1, $$2 }'
 
 demo: $(VENV)/.stamp ## train a small model on two CPU processes
-	@$(BIN)/echelon launch --cpu --num_processes 2 examples/mnist_ddp.py
+	@$(BIN)/echelon launch --cpu --num_processes 2 examples/mnist_accelerator.py
 
 test: $(VENV)/.stamp ## run every test that needs no GPU
 	@$(BIN)/python -m pytest -m "not soak and not gpu"

@@ -169,7 +169,7 @@ def test_resuming_is_not_offered(tmp_path: Path) -> None:
             Trainer(Line(), _args(tmp_path), train_dataset=DATA).train(resume_from_checkpoint=wanted)
         _says(error.value, what="comes with crash-safe checkpoints", where="Trainer.train", do="model.safetensors")
     Trainer(Line(), _args(tmp_path), train_dataset=DATA).train(resume_from_checkpoint=False)
-    with pytest.raises(UsageError, match="train.. does not take trail"):
+    with pytest.raises(UsageError, match=r"train.. does not take trail"):
         Trainer(Line(), _args(tmp_path), train_dataset=DATA).train(trail=1)
 
 
@@ -184,7 +184,7 @@ def test_a_wrong_key_for_the_accelerator(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         Trainer(Line(), _args(tmp_path, accelerator_config={"split_batch": True}))
     _says(error.value, what="no key 'split_batch'", where="accelerator_config", do="did you mean 'split_batches'?")
-    with pytest.raises(ConfigError, match="gradient_accumulation_kwargs.*is not offered yet"):
+    with pytest.raises(ConfigError, match=r"gradient_accumulation_kwargs.*is not offered yet"):
         Trainer(Line(), _args(tmp_path, accelerator_config={"gradient_accumulation_kwargs": {"num_steps": 2}}))
 
 

@@ -17,10 +17,12 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from echelon.base.errors import ConfigError, UsageError
 from echelon.trainer import (
+    CallbackHandler,
     EarlyStoppingCallback,
     EvalPrediction,
     Trainer,
     TrainerCallback,
+    TrainerControl,
     TrainerState,
     TrainingArguments,
 )
@@ -121,6 +123,75 @@ def test_events_come_in_the_order_of_transformers(tmp_path: Path) -> None:
     ]
     assert recorder.keys >= {"model", "processing_class", "tokenizer", "optimizer", "lr_scheduler", "logs", "metrics"}
     assert recorder.keys >= {"train_dataloader", "eval_dataloader"}
+
+
+def test_what_callbacks_asked_for_is_forgotten_in_time() -> None:
+    def asked(event: str) -> set[str]:
+        control = TrainerControl(True, True, True, True, True)
+        handler = CallbackHandler([], None, None, None, None)
+        left = handler.call_event(event, TrainingArguments(), TrainerState(), control)
+        return {name.removeprefix("should_") for name, value in vars(control).items() if not value} & {
+            name.removeprefix("should_") for name, value in vars(left).items() if not value
+        }
+
+    cleared = {event: asked(event) for event in EVENTS}
+    assert {event: names for event, names in cleared.items() if names} == {
+        "on_train_begin": {"training_stop"},
+        "on_epoch_begin": {"epoch_stop"},
+        "on_step_begin": {"log", "evaluate", "save"},
+        "on_log": {"log"},
+        "on_evaluate": {"evaluate"},
+        "on_save": {"save"},
+    }
+
+
+def test_the_handler_s_events_are_methods_as_subclasses_call_them() -> None:
+    seen = {}
+
+    class Looks(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            seen.update(logs)
+
+    handler = CallbackHandler([Looks], None, None, None, None)
+    handler.on_log(TrainingArguments(), TrainerState(), TrainerControl(), {"loss": 1.0})
+    handler.on_step_end(TrainingArguments(), TrainerState(), TrainerControl())
+    assert seen == {"loss": 1.0}
+    assert not hasattr(handler, "on_nothing")
+
+
+def test_the_model_is_in_training_mode_for_every_step(tmp_path: Path) -> None:
+    modes = []
+
+    class Looks(Trainer):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+            modes.append(model.training)
+            return super().training_step(model, inputs, num_items_in_batch)
+
+        def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+            self.model_wrapped.eval()  # as overrides copied from elsewhere leave it
+            return super().evaluation_loop(*args, **kwargs)
+
+    args = _args(tmp_path, eval_strategy="steps", eval_steps=2)
+    trainer = Looks(Line().eval(), args, train_dataset=DATA, eval_dataset=DATA)
+    trainer.train()
+    assert modes == [True] * 5
+    trainer.evaluate()
+    assert not trainer.model.training
+
+
+def test_a_loss_that_needs_no_labels_is_evaluated(tmp_path: Path) -> None:
+    class Reconstructs(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            y = model(inputs["x"])
+            loss = F.mse_loss(y, inputs["x"].squeeze(-1))
+            return (loss, y) if return_outputs else loss
+
+    model = Bare()
+    nn.init.zeros_(model.layer.weight)
+    nn.init.zeros_(model.layer.bias)
+    data = [{"x": row["x"]} for row in DATA]
+    trainer = Reconstructs(model, _args(tmp_path), eval_dataset=data)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(28.5)  # the mean of i^2
 
 
 def test_gradients_are_there_until_after_on_optimizer_step(tmp_path: Path) -> None:

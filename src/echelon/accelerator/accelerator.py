@@ -608,6 +608,7 @@ class Accelerator:
         self._schedulers.clear()
         self._dataloaders.clear()
         self._originals.clear()
+        self._engine.release()
         self.step = 0
         if self.device.type != "cpu":
             torch.accelerator.memory.empty_cache()

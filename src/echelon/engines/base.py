@@ -144,5 +144,9 @@ class Engine(ABC):
         """
 
     @abstractmethod
+    def release(self) -> None:
+        """Forget every model and optimizer, so that their memory can be freed."""
+
+    @abstractmethod
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the user's own module inside ``model``."""

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from echelon.base.capabilities import Capabilities
 from echelon.base.warnings import warn
 from echelon.engines.base import Engine, Prepared
-from echelon.engines.stepping import Stepper, load_state, multiply_gradients, state_of
+from echelon.engines.stepping import Stepper, clip_gradients, load_state, multiply_gradients, state_of
 from echelon.world.world import World
 
 __all__ = ["DDPEngine"]
@@ -70,8 +70,6 @@ class DDPEngine(Engine):
 
         Collective: every rank, with the same models in the same order (DDP sends rank 0's weights to all).
         """
-        for optimizer in optimizers:
-            self._stepper.watch(optimizer)
         wrapped = tuple(self._wrap(model) for model in models)
         return Prepared(models=wrapped, optimizers=tuple(optimizers), schedulers=tuple(schedulers))
 
@@ -136,7 +134,7 @@ class DDPEngine(Engine):
         parameters = list(parameters)
         if not unsynced:
             self._guard(parameters)
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        return clip_gradients(parameters, max_norm, norm_type)
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float, *, unsynced: bool = False) -> None:
         """See ``Engine``. Source: torch.nn.utils.clip_grad_value_."""
@@ -165,6 +163,14 @@ class DDPEngine(Engine):
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """See ``Engine``."""
         return self.unwrap(model).state_dict()
+
+    def release(self) -> None:
+        """See ``Engine``."""
+        for replica in self._replicas.values():
+            replica.release()
+        self._replicas.clear()
+        self._owned.clear()
+        self._strays.clear()
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """See ``Engine``."""
@@ -234,9 +240,13 @@ class _Replica:
         self._touched = False  # a gradient was accumulated since the last settle()
         self._will_reduce = False  # the forward pass told DDP to reduce in the backward pass that follows
         self._dirty = False
-        wrapper.register_forward_pre_hook(self._note_forward)
-        for parameter in self.parameters:
-            parameter.register_post_accumulate_grad_hook(self._note_gradient)
+        self._hooks = [wrapper.register_forward_pre_hook(self._note_forward)]
+        self._hooks += [p.register_post_accumulate_grad_hook(self._note_gradient) for p in self.parameters]
+
+    def release(self) -> None:
+        """Take the hooks off the user's parameters."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _note_forward(self, wrapper: nn.Module, _inputs: Any) -> None:
         # DDP decides here, not in the backward pass: the same condition as its own forward.

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from echelon.base.capabilities import Capabilities
 from echelon.engines.base import Engine, Prepared
-from echelon.engines.stepping import Stepper, load_state, multiply_gradients, state_of
+from echelon.engines.stepping import Stepper, clip_gradients, load_state, multiply_gradients, state_of
 from echelon.world.world import World
 
 __all__ = ["SingleEngine"]
@@ -48,8 +48,6 @@ class SingleEngine(Engine):
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Any]
     ) -> Prepared:
         """Return the objects as they are."""
-        for optimizer in optimizers:
-            self._stepper.watch(optimizer)
         return Prepared(models=tuple(models), optimizers=tuple(optimizers), schedulers=tuple(schedulers))
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
@@ -83,7 +81,7 @@ class SingleEngine(Engine):
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, unsynced: bool = False
     ) -> torch.Tensor:
         """See ``Engine``. Source: torch.nn.utils.clip_grad_norm_."""
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        return clip_gradients(parameters, max_norm, norm_type)
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float, *, unsynced: bool = False) -> None:
         """See ``Engine``. Source: torch.nn.utils.clip_grad_value_."""
@@ -108,6 +106,10 @@ class SingleEngine(Engine):
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """See ``Engine``."""
         return model.state_dict()
+
+    def release(self) -> None:
+        """See ``Engine``."""
+        # It keeps nothing.
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """See ``Engine``."""

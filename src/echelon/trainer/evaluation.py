@@ -93,9 +93,8 @@ def _new_rows(trainer: Trainer, dataloader: Any, size: int | None) -> int | None
     if last is None or last.sizes[trainer.accelerator.process_index] != size:
         return None
     new = int(last.real[trainer.accelerator.process_index])
-    return (
-        new if 0 < new < (size or 0) else None
-    )  # none new: the batch runs all the same, and is left out when gathering
+    # With none of its own the batch runs all the same: models may talk in their forward; gathering leaves it out.
+    return new if 0 < new < (size or 0) else None
 
 
 def _refuse_without_labels(trainer: Trainer, inputs: Any) -> None:

@@ -1,0 +1,324 @@
+"""``notebook_launcher`` and ``debug_launcher``: run a function of a notebook on several processes, forked from the kernel.
+
+A function that was defined in a cell cannot be pickled, so only a fork can run it; and of a process that has threads a
+fork keeps just one. What that breaks is made to work here, or refused in words:
+
+* torch's own CPU threads are gone, and the next operation that wants them waits for ever. Each child computes on one
+  thread and keeps to it. (The pools of other libraries, scikit-learn's for one, can still hang: call these in the
+  children only, or on one thread.)
+* a device that the kernel has touched cannot be used in a child: the child says so before it calls the function.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import wait
+from typing import IO, Any, Literal
+
+from echelon.base import environ
+from echelon.base.device import num_devices
+from echelon.base.errors import LaunchError, UsageError
+from echelon.base.warnings import warn
+from echelon.config.resolve import Resolved
+from echelon.config.schema import RunConfig
+from echelon.config.sources import current, from_code
+from echelon.launch import worker
+from echelon.launch.environment import rank_variables
+from echelon.launch.spawn import spawn
+
+__all__ = ["debug_launcher", "notebook_launcher"]
+
+# torch is imported inside the functions: this floor must import without it.
+
+# A relay that waits for the last line of a child whose own children (DataLoader workers) still hold the pipe.
+_LAST_WORDS = timedelta(seconds=1)
+
+
+def notebook_launcher(
+    function: Callable[..., object],
+    args: Sequence[object] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: str | int = "29500",
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: Mapping[str, object] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+) -> None:
+    """Call ``function(*args)`` on several processes of this machine; what they print appears in the cell.
+
+    The processes are forked: whatever the cells so far have defined and loaded is there. Models, data and results go
+    in as arguments or globals; to bring something back, write it to a file on one rank.
+
+    Args:
+        function: the training; it makes its own Accelerator.
+        args: given to it.
+        num_processes: None: one for each accelerator, 1 on a machine without. 1: the function is called right here.
+        mixed_precision: ``no``, ``fp16`` or ``bf16``; for an Accelerator that is given none itself.
+        use_port: without effect, like ``master_addr``, ``rdzv_*`` and ``log_line_prefix_template``: processes of one
+            machine meet on a free port of the loopback interface.
+        master_addr: see ``use_port``.
+        node_rank: 0: several machines are not offered.
+        num_nodes: 1: several machines are not offered.
+        rdzv_backend: see ``use_port``.
+        rdzv_endpoint: see ``use_port``.
+        rdzv_conf: see ``use_port``.
+        rdzv_id: see ``use_port``.
+        max_restarts: 0: restarts are not offered here.
+        monitor_interval: seconds between two looks at the processes.
+        log_line_prefix_template: see ``use_port``.
+
+    Raises:
+        ConfigError: ``mixed_precision`` or ``num_processes`` is none.
+        UsageError: what only works outside a notebook, or a process group that lives in the kernel.
+        LaunchError: a rank failed (with its traceback; the others are stopped), or the system cannot fork.
+
+    Source: accelerate.notebook_launcher (its ``mixed_precision`` has no effect; this one's has).
+    """
+    _refuse(num_nodes=(num_nodes, 1), node_rank=(node_rank, 0), max_restarts=(max_restarts, 0))
+    _tell_without_effect(
+        use_port=(str(use_port), "29500"),
+        master_addr=(master_addr, "127.0.0.1"),
+        rdzv_backend=(rdzv_backend, "static"),
+        rdzv_endpoint=(rdzv_endpoint, ""),
+        rdzv_conf=(rdzv_conf or None, None),
+        rdzv_id=(rdzv_id, "none"),
+        log_line_prefix_template=(log_line_prefix_template, None),
+    )
+    # "no" is also what stands there when the user said nothing: then the environment decides.
+    given = {"num_processes": num_processes, "mixed_precision": mixed_precision if mixed_precision != "no" else None}
+    resolved = current(from_code("notebook_launcher", given))
+    count = _count_devices()
+    wanted = resolved.value.num_processes or max(1, count)
+    if wanted > 1:
+        _run_forked(function, args, resolved, num_processes=wanted, num_accelerators=count, interval=monitor_interval)
+        return
+    variables = rank_variables(resolved, num_processes=1, num_threads=None, has_accelerator=count > 0)
+    with environ.patch(variables):
+        function(*args)
+
+
+def debug_launcher(function: Callable[..., object], args: Sequence[object] = (), num_processes: int = 2) -> None:
+    """Call ``function(*args)`` on ``num_processes`` forked processes that use the CPU only: a trial run.
+
+    Raises:
+        LaunchError: a rank failed (with its traceback; the others are stopped).
+
+    Source: accelerate.debug_launcher.
+    """
+    resolved = current(from_code("debug_launcher", {"num_processes": num_processes, "cpu": True}))
+    _run_forked(function, args, resolved, num_processes=num_processes, num_accelerators=0, interval=0.1)
+
+
+def _refuse(**settings: tuple[int, int]) -> None:
+    for name, (value, only) in settings.items():
+        if value != only:
+            raise UsageError(
+                f"notebook_launcher({name}={value}) is not offered: it runs once, on this machine",
+                where=f"code notebook_launcher({name}=)",
+                do=f"leave {name} out; or write the function to a script and start that with echelon launch",
+            )
+
+
+def _tell_without_effect(**settings: tuple[object, object]) -> None:
+    names = [name for name, (value, default) in settings.items() if value != default]
+    if names:
+        warn(
+            f"notebook_launcher: {', '.join(names)} without effect: processes of one machine meet on a free port of the "
+            "loopback interface"
+        )
+
+
+def _count_devices() -> int:
+    # Otherwise torch asks the CUDA runtime itself, and no process forked later could use it.
+    with environ.patch({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
+        return num_devices()
+
+
+def _run_forked(
+    function: Callable[..., object],
+    args: Sequence[object],
+    resolved: Resolved[RunConfig],
+    *,
+    num_processes: int,
+    num_accelerators: int,
+    interval: float,
+) -> None:
+    if not hasattr(os, "fork"):
+        raise LaunchError(
+            "this system cannot fork, and only a forked process can run a function of a notebook",
+            do="write the function to a script and start that with echelon launch",
+        )
+    _refuse_process_group()
+    variables = rank_variables(
+        resolved, num_processes=num_processes, num_threads=1, has_accelerator=num_accelerators > 0
+    )
+    output = _Output.open(num_processes)
+    try:
+        child = _Child(
+            function=function,
+            args=tuple(args),
+            variables=variables,
+            uses_device=num_accelerators > 0 and not resolved.value.cpu,
+            output=output,
+        )
+        with warnings.catch_warnings():
+            # Python >= 3.12 warns of every fork beside threads; the head of this file says what is done about it.
+            warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+            context = spawn(child, nprocs=num_processes, join=False, start_method="fork")
+        assert context is not None
+        output.close_write_ends()
+        try:
+            while not context.join(timeout=0 if output.is_open else interval):
+                output.relay(timeout=interval)
+        except BaseException:
+            context.terminate()  # the cell was interrupted, or a rank failed: leave nothing behind
+            raise
+        finally:
+            output.drain()
+    finally:
+        output.close()
+
+
+def _refuse_process_group() -> None:
+    import torch.distributed as dist  # noqa: PLC0415 - torch-free floor
+
+    if dist.is_available() and dist.is_initialized():
+        raise UsageError(
+            "this kernel is itself in a process group, which forked processes cannot leave or use",
+            do="end it (echelon.distributed.cleanup() or torch.distributed.destroy_process_group()), then launch",
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Output:
+    """The pipes from the children: for each rank, stdout and stderr, as (read end, write end)."""
+
+    pipes: list[dict[Literal["stdout", "stderr"], tuple[int, int]]]
+    readers: dict[int, tuple[Literal["stdout", "stderr"], codecs.IncrementalDecoder]] = field(default_factory=dict)
+    writers: set[int] = field(default_factory=set)
+
+    @classmethod
+    def open(cls, num_processes: int) -> _Output:
+        output = cls(pipes=[{"stdout": os.pipe(), "stderr": os.pipe()} for _ in range(num_processes)])
+        for pipes in output.pipes:
+            for name, (read_end, write_end) in pipes.items():
+                output.readers[read_end] = (name, codecs.getincrementaldecoder("utf-8")("replace"))
+                output.writers.add(write_end)
+        return output
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self.readers)
+
+    def take_over(self, rank: int) -> None:
+        """In the child ``rank``: send all that is printed, by Python or by native code, into its pipes."""
+        for name, number in (("stdout", 1), ("stderr", 2)):
+            os.dup2(self.pipes[rank][name][1], number)  # type: ignore[index]
+            stream = open(  # noqa: SIM115 - for the life of the process
+                number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
+            )
+            setattr(sys, name, stream)
+        self.close()
+
+    def relay(self, *, timeout: float) -> None:
+        """Show what has come, or comes within ``timeout`` seconds."""
+        for end in wait(list(self.readers), timeout):
+            assert isinstance(end, int), end
+            name, decoder = self.readers[end]
+            data = os.read(end, 1 << 16)
+            target: IO[str] = sys.stdout if name == "stdout" else sys.stderr
+            target.write(decoder.decode(data, final=not data))
+            target.flush()
+            if not data:
+                del self.readers[end]
+                os.close(end)
+
+    def drain(self) -> None:
+        """Show what is left; what keeps a pipe open does not hold us up."""
+        deadline = time.monotonic() + _LAST_WORDS.total_seconds()
+        while self.readers and (left := deadline - time.monotonic()) > 0:
+            self.relay(timeout=left)
+
+    def close_write_ends(self) -> None:
+        while self.writers:
+            os.close(self.writers.pop())
+
+    def close(self) -> None:
+        self.close_write_ends()
+        while self.readers:
+            os.close(self.readers.popitem()[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Child:
+    """What each forked process runs, after ``spawn`` has set its rank."""
+
+    function: Callable[..., object]
+    args: tuple[object, ...]
+    variables: Mapping[str, str]
+    uses_device: bool
+    output: _Output
+
+    def __call__(self, rank: int) -> None:
+        worker._die_with_parent()  # torch asks for SIGINT then, which native code never sees
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a kernel's own handler would not run inside a collective
+        self.output.take_over(rank)
+        environ.write(self.variables)
+        _keep_to_one_thread()
+        if self.uses_device:
+            _check_device()
+        self.function(*self.args)
+
+
+def _keep_to_one_thread() -> None:
+    import torch  # noqa: PLC0415 - torch-free floor
+
+    set_num_threads = torch.set_num_threads
+    set_num_threads(1)
+
+    def keep(nthreads: int) -> None:
+        if nthreads > 1:
+            warn(
+                f"torch.set_num_threads({nthreads}) is left out: the kernel's threads do not survive a fork, and torch "
+                "would wait for them for ever; a script started with echelon launch can use more"
+            )
+
+    torch.set_num_threads = keep
+
+
+def _check_device() -> None:
+    """Refuse a device that the kernel has used: here every use of it would fail, with a less helpful message."""
+    import torch  # noqa: PLC0415 - torch-free floor
+
+    module: Any = torch.get_device_module()
+    is_in_bad_fork: Callable[[], bool] = getattr(module, "_is_in_bad_fork", lambda: False)
+    reason = ""
+    if is_in_bad_fork():
+        reason = "a cell has used it already (a tensor on it, or torch.cuda.is_available())"
+    else:
+        try:
+            torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if "fork" not in str(error):
+                raise
+            reason = "a cell has run a backward pass already, which starts torch's device threads"
+    if reason:
+        raise LaunchError(
+            f"the {torch.accelerator.current_accelerator()} device cannot be used in a process forked from this kernel: {reason}",
+            do="restart the kernel, and do that in the function only; or train on the CPU (ECHELON_CPU=1)",
+        )

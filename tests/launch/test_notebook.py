@@ -1,0 +1,290 @@
+"""``notebook_launcher`` in a real kernel: every function is defined in a cell, and one kernel runs all the cells.
+
+The client of the kernel (nbclient, zmq, an event loop) lives in a process of its own: its threads, sockets and warnings
+are no business of these tests.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from echelon.base.errors import ConfigError, UsageError
+from echelon.base.warnings import EchelonWarning
+from echelon.launch.notebook import debug_launcher, notebook_launcher
+from tests.launch.conftest import Command
+
+_LIMIT_S = 120
+_CELL_LIMIT_S = 30  # then it is interrupted: a cell that hangs fails its own test only
+_INTERRUPT_AFTER_S = 6
+
+_CLIENT = """
+import json, sys
+import nbformat
+from nbclient import NotebookClient
+
+cells, limit_s, interrupt_after_s = json.load(sys.stdin)
+notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in cells.values()])
+client = NotebookClient(
+    notebook,
+    kernel_name="python3",
+    allow_errors=True,
+    interrupt_on_timeout=True,
+    timeout_func=lambda cell: interrupt_after_s if cell.source == cells["interrupted"] else limit_s,
+)
+client.execute()
+json.dump([cell.outputs for cell in notebook.cells], sys.stdout)
+"""
+
+_CELLS = {
+    "define": """
+import os
+import psutil
+import torch
+from echelon import Accelerator
+from echelon.launch.notebook import debug_launcher, notebook_launcher
+
+torch.set_num_threads(2)
+
+def train(start):
+    accelerator = Accelerator()
+    rank, world = accelerator.process_index, accelerator.num_processes
+    everyone = accelerator.gather(torch.tensor([start + rank]))
+    print(f"rank {rank} of {world} on {accelerator.device.type}: {everyone.tolist()} {accelerator.mixed_precision}")
+    accelerator.end_training()
+
+def learn():
+    print("threads", torch.get_num_threads())
+    torch.set_num_threads(2)
+    accelerator = Accelerator()
+    torch.manual_seed(0)
+    model = accelerator.prepare(torch.nn.Linear(300, 300))
+    accelerator.backward(model(torch.randn(300, 300)).relu().sum())
+    accelerator.print("learned", accelerator.num_processes)
+    accelerator.end_training()
+
+def fail_on_one():
+    accelerator = Accelerator()
+    accelerator.wait_for_everyone()
+    if accelerator.process_index == 1:
+        raise ValueError("bad sample 17")
+    accelerator.wait_for_everyone()
+
+def speak():
+    os.system("echo from a command")
+    print("an error line", file=__import__("sys").stderr)
+
+def wait_for_ever():
+    print("waiting", flush=True)
+    Accelerator().wait_for_everyone()
+    if int(os.environ["RANK"]) == 1:
+        torch.distributed.barrier()  # deep inside native code
+    __import__("time").sleep(1000)
+""",
+    "first": "notebook_launcher(train, args=(10,), num_processes=2)",
+    "second": "notebook_launcher(train, (20,), num_processes=2, mixed_precision='bf16')",
+    "debug": "debug_launcher(train, (30,), num_processes=3)",
+    "autograd": """
+a = torch.randn(600, 600, requires_grad=True)
+(a @ a).relu().sum().backward()  # starts torch's threads, which no forked process has
+""",
+    "after autograd": "notebook_launcher(learn, num_processes=2)",
+    "failing": "notebook_launcher(fail_on_one, num_processes=2)",
+    "all streams": "notebook_launcher(speak, num_processes=2)",
+    "alone": """
+before = dict(os.environ)
+def alone(kernel):
+    print(kernel == os.getpid(), Accelerator().mixed_precision)
+notebook_launcher(alone, (os.getpid(),), num_processes=1, mixed_precision="bf16")
+print(before == dict(os.environ))
+""",
+    "wrong precision": "notebook_launcher(train, (1,), num_processes=2, mixed_precision='bf17')",
+    "interrupted": "notebook_launcher(wait_for_ever, num_processes=2)",
+    "left over": "print(psutil.Process().children(recursive=True))",
+    "group": """
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+notebook_launcher(train, (1,), num_processes=2)
+""",
+}
+
+
+@dataclass(frozen=True)
+class _Shown:
+    out: str
+    err: str
+    error: str
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, _Shown]:
+    """What each cell showed, by its name."""
+    folder = tmp_path_factory.mktemp("notebook")
+    result = subprocess.run(
+        [sys.executable, "-c", _CLIENT],
+        input=json.dumps([_CELLS, _CELL_LIMIT_S, _INTERRUPT_AFTER_S]),
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=_environment(folder),
+        timeout=_LIMIT_S,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return {name: _read(outputs) for name, outputs in zip(_CELLS, json.loads(result.stdout))}
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    foreign = ("ECHELON_", "ACCELERATE_", "GLOO_", "TORCHELASTIC_", "OMP_")
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(foreign) and k not in ("RANK", "WORLD_SIZE")}
+    # A kernel writes its history and its sockets' addresses somewhere: not into the home of who runs the tests.
+    own = dict.fromkeys(("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"), str(folder))
+    return {**inherited, **own, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def _read(outputs: list[dict[str, object]]) -> _Shown:
+    text = {"stdout": "", "stderr": "", "error": ""}
+    for output in outputs:
+        if output["output_type"] == "stream":
+            text[str(output["name"])] += str(output["text"])
+        elif output["output_type"] == "error":
+            text["error"] += f"{output['ename']}: {output['evalue']}"
+    return _Shown(text["stdout"], text["stderr"], text["error"])
+
+
+def _lines(text: str) -> list[str]:
+    return sorted(text.splitlines())
+
+
+def test_a_function_of_a_cell_runs_on_every_rank(shown: dict[str, _Shown]) -> None:
+    assert shown["define"] == _Shown("", "", "")
+    assert shown["first"].error == ""
+    assert _lines(shown["first"].out) == ["rank 0 of 2 on cpu: [10, 11] no", "rank 1 of 2 on cpu: [10, 11] no"]
+
+
+def test_it_runs_twice_in_one_kernel_and_mixed_precision_has_effect(shown: dict[str, _Shown]) -> None:
+    assert shown["second"].error == ""
+    assert _lines(shown["second"].out) == ["rank 0 of 2 on cpu: [20, 21] bf16", "rank 1 of 2 on cpu: [20, 21] bf16"]
+
+
+def test_debug_launcher_runs_on_the_cpu(shown: dict[str, _Shown]) -> None:
+    assert shown["debug"].error == ""
+    assert _lines(shown["debug"].out) == [f"rank {rank} of 3 on cpu: [30, 31, 32] no" for rank in range(3)]
+
+
+def test_it_trains_after_a_backward_in_the_kernel(shown: dict[str, _Shown]) -> None:
+    assert shown["autograd"].error == shown["after autograd"].error == ""
+    assert _lines(shown["after autograd"].out) == ["learned 2", "threads 1", "threads 1"]
+
+
+def test_more_threads_are_left_out_with_one_warning(shown: dict[str, _Shown]) -> None:
+    assert shown["after autograd"].err.count("torch.set_num_threads(2) is left out") == 1
+
+
+def test_the_rank_that_failed_is_named_with_its_traceback(shown: dict[str, _Shown]) -> None:
+    error = shown["failing"].error
+    assert error.startswith("LaunchError: rank 1 failed first: ValueError: bad sample 17")
+    assert "Traceback (most recent call last):" in error
+    assert "in fail_on_one" in error
+
+
+def test_all_that_the_ranks_print_is_shown_in_the_cell(shown: dict[str, _Shown]) -> None:
+    assert _lines(shown["all streams"].out) == ["from a command", "from a command"]
+    assert _lines(shown["all streams"].err) == ["an error line", "an error line"]
+
+
+def test_one_process_is_the_kernel_itself(shown: dict[str, _Shown]) -> None:
+    assert shown["alone"] == _Shown("True bf16\nTrue\n", "", "")
+
+
+def test_a_wrong_precision_names_the_choices(shown: dict[str, _Shown]) -> None:
+    assert shown["wrong precision"].error.startswith("ConfigError: mixed_precision='bf17' is not one of no, fp16, bf16")
+
+
+def test_interrupting_the_cell_stops_the_ranks(shown: dict[str, _Shown]) -> None:
+    assert _lines(shown["interrupted"].out) == ["waiting", "waiting"]
+    assert shown["interrupted"].error.startswith("KeyboardInterrupt")
+    assert shown["left over"].out == "[]\n"
+
+
+def test_a_kernel_in_a_process_group_is_refused(shown: dict[str, _Shown]) -> None:
+    assert "this kernel is itself in a process group" in shown["group"].error
+
+
+_STUCK = """
+import pathlib
+import torch.distributed as dist
+from echelon.launch.notebook import notebook_launcher
+
+def stuck():
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    pathlib.Path(str(rank)).touch()
+    while rank == 0:  # deaf to all but SIGKILL, as native code is
+        try:
+            __import__("time").sleep(1000)
+        except KeyboardInterrupt:
+            pass
+    dist.barrier()
+
+notebook_launcher(stuck, num_processes=2)
+"""
+
+
+def test_the_ranks_end_when_the_kernel_is_killed(command: Command) -> None:
+    kernel = command.start([sys.executable, command.write("stuck.py", _STUCK)])
+    command.wait_for_files("0", "1")
+    kernel.kill()
+    kernel.wait()
+    command.wait_for(lambda: not command.left_over(), "the ranks to end")
+
+
+def test_the_signatures_are_those_of_accelerate() -> None:
+    # Read from accelerate 1.15.0; it has no annotations.
+    assert _defaults(notebook_launcher) == {
+        "function": inspect.Parameter.empty,
+        "args": (),
+        "num_processes": None,
+        "mixed_precision": "no",
+        "use_port": "29500",
+        "master_addr": "127.0.0.1",
+        "node_rank": 0,
+        "num_nodes": 1,
+        "rdzv_backend": "static",
+        "rdzv_endpoint": "",
+        "rdzv_conf": None,
+        "rdzv_id": "none",
+        "max_restarts": 0,
+        "monitor_interval": 0.1,
+        "log_line_prefix_template": None,
+    }
+    assert _defaults(debug_launcher) == {"function": inspect.Parameter.empty, "args": (), "num_processes": 2}
+
+
+def _defaults(function: object) -> dict[str, object]:
+    assert callable(function)
+    return {p.name: p.default for p in inspect.signature(function).parameters.values()}
+
+
+@pytest.mark.parametrize("name", ["num_nodes", "node_rank", "max_restarts"])
+def test_what_needs_a_launcher_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=rf"notebook_launcher\({name}=2\) is not offered"):
+        notebook_launcher(print, num_processes=2, **{name: 2})  # type: ignore[arg-type]
+
+
+def test_no_process_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="num_processes=0 is below 1"):
+        notebook_launcher(print, num_processes=0)
+
+
+def test_a_port_of_the_users_own_has_no_effect_and_that_is_said() -> None:
+    called: list[int] = []
+    with pytest.warns(EchelonWarning, match="use_port without effect"):
+        notebook_launcher(called.append, (7,), num_processes=1, use_port="29501")
+    assert called == [7]

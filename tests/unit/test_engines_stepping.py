@@ -1,0 +1,62 @@
+"""Clipping as torch's, bit for bit; a scaler that says whether a step was taken."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from echelon.engines.stepping import Stepper, clip_gradients
+
+
+def _gradients(dtypes: list[torch.dtype], scale: float) -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(3, 4 + i).to(dtype)) for i, dtype in enumerate(dtypes)]
+    for p in parameters[:-1]:  # the last one has none
+        p.grad = (torch.randn(p.shape) * scale).to(p.dtype)
+    return parameters
+
+
+@pytest.mark.parametrize(
+    "dtypes", [[torch.float32] * 4, [torch.float64] * 3, [torch.float32, torch.bfloat16] * 2, [torch.float32]]
+)
+@pytest.mark.parametrize(
+    ("scale", "norm_type"), [(10.0, 2.0), (1e-3, 2.0), (10.0, 1.0), (10.0, float("inf")), (0.0, 2.0)]
+)
+def test_clipping_is_torch_s(dtypes: list[torch.dtype], scale: float, norm_type: float) -> None:
+    mine, theirs = _gradients(dtypes, scale), _gradients(dtypes, scale)
+    norm = clip_gradients(iter(mine), 1.0, norm_type)
+    expected = nn.utils.clip_grad_norm_(theirs, 1.0, norm_type=norm_type)
+    assert torch.equal(norm, expected)
+    for p, q in zip(mine, theirs):
+        assert (p.grad is None) == (q.grad is None)
+        assert p.grad is None or torch.equal(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_the_scaler_left_out_is_known(fused: bool) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=fused)
+    stepper = Stepper(torch.amp.GradScaler("cpu", init_scale=4.0))
+    taken = []
+    for factor in (1.0, float("inf"), 1.0):
+        optimizer.zero_grad()
+        stepper.scale((parameter * factor).sum()).backward()
+        before = parameter.detach().clone()
+        told = stepper.step(optimizer)
+        taken.append((told, not torch.equal(before, parameter)))
+    assert taken == [(True, True), (False, False), (True, True)]
+
+
+def test_the_scale_changes_after_the_steps_of_all_optimizers() -> None:
+    """The second optimizer is unscaled by the scale of its own backward pass, not by one that the first one's inf halved."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    stepper = Stepper(scaler)
+    bad, good = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    first, second = torch.optim.SGD([bad], lr=1.0), torch.optim.SGD([good], lr=1.0)
+    stepper.scale((bad * float("inf")).sum() + good.sum()).backward()
+    assert stepper.step(first) is False
+    assert stepper.step(second) is True
+    assert good.tolist() == [0.0, 0.0]
+    stepper.scale(good.sum())
+    assert scaler.get_scale() == 4.0
