@@ -160,7 +160,7 @@ def fabric(batches: Batches) -> None:
 
 
 def train(library: Any, batches: Batches, max_norm: float) -> None:
-    """The same call for both Trainers: no log, no evaluation, no checkpoint, no bar; they do the plain loop's work."""
+    """The same call for both Trainers: no log, no evaluation, no checkpoint, no bar."""
     model, optimizer, scheduler, _ = parts(batches)
     with tempfile.TemporaryDirectory() as folder:
         arguments = library.TrainingArguments(
@@ -272,7 +272,7 @@ def report(found: dict[str, list[float]], *, rounds: int, steps: int) -> str:
 A 16-32-4 MLP, batches of {BATCH}, AdamW, a scheduler; one process, one thread. Microseconds of CPU time per step (waiting for a
 busy machine does not count), the median of {rounds} rounds; a round is the best of {TURNS} turns of {steps} steps, each with fresh
 objects, and the variants take turns.
-Every variant does the work of a plain loop; the Trainers clip gradients by default, so they appear with and without.
+The Trainers clip gradients by default, so they appear with and without; transformers computes the norm in both cases.
 
 {table(found)}
 

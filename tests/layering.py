@@ -52,6 +52,7 @@ FACES = frozenset(
     {
         "big_modeling",
         "checkpointing",
+        "commands",
         "data_loader",
         "hooks",
         "inference",

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
         InitProcessGroupKwargs,
         PartialState,
     )
+    from echelon.accelerator.loaders import skip_first_batches
+    from echelon.accelerator.local_sgd import LocalSGD
     from echelon.base.errors import EchelonError
+    from echelon.data.share import share_dataset
     from echelon.launch.notebook import debug_launcher, notebook_launcher
     from echelon.trainer import (
         CallbackHandler,
@@ -46,6 +49,12 @@ if TYPE_CHECKING:
         default_data_collator,
         get_scheduler,
     )
+    from echelon.utils import (
+        DDPCommunicationHookType,
+        ProfileKwargs,
+        find_executable_batch_size,
+        synchronize_rng_states,
+    )
     from echelon.world.seed import set_seed
     from echelon.world.world import World
 
@@ -55,6 +64,7 @@ _LAZY = {
     "Accelerator": "echelon.accelerator",
     "AutocastKwargs": "echelon.accelerator",
     "CallbackHandler": "echelon.trainer",
+    "DDPCommunicationHookType": "echelon.utils",
     "DataLoaderConfiguration": "echelon.accelerator",
     "DefaultFlowCallback": "echelon.trainer",
     "DistributedDataParallelKwargs": "echelon.accelerator",
@@ -68,11 +78,13 @@ _LAZY = {
     "HubStrategy": "echelon.trainer",
     "InitProcessGroupKwargs": "echelon.accelerator",
     "IntervalStrategy": "echelon.trainer",
+    "LocalSGD": "echelon.accelerator.local_sgd",
     "OptimizerNames": "echelon.trainer",
     "ParallelMode": "echelon.trainer",
     "PartialState": "echelon.accelerator",
     "PredictionOutput": "echelon.trainer",
     "PrinterCallback": "echelon.trainer",
+    "ProfileKwargs": "echelon.utils",
     "ProgressCallback": "echelon.trainer",
     "SaveStrategy": "echelon.trainer",
     "SchedulerType": "echelon.trainer",
@@ -86,15 +98,20 @@ _LAZY = {
     "debug_launcher": "echelon.launch.notebook",
     "default_data_collator": "echelon.trainer",
     "distributed": "",
+    "find_executable_batch_size": "echelon.utils",
     "get_scheduler": "echelon.trainer",
     "notebook_launcher": "echelon.launch.notebook",
     "set_seed": "echelon.world.seed",
+    "share_dataset": "echelon.data.share",
+    "skip_first_batches": "echelon.accelerator.loaders",
+    "synchronize_rng_states": "echelon.utils",
 }
 
 __all__ = [
     "Accelerator",
     "AutocastKwargs",
     "CallbackHandler",
+    "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DefaultFlowCallback",
     "DistributedDataParallelKwargs",
@@ -108,11 +125,13 @@ __all__ = [
     "HubStrategy",
     "InitProcessGroupKwargs",
     "IntervalStrategy",
+    "LocalSGD",
     "OptimizerNames",
     "ParallelMode",
     "PartialState",
     "PredictionOutput",
     "PrinterCallback",
+    "ProfileKwargs",
     "ProgressCallback",
     "SaveStrategy",
     "SchedulerType",
@@ -127,9 +146,13 @@ __all__ = [
     "debug_launcher",
     "default_data_collator",
     "distributed",
+    "find_executable_batch_size",
     "get_scheduler",
     "notebook_launcher",
     "set_seed",
+    "share_dataset",
+    "skip_first_batches",
+    "synchronize_rng_states",
 ]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from echelon import Accelerator, AutocastKwargs, DataLoaderConfiguration, GradientAccumulationPlugin
 from echelon.base import environ
@@ -86,19 +86,6 @@ def test_unequal_shapes_are_listed_for_each_rank() -> None:
     assert "rank 0: gather float32[1]" in str(error)
     assert "rank 1: gather float32[2]" in str(error)
     assert "pad_across_processes" in str(error)
-
-
-class _Stream(IterableDataset[int]):
-    def __iter__(self) -> Any:
-        return iter(range(3))
-
-
-def _iterable() -> None:
-    Accelerator().prepare(DataLoader(_Stream()))
-
-
-def test_an_iterable_dataset_on_two_ranks() -> None:
-    assert "cannot cut an iterable dataset" in str(_raised(_iterable))
 
 
 @pytest.mark.parametrize(

@@ -251,7 +251,7 @@ def _misuse(what: str) -> None:
     ("what", "text"),
     [
         ("object", "not float ({'loss': float})"),
-        ("reduction", "reduction='median' is not one of mean, sum, none"),
+        ("reduction", "reduction='median' is not one of mean, sum, max, none"),
         ("source", "from_process=2 is not one of the ranks [0, 1]"),
     ],
 )

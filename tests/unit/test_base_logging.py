@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -76,3 +79,50 @@ def test_an_exception_brings_its_traceback(caplog: pytest.LogCaptureFixture) -> 
     except ZeroDivisionError:
         get_logger(NAME).exception("it broke")
     assert "ZeroDivisionError: planted" in caplog.text
+
+
+def test_stacklevel_counts_from_the_caller(caplog: pytest.LogCaptureFixture) -> None:
+    def inner() -> None:
+        get_logger(NAME).info("hello", stacklevel=2)
+        get_logger(NAME).log(logging.INFO, "hello", stacklevel=2)
+
+    inner()
+    assert [record.funcName for record in caplog.records] == ["test_stacklevel_counts_from_the_caller"] * 2
+
+
+_ON_3_10 = """
+import logging, sys
+from echelon.base.logging import get_logger
+
+seen = []
+handler = logging.Handler()
+handler.emit = lambda record: seen.append(record.funcName)
+logging.getLogger("x").addHandler(handler)
+
+def inner(**kwargs):
+    get_logger("x").warning("a", **kwargs)
+    get_logger("x").log(logging.WARNING, "b", **kwargs)
+
+def outer():
+    inner(stacklevel=2)
+
+inner()
+outer()
+print(seen)
+"""
+
+
+def test_python_3_10_names_the_same_lines() -> None:
+    """It counts frames of the logging module on the way to the caller, and later versions do not."""
+    python = shutil.which("python3.10")
+    if python is None or subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode:
+        pytest.skip("NOT RUN: there is no python3.10 on the PATH that starts")
+    source = str(Path(__file__).resolve().parents[2] / "src")
+    result = subprocess.run(
+        [python, "-c", _ON_3_10],
+        env={"PYTHONPATH": source, "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout.strip() == "['inner', 'inner', 'outer', 'outer']"

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from echelon.accelerator.current import note_accelerator
 from echelon.accelerator.enums import DistributedType
 from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.handlers import (
@@ -23,10 +24,15 @@ from echelon.accelerator.handlers import (
     InitProcessGroupKwargs,
     KwargsHandler,
 )
+from echelon.accelerator.loaders import rng_types_beside_order, skip_first_batches
 from echelon.accelerator.metrics import gather_samples
 from echelon.accelerator.optimizer import AcceleratedOptimizer
 from echelon.accelerator.plugins import DataLoaderConfiguration, GradientAccumulationPlugin
+from echelon.accelerator.profiling import ProfileKwargs, profile
+from echelon.accelerator.project import ProjectConfiguration
 from echelon.accelerator.scheduler import AcceleratedScheduler
+from echelon.accelerator.state import AcceleratorState, only_if
+from echelon.accelerator.tracking import Tracking
 from echelon.accelerator.unprepared import refuse_unprepared_loader
 from echelon.accelerator.window import Window
 from echelon.base.capabilities import Capabilities
@@ -35,6 +41,7 @@ from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 from echelon.config.sources import current, from_code
 from echelon.data.loader import LoaderOptions, PreparedLoader, prepare_loader
+from echelon.data.split import split_between_processes
 from echelon.distributed import collectives, control
 from echelon.distributed.setup import cleanup, setup
 from echelon.distributed.tree import rebuild_like
@@ -106,9 +113,6 @@ class Accelerator:
             fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
-            log_with=log_with,
-            project_dir=project_dir,
-            project_config=project_config,
             dynamo_backend=dynamo_backend,
             dynamo_plugin=dynamo_plugin,
             deepspeed_plugins=deepspeed_plugins,
@@ -128,12 +132,19 @@ class Accelerator:
             or GradientAccumulationPlugin(num_steps=self._config.value.gradient_accumulation_steps)
         )
         self.step = 0
+        self.rng_types = ["generator"] if rng_types is None else list(rng_types)
+        self.project_configuration = project_config or ProjectConfiguration(project_dir=project_dir)
+        if project_dir is not None and self.project_configuration.project_dir is None:
+            self.project_configuration.set_directories(project_dir)
+        self._tracking = Tracking(log_with, self.project_configuration)
+        self._triggered = False
 
         self._precision = PrecisionPolicy(
             mode=self._config.value.mixed_precision,
             device_type=self._world.device.type,
             autocast_options=handlers[AutocastKwargs].to_kwargs(),
         )
+        self.profile_handler: ProfileKwargs = handlers[ProfileKwargs]
         self.scaler = self._precision.make_scaler(handlers[GradScalerKwargs].to_kwargs())
         self._engine = _make_engine(engine, self._world, self.scaler, handlers[DistributedDataParallelKwargs])
         self._window = Window(world_size=self._world.world_size, total_of=self._total_of)
@@ -146,6 +157,12 @@ class Accelerator:
         self._schedulers: list[AcceleratedScheduler] = []
         self._dataloaders: list[PreparedLoader] = []
         self._originals: dict[int, tuple[object, Any]] = {}  # id of what was given -> (it, what it became)
+        note_accelerator(self)
+
+    @property
+    def state(self) -> AcceleratorState:
+        """The facts under the names of Accelerate's state."""
+        return AcceleratorState.of(self)
 
     # ---- who am I ----------------------------------------------------------------------------------------------------
 
@@ -262,6 +279,16 @@ class Accelerator:
         return self.dataloader_config.use_seedable_sampler
 
     @property
+    def dispatch_batches(self) -> bool | None:
+        """See ``DataLoaderConfiguration``."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """See ``DataLoaderConfiguration``."""
+        return self.dataloader_config.use_stateful_dataloader
+
+    @property
     def non_blocking(self) -> bool:
         """See ``DataLoaderConfiguration``."""
         return self.dataloader_config.non_blocking
@@ -300,11 +327,13 @@ class Accelerator:
             UsageError: no scalar, no graph, weights that contradict each other, or (once, on several processes) a
                 loader that was not prepared.
         """
-        if not isinstance(loss, torch.Tensor) or loss.grad_fn is None or (loss.dim() > 0 and loss.numel() != 1):
+        if not isinstance(loss, torch.Tensor) or not loss.requires_grad or (loss.dim() > 0 and loss.numel() != 1):
             _check_loss(loss, kwargs)
         if not self._is_data_checked:
             self._check_data()
         state, inside = self.gradient_state, self._accumulating is not None
+        if state.sync_gradients:
+            self._require_every_rank("backward()")
         if num_items is None:
             scale, factor = self._window.plain(num_steps=state.num_steps, inside=inside, sync=state.sync_gradients)
         else:
@@ -322,7 +351,8 @@ class Accelerator:
             return
         given = self._optimizers if optimizer is None else optimizer
         for one in given if isinstance(given, (list, tuple)) else [given]:
-            self._engine.unscale(one.optimizer if isinstance(one, AcceleratedOptimizer) else one)
+            inner = one.optimizer if isinstance(one, AcceleratedOptimizer) else one
+            self._engine.unscale(inner, unsynced=self._is_local())
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Scale the gradients so that their norm over the whole model is at most ``max_norm``; return the norm before.
@@ -330,9 +360,7 @@ class Accelerator:
         Collective: where parameters are sharded, or the step guard has to reduce.
         """
         self.unscale_gradients()
-        return self._engine.clip_grad_norm(
-            _as_iterable(parameters), max_norm, norm_type, unsynced=not self.sync_gradients
-        )
+        return self._engine.clip_grad_norm(_as_iterable(parameters), max_norm, norm_type, unsynced=self._is_local())
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clamp every gradient to ``[-clip_value, clip_value]``.
@@ -340,7 +368,11 @@ class Accelerator:
         Collective: where the step guard has to reduce.
         """
         self.unscale_gradients()
-        self._engine.clip_grad_value(_as_iterable(parameters), clip_value, unsynced=not self.sync_gradients)
+        self._engine.clip_grad_value(_as_iterable(parameters), clip_value, unsynced=self._is_local())
+
+    def _is_local(self) -> bool:
+        """Are the gradients still each rank's own: in mid-window, or in a ``no_sync(unsynced=True)``?"""
+        return not self.sync_gradients or any(optimizer.unsynced for optimizer in self._optimizers)
 
     def _begin_micro_step(self) -> bool:
         state = self.gradient_state
@@ -373,6 +405,12 @@ class Accelerator:
         self._is_data_checked = True
         if not self.gradient_state.in_dataloader:
             refuse_unprepared_loader(num_processes=self.num_processes, unsharded=self._unsharded)
+
+    def _require_every_rank(self, operation: str) -> None:
+        """Say which rank has run out of batches, in the place of waiting for it (an uneven loader, outside join)."""
+        loader = self.gradient_state.active_dataloader
+        if loader is not None:
+            loader.require_every_rank(operation)
 
     def allow_unsharded(self, loader: DataLoader[T]) -> DataLoader[T]:
         """Let every process read all of ``loader``, on purpose; returns it."""
@@ -442,17 +480,25 @@ class Accelerator:
     def _note(self, given: object, became: Any) -> None:
         self._originals[id(given)] = (given, became)
 
-    def _prepare_loader(self, loader: DataLoader[Any], place: bool) -> PreparedLoader:
+    def _prepare_loader(self, loader: DataLoader[Any], place: bool, slice_fn: Any = None) -> PreparedLoader:
         config = self.dataloader_config
         options = LoaderOptions(
             split_batches=config.split_batches,
+            dispatch_batches=config.dispatch_batches,
             even_batches=config.even_batches,
             use_seedable_sampler=config.use_seedable_sampler,
             data_seed=config.data_seed,
             non_blocking=config.non_blocking,
+            use_stateful_dataloader=config.use_stateful_dataloader,
+            rng_types=rng_types_beside_order(self.rng_types),
         )
         prepared = prepare_loader(
-            loader, world=self._world, options=options, reading=self.gradient_state.reading, place=place
+            loader,
+            world=self._world,
+            options=options,
+            reading=self.gradient_state.reading,
+            place=place,
+            slice_fn=slice_fn,
         )
         self._dataloaders.append(prepared)
         return prepared
@@ -498,13 +544,22 @@ class Accelerator:
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> PreparedLoader:
         """Prepare one DataLoader."""
-        prepared: PreparedLoader = self.prepare(data_loader, device_placement=[device_placement])
-        return prepared
+        if slice_fn_for_dispatch is None or id(data_loader) in self._originals:
+            prepared: PreparedLoader = self.prepare(data_loader, device_placement=[device_placement])
+            return prepared
+        place = self.device_placement if device_placement is None else device_placement
+        self._note(data_loader, self._prepare_loader(data_loader, place, slice_fn_for_dispatch))
+        return self._dataloaders[-1]
+
+    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+        """Return ``dataloader`` without the first ``num_batches`` of its next pass; map-style data is not read for it."""
+        return skip_first_batches(dataloader, num_batches)
 
     # ---- talking to the other ranks ----------------------------------------------------------------------------------
 
     def gather(self, tensor: Any) -> Any:
         """Concatenate each tensor of nested data over the processes. Collective. See ``echelon.distributed.gather``."""
+        self._require_every_rank("gather()")
         return collectives.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -519,14 +574,17 @@ class Accelerator:
         loader = self.gradient_state.active_dataloader
         if self.num_processes == 1:
             return input_data
+        self._require_every_rank("gather_for_metrics()")
         return gather_samples(input_data, loader.last_step if loader is not None else None, objects=use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Sum or average nested tensors over the processes. Collective. See ``echelon.distributed.reduce``."""
+        self._require_every_rank("reduce()")
         return collectives.reduce(tensor, reduction, scale)  # type: ignore[arg-type]
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Pad nested tensors to the largest size of any process. Collective."""
+        self._require_every_rank("pad_across_processes()")
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def wait_for_everyone(self) -> None:
@@ -544,21 +602,74 @@ class Accelerator:
         with control.main_first():
             yield
 
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """Let one process of each machine run the block alone, then its others. Collective."""
+        with control.main_first(scope="machine"):
+            yield
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Give each process its part of a list, tuple, dict, tensor or dataset; equal parts when ``apply_padding``."""
+        with split_between_processes(
+            inputs, apply_padding, rank=self.process_index, world_size=self.num_processes, device=self.device
+        ) as part:
+            yield part
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """Let processes run out of batches at different steps: the others train on.
+
+        Args:
+            joinables: prepared models (optimizers need nothing).
+            even_batches: of the prepared loaders, inside the block; None: as it is.
+
+        Collective: every process enters.
+        """
+        reading = self.gradient_state.reading
+        before = [(loader, loader.even_batches) for loader in self._dataloaders]
+        if even_batches is not None:
+            for loader in self._dataloaders:
+                loader.even_batches = even_batches
+        reading.joined = True
+        try:
+            with self._engine.join([model for model in joinables if isinstance(model, nn.Module)]):
+                yield
+        finally:
+            reading.joined = False
+            for loader, value in before:
+                loader.even_batches = value
+
+    def set_trigger(self) -> None:
+        """Raise a flag on this process, for ``check_trigger`` on all of them."""
+        self._triggered = True
+
+    def check_trigger(self) -> bool:
+        """Tell every process whether any of them raised the flag, and lower it. Collective."""
+        raised = control.agree(self._triggered)
+        if raised:
+            self._triggered = False
+        return raised
+
+    def on_local_process(self, function: F | None = None, local_process_index: int | None = None) -> Any:
+        """Make ``function`` run on the process ``local_process_index`` of each machine only."""
+        return only_if(self.local_process_index == local_process_index, function)
+
     def on_main_process(self, function: F | None = None) -> Any:
         """Make ``function`` run on rank zero only; elsewhere it returns None."""
-        return _only_if(self.is_main_process, function)
+        return only_if(self.is_main_process, function)
 
     def on_local_main_process(self, function: F | None = None) -> Any:
         """Make ``function`` run on one process of each machine only."""
-        return _only_if(self.is_local_main_process, function)
+        return only_if(self.is_local_main_process, function)
 
     def on_last_process(self, function: F) -> Any:
         """Make ``function`` run on the highest rank only."""
-        return _only_if(self.is_last_process, function)
+        return only_if(self.is_last_process, function)
 
     def on_process(self, function: F | None = None, process_index: int | None = None) -> Any:
         """Make ``function`` run on the rank ``process_index`` only."""
-        return _only_if(self.process_index == process_index, function)
+        return only_if(self.process_index == process_index, function)
 
     # ---- models ------------------------------------------------------------------------------------------------------
 
@@ -616,8 +727,60 @@ class Accelerator:
 
     clear = free_memory
 
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
+        """Return the context of torch's profiler. Collective where a trace is written (``output_trace_dir``)."""
+        return profile(profile_handler or self.profile_handler, rank=self.process_index)
+
+    # ---- trackers ----------------------------------------------------------------------------------------------------
+
+    @property
+    def project_dir(self) -> Any:
+        """Where the run keeps its files."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> Any:
+        """Where trackers write."""
+        return self.project_configuration.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next automatically named checkpoint."""
+        return self.project_configuration.iteration
+
+    @property
+    def log_with(self) -> Any:
+        """The trackers that were asked for."""
+        return self._tracking.log_with
+
+    @property
+    def trackers(self) -> Any:
+        """The trackers that run."""
+        return self._tracking.trackers
+
+    def init_trackers(
+        self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Start the trackers; each decides on which processes it writes.
+
+        Args:
+            project_name: the name of the experiment.
+            config: settings to store with it.
+            init_kwargs: by tracker name, more arguments of its start.
+        """
+        self._tracking.init(project_name, config, init_kwargs)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return a running tracker, or (``unwrap``) the foreign object inside it."""
+        return self._tracking.get(name, unwrap)
+
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
+        """Give ``values`` of ``step`` to every tracker; call it on every process."""
+        self._tracking.log(values, step, log_kwargs)
+
     def end_training(self) -> None:
-        """End the process group. Collective."""
+        """Finish the trackers and end the process group. Collective."""
+        self._tracking.finish()
         cleanup()
 
 
@@ -703,6 +866,7 @@ def _by_kind(handlers: list[KwargsHandler]) -> dict[type, Any]:
         DistributedDataParallelKwargs,
         GradScalerKwargs,
         InitProcessGroupKwargs,
+        ProfileKwargs,
     )
     found: dict[type, Any] = {}
     for handler in handlers:
@@ -734,7 +898,14 @@ def _make_engine(
     if isinstance(engine, Engine):
         return engine
     kind: Any = load(engine or choose(world_size=world.world_size))
-    return kind.from_options(world, scaler=scaler, options=ddp_options.to_kwargs())  # type: ignore[no-any-return]
+    # to_kwargs() is what torch's DDP takes; the communication hook is the engine's own affair.
+    hook = {
+        "comm_hook": str(ddp_options.comm_hook),
+        "comm_wrapper": str(ddp_options.comm_wrapper),
+        "comm_state_option": ddp_options.comm_state_option,
+    }
+    options = {**ddp_options.to_kwargs(), **hook}
+    return kind.from_options(world, scaler=scaler, options=options)  # type: ignore[no-any-return]
 
 
 def _check_loss(loss: Any, kwargs: Mapping[str, Any]) -> None:
@@ -781,16 +952,3 @@ def _replace(argument: Any, originals: Mapping[int, tuple[object, Any]]) -> Any:
     if isinstance(argument, Mapping) and not isinstance(argument, nn.Module):
         return rebuild_like(argument, {key: _replace(item, originals) for key, item in argument.items()})
     return argument
-
-
-def _only_if(condition: bool, function: F | None) -> Any:
-    def decorate(function: F) -> Any:
-        if condition:
-            return function
-
-        def elsewhere(*_args: Any, **_kwargs: Any) -> None:
-            return None
-
-        return elsewhere
-
-    return decorate if function is None else decorate(function)

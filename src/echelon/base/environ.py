@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-__all__ = ["get", "patch", "snapshot", "write"]
+__all__ = ["get", "patch", "restored", "snapshot", "write"]
 
 
 def get(name: str) -> str | None:
@@ -37,3 +37,13 @@ def patch(values: Mapping[str, str | None]) -> Iterator[None]:
         yield
     finally:
         write(before)
+
+
+@contextmanager
+def restored(chosen: Callable[[str], bool]) -> Iterator[None]:
+    """After the ``with`` block, the variables whose names ``chosen`` picks are as before: set, changed or removed ones."""
+    before = {name: value for name, value in os.environ.items() if chosen(name)}
+    try:
+        yield
+    finally:
+        write({name: before.get(name) for name in {*os.environ, *before} if chosen(name)})

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping, MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from echelon.base.rank import known_rank
 
-__all__ = ["RankLogger", "get_logger"]
+__all__ = ["Adapter", "RankLogger", "get_logger", "is_speaker"]
+
+if TYPE_CHECKING:
+    Adapter = logging.LoggerAdapter[logging.Logger]
+else:
+    Adapter = logging.LoggerAdapter  # generic from Python 3.11 on
 
 
-class RankLogger(logging.LoggerAdapter[logging.Logger]):
+class RankLogger(Adapter):
     """A logger whose records come from rank zero only; ``all_ranks=True`` in a call lets every rank speak."""
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
         """Log ``msg % args`` at ``level``; every other method of the logger ends here."""
         all_ranks = bool(kwargs.pop("all_ranks", False))
-        if not self.isEnabledFor(level) or not (all_ranks or known_rank() in (None, 0)):
+        if not self.isEnabledFor(level) or not (all_ranks or is_speaker()):
             return
-        kwargs.setdefault("stacklevel", 2)
-        super().log(level, msg, *args, **kwargs)
+        kwargs["stacklevel"] = _frames_to(kwargs.get("stacklevel", 1))
+        # Not super().log(): it puts one more frame of the logging module between, which Python 3.10 counts.
+        self.logger.log(level, msg, *args, **kwargs)
 
     def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[object, MutableMapping[str, Any]]:
         """Leave the message as it is: ranks are told by the launcher's prefix."""
@@ -30,3 +37,20 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
 def get_logger(name: str, extra: Mapping[str, object] | None = None) -> RankLogger:
     """Return the logger ``name`` that speaks on rank zero; pass ``all_ranks=True`` to a call for every rank."""
     return RankLogger(logging.getLogger(name), dict(extra or {}))
+
+
+def is_speaker() -> bool:
+    """Tell whether this process is rank zero, or the only one as far as is known."""
+    return known_rank() in (None, 0)
+
+
+def _frames_to(stacklevel: int) -> int:
+    """Return the stacklevel, as seen from ``RankLogger.log``, of the ``stacklevel``-th caller.
+
+    From Python 3.11 on frames of the logging module do not count; 3.10 counts them on the way, and skips them only where
+    it arrives at one (``Logger.findCaller`` of each).
+    """
+    if sys.version_info >= (3, 11) or stacklevel == 1:
+        return stacklevel + 1
+    through_info = sys._getframe(2).f_code.co_filename == logging.info.__code__.co_filename
+    return stacklevel + 1 + through_info

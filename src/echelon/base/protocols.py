@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["SupportsSetEpoch", "SupportsStateDict", "SupportsTo"]
+__all__ = ["SupportsSelect", "SupportsSetEpoch", "SupportsShard", "SupportsStateDict", "SupportsTo"]
 
 
 @runtime_checkable
@@ -32,3 +32,26 @@ class SupportsTo(Protocol):
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Return it on the device."""
+
+
+@runtime_checkable
+class SupportsSelect(Protocol):
+    """A dataset that gives a part of itself by indices (Hugging Face datasets)."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    def select(self, indices: Any) -> Any:
+        """Return the samples at ``indices``."""
+
+
+@runtime_checkable
+class SupportsShard(Protocol):
+    """An iterable dataset made of shards that can be dealt whole (Hugging Face datasets)."""
+
+    @property
+    def n_shards(self) -> int:
+        """The number of shards."""
+
+    def shard(self, num_shards: int, index: int) -> Any:
+        """Return every ``num_shards``-th shard from ``index`` on."""

@@ -10,6 +10,7 @@ from torch.utils.data import Sampler
 
 from echelon.base.errors import UsageError
 from echelon.base.protocols import SupportsSetEpoch
+from echelon.data.order import SharedBatches
 
 __all__ = ["DealtBatches", "LastStep"]
 
@@ -47,14 +48,25 @@ class DealtBatches(Sampler[list[int]]):
                 do=f"choose a batch size that is a multiple of {world_size}, or leave split_batches out",
             )
         self.batches = batches
+        """Of all ranks, in one order."""
         self.batch_size = batch_size
         self.drop_last = bool(getattr(batches, "drop_last", False))
         self.rank = rank
         self.world_size = world_size
-        self.even = even
-        self.split = split
+        self.even_batches = even
+        self.split_batches = split
         self.last_step: LastStep | None = None
         """Of the pass that was read to its end; None when every rank had a batch of new samples."""
+
+    @property
+    def batch_sampler(self) -> Any:
+        """The user's batch sampler."""
+        return self.batches.batches if isinstance(self.batches, SharedBatches) else self.batches
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler below it; None when there is none."""
+        return getattr(self.batch_sampler, "sampler", None)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the sampler below."""
@@ -64,16 +76,16 @@ class DealtBatches(Sampler[list[int]]):
 
     def __len__(self) -> int:
         total = len(self.batches)
-        if self.split:
+        if self.split_batches:
             # A last batch with fewer samples than ranks leaves the last ranks a step short; its size is not known here.
             return total
         whole, rest = divmod(total, self.world_size)
         if rest == 0 or self.drop_last:
             return whole
-        return whole + 1 if self.even or self.rank < rest else whole
+        return whole + 1 if self.even_batches or self.rank < rest else whole
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._pieces() if self.split else self._rounds()
+        return self._pieces() if self.split_batches else self._rounds()
 
     def _rounds(self) -> Iterator[list[int]]:
         self.last_step = None
@@ -89,7 +101,7 @@ class DealtBatches(Sampler[list[int]]):
         if not round_ or (self.drop_last and len(round_) < self.world_size):
             return
         real = [len(batch) for batch in round_] + [0] * (self.world_size - len(round_))
-        if self.even:
+        if self.even_batches:
             round_ = self._fill(round_, first)
         self.last_step = LastStep([len(batch) for batch in round_] + [0] * (self.world_size - len(round_)), real)
         if self.rank < len(round_):
@@ -116,7 +128,7 @@ class DealtBatches(Sampler[list[int]]):
             first = first or batch
             if len(batch) == self.batch_size:
                 yield batch[self.rank * piece : (self.rank + 1) * piece]
-            elif self.even:
+            elif self.even_batches:
                 filled = [*batch, *islice(cycle(first), self.batch_size - len(batch))]
                 real = [min(max(len(batch) - r * piece, 0), piece) for r in ranks]
                 self.last_step = LastStep([piece] * self.world_size, real)

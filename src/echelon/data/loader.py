@@ -9,14 +9,16 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
-from echelon.base.errors import UsageError
-from echelon.base.protocols import SupportsSetEpoch
+from echelon.base.errors import DesyncError, UsageError
+from echelon.base.protocols import SupportsSetEpoch, SupportsShard, SupportsStateDict
 from echelon.data.deal import DealtBatches, LastStep
-from echelon.data.order import SeedableSampler, SharedBatches, SharedSampler
+from echelon.data.dispatch import SliceFn
 from echelon.data.place import to_device
+from echelon.data.rng import synchronize_rng_states
+from echelon.data.sources import DealtSource, DispatchSource, OwnShardsSource, PlainSource, Source, StreamSource
 from echelon.world.world import World
 
-__all__ = ["LoaderOptions", "PreparedLoader", "Reading", "prepare_loader"]
+__all__ = ["DispatchedLoader", "LoaderOptions", "PreparedLoader", "Reading", "prepare_loader"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,8 @@ class LoaderOptions:
 
     split_batches: bool = False
     """The loader's batch size is the global one; each batch is cut for the ranks."""
+    dispatch_batches: bool | None = None
+    """Rank zero alone reads and gives the others their parts; None: for iterable datasets whose batches are placed."""
     even_batches: bool = True
     """Fill the last round with samples from the beginning, so that every rank makes the same number of steps."""
     use_seedable_sampler: bool = False
@@ -33,15 +37,21 @@ class LoaderOptions:
     """The seed of that order; None: the run's."""
     non_blocking: bool = False
     """Copy batches to the device without waiting (with pinned memory)."""
+    use_stateful_dataloader: bool = False
+    """Read by torchdata's StatefulDataLoader, so that a pass can be saved and resumed in its middle."""
+    rng_types: tuple[str, ...] = ()
+    """Random states that every rank takes from rank zero at the beginning of a pass; the order's own needs no entry."""
 
 
 class Reading:
     """Which prepared loaders are being read, innermost last."""
 
-    __slots__ = ("loaders",)
+    __slots__ = ("joined", "loaders")
 
     def __init__(self) -> None:
         self.loaders: list[PreparedLoader] = []
+        self.joined = False
+        """Inside ``join_uneven_inputs``: ranks that have run out shadow the others' collectives."""
 
     @property
     def innermost(self) -> PreparedLoader | None:
@@ -50,123 +60,191 @@ class Reading:
 
 
 def prepare_loader(
-    loader: DataLoader[Any], *, world: World, options: LoaderOptions, reading: Reading, place: bool = True
+    loader: DataLoader[Any],
+    *,
+    world: World,
+    options: LoaderOptions,
+    reading: Reading,
+    place: bool = True,
+    slice_fn: SliceFn | None = None,
 ) -> PreparedLoader:
     """Cut ``loader`` for the ranks; everything else stays as the user chose it.
 
     Args:
-        loader: the user's.
+        loader: the user's. Where rank zero dispatches, the other ranks' may be one over an empty dataset.
         world: whose part to read.
         options: how to cut.
         reading: where the loader notes that it is being read.
         place: move batches to the device.
+        slice_fn: cuts a dispatched batch, called as ``slice_fn(batch, slice, process_index=, num_processes=)``.
+
+    Collective: in dispatch mode (every rank, in the same order).
 
     Raises:
-        UsageError: the batch size cannot be split, or an iterable dataset on several ranks.
+        UsageError: the loader cannot be cut in the way asked for.
     """
-    seedable = options.use_seedable_sampler and type(loader.sampler) is RandomSampler
-    inner: DataLoader[Any] = loader
-    if world.world_size > 1 or seedable:
-        inner = _rebuild(loader, world, options, seedable=seedable)
-    device = world.device if place and world.device.type != "cpu" else None
-    return PreparedLoader(inner, loader, world=world, options=options, reading=reading, device=device)
-
-
-def _rebuild(loader: DataLoader[Any], world: World, options: LoaderOptions, *, seedable: bool) -> DataLoader[Any]:
-    if isinstance(loader.dataset, IterableDataset):
-        raise UsageError(
-            "this version of echelon cannot cut an iterable dataset for several ranks",
-            do="use a dataset with an index (__getitem__ and __len__), or let the dataset yield each rank its own part",
+    is_iterable = isinstance(loader.dataset, IterableDataset)
+    dispatches = options.dispatch_batches
+    if dispatches is None:
+        dispatches = is_iterable and place
+    stateful = options.use_stateful_dataloader or isinstance(loader, SupportsStateDict)
+    seedable = options.use_seedable_sampler
+    target = world.device if place else None
+    even, split, seed = options.even_batches, options.split_batches, options.data_seed
+    source: Source
+    if world.world_size == 1:
+        seedable = seedable and type(loader.sampler) is RandomSampler
+        source = PlainSource(loader, seed=seed, seedable=seedable, stateful=stateful)
+    elif dispatches:
+        source = DispatchSource(
+            loader,
+            world=world,
+            even=even,
+            split=split,
+            seed=seed,
+            seedable=seedable and type(loader.sampler) is RandomSampler,
+            stateful=stateful,
+            slice_fn=slice_fn,
+            device=target,
+            non_blocking=options.non_blocking,
         )
-    if loader.batch_sampler is None:
-        raise UsageError(
-            "a loader without batches (batch_size=None) cannot be dealt to ranks",
-            do="give the DataLoader a batch_size or a batch_sampler",
+        return DispatchedLoader(source, loader, world=world, options=options, reading=reading, device=None)
+    elif not is_iterable:
+        source = DealtSource(
+            loader, world=world, even=even, split=split, seed=seed, seedable=seedable, stateful=stateful
         )
-    batches: Any
-    if type(loader.batch_sampler) is BatchSampler:
-        sampler = loader.batch_sampler.sampler
-        order = SeedableSampler(sampler, seed=options.data_seed) if seedable else sampler  # type: ignore[arg-type]
-        shared = SharedSampler(order) if world.world_size > 1 else order  # type: ignore[arg-type]
-        batches = BatchSampler(shared, loader.batch_sampler.batch_size, loader.batch_sampler.drop_last)
+    elif not split and isinstance(loader.dataset, SupportsShard) and loader.dataset.n_shards >= world.world_size:
+        source = OwnShardsSource(loader, world=world, even=even, stateful=stateful)
     else:
-        batches = SharedBatches(loader.batch_sampler)
-    if world.world_size > 1:
-        batches = DealtBatches(
-            batches,
-            batch_size=getattr(loader.batch_sampler, "batch_size", None),
-            rank=world.rank,
-            world_size=world.world_size,
-            even=options.even_batches,
-            split=options.split_batches,
-        )
-    return DataLoader(
-        loader.dataset,
-        batch_sampler=batches,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-        in_order=loader.in_order,
-    )
+        source = StreamSource(loader, world=world, even=even, split=split, stateful=stateful)
+    device = target if target is not None and target.type != "cpu" else None
+    return PreparedLoader(source, loader, world=world, options=options, reading=reading, device=device)
 
 
 class PreparedLoader(DataLoader[Any]):
-    """A DataLoader for scripts, whose batches come from the loader inside; unknown attributes are the user's loader's."""
+    """A DataLoader for scripts, whose batches come from the source inside; unknown attributes are the user's loader's."""
 
     def __init__(
         self,
-        inner: DataLoader[Any],
+        source: Source,
         original: DataLoader[Any],
         *,
         world: World,
         options: LoaderOptions,
         reading: Reading,
         device: torch.device | None,
+        skip_batches: int = 0,
     ) -> None:
         # DataLoader's own __init__ is not called: this object holds a loader, it does not read by itself.
-        own = self.__dict__
-        own["inner"] = inner
-        own["original"] = original
-        own["reading"] = reading
-        own["device"] = device
-        own["end_of_dataloader"] = False
-        own["iteration"] = 0
-        own["_options"] = options
-        own["_world_size"] = world.world_size
+        self.__dict__.update(
+            source=source,
+            original=original,
+            reading=reading,
+            device=device,
+            skip_batches=skip_batches,
+            end_of_dataloader=False,
+            last_step=None,
+            num_given=0,
+            iteration=0,
+            _even=options.even_batches,
+            _options=options,
+            _world=world,
+            _resume=None,
+            _state=None,
+        )
+
+    source: Source
+    original: DataLoader[Any]
+    """The user's."""
+    skip_batches: int
+    """Steps left out at the beginning of every pass."""
+    end_of_dataloader: bool
+    """Is the batch in hand the last one of this rank?"""
+    last_step: LastStep | None
+    """What each rank has of the batch in hand; None when each has equally many samples, all new."""
+    num_given: int
+    """Batches given in this pass, with those that were left out at its beginning."""
+    _state: dict[str, Any] | None
+    _resume: dict[str, Any] | None
+    iteration: int
+    """The epoch of the next pass; it counts the passes that were read to their end."""
+
+    @property
+    def inner(self) -> DataLoader[Any]:
+        """The loader that reads on this rank."""
+        return self.source.inner
 
     @property
     def batch_sampler(self) -> Any:  # type: ignore[override]
         """The batches of this rank."""
-        return self.inner.batch_sampler
+        inner = self.inner  # DataLoader(sampler=BatchSampler(...), batch_size=None) has them elsewhere
+        return inner.sampler if isinstance(inner.sampler, (BatchSampler, DealtBatches)) else inner.batch_sampler
+
+    @property
+    def even_batches(self) -> bool:
+        """Is the last step completed, so that every rank makes the same number? May be changed between passes."""
+        return bool(self._even)
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        self.__dict__["_even"] = even
+        self.source.set_even(even)
+
+    @property
+    def split_batches(self) -> bool:
+        """Is the user's batch cut for the ranks?"""
+        return bool(self._options.split_batches)
 
     @property
     def total_batch_size(self) -> int | None:
         """Samples of all ranks in one step."""
-        size: int | None = self.original.batch_size
-        return size if size is None or self._options.split_batches else size * self._world_size
+        size = self._batch_size()
+        return size if size is None or self.split_batches else size * self._world.world_size
 
     @property
     def total_dataset_length(self) -> int:
-        """Samples of the dataset."""
-        return len(self.original.dataset)
+        """Samples of the dataset.
 
-    @property
-    def last_step(self) -> LastStep | None:
-        """At the last batch of a pass: what each rank has of it; None when nothing was repeated or missing."""
-        sampler = self.inner.batch_sampler
-        return sampler.last_step if self.end_of_dataloader and isinstance(sampler, DealtBatches) else None
+        Raises:
+            TypeError: nobody knows.
+        """
+        if not isinstance(self.source, DispatchSource):
+            return len(self.original.dataset)  # type: ignore[arg-type]
+        if self.source.total_samples < 0:
+            raise TypeError(f"object of type {type(self.original.dataset).__name__} has no len()")
+        return self.source.total_samples
+
+    def _batch_size(self) -> int | None:
+        if isinstance(self.source, DispatchSource):
+            return self.source.batch_size
+        size: int | None = self.original.batch_size
+        return getattr(self.batch_sampler, "batch_size", None) if size is None else size
 
     @property
     def remainder(self) -> int:
-        """At the last batch of a pass: the real samples of all ranks in it; -1 when all are."""
+        """The new samples of all ranks in the batch in hand, when they are not full batches; else -1."""
         last = self.last_step
         return -1 if last is None else sum(last.real)
+
+    def require_every_rank(self, operation: str) -> None:
+        """Raise when some ranks have no batch in this step, so that ``operation`` would wait for them for ever.
+
+        It costs a look at ``last_step``: who has how much is known without asking.
+
+        Raises:
+            DesyncError: which ranks ended, and when.
+        """
+        last = self.last_step
+        if last is None or self.reading.joined or min(last.sizes) > 0:
+            return
+        ended = [rank for rank, size in enumerate(last.sizes) if size == 0]
+        names = f"rank {ended[0]}" if len(ended) == 1 else f"ranks {', '.join(map(str, ended))}"
+        raise DesyncError(
+            f"{operation} in step {self.num_given} of this pass, and {names} ended after at most {self.num_given - 1} "
+            f"batches: the ranks do not have the same number of batches (even_batches={self.even_batches})",
+            where="the prepared DataLoader",
+            do="use even_batches=True, or drop_last=True, or put the loop into accelerator.join_uneven_inputs([model])",
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next pass; passes count on from there by themselves."""
@@ -174,42 +252,154 @@ class PreparedLoader(DataLoader[Any]):
         self._tell_epoch()
 
     def _tell_epoch(self) -> None:
-        if self.inner is self.original and not isinstance(self.inner.sampler, SupportsSetEpoch):
-            places: tuple[Any, ...] = (self.inner.dataset,)
+        inner = self.inner
+        if inner is self.original and not isinstance(inner.sampler, SupportsSetEpoch):
+            places: tuple[Any, ...] = (inner.dataset,)
         else:
-            batches = self.inner.batch_sampler
-            places = (batches, getattr(batches, "sampler", None), self.inner.sampler, self.inner.dataset)
+            batches = inner.batch_sampler
+            places = (batches, getattr(batches, "sampler", None), inner.sampler, inner.dataset)
         for place in places:
             if isinstance(place, SupportsSetEpoch):
                 place.set_epoch(self.iteration)
 
+    def get_sampler(self) -> Any:
+        """Return the sampler that draws the order."""
+        order = self.source.order
+        return getattr(self.original.batch_sampler, "sampler", None) if order is None else order.sampler
+
+    def set_sampler(self, sampler: Any) -> None:
+        """Draw the order from another sampler.
+
+        Raises:
+            UsageError: the data has an order of its own, or another rank draws it.
+        """
+        if self.source.order is not None:
+            self.source.order.sampler = sampler
+        elif isinstance(self.source, PlainSource) and not isinstance(self.original.dataset, IterableDataset):
+            owner: Any = self.original.batch_sampler
+            owner.sampler = sampler
+        else:
+            raise UsageError("this loader draws no order that a sampler could replace", do="change its dataset instead")
+
+    def skipping(self, num_batches: int) -> PreparedLoader:
+        """Return a loader as this one, whose passes begin ``num_batches`` steps later."""
+        skipping = type(self)(
+            self.source,
+            self.original,
+            world=self._world,
+            options=self._options,
+            reading=self.reading,
+            device=self.device,
+            skip_batches=self.skip_batches + num_batches,
+        )
+        skipping.__dict__.update(iteration=self.iteration, _even=self._even)
+        return skipping
+
+    # ---- saving and resuming a pass ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where this pass is: after the batch given last (the loader inside has read one more).
+
+        Raises:
+            UsageError: the loader was not made for it.
+        """
+        self._require_state_dict()
+        return self._snapshot(None) if self._state is None else dict(self._state)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next pass go on where ``state_dict`` was taken; after the last batch, begin the next epoch.
+
+        Raises:
+            UsageError: the loader was not made for it.
+        """
+        self._require_state_dict()
+        state = dict(state_dict)
+        self.iteration = state["iteration"]
+        self._resume = None if state["_iterator_finished"] or not state["num_given"] else state
+        self._state = None
+        if state["_iterator_finished"]:
+            self.iteration += 1
+
+    @property
+    def _is_stateful(self) -> bool:
+        return self._options.use_stateful_dataloader or isinstance(self.original, SupportsStateDict)
+
+    def _inner_state(self) -> dict[str, Any]:
+        """Return the state of the loader inside; empty where another rank reads."""
+        return self.inner.state_dict() if isinstance(self.inner, SupportsStateDict) else {}
+
+    def _require_state_dict(self) -> None:
+        if not self._is_stateful:
+            raise UsageError(
+                "this loader cannot be saved in the middle of a pass",
+                do="use DataLoaderConfiguration(use_stateful_dataloader=True), or skip_first_batches(loader, n)",
+            )
+
+    def _snapshot(self, inner: dict[str, Any] | None) -> dict[str, Any]:
+        order = self.source.order
+        return {
+            "iteration": self.iteration,
+            "num_given": self.num_given if inner is not None else 0,
+            "order": None if order is None or inner is None else order.state(),
+            "inner": inner,
+            "_iterator_finished": False,
+        }
+
+    # ---- reading -----------------------------------------------------------------------------------------------------
+
     def __len__(self) -> int:
-        return len(self.inner)
+        return max(self.source.num_steps() - self.skip_batches, 0)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if self._world.world_size > 1 and self._options.rng_types:
+            synchronize_rng_states(self._options.rng_types)
         self._tell_epoch()
         self.end_of_dataloader = False
+        self.last_step = None
         loaders = self.reading.loaders
         loaders.append(self)
         try:
             device, non_blocking = self.device, self._options.non_blocking
-            batches = iter(self.inner)
+            is_saved = self._is_stateful
+            steps = self._begin()
             # One batch ahead: the last one is known as such while it is being used.
-            batch = next(batches, _END)
-            while batch is not _END:
-                following = next(batches, _END)
-                if following is _END:
+            step = next(steps, _END)
+            while step is not _END:
+                batch, last_step = step
+                self.num_given += 1
+                inner_state = self._inner_state() if is_saved else None
+                step = next(steps, _END)
+                if step is _END:
                     self.end_of_dataloader = True
+                    last_step = last_step or self.source.at_end()
+                self.last_step = last_step
+                if is_saved:
+                    self._state = {**self._snapshot(inner_state), "_iterator_finished": self.end_of_dataloader}
                 yield batch if device is None else to_device(batch, device, non_blocking=non_blocking)
-                batch = following
+            self.iteration += 1
         finally:  # also after a break or an error in the loop
             loaders.remove(self)
-            self.iteration += 1
+
+    def _begin(self) -> Iterator[tuple[Any, LastStep | None]]:
+        resumed, self._resume = self._resume, None
+        if resumed is None:
+            self.num_given = self.skip_batches
+            return self.source.steps(self.skip_batches)
+        self.num_given = resumed["num_given"]
+        if self.source.order is not None:
+            self.source.order.pin(resumed["order"])
+        if isinstance(self.inner, SupportsStateDict):
+            self.inner.load_state_dict(resumed["inner"])
+        return self.source.steps(0)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("inner", "original"):
+        if name in ("source", "original"):
             raise AttributeError(name)  # not there yet (unpickling)
         return getattr(self.original, name)
+
+
+class DispatchedLoader(PreparedLoader):
+    """A prepared loader that rank zero reads for all (a class of its own because scripts ask for it)."""
 
 
 _END: Any = object()

@@ -78,14 +78,18 @@ def gather_object(data: Any, *, mesh: DeviceMesh | None = None) -> list[Any]:
 
 
 def reduce(
-    data: Any, reduction: Literal["mean", "sum", "none"] = "mean", scale: float = 1.0, *, mesh: DeviceMesh | None = None
+    data: Any,
+    reduction: Literal["mean", "sum", "max", "none"] = "mean",
+    scale: float = 1.0,
+    *,
+    mesh: DeviceMesh | None = None,
 ) -> Any:
-    """Sum or average each tensor of ``data`` over the ranks.
+    """Sum or average each tensor of ``data`` over the ranks, or take the largest of each element.
 
     Args:
         data: nested data; each tensor's shape and dtype equal on all ranks. bfloat16 and float16 are added in float32;
             bool and integers in int64.
-        reduction: ``sum``, ``mean``, or ``none`` (each rank keeps its own).
+        reduction: ``sum``, ``mean``, ``max`` (no complex numbers), or ``none`` (each rank keeps its own).
         scale: multiplies the result.
         mesh: a 1-D mesh; None: all ranks.
 
@@ -100,16 +104,17 @@ def reduce(
         UsageError: an unknown reduction, or a leaf is no tensor.
     """
     group = _group(mesh)
-    if reduction not in ("mean", "sum", "none"):
-        raise UsageError(f"reduction={reduction!r} is not one of mean, sum, none", do="give one of them")
+    if reduction not in ("mean", "sum", "max", "none"):
+        raise UsageError(f"reduction={reduction!r} is not one of mean, sum, max, none", do="give one of them")
     if reduction == "none":
         return data
     _refuse_objects("reduce", data)
     if not _alone(group):
         check_same(f"reduce({reduction})", describe(data), group=group)
     divisor = dist.get_world_size(group) if reduction == "mean" and dist.is_initialized() else 1
-    integers_stay = reduction == "sum" and scale == 1.0
-    return map_tensors(lambda tensor: _reduce_tensor(tensor, divisor, scale, integers_stay, group), data)
+    integers_stay = reduction != "mean" and scale == 1.0
+    op = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
+    return map_tensors(lambda tensor: _reduce_tensor(tensor, op, divisor, scale, integers_stay, group), data)
 
 
 def mean_over_ranks(data: Any, *, mesh: DeviceMesh | None = None) -> Any:
@@ -240,13 +245,20 @@ def _gather_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> tor
 
 
 def _reduce_tensor(
-    tensor: torch.Tensor, divisor: int, scale: float, integers_stay: bool, group: dist.ProcessGroup | None
+    tensor: torch.Tensor,
+    op: dist.ReduceOp.RedOpType,
+    divisor: int,
+    scale: float,
+    integers_stay: bool,
+    group: dist.ProcessGroup | None,
 ) -> torch.Tensor:
+    if op == dist.ReduceOp.MAX and tensor.is_complex():
+        raise UsageError("complex numbers have no largest one", do="take the maximum of their absolute values")
     alone = _alone(group)
     wire = tensor.device if alone else wire_device(tensor.device, group)
     wide = tensor.detach().to(wire).to(_sum_dtype(tensor.dtype)).clone(memory_format=torch.contiguous_format)
     if not alone and wide.numel() > 0:
-        dist.all_reduce(torch.view_as_real(wide) if wide.is_complex() else wide, group=group)
+        dist.all_reduce(torch.view_as_real(wide) if wide.is_complex() else wide, op=op, group=group)
     if wide.dtype.is_floating_point or wide.dtype.is_complex:
         result = (wide / divisor if divisor != 1 else wide) * scale if scale != 1.0 else wide / divisor
         return result.to(dtype=tensor.dtype, device=tensor.device)

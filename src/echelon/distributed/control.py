@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from echelon.base.errors import DesyncError, RankTimeoutError
 from echelon.base.rank import known_rank
 from echelon.distributed.checks import ranks_of, wire_device
+from echelon.world.environment import detect
 from echelon.world.group import DEFAULT_TIMEOUT
 
 __all__ = ["agree", "barrier", "main_first", "rank_zero_only"]
@@ -89,10 +90,14 @@ def barrier(timeout: timedelta | float | None = None, *, mesh: DeviceMesh | None
 
 
 @contextmanager
-def main_first(*, mesh: DeviceMesh | None = None) -> Iterator[None]:
+def main_first(*, scope: Literal["run", "machine"] = "run", mesh: DeviceMesh | None = None) -> Iterator[None]:
     """Let the first rank run the ``with`` block alone, then the others: they find what it has downloaded or cached.
 
     However long the first rank needs, the others wait without a timeout, for as long as it lives.
+
+    Args:
+        scope: the first rank of the run, or of each machine (for files that machines do not share).
+        mesh: a 1-D mesh; None: all ranks.
 
     Collective: every rank of ``mesh`` must enter.
 
@@ -104,6 +109,10 @@ def main_first(*, mesh: DeviceMesh | None = None) -> Iterator[None]:
         yield
         return
     store, rank, first = _store(group), dist.get_rank(), ranks_of(group)[0]
+    if scope == "machine":
+        place = detect()
+        first = rank - place.local_rank  # ranks of one machine are neighbours, whoever started them
+        store = dist.PrefixStore(f"machine/{place.node_rank}", store)
     turn = store.add(f"main_first/turn/{rank}", 1)
     key = f"main_first/{turn}/outcome"
     if rank == first:

@@ -96,8 +96,11 @@ class Engine(ABC):
         """Clear the gradients of ``optimizer``."""
 
     @abstractmethod
-    def unscale(self, optimizer: Optimizer) -> None:
-        """Undo loss scaling on the gradients of ``optimizer``; a second time in one step is harmless."""
+    def unscale(self, optimizer: Optimizer, *, unsynced: bool = False) -> None:
+        """Undo loss scaling on the gradients of ``optimizer``; a second time in one step is harmless.
+
+        Collective: where the step guard has to reduce, unless ``unsynced``.
+        """
 
     @abstractmethod
     def clip_grad_norm(

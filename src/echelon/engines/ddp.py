@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from echelon.base.capabilities import Capabilities
 from echelon.base.warnings import warn
 from echelon.engines.base import Engine, Prepared
+from echelon.engines.comm_hooks import register_comm_hook
 from echelon.engines.stepping import Stepper, clip_gradients, load_state, multiply_gradients, state_of
 from echelon.world.world import World
 
@@ -79,7 +80,11 @@ class DDPEngine(Engine):
         device = self._world.device
         on_device = all(p.device.type == device.type for p in model.parameters())
         ids = [device.index] if device.type != "cpu" and on_device else None
-        wrapper = DistributedDataParallel(model, device_ids=ids, **self._options)
+        options = dict(self._options)
+        hook, outer = (str(options.pop(name, "no")) for name in ("comm_hook", "comm_wrapper"))
+        state_options = options.pop("comm_state_option", None)
+        wrapper = DistributedDataParallel(model, device_ids=ids, **options)
+        register_comm_hook(wrapper, hook=hook, wrapper=outer, state_options=state_options)
         self._replicas[id(wrapper)] = _Replica(wrapper)
         self._owned.update(id(parameter) for parameter in model.parameters())
         return wrapper
@@ -122,9 +127,10 @@ class DDPEngine(Engine):
                 if all(id(p) in cleared for p in replica.parameters):
                     replica.mark_reduced()
 
-    def unscale(self, optimizer: Optimizer) -> None:
+    def unscale(self, optimizer: Optimizer, *, unsynced: bool = False) -> None:
         """See ``Engine``."""
-        self._guard_optimizer(optimizer)
+        if not unsynced:
+            self._guard_optimizer(optimizer)
         self._stepper.unscale(optimizer)
 
     def clip_grad_norm(

@@ -73,7 +73,7 @@ class SingleEngine(Engine):
         """See ``Engine``."""
         optimizer.zero_grad(set_to_none=set_to_none)
 
-    def unscale(self, optimizer: Optimizer) -> None:
+    def unscale(self, optimizer: Optimizer, *, unsynced: bool = False) -> None:
         """See ``Engine``."""
         self._stepper.unscale(optimizer)
 

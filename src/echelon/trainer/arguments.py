@@ -435,7 +435,7 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
         """
         state = self.distributed_state
         logger.debug("main process first: %s", desc)
-        with state.main_process_first():
+        with state.local_main_process_first() if local else state.main_process_first():
             yield
 
     def get_warmup_steps(self, num_training_steps: int) -> int:

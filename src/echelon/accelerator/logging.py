@@ -1,0 +1,94 @@
+"""Loggers for scripts: rank zero only, every rank, or one rank after the other, under Accelerate's names."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch.distributed as dist
+
+from echelon.base import environ
+from echelon.base.errors import ConfigError
+from echelon.base.logging import Adapter, is_speaker
+from echelon.base.rank import known_rank
+from echelon.distributed import control
+
+__all__ = ["MultiProcessAdapter", "get_logger"]
+
+_VARIABLES = ("ECHELON_LOG_LEVEL", "ACCELERATE_LOG_LEVEL")
+
+
+class MultiProcessAdapter(Adapter):
+    """A logger that knows the ranks: every method takes ``main_process_only`` (True) and ``in_order`` (False).
+
+    It works before any Accelerator and without a process group too; the rank is then the environment's.
+    """
+
+    def __init__(self, logger: logging.Logger, extra: Any = None) -> None:
+        super().__init__(logger, extra if extra is not None else {})
+        self._warned: set[str] = set()
+
+    def process(self, msg: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Put the rank before the message, and let the record name the caller's line."""
+        msg, kwargs = super().process(msg, kwargs)
+        kwargs.setdefault("stacklevel", 2)
+        return f"[RANK {known_rank() or 0}] {msg}", kwargs
+
+    def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
+        """Log ``msg % args`` at ``level``.
+
+        Args:
+            level: of ``logging``.
+            msg: the text.
+            args: put into ``msg``.
+            kwargs: of ``Logger.log``, and ``main_process_only=True``: rank zero alone speaks; ``in_order=False``: True
+                lets every rank speak, one after the other, whatever ``main_process_only`` says.
+
+        Collective: with ``in_order=True``; the level must be enabled on all ranks or on none.
+        """
+        main_process_only = kwargs.pop("main_process_only", True)
+        in_order = kwargs.pop("in_order", False)
+        if not self.isEnabledFor(level):
+            return
+        msg, kwargs = self.process(msg, kwargs)
+        if in_order and dist.is_initialized():
+            for rank in range(dist.get_world_size()):
+                if rank == dist.get_rank():
+                    self.logger.log(level, msg, *args, **kwargs)
+                control.barrier()
+        elif in_order or not main_process_only or is_speaker():
+            self.logger.log(level, msg, *args, **kwargs)
+
+    def warning_once(self, msg: Any, *args: Any, **kwargs: Any) -> None:
+        """Warn, unless this logger has given the same warning before."""
+        what = repr((msg, args, sorted(kwargs.items())))
+        if what not in self._warned:
+            self._warned.add(what)
+            # Called by name, not through warning(): the frames between here and the record are then ours alone.
+            self.log(logging.WARNING, msg, *args, **{"stacklevel": 3, **kwargs})
+
+
+def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
+    """Return the logger ``name`` for several processes.
+
+    Args:
+        name: usually ``__name__``.
+        log_level: its level, and the root logger's; None: ECHELON_LOG_LEVEL, else ACCELERATE_LOG_LEVEL, else unchanged.
+
+    Raises:
+        ConfigError: no such level.
+    """
+    origin = "code get_logger(log_level=)"
+    for variable in _VARIABLES:
+        if log_level is None and (log_level := environ.get(variable)) is not None:
+            origin = f"env {variable}"
+    logger = logging.getLogger(name)
+    if log_level is not None:
+        level = log_level.upper()
+        if not isinstance(logging.getLevelName(level), int):
+            raise ConfigError(
+                f"log level {log_level!r} is unknown", where=origin, do="give DEBUG, INFO, WARNING, ERROR or CRITICAL"
+            )
+        logger.setLevel(level)
+        logger.root.setLevel(level)
+    return MultiProcessAdapter(logger, {})

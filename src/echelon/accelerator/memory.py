@@ -1,0 +1,188 @@
+"""Memory of the device: set free what is not used, and find the largest batch that fits, on all ranks together."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed as dist
+
+from echelon.base.errors import DesyncError, UsageError
+from echelon.base.warnings import warn
+
+__all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory", "should_reduce_batch_size"]
+
+_Outcome = Literal["done", "ran out", "failed"]
+
+# What torch's allocators say, beside torch.OutOfMemoryError. Matched in any case.
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "cudnn_status_not_supported",
+    "memory allocation failed",
+    "not enough memory",
+)
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Give the memory that torch keeps for later back to the device; first collect garbage, if asked to."""
+    if garbage_collection:
+        gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.memory.empty_cache()
+
+
+def release_memory(*objects: Any) -> list[None]:
+    """Set the memory of objects free; the caller assigns the result to the names that still hold them.
+
+    Returns:
+        As many Nones: ``model, batch = release_memory(model, batch)``.
+    """
+    count = len(objects)
+    del objects
+    clear_device_cache(garbage_collection=True)
+    return [None] * count
+
+
+def should_reduce_batch_size(exception: BaseException) -> bool:
+    """Tell whether ``exception`` says that a device, or the host, ran out of memory."""
+    if isinstance(exception, torch.OutOfMemoryError):
+        return True
+    if not isinstance(exception, RuntimeError) or len(exception.args) != 1:
+        return False
+    text = str(exception.args[0]).lower()
+    return any(words in text for words in _OUT_OF_MEMORY)
+
+
+@overload
+def find_executable_batch_size(
+    function: Callable[..., Any],
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
+) -> Callable[..., Any]: ...
+
+
+@overload
+def find_executable_batch_size(
+    function: None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
+
+
+def find_executable_batch_size(
+    function: Callable[..., Any] | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
+) -> Callable[..., Any]:
+    """Decorate ``function(batch_size, ...)``: when memory runs out, it is called again with a smaller batch.
+
+    Ranks decide together: if one runs out, all of them try the smaller size, also those whose attempt went well. They
+    meet after the attempt, in the store of the process group, so a rank that ran out can be waited for from there; one
+    that is inside a collective with it ends by the timeout of the group.
+
+    Args:
+        function: takes the batch size first; the caller leaves it out. Build model and loaders in it.
+        starting_batch_size: of the first attempt.
+        reduce_batch_size_fn: gives the next one; None: nine tenths, rounded down.
+
+    Collective: with several ranks, all of them must call the decorated function.
+
+    Raises:
+        UsageError: the caller passed a batch size, too.
+        RuntimeError: not even a batch of one fits.
+    """
+    if function is None:
+        return functools.partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size_fn=reduce_batch_size_fn,
+        )
+    run = function
+    batch_size = starting_batch_size
+
+    @functools.wraps(run)
+    def with_batch_size(*args: Any, **kwargs: Any) -> Any:
+        nonlocal batch_size  # as in Accelerate: a second call begins with the size that fitted
+        _refuse_own_batch_size(run, args)
+        while batch_size > 0:
+            clear_device_cache(garbage_collection=True)
+            outcome, result = _attempt(run, batch_size, args, kwargs)
+            if not _any_ran_out(outcome):
+                return result
+            del result
+            before = batch_size
+            batch_size = int(batch_size * 0.9) if reduce_batch_size_fn is None else int(reduce_batch_size_fn())
+            warn(f"out of memory with a batch of {before}; the next attempt takes {batch_size}")
+        raise _NoBatchFitsError(
+            "no executable batch size found: not even the smallest batch fits into memory",
+            do="use a smaller model or sequence length, or more memory",
+        )
+
+    return with_batch_size
+
+
+class _NoBatchFitsError(UsageError, RuntimeError):
+    """Both our error and the one that scripts written for Accelerate catch."""
+
+
+class _ArgumentError(UsageError, TypeError):
+    """Both our error and the one that scripts written for Accelerate catch."""
+
+
+def _refuse_own_batch_size(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        return
+    places = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(places) < len(args) + 1:
+        shown = ", ".join(f"{name}={value!r}" for name, value in zip(places[1:], args[1:]))
+        raise _ArgumentError(
+            f"{function.__name__} gets its batch size from find_executable_batch_size, and the caller gave one, too",
+            do=f"call {function.__name__}({shown})",
+        )
+
+
+def _attempt(
+    function: Callable[..., Any], batch_size: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[_Outcome, Any]:
+    """Return what came of it and the result. The exception is dropped here: its traceback keeps the tensors alive."""
+    try:
+        return "done", function(batch_size, *args, **kwargs)
+    except Exception as error:
+        if not should_reduce_batch_size(error):
+            _vote("failed")
+            raise
+    return "ran out", None
+
+
+def _any_ran_out(outcome: _Outcome) -> bool:
+    """Tell, on every rank, whether one of them ran out; through the store, which no unfinished collective can confuse."""
+    votes = _vote(outcome, wait=True)
+    failed = [rank for rank, vote in enumerate(votes) if vote == "failed"]
+    if failed:
+        raise DesyncError(
+            f"rank {failed[0]} failed in find_executable_batch_size, for another reason than memory",
+            do=f"mend the error of rank {failed[0]}",
+        )
+    return "ran out" in votes
+
+
+def _vote(outcome: _Outcome, *, wait: bool = False) -> list[str]:
+    """Put the outcome of this rank into the store of the group; with ``wait``, return that of every rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [outcome]
+    group = dist.group.WORLD
+    assert group is not None
+    store = dist.PrefixStore("echelon/batch_size", group.get_group_store())
+    turn = store.add(f"turn/{dist.get_rank()}", 1)
+    votes = [f"{turn}/{rank}" for rank in range(dist.get_world_size())]
+    store.set(votes[dist.get_rank()], outcome)
+    if not wait:
+        return []
+    store.wait(votes)
+    return [store.get(vote).decode() for vote in votes]

@@ -1,0 +1,48 @@
+"""torch's profiler, with one trace file a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from echelon.accelerator.handlers import ProfileKwargs
+from echelon.base.warnings import warn
+from echelon.distributed import control
+
+__all__ = ["PROFILE_PATTERN_NAME", "ProfileKwargs", "profile"]
+
+PROFILE_PATTERN_NAME = "profile_{suffix}.json"
+
+
+@contextmanager
+def profile(handler: ProfileKwargs, *, rank: int) -> Iterator[torch.profiler.profile]:
+    """Profile the block; with ``output_trace_dir``, write its trace as ``profile_<rank>.json`` and wait for all ranks.
+
+    With a schedule, the trace is that of the last active part. torch writes a trace once: where ``on_trace_ready`` has
+    exported that part already, a warning says so, and its file is the only one.
+
+    Collective: with ``output_trace_dir``.
+    """
+    with handler.build() as profiler:
+        yield profiler
+    if handler.output_trace_dir is None:
+        return
+    path = Path(handler.output_trace_dir, PROFILE_PATTERN_NAME.format(suffix=rank))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _export(profiler, path)
+    control.barrier()
+
+
+def _export(profiler: torch.profiler.profile, path: Path) -> None:
+    if profiler.profiler is None:
+        warn(f"the profiler's schedule never became active, so {path} was not written: call step() more often")
+        return
+    try:
+        profiler.export_chrome_trace(str(path))
+    except RuntimeError as error:  # torch writes a trace once only
+        if "already saved" not in str(error):
+            raise
+        warn(f"on_trace_ready has exported the trace already, so {path} was not written: leave one of the two out")

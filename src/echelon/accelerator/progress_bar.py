@@ -1,0 +1,34 @@
+"""tqdm's progress bar, on one process of each machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tqdm.auto import tqdm as _tqdm
+
+from echelon.base.errors import UsageError
+from echelon.world.world import World
+
+__all__ = ["tqdm"]
+
+
+def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
+    """Return tqdm's bar, which shows itself on local rank zero only.
+
+    Args:
+        args: of tqdm.
+        main_process_only: False: every process shows its own.
+        kwargs: of tqdm; ``disable=True`` hides the bar everywhere.
+
+    Raises:
+        UsageError: the first argument is a bool, as of an older signature.
+    """
+    if args and isinstance(args[0], bool):
+        raise UsageError(
+            f"tqdm({args[0]}, ...): the first argument is what to iterate over", do=f"give main_process_only={args[0]}"
+        )
+    hidden = kwargs.pop("disable", False)
+    if main_process_only and not hidden:
+        hidden = not World.current().is_local_rank_zero
+    bar: Any = _tqdm
+    return bar(*args, disable=hidden, **kwargs)

@@ -1,0 +1,35 @@
+"""Where a project keeps its checkpoints and logs, under Accelerate's names and defaults."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+__all__ = ["ProjectConfiguration"]
+
+
+@dataclass
+class ProjectConfiguration:
+    """The folders of a project, and how its checkpoints are named and kept."""
+
+    project_dir: str | os.PathLike[str] | None = None
+    """Where data is stored."""
+    logging_dir: str | os.PathLike[str] | None = None
+    """Where trackers write; None: ``project_dir``."""
+    automatic_checkpoint_naming: bool = False
+    """``save_state`` numbers its folders: ``project_dir/checkpoints/checkpoint_0``, ..."""
+    total_limit: int | None = None
+    """The number of numbered checkpoints that are kept; None: all."""
+    iteration: int = 0
+    """The number of the next checkpoint."""
+    save_on_each_node: bool = False
+    """Save on every machine, not on the main one only."""
+
+    def __post_init__(self) -> None:
+        self.set_directories(self.project_dir)
+
+    def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
+        """Set ``project_dir``, and ``logging_dir`` too where it has none."""
+        self.project_dir = project_dir
+        if self.logging_dir is None:
+            self.logging_dir = project_dir

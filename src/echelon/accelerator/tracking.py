@@ -1,0 +1,124 @@
+"""The trackers of one Accelerator: made, started, written to, and ended together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from echelon.accelerator.project import ProjectConfiguration
+from echelon.base.errors import UsageError
+from echelon.base.warnings import warn
+from echelon.trackers.base import GeneralTracker
+from echelon.trackers.jsonl import JSONLTracker
+from echelon.trackers.registry import filter_trackers, tracker_class
+
+__all__ = ["Tracking"]
+
+
+class Tracking:
+    """What ``log_with`` asked for, and a JSONL record beside it wherever the project has a folder.
+
+    Every rank calls every method; each tracker knows on which of them it acts. Nothing here communicates.
+
+    Args:
+        log_with: as for ``filter_trackers``.
+        project: its ``logging_dir`` is read when the trackers start.
+
+    Raises:
+        UsageError: an unknown tracker, or one that needs a folder and has none.
+    """
+
+    def __init__(self, log_with: Any, project: ProjectConfiguration) -> None:
+        self._project = project
+        self.log_with = filter_trackers(log_with, project.logging_dir)
+        self.trackers: list[Any] = []
+        self._record: JSONLTracker | None = None
+
+    def init(
+        self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Start every tracker, and store ``config`` in each.
+
+        Args:
+            project_name: the first argument of each tracker.
+            config: the settings of the run.
+            init_kwargs: by the tracker's name, more arguments for its constructor.
+
+        Raises:
+            UsageError: ``init_kwargs`` names a tracker that is not used.
+        """
+        given = dict(init_kwargs or {})
+        self._tell_unused("init_kwargs", given)
+        new = [self._make(kind, project_name, given.get(_name_of(kind), {})) for kind in self.log_with]
+        self.trackers += new
+        folder = self._project.logging_dir
+        if folder is not None and self._record is None and not any(one.name == JSONLTracker.name for one in new):
+            self._record = JSONLTracker(project_name, folder)
+            new.append(self._record)
+        for tracker in new:
+            tracker.start()
+        if config is not None:
+            for tracker in new:
+                tracker.store_init_configuration(dict(config))
+
+    def get(self, name: str, unwrap: bool = False) -> Any:
+        """Return the tracker ``name``, or with ``unwrap`` the object of its library (None on a rank that does not write).
+
+        Before ``init_trackers`` a tracker that does nothing.
+
+        Raises:
+            UsageError: there is none of this name.
+        """
+        active = self._active()
+        if not active:
+            return GeneralTracker(_blank=True)
+        for tracker in active:
+            if tracker.name == name:
+                return tracker.tracker if unwrap else tracker
+        raise UsageError(
+            f"get_tracker({name!r}): there is no such tracker",
+            do=f"give one of {', '.join(tracker.name for tracker in active)}",
+        )
+
+    def log(
+        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Give ``values`` to every tracker; ``log_kwargs`` holds more arguments by the tracker's name."""
+        given = log_kwargs or {}
+        for tracker in self._active():
+            tracker.log(dict(values), step=step, **given.get(tracker.name, {}))
+
+    def finish(self) -> None:
+        """End every tracker, also those after one that fails; the first failure is raised then. A second call does nothing."""
+        active, self.trackers, self._record = self._active(), [], None
+        failures = []
+        for tracker in active:
+            try:
+                tracker.finish()
+            except Exception as error:  # noqa: BLE001 - raised below, once the others are closed
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+    def _active(self) -> list[Any]:
+        return [*self.trackers, *([self._record] if self._record is not None else [])]
+
+    def _make(self, kind: Any, project_name: str, options: Mapping[str, Any]) -> Any:
+        if isinstance(kind, GeneralTracker):
+            return kind
+        make = tracker_class(str(kind))
+        folder = [self._project.logging_dir] if make.requires_logging_directory else []
+        return make(project_name, *folder, **options)
+
+    def _tell_unused(self, argument: str, given: Mapping[str, Any]) -> None:
+        used = {_name_of(kind) for kind in self.log_with}
+        unused = sorted(set(given) - used)
+        if unused:
+            warn(
+                f"{argument} holds options for {', '.join(unused)}, and log_with has "
+                f"{', '.join(sorted(used)) or 'no tracker'}: they have no effect"
+            )
+
+
+def _name_of(kind: Any) -> str:
+    return str(kind.name) if isinstance(kind, GeneralTracker) else str(kind)  # type: ignore[attr-defined]

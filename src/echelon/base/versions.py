@@ -1,0 +1,66 @@
+"""Comparing versions of installed packages."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import operator
+import re
+
+from echelon.base.errors import UsageError
+
+__all__ = ["STR_OPERATION_TO_FUNC", "at_least", "compare_versions", "is_torch_version", "torch_version"]
+
+STR_OPERATION_TO_FUNC = {
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<=": operator.le,
+    "<": operator.lt,
+}
+torch_version = importlib.metadata.version("torch")
+
+_PRE_RELEASE = {"dev": -4, "a": -3, "alpha": -3, "b": -2, "beta": -2, "rc": -1, "c": -1}
+
+
+def compare_versions(library_or_version: object, operation: str, requirement_version: str) -> bool:
+    """Tell whether the version of a library stands in ``operation`` to ``requirement_version``.
+
+    Args:
+        library_or_version: the name of an installed library, or a version (text or ``packaging``'s object).
+        operation: one of ``> >= == != <= <``.
+        requirement_version: such as ``2.7.0``.
+
+    Raises:
+        UsageError: another operation.
+        PackageNotFoundError: the library is not installed.
+    """
+    if operation not in STR_OPERATION_TO_FUNC:
+        raise UsageError(
+            f"operation={operation!r} does not compare versions", do=f"give one of {', '.join(STR_OPERATION_TO_FUNC)}"
+        )
+    text = str(library_or_version)
+    if isinstance(library_or_version, str) and not re.match(r"v?\d", text):
+        text = importlib.metadata.version(text)
+    return bool(STR_OPERATION_TO_FUNC[operation](_key(text), _key(requirement_version)))
+
+
+def is_torch_version(operation: str, version: str) -> bool:
+    """Tell whether the installed torch stands in ``operation`` to ``version``."""
+    return compare_versions(torch_version, operation, version)
+
+
+def at_least(version: str, least: str) -> bool:
+    """Tell whether ``version`` is ``least`` or later."""
+    return _key(version) >= _key(least)
+
+
+def _key(version: str) -> tuple[tuple[int, ...], int, int]:
+    """Return what sorts as PEP 440 does: release, pre-release or none, its number; a local part such as ``+cpu`` is left out."""
+    match = re.match(r"v?(\d+(?:\.\d+)*)[._-]?(dev|alpha|beta|rc|a|b|c)?\.?(\d*)", version.strip().lower())
+    if match is None:
+        raise UsageError(f"{version!r} is no version", do="give one such as 2.7.0")
+    release = [int(part) for part in match[1].split(".")]
+    while release and release[-1] == 0:
+        release.pop()
+    return tuple(release), _PRE_RELEASE.get(match[2] or "", 0), int(match[3] or 0) if match[2] else 0

@@ -1,0 +1,25 @@
+"""The names of ``accelerate.big_modeling``, so that its scripts run: re-exports only."""
+
+from __future__ import annotations
+
+from echelon.accelerator.later import (
+    attach_layerwise_casting_hooks,
+    cpu_offload,
+    cpu_offload_with_hook,
+    disk_offload,
+    dispatch_model,
+    init_empty_weights,
+    init_on_device,
+    load_checkpoint_and_dispatch,
+)
+
+__all__ = [
+    "attach_layerwise_casting_hooks",
+    "cpu_offload",
+    "cpu_offload_with_hook",
+    "disk_offload",
+    "dispatch_model",
+    "init_empty_weights",
+    "init_on_device",
+    "load_checkpoint_and_dispatch",
+]

@@ -1,0 +1,1 @@
+"""The names of ``accelerate.commands``, so that its scripts run: re-exports only."""

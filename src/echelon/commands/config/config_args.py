@@ -1,0 +1,14 @@
+"""The names of ``accelerate.commands.config.config_args``, so that its scripts run: re-exports only."""
+
+from __future__ import annotations
+
+from echelon.accelerator.later import BaseConfig, ClusterConfig, SageMakerConfig, load_config_from_file
+from echelon.config.basic import default_config_file
+
+__all__ = [
+    "BaseConfig",
+    "ClusterConfig",
+    "SageMakerConfig",
+    "default_config_file",
+    "load_config_from_file",
+]

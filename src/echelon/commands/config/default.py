@@ -1,0 +1,7 @@
+"""The names of ``accelerate.commands.config.default``, so that its scripts run: re-exports only."""
+
+from __future__ import annotations
+
+from echelon.config.basic import write_basic_config
+
+__all__ = ["write_basic_config"]

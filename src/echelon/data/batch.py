@@ -1,0 +1,99 @@
+"""A batch as columns: how many samples it has, how batches are joined, and how one is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from echelon.base.errors import UsageError
+from echelon.distributed.tree import describe, leaves, rebuild_like
+
+__all__ = ["join_batches", "num_samples", "slice_batch"]
+
+# A column is a tensor, or a list with one item a sample: strings, numbers, dicts without tensors. Other lists, tuples and
+# dicts hold columns; what is left (None, a flag, a name) belongs to the batch as a whole.
+
+
+def num_samples(batch: Any) -> int | None:
+    """Return the number of samples of ``batch``: the length of its first column; None when it has none."""
+    if isinstance(batch, torch.Tensor):
+        return batch.size(0) if batch.dim() > 0 else None
+    if isinstance(batch, (list, tuple)) and _is_column(batch):
+        return len(batch)
+    if not isinstance(batch, (list, tuple, Mapping)):
+        return None
+    counts = (num_samples(item) for item in (batch.values() if isinstance(batch, Mapping) else batch))
+    return next((count for count in counts if count is not None), None)
+
+
+def join_batches(batches: list[Any]) -> Any:
+    """Concatenate batches of one structure along the samples.
+
+    Raises:
+        UsageError: they differ in structure, or in more than the number of samples.
+    """
+    if len(batches) == 1:
+        return batches[0]
+    try:
+        return _join(batches)
+    except (RuntimeError, TypeError, KeyError, ValueError) as error:
+        kinds = "\n".join(f"    {describe(batch)}" for batch in batches)
+        raise UsageError(
+            f"rank zero's batches cannot be joined to one for all ranks: they differ in more than their length\n{kinds}",
+            where="dispatch_batches=True (the default for an iterable dataset)",
+            do="pad in collate_fn to one size, or use DataLoaderConfiguration(split_batches=True) to cut each batch for "
+            "the ranks, or dispatch_batches=False to let every rank read for itself",
+        ) from error
+
+
+def slice_batch(batch: Any, part: slice, process_index: int | None = None, num_processes: int | None = None) -> Any:
+    """Return the samples ``part`` of ``batch``; what belongs to the batch as a whole stays.
+
+    Args:
+        batch: nested columns.
+        part: which samples.
+        process_index: not used; a ``slice_fn_for_dispatch`` is called with it.
+        num_processes: the same.
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch[part] if batch.dim() > 0 else batch
+    if isinstance(batch, Mapping):
+        return rebuild_like(batch, {key: slice_batch(value, part) for key, value in batch.items()})
+    if isinstance(batch, (list, tuple)):
+        if _is_column(batch):
+            return batch[part]
+        return rebuild_like(batch, [slice_batch(item, part) for item in batch])
+    return batch
+
+
+def _is_column(items: Any) -> bool:
+    if isinstance(items, tuple) and hasattr(items, "_fields"):
+        return False
+    if any(isinstance(item, (torch.Tensor, list, tuple)) for item in items):
+        return False
+    return len(items) > 0 and not any(isinstance(leaf, torch.Tensor) for leaf in leaves(items))
+
+
+def _join(parts: list[Any]) -> Any:
+    first = parts[0]
+    if isinstance(first, torch.Tensor) and first.dim() > 0:
+        return torch.cat(parts)
+    if isinstance(first, Mapping):
+        if any(part.keys() != first.keys() for part in parts):
+            raise ValueError("keys")
+        return rebuild_like(first, {key: _join([part[key] for part in parts]) for key in first})
+    if isinstance(first, (list, tuple)):
+        if all(_is_column(part) for part in parts):
+            return type(first)(item for part in parts for item in part)
+        if any(len(part) != len(first) for part in parts):
+            raise ValueError("lengths")
+        return rebuild_like(first, [_join(list(items)) for items in zip(*parts)])
+    if any(type(part) is not type(first) or not _same(part, first) for part in parts):
+        raise ValueError("values")
+    return first
+
+
+def _same(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)

@@ -1,0 +1,56 @@
+"""A DataLoader as the user's, with another dataset or other batches."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from echelon.base.optional import require
+
+__all__ = ["like", "stateful_loader"]
+
+_KEPT = (
+    "collate_fn",
+    "generator",
+    "in_order",
+    "multiprocessing_context",
+    "num_workers",
+    "persistent_workers",
+    "pin_memory",
+    "prefetch_factor",
+    "timeout",
+    "worker_init_fn",
+)
+
+
+def like(loader: DataLoader[Any], dataset: Any, *, kind: Any, **choices: Any) -> Any:
+    """Return a loader of the class ``kind`` over ``dataset`` with everything else that the user chose for ``loader``.
+
+    Args:
+        loader: the user's.
+        dataset: what to read.
+        kind: ``DataLoader`` or a class with its arguments.
+        choices: instead of the user's, and those of the batches (``batch_sampler``, or ``batch_size``, ...).
+    """
+    kept = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
+    return kind(dataset, **{**kept, **choices})
+
+
+def stateful_loader() -> Callable[..., Any]:
+    """Return what makes a StatefulDataLoader of torchdata.
+
+    Raises:
+        MissingExtraError: torchdata is not installed.
+    """
+    module = require("torchdata.stateful_dataloader", extra="stateful", purpose="use_stateful_dataloader=True")
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        with warnings.catch_warnings():
+            # torchdata 0.11 calls torch.set_vital, which torch 2.13 deprecates (tests/ranks/test_data_loader.py, all that resume).
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)
+            return module.StatefulDataLoader(*args, **kwargs)
+
+    return make

@@ -1,0 +1,316 @@
+"""Where the batches of one rank come from: the ways to cut a loader for the ranks, one class each."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from echelon.base.errors import UsageError
+from echelon.data.deal import DealtBatches, LastStep
+from echelon.data.dispatch import SliceFn, dispatch
+from echelon.data.order import Order
+from echelon.data.rebuild import like, stateful_loader
+from echelon.data.skip import SkipBatchSampler
+from echelon.data.stream import CollatePiece, DealtStream, ShowUsersDataset, open_like_rank_zero, read_own_shards
+from echelon.data.wire import gather_counts
+from echelon.world.world import World
+
+__all__ = ["DealtSource", "DispatchSource", "OwnShardsSource", "PlainSource", "Source", "StreamSource"]
+
+Steps = Iterator[tuple[Any, LastStep | None]]
+
+
+class Source(ABC):
+    """The steps of one rank, each a batch and what every rank has in it."""
+
+    inner: DataLoader[Any]
+    """The loader that reads on this rank."""
+    order: Order | None
+    """What draws the order of a pass; None when the data has an order of its own, or another rank draws it."""
+
+    @abstractmethod
+    def steps(self, skip: int) -> Steps:
+        """Begin a pass; leave out the first ``skip`` steps.
+
+        A LastStep of None says that every rank has equally many new samples, or that it is known at the end only.
+
+        Collective: where ranks share an order or a reader.
+        """
+
+    @abstractmethod
+    def at_end(self) -> LastStep | None:
+        """Return what the ranks have in the last step, where that is known at the end only."""
+
+    @abstractmethod
+    def num_steps(self) -> int:
+        """Return the number of steps of a pass of this rank.
+
+        Raises:
+            TypeError: nobody knows.
+        """
+
+    @abstractmethod
+    def set_even(self, even: bool) -> None:
+        """Choose whether the last step is completed, from the next pass on."""
+
+
+class PlainSource(Source):
+    """The user's loader, read by one process."""
+
+    def __init__(self, loader: DataLoader[Any], *, seed: int | None, seedable: bool, stateful: bool) -> None:
+        self.inner = loader
+        self.order = None
+        batches = _batches_of(loader)
+        if (seedable or stateful) and batches is not None:
+            self.order = Order(batches, seed=seed, seedable=seedable, alone=True)
+            self.inner = _with_batches(loader, self.order.batches, stateful=stateful)
+        elif stateful:
+            self.inner = like(
+                loader, loader.dataset, kind=stateful_loader(), batch_size=loader.batch_size, drop_last=loader.drop_last
+            )
+
+    def steps(self, skip: int) -> Steps:
+        inner, skip = _skipping(self.inner, skip)
+        for batch in islice(inner, skip, None):
+            yield batch, None
+
+    def at_end(self) -> LastStep | None:
+        return None
+
+    def num_steps(self) -> int:
+        return len(self.inner)
+
+    def set_even(self, even: bool) -> None:
+        pass  # one process: there is nothing to complete
+
+
+class DealtSource(Source):
+    """A loader over a dataset with an index: every rank draws the same batches and reads those that are its own."""
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        world: World,
+        even: bool,
+        split: bool,
+        seed: int | None,
+        seedable: bool,
+        stateful: bool,
+    ) -> None:
+        batches = _batches_of(loader)
+        if batches is None:
+            raise UsageError(
+                "a loader without batches (batch_size=None) cannot be dealt to ranks",
+                do="give the DataLoader a batch_size or a batch_sampler, or use dispatch_batches=True",
+            )
+        self.order = Order(batches, seed=seed, seedable=seedable, alone=False)
+        self.batches = DealtBatches(
+            self.order.batches,
+            batch_size=getattr(batches, "batch_size", None),
+            rank=world.rank,
+            world_size=world.world_size,
+            even=even,
+            split=split,
+        )
+        self.inner = _with_batches(loader, self.batches, stateful=stateful)
+
+    def steps(self, skip: int) -> Steps:
+        assert self.order is not None
+        self.order.begin()
+        inner, skip = _skipping(self.inner, skip)
+        for batch in islice(inner, skip, None):
+            yield batch, None
+
+    def at_end(self) -> LastStep | None:
+        last = self.batches.last_step
+        # A rank that has nothing in it ended a step earlier, with a batch like all the others.
+        return last if last is None or last.sizes[self.batches.rank] else None
+
+    def num_steps(self) -> int:
+        return len(self.batches)
+
+    def set_even(self, even: bool) -> None:
+        self.batches.even_batches = even
+
+
+class StreamSource(Source):
+    """A loader over an iterable dataset: every rank reads all of it and keeps its pieces."""
+
+    def __init__(self, loader: DataLoader[Any], *, world: World, even: bool, split: bool, stateful: bool) -> None:
+        self.order = None
+        self.stream = DealtStream(
+            loader.dataset,
+            batch_size=loader.batch_size,
+            drop_last=loader.drop_last,
+            rank=world.rank,
+            world_size=world.world_size,
+            even=even,
+            split=split,
+        )
+        self.inner = like(
+            loader,
+            self.stream,
+            kind=stateful_loader() if stateful else DataLoader,
+            batch_size=None,
+            collate_fn=CollatePiece(loader.collate_fn, is_batched=loader.batch_size is None),
+            worker_init_fn=ShowUsersDataset(loader.worker_init_fn) if loader.num_workers else None,
+        )
+
+    def steps(self, skip: int) -> Steps:
+        return islice(open_like_rank_zero(self.inner, self.stream), skip, None)
+
+    def at_end(self) -> LastStep | None:
+        return None
+
+    def num_steps(self) -> int:
+        return self.stream.num_steps()
+
+    def set_even(self, even: bool) -> None:
+        self.stream.even = even
+
+
+class OwnShardsSource(Source):
+    """A loader over an iterable dataset that gives each rank whole shards of itself (Hugging Face datasets)."""
+
+    def __init__(self, loader: DataLoader[Any], *, world: World, even: bool, stateful: bool) -> None:
+        self.order = None
+        self.even = even
+        self.drop_last = loader.drop_last
+        self.inner = like(
+            loader,
+            loader.dataset.shard(num_shards=world.world_size, index=world.rank),  # type: ignore[attr-defined]
+            kind=stateful_loader() if stateful else DataLoader,
+            batch_size=loader.batch_size,
+            drop_last=loader.drop_last,
+        )
+
+    def steps(self, skip: int) -> Steps:
+        return islice(read_own_shards(iter(self.inner), even=self.even, drop_last=self.drop_last), skip, None)
+
+    def at_end(self) -> LastStep | None:
+        return None
+
+    def num_steps(self) -> int:
+        return len(self.inner)
+
+    def set_even(self, even: bool) -> None:
+        self.even = even
+
+
+class DispatchSource(Source):
+    """A loader that rank zero alone reads; the other ranks' loaders, and their datasets, are never touched.
+
+    Collective: making one.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        world: World,
+        even: bool,
+        split: bool,
+        seed: int | None,
+        seedable: bool,
+        stateful: bool,
+        slice_fn: SliceFn | None,
+        device: torch.device | None,
+        non_blocking: bool,
+    ) -> None:
+        self.inner = loader
+        self.even = even
+        self.split = split
+        self.slice_fn = slice_fn
+        self._world = world
+        self._device = device
+        self._non_blocking = non_blocking
+        self.order = None
+        own_samples, own_batches = -1, -1
+        if world.is_rank_zero:
+            plain = PlainSource(loader, seed=seed, seedable=seedable, stateful=stateful)
+            self.inner, self.order = plain.inner, plain.order
+            own_samples, own_batches = _length(loader.dataset), _length(loader)
+        of_rank_zero = gather_counts(
+            own_samples, own_batches, int(loader.drop_last), -1 if loader.batch_size is None else loader.batch_size
+        )
+        self.total_samples, self.total_batches, drop_last, batch_size = (counts[0] for counts in of_rank_zero)
+        """Of rank zero's dataset and loader; -1 when nobody knows."""
+        self.drop_last = bool(drop_last)
+        self.batch_size = None if batch_size < 0 else batch_size
+        if split and self.batch_size is not None and self.batch_size % world.world_size:
+            raise UsageError(
+                f"split_batches cuts every batch for {world.world_size} processes, and batch_size={self.batch_size} is not divisible",
+                where="DataLoaderConfiguration(split_batches=)",
+                do=f"choose a batch size that is a multiple of {world.world_size}, or leave split_batches out",
+            )
+
+    def steps(self, skip: int) -> Steps:
+        world = self._world
+        batches = None
+        if world.is_rank_zero:
+            inner, left = _skipping(self.inner, skip * self._batches_per_step)
+            batches = islice(inner, left, None)
+        return dispatch(
+            batches,
+            rank=world.rank,
+            world_size=world.world_size,
+            split=self.split,
+            even=self.even,
+            drop_last=self.drop_last,
+            slice_fn=self.slice_fn,
+            device=self._device,
+            non_blocking=self._non_blocking,
+        )
+
+    @property
+    def _batches_per_step(self) -> int:
+        return 1 if self.split else self._world.world_size
+
+    def at_end(self) -> LastStep | None:
+        return None
+
+    def num_steps(self) -> int:
+        if self.total_batches < 0:
+            raise TypeError("rank zero's loader has no length")
+        whole, rest = divmod(self.total_batches, self._batches_per_step)
+        return whole + (rest > 0 and not self.drop_last)
+
+    def set_even(self, even: bool) -> None:
+        self.even = even
+
+
+def _batches_of(loader: DataLoader[Any]) -> Any:
+    """Return what draws the batches of a loader over a dataset with an index; None when nothing does."""
+    if isinstance(loader.dataset, IterableDataset):
+        return None
+    if isinstance(loader.sampler, BatchSampler):  # DataLoader(sampler=BatchSampler(...), batch_size=None)
+        return loader.sampler
+    return loader.batch_sampler
+
+
+def _with_batches(loader: DataLoader[Any], batches: Any, *, stateful: bool) -> DataLoader[Any]:
+    kind = stateful_loader() if stateful else DataLoader
+    if loader.batch_sampler is None:
+        return like(loader, loader.dataset, kind=kind, sampler=batches, batch_size=None)  # type: ignore[no-any-return]
+    return like(loader, loader.dataset, kind=kind, batch_sampler=batches)  # type: ignore[no-any-return]
+
+
+def _skipping(loader: DataLoader[Any], skip: int) -> tuple[DataLoader[Any], int]:
+    """Return a loader that does not read the first ``skip`` batches, and how many are still to be thrown away."""
+    batches = _batches_of(loader)
+    if not skip or batches is None or type(loader) is not DataLoader:
+        return loader, skip
+    return _with_batches(loader, SkipBatchSampler(batches, skip), stateful=False), 0
+
+
+def _length(sized: Any) -> int:
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return -1

@@ -1,0 +1,83 @@
+"""Each rank its part of a list, tuple, dict, tensor or dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sized
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Subset
+
+from echelon.base.errors import UsageError
+from echelon.base.protocols import SupportsSelect
+from echelon.distributed.tree import rebuild_like
+
+__all__ = ["split_between_processes"]
+
+
+@contextmanager
+def split_between_processes(
+    inputs: Any, apply_padding: bool = False, *, rank: int, world_size: int, device: torch.device | None = None
+) -> Iterator[Any]:
+    """Give this rank its part of ``inputs``: consecutive items, the first ranks one more where it does not divide.
+
+    Args:
+        inputs: a list, tuple, tensor, array, range or dataset, or a dict of them (each value is cut). They stay as
+            they are.
+        apply_padding: repeat the last item, so that every rank has equally many (drop them after a gather).
+        rank: whose part.
+        world_size: the number of parts.
+        device: where padded tensors go, so that they can be gathered; None: they stay.
+
+    Raises:
+        UsageError: the values of a dict differ in length, or ``inputs`` cannot be cut.
+    """
+    if world_size == 1:
+        yield inputs
+        return
+    length = _length(inputs)
+    share, extra = divmod(length, world_size)
+    start = rank * share + min(rank, extra)
+    indices = list(range(start, start + share + (rank < extra)))
+    missing = share + (extra > 0) - len(indices) if apply_padding and length else 0
+    yield _take(inputs, indices, missing, length, device if apply_padding else None)
+
+
+def _length(inputs: Any) -> int:
+    if not isinstance(inputs, Mapping):
+        return len(inputs) if isinstance(inputs, Sized) else 0
+    lengths = {key: _length(value) for key, value in inputs.items()}
+    if len(set(lengths.values())) > 1:
+        raise UsageError(
+            f"the values of a dict must have the same length to be split, and have {lengths}",
+            do="make them equally long, or split them one by one",
+        )
+    return next(iter(lengths.values()), 0)
+
+
+def _take(inputs: Any, indices: list[int], missing: int, length: int, device: torch.device | None) -> Any:
+    if isinstance(inputs, Mapping):
+        parts = {key: _take(value, indices, missing, length, device) for key, value in inputs.items()}
+        return rebuild_like(inputs, parts)
+    padding = [length - 1] * missing
+    if isinstance(inputs, (torch.Tensor, np.ndarray)):
+        part: Any = (
+            inputs[indices + padding] if padding else inputs[indices[0] : indices[-1] + 1] if indices else inputs[:0]
+        )
+        return part if device is None or not isinstance(part, torch.Tensor) else part.to(device)
+    if isinstance(inputs, (list, tuple)):
+        return type(inputs)([inputs[index] for index in indices + padding])
+    if isinstance(inputs, (range, str)) and not padding:
+        return inputs[indices[0] : indices[-1] + 1] if indices else inputs[:0]
+    if isinstance(inputs, range):
+        return [inputs[index] for index in indices + padding]
+    if isinstance(inputs, SupportsSelect):
+        return inputs.select(indices + padding)
+    if isinstance(inputs, Dataset) and isinstance(inputs, Sized):
+        return Subset(inputs, indices + padding)
+    raise UsageError(
+        f"split_between_processes cannot cut a {type(inputs).__name__}",
+        do="give it a list, a tuple, a tensor, an array, a map-style dataset, or a dict of them",
+    )

@@ -1,0 +1,67 @@
+"""Small messages between the ranks: counts and bytes, on the CPU where a backend serves it (the host reads them)."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from echelon.distributed.checks import wire_device
+
+__all__ = ["broadcast_bytes", "gather_bytes", "gather_counts"]
+
+_HEAD = 256  # one message carries a short payload whole; a longer one takes a second
+
+
+def gather_counts(*counts: int) -> list[list[int]]:
+    """Return, for each of ``counts``, the list of the numbers that the ranks bring.
+
+    Collective: every rank, with equally many counts.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [[count] for count in counts]
+    mine = torch.tensor(counts, dtype=torch.int64, device=_host())
+    theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(theirs, mine)
+    return torch.stack(theirs).T.tolist()
+
+
+def gather_bytes(payload: bytes) -> list[bytes]:
+    """Return the payloads of all ranks.
+
+    Collective: every rank.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [payload]
+    (lengths,) = gather_counts(len(payload))
+    mine = torch.frombuffer(bytearray(payload.ljust(max(max(lengths), 1), b"\0")), dtype=torch.uint8).to(_host())
+    theirs = [torch.empty_like(mine) for _ in lengths]
+    dist.all_gather(theirs, mine)
+    return [their[:length].cpu().numpy().tobytes() for their, length in zip(theirs, lengths)]
+
+
+def broadcast_bytes(payload: bytes | None, *, source: int = 0) -> bytes:
+    """Return the payload of the rank ``source`` on every rank; the others bring None.
+
+    Collective: every rank.
+    """
+    device = _host()
+    if payload is not None:
+        head = len(payload).to_bytes(8, "little") + payload[: _HEAD - 8]
+        message = torch.frombuffer(bytearray(head.ljust(_HEAD, b"\0")), dtype=torch.uint8).to(device)
+    else:
+        message = torch.empty(_HEAD, dtype=torch.uint8, device=device)
+    dist.broadcast(message, src=source)
+    received = message.cpu().numpy().tobytes()
+    length = int.from_bytes(received[:8], "little")
+    if length <= _HEAD - 8:
+        return received[8 : 8 + length]
+    if payload is not None:
+        rest = torch.frombuffer(bytearray(payload[_HEAD - 8 :]), dtype=torch.uint8).to(device)
+    else:
+        rest = torch.empty(length - (_HEAD - 8), dtype=torch.uint8, device=device)
+    dist.broadcast(rest, src=source)
+    return received[8:] + rest.cpu().numpy().tobytes()
+
+
+def _host() -> torch.device:
+    return wire_device(torch.device("cpu"), None)

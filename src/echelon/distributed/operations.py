@@ -1,0 +1,216 @@
+"""The collectives under Accelerate's signatures, and their checks: ``echelon.utils.operations`` shows them."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from echelon.base.errors import DesyncError
+from echelon.config.sources import current
+from echelon.distributed import collectives
+from echelon.distributed.checks import check_same
+from echelon.distributed.structure import recursively_apply
+from echelon.distributed.tree import describe, leaves, map_tensors
+
+__all__ = [
+    "CannotPadNestedTensorWarning",
+    "DistributedOperationException",
+    "broadcast",
+    "broadcast_object_list",
+    "chained_operation",
+    "copy_tensor_to_devices",
+    "gather",
+    "gather_object",
+    "pad_across_processes",
+    "reduce",
+    "verify_operation",
+]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# One error for ranks that disagree. It keeps both names; every collective checks, not only in debug mode (gloo).
+DistributedOperationException = DesyncError
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """A nested tensor was left as it is."""
+
+
+def gather(tensor: Any) -> Any:
+    """Concatenate each tensor of nested data over the ranks; one process gets back what it gave.
+
+    Collective: every rank must call this.
+
+    Raises:
+        DesyncError: shapes, dtypes or structures differ between ranks.
+        UsageError: (also a TypeError) a leaf is no tensor.
+    """
+    if _alone():
+        return tensor
+    _refuse_objects("gather", tensor)
+    return collectives.gather(tensor)
+
+
+def gather_object(object: Any) -> Any:
+    """Join the lists of all ranks; one process gets back what it gave.
+
+    Other objects than lists and tuples are collected, one a rank. The objects are pickled between the ranks of this job.
+
+    Collective: every rank must call this.
+
+    Raises:
+        DesyncError: some ranks bring a list and others do not.
+    """
+    return object if _alone() else collectives.gather_object(object)
+
+
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """Overwrite the tensors of nested data, in place, by those of the rank ``from_process``; also return the data.
+
+    Collective: every rank must call this.
+
+    Raises:
+        DesyncError: shapes, dtypes or structures differ between ranks.
+        UsageError: (also a TypeError) a leaf is no tensor.
+    """
+    if _alone():
+        return tensor
+    _refuse_objects("broadcast", tensor)
+    received = leaves(collectives.broadcast(tensor, from_process))
+    with torch.no_grad():
+        for each in leaves(tensor):
+            each.copy_(next(received))
+    return tensor
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Replace, in place, the items by those of the rank ``from_process``; also return the list.
+
+    Collective: every rank must call this, with lists of equal length. The objects are pickled between the ranks.
+
+    Raises:
+        DesyncError: the lists differ in length.
+    """
+    return object_list if _alone() else collectives.broadcast_object_list(object_list, from_process)
+
+
+def reduce(tensor: Any, reduction: Literal["mean", "sum", "max", "none"] = "mean", scale: float = 1.0) -> Any:
+    """Average (or sum, or take the largest of) each tensor of nested data over the ranks, times ``scale``.
+
+    Collective: every rank must call this.
+
+    Raises:
+        DesyncError: shapes, dtypes or structures differ between ranks.
+        UsageError: an unknown reduction, or (also a TypeError) a leaf is no tensor.
+    """
+    _refuse_objects("reduce", tensor)
+    return collectives.reduce(tensor, reduction, scale)
+
+
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+    """Pad each tensor along ``dim`` to the largest size that any rank has; nested tensors stay, with a warning.
+
+    Collective: every rank must call this.
+
+    Raises:
+        DesyncError: structures, dtypes or numbers of dimensions differ between ranks.
+        UsageError: (also a TypeError) a leaf is no tensor.
+    """
+    _refuse_objects("pad_across_processes", tensor)
+    if not any(each.is_nested for each in leaves(tensor)):
+        return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
+    warnings.warn(
+        "a nested tensor has no one size to pad: it stays as it is", CannotPadNestedTensorWarning, stacklevel=2
+    )
+    plain = map_tensors(lambda each: torch.zeros(()) if each.is_nested else each, tensor)  # 0-d: never padded
+    padded = leaves(collectives.pad_across_processes(plain, dim, pad_index, pad_first))
+
+    def choose(each: torch.Tensor) -> Any:
+        other = next(padded)
+        return each if each.is_nested else other
+
+    return map_tensors(choose, tensor)
+
+
+def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
+    """Give every rank the tensor that exactly one of them has; the others call it with None.
+
+    Collective: every rank must call this.
+
+    Raises:
+        DesyncError: no rank has a tensor, or several.
+    """
+    mine = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+    offers: list[Any] = [mine] if _alone() else collectives.gather_object([mine])
+    owners = [rank for rank, offer in enumerate(offers) if offer is not None]
+    if len(owners) != 1:
+        raise DesyncError(
+            f"copy_tensor_to_devices: one rank must bring a tensor, and {len(owners)} did (ranks {owners})",
+            do="give None on all ranks but one",
+        )
+    shape, dtype = offers[owners[0]]
+    local = torch.zeros(shape, dtype=dtype, device=_device()) if tensor is None else tensor
+    copied: torch.Tensor = local.clone() if _alone() else collectives.broadcast(local, owners[0])
+    return copied
+
+
+def verify_operation(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a collective whose first argument is nested data: in debug mode the ranks compare structures first.
+
+    Raises:
+        DesyncError: (``DistributedOperationException``) when it is called and they differ.
+    """
+
+    @functools.wraps(function)
+    def verified(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not _alone() and current().value.debug:
+            data = kwargs["tensor"] if "tensor" in kwargs else args[0]
+            check_same(f"{function.__module__}.{function.__name__}", describe(data), group=None)
+        return function(*args, **kwargs)
+
+    return verified
+
+
+def chained_operation(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function that calls collectives: their disagreements are told under its name.
+
+    Raises:
+        DesyncError: (``DistributedOperationException``) when it is called and the ranks disagree.
+    """
+
+    @functools.wraps(function)
+    def chained(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except DesyncError as error:
+            name = f"{function.__module__}.{function.__name__}"
+            raise DesyncError(f"in {name}: {error.what}", do=error.do) from error
+
+    return chained
+
+
+def _alone() -> bool:
+    return not dist.is_initialized() or dist.get_world_size() == 1
+
+
+def _device() -> torch.device:
+    """Return where this rank's tensors live: with an accelerator's backend, on that."""
+    if _alone() or dist.get_backend() == "gloo" or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return torch.device(kind.type, torch.accelerator.current_device_index())
+
+
+def _refuse_objects(operation: str, data: Any) -> None:
+    def accept(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    accept.__name__ = operation
+    recursively_apply(accept, data, error_on_other_type=True)

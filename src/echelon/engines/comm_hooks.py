@@ -1,0 +1,151 @@
+"""How DDP compresses gradients on the wire: half precision, and PowerSGD; on gloo too, where torch's own hooks stop."""
+
+# No `from __future__ import annotations`: DDP compares the annotations of a hook with the classes themselves.
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from echelon.base.errors import ConfigError
+
+__all__ = ["register_comm_hook"]
+
+Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+
+
+_POWER_SGD = ("power_sgd", "batched_power_sgd")
+
+
+def register_comm_hook(
+    model: DistributedDataParallel,
+    *,
+    hook: str,
+    wrapper: str = "no",
+    state_options: Mapping[str, Any] | None = None,
+) -> None:
+    """Make ``model`` compress its gradients on their way; once a model, before its first backward pass.
+
+    Args:
+        model: the wrapped model.
+        hook: ``no``; ``fp16`` or ``bf16``: send half of the bytes; ``power_sgd``: send low-rank factors of each matrix;
+            ``batched_power_sgd``: those of each whole bucket (coarser).
+        wrapper: ``no``; ``fp16`` or ``bf16``: cast the bucket before the hook, and back after it.
+        state_options: of ``PowerSGDState``.
+
+    Raises:
+        ConfigError: a combination that cannot work; nothing is changed then.
+
+    Source: torch.distributed.algorithms.ddp_comm_hooks; Vogels et al., "PowerSGD", NeurIPS 2019.
+    """
+    _check(hook, wrapper, state_options or {})
+    if hook == "no":
+        return
+    group = model.process_group
+    found = _HOOKS[hook]
+    if wrapper != "no":
+        found = _compressed(found, _DTYPES[wrapper])
+    if hook in _POWER_SGD and dist.get_backend(group) == dist.Backend.GLOO:
+        found = _one_at_a_time(found)
+    state = powerSGD_hook.PowerSGDState(group, **(state_options or {})) if hook in _POWER_SGD else group
+    model.register_comm_hook(state, found)
+
+
+def _check(hook: str, wrapper: str, options: Mapping[str, Any]) -> None:
+    if hook not in ("no", *_HOOKS):
+        raise ConfigError(f"comm_hook={hook!r} is none", do=f"give one of no, {', '.join(_HOOKS)}")
+    if wrapper not in ("no", *_DTYPES):
+        raise ConfigError(
+            f"comm_wrapper={wrapper!r} is none",
+            do=f"give one of no, {', '.join(_DTYPES)}, and other hooks as comm_hook",
+        )
+    if hook == "no" and wrapper != "no":
+        raise ConfigError(
+            f"comm_wrapper={wrapper!r} without a comm_hook has nothing to wrap", do=f"give comm_hook={wrapper!r} itself"
+        )
+    if options and hook not in _POWER_SGD:
+        raise ConfigError(
+            f"comm_state_option is given, and comm_hook={hook!r} has no state",
+            do="leave it out, or give comm_hook='power_sgd'",
+        )
+    if hook == "batched_power_sgd" and not _batched_works():
+        raise ConfigError(
+            f"comm_hook='batched_power_sgd' fails in torch {torch.__version__}: its own orthogonalisation refuses the "
+            "matrices that the hook makes",
+            do="give comm_hook='power_sgd', which is also the more accurate one",
+        )
+
+
+def _batched_works() -> bool:
+    """Tell whether torch's batched hook survives its first compressed step.
+
+    In torch 2.13 it hands a matrix to a function that asserts a batch of them, and ends in a bare AssertionError on every
+    device (test_batched_power_sgd_is_refused). Asked of the function itself, so that a torch that mends it is believed.
+    """
+    try:
+        powerSGD_hook._orthogonalize(torch.eye(2))  # type: ignore[no-untyped-call]
+    except AssertionError:
+        return False
+    return True
+
+
+def _half_hook(dtype: torch.dtype) -> Hook:
+    def average_in_half(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        # Divided before the sum: fp16 overflows at 65504.
+        sent = buffer.to(dtype).div_(dist.get_world_size(state))
+        future = dist.all_reduce(sent, group=state, async_op=True).get_future()
+
+        return cast("torch.futures.Future[torch.Tensor]", future.then(lambda done: buffer.copy_(_first(done.value()))))
+
+    return average_in_half
+
+
+def _compressed(hook: Hook, dtype: torch.dtype) -> Hook:
+    """Give ``hook`` the bucket in ``dtype``. Not torch's wrappers: DDP refuses the bf16 one by its name without NCCL."""
+
+    def in_half(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        bucket.set_buffer(buffer.to(dtype))
+
+        def widen(done: torch.futures.Future[Any]) -> torch.Tensor:
+            buffer.copy_(_first(done.value()))
+            bucket.set_buffer(buffer)
+            return buffer
+
+        return cast("torch.futures.Future[torch.Tensor]", hook(state, bucket).then(widen))
+
+    return in_half
+
+
+def _one_at_a_time(hook: Hook) -> Hook:
+    """Finish the collectives of one bucket before the next one begins.
+
+    PowerSGD starts its second collective when the first has ended, in a thread of gloo. With several buckets the order of
+    these differs between the ranks, and gloo adds tensors of different sizes, or aborts (torch 2.7 to 2.13;
+    test_power_sgd_works_with_several_buckets). DDP itself calls the hook in one order on all ranks.
+    """
+
+    def in_order(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future = hook(state, bucket)
+        future.wait()
+        return future
+
+    return in_order
+
+
+def _first(value: Any) -> torch.Tensor:
+    tensor: torch.Tensor = value[0] if isinstance(value, list) else value
+    return tensor
+
+
+_DTYPES: Mapping[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_HOOKS: Mapping[str, Any] = {
+    "fp16": _half_hook(torch.float16),
+    "bf16": _half_hook(torch.bfloat16),
+    "power_sgd": powerSGD_hook.powerSGD_hook,
+    "batched_power_sgd": powerSGD_hook.batched_powerSGD_hook,
+}

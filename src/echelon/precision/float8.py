@@ -1,0 +1,65 @@
+"""fp8 training through torchao: which layers become Float8Linear, and making them so (extra ``fp8``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from echelon.base.optional import require
+
+__all__ = [
+    "convert_model_to_fp8_ao",
+    "filter_first_and_last_linear_layers",
+    "filter_linear_layers",
+    "find_first_last_linear_layers",
+    "has_ao_layers",
+]
+
+
+def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
+    """Return the names of the first and the last ``Linear`` of ``model``; None without one."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return (names[0], names[-1]) if names else (None, None)
+
+
+def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Sequence[str | None]) -> bool:
+    """Tell whether to convert: not the named layers, nor a ``Linear`` whose sizes are no multiples of 16."""
+    if isinstance(module, nn.Linear) and (module.in_features % 16 or module.out_features % 16):
+        return False  # the matrix units for fp8 work on tiles of 16
+    return fqn not in layers_to_filter
+
+
+def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
+    """Tell whether to convert ``module``; the first and last ``Linear`` inside it are not."""
+    return filter_linear_layers(module, fqn, find_first_last_linear_layers(module))
+
+
+def has_ao_layers(model: nn.Module) -> bool:
+    """Tell whether torchao has converted a layer of ``model``.
+
+    Raises:
+        MissingExtraError: torchao is not installed.
+    """
+    kind: Any = require("torchao.float8.float8_linear", extra="fp8", purpose="has_ao_layers").Float8Linear
+    return any(isinstance(module, kind) for module in model.modules())
+
+
+def convert_model_to_fp8_ao(
+    model: nn.Module, config: Any = None, module_filter_func: Callable[[nn.Module, str], bool] | None = None
+) -> None:
+    """Make the linear layers of ``model`` compute in fp8, in place; the parameters keep their names.
+
+    Args:
+        model: on its device.
+        config: a ``torchao.float8.Float8LinearConfig``; None: torchao's default.
+        module_filter_func: which modules to convert; None: every Linear of fitting sizes but the first and the last.
+
+    Raises:
+        MissingExtraError: torchao is not installed.
+    """
+    float8: Any = require("torchao.float8", extra="fp8", purpose="convert_model_to_fp8_ao")
+    chosen = module_filter_func or partial(filter_linear_layers, layers_to_filter=find_first_last_linear_layers(model))
+    float8.convert_to_float8_training(model, module_filter_fn=chosen, config=config)

@@ -1,0 +1,9 @@
+"""The names of ``accelerate.scheduler``, so that its scripts run: re-exports only."""
+
+from __future__ import annotations
+
+from echelon.accelerator.scheduler import AcceleratedScheduler
+
+__all__ = [
+    "AcceleratedScheduler",
+]

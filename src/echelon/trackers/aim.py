@@ -1,0 +1,80 @@
+"""Aim."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from echelon.base.optional import require
+from echelon.trackers.base import GeneralTracker, on_main_process
+from echelon.trackers.values import hide_secrets, plain
+
+__all__ = ["AimTracker"]
+
+
+class AimTracker(GeneralTracker):
+    """Logs to a ``aim.Run``.
+
+    Args:
+        run_name: the name of the run.
+        logging_dir: Aim's repository.
+        kwargs: of ``aim.Run``.
+    """
+
+    name = "aim"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.aim_repo_path = logging_dir
+        self.init_kwargs = kwargs
+        self.writer: Any = None
+
+    @on_main_process
+    def start(self) -> None:
+        """Begin the run."""
+        self.writer = _aim().Run(repo=self.aim_repo_path, **self.init_kwargs)
+        self.writer.name = self.run_name
+
+    @property
+    def tracker(self) -> Any:
+        """The run; None before ``start``, and on ranks that do not write."""
+        return self.writer
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store the settings under ``hparams``."""
+        self.writer["hparams"] = plain(hide_secrets(values))
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Track each value; ``kwargs`` are those of ``Run.track``."""
+        for name, value in plain(values).items():
+            self.writer.track(value, name=name, step=step, **kwargs)
+
+    @on_main_process
+    def log_images(
+        self, values: dict[str, Any], step: int | None = None, kwargs: dict[str, dict[str, Any]] | None = None
+    ) -> None:
+        """Track images, or pairs of an image and its caption.
+
+        Args:
+            values: by name.
+            step: the x axis.
+            kwargs: ``{"aim_image": {...}, "track": {...}}``, of ``aim.Image`` and of ``Run.track``.
+        """
+        given = kwargs or {}
+        for name, value in values.items():
+            image, caption = value if isinstance(value, tuple) else (value, "")
+            shown = _aim().Image(image, caption=caption, **given.get("aim_image", {}))
+            self.writer.track(shown, name=name, step=step, **given.get("track", {}))
+
+    @on_main_process
+    def finish(self) -> None:
+        """End the run."""
+        self.writer.close()
+
+
+def _aim() -> Any:
+    return require("aim", extra="aim", purpose="log_with='aim'")

@@ -1,0 +1,115 @@
+"""ClearML."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from echelon.base import environ
+from echelon.base.errors import UsageError
+from echelon.base.optional import require
+from echelon.trackers.base import GeneralTracker, on_main_process
+from echelon.trackers.dropped import Dropped
+from echelon.trackers.values import hide_secrets, is_number, plain
+
+__all__ = ["ClearMLTracker"]
+
+
+class ClearMLTracker(GeneralTracker):
+    """Logs to a task of ``clearml``: the current one, if the script has made one, else a new one.
+
+    Args:
+        run_name: the project and the task, unless CLEARML_PROJECT and CLEARML_TASK name them.
+        kwargs: of ``clearml.Task.init``.
+    """
+
+    name = "clearml"
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.init_kwargs = kwargs
+        self.task: Any = None
+        self._is_own = False
+        self._dropped = Dropped("ClearML")
+
+    @on_main_process
+    def start(self) -> None:
+        """Find or begin the task."""
+        clearml: Any = require("clearml", extra="clearml", purpose="log_with='clearml'")
+        self.task = clearml.Task.current_task()
+        if not self.task:
+            names = {
+                "project_name": environ.get("CLEARML_PROJECT") or self.run_name,
+                "task_name": environ.get("CLEARML_TASK") or self.run_name,
+            }
+            self.task = clearml.Task.init(**{**names, **self.init_kwargs})
+            self._is_own = True
+
+    @property
+    def tracker(self) -> Any:
+        """The task; None before ``start``, and on ranks that do not write."""
+        return self.task
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> Any:
+        """Connect the settings to the task; returns what ``Task.connect_configuration`` does."""
+        return self.task.connect_configuration(plain(hide_secrets(values)))
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Report numbers: as scalars of ``step``, or as single values without one.
+
+        Args:
+            values: by name; ``eval_``, ``test_`` and ``train_`` before a name choose the series, else it is ``train``.
+            step: the iteration.
+            kwargs: of ``report_scalar`` or ``report_single_value``.
+        """
+        reporter = self.task.get_logger()
+        for name, value in plain(values).items():
+            if not is_number(value):
+                self._dropped.tell(name, value, "a number")
+            elif step is None:
+                reporter.report_single_value(name=name, value=value, **kwargs)
+            else:
+                title, series = _title_and_series(name)
+                reporter.report_scalar(title=title, series=series, value=value, iteration=step, **kwargs)
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Report images; ``kwargs`` are those of ``report_image``."""
+        for name, image in values.items():
+            title, series = _title_and_series(name)
+            self.task.get_logger().report_image(title=title, series=series, iteration=step, image=image, **kwargs)
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Report a table, given as ``columns`` and ``data`` (without ``columns``, its first row names them) or as ``dataframe``.
+
+        Raises:
+            UsageError: neither was given.
+        """
+        if dataframe is None and data is None:
+            raise UsageError("log_table() was given neither data nor dataframe", do="give one of the two")
+        table = dataframe if dataframe is not None else [*([columns] if columns else []), *(data or [])]
+        title, series = _title_and_series(table_name)
+        self.task.get_logger().report_table(title=title, series=series, table_plot=table, iteration=step, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        """Close the task, unless the script made it."""
+        if self._is_own:
+            self.task.close()
+
+
+def _title_and_series(name: str) -> tuple[str, str]:
+    series, _, title = name.partition("_")
+    return (title, series) if title and series in ("eval", "test", "train") else (name, "train")

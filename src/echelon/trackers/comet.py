@@ -1,0 +1,69 @@
+"""Comet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from echelon.base.optional import require
+from echelon.trackers.base import GeneralTracker, on_main_process
+from echelon.trackers.dropped import Dropped
+from echelon.trackers.values import hide_secrets, is_number, plain
+
+__all__ = ["CometMLTracker"]
+
+
+class CometMLTracker(GeneralTracker):
+    """Logs to an experiment of ``comet_ml``, which reads its key from its own configuration.
+
+    Args:
+        run_name: the project.
+        kwargs: of ``comet_ml.start`` (before comet_ml 3.41: of ``comet_ml.Experiment``).
+    """
+
+    name = "comet_ml"
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.init_kwargs = kwargs
+        self.writer: Any = None
+        self._dropped = Dropped("Comet")
+
+    @on_main_process
+    def start(self) -> None:
+        """Begin the experiment."""
+        comet_ml: Any = require("comet_ml", extra="comet_ml", purpose="log_with='comet_ml'")
+        # comet_ml.start, which can work offline and go on with an experiment, came with 3.41.
+        begin = comet_ml.start if hasattr(comet_ml, "start") else comet_ml.Experiment
+        self.writer = begin(project_name=self.run_name, **self.init_kwargs)
+
+    @property
+    def tracker(self) -> Any:
+        """The experiment; None before ``start``, and on ranks that do not write."""
+        return self.writer
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store the settings as the experiment's parameters."""
+        self.writer.log_parameters(plain(hide_secrets(values)))
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log numbers by ``log_metric``, strings by ``log_other``, dicts by ``log_metrics``; ``kwargs`` are theirs."""
+        if step is not None:
+            self.writer.set_step(step)
+        for name, value in plain(values).items():
+            if is_number(value):
+                self.writer.log_metric(name, value, step=step, **kwargs)
+            elif isinstance(value, str):
+                self.writer.log_other(name, value, **kwargs)
+            elif isinstance(value, dict):
+                self.writer.log_metrics(value, step=step, **kwargs)
+            else:
+                self._dropped.tell(name, value, "a number, a string or a dict of numbers")
+
+    @on_main_process
+    def finish(self) -> None:
+        """Send what is left, and end."""
+        self.writer.end()

@@ -1,0 +1,145 @@
+"""MLflow: a server, or a folder (MLFLOW_TRACKING_URI=file:...)."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from echelon.base import environ
+from echelon.base.errors import ConfigError
+from echelon.base.logging import get_logger
+from echelon.base.optional import require
+from echelon.trackers.base import GeneralTracker, on_main_process
+from echelon.trackers.dropped import Dropped
+from echelon.trackers.values import hide_secrets, is_number, plain
+
+__all__ = ["MLflowTracker"]
+
+_logger = get_logger(__name__)
+_TRUE = frozenset({"y", "yes", "t", "true", "on", "1"})
+_FALSE = frozenset({"n", "no", "f", "false", "off", "0"})
+
+
+class MLflowTracker(GeneralTracker):
+    """Logs to a run of ``mlflow``. The variables MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, MLFLOW_TAGS and MLFLOW_NESTED_RUN win.
+
+    Args:
+        experiment_name: found by this name, or made.
+        logging_dir: where a new experiment keeps its artifacts.
+        run_id: a run to go on with.
+        tags: of the run and of a new experiment; a dict, or JSON text of one.
+        nested_run: a run inside the active one.
+        run_name: of a new run.
+        description: of the run.
+    """
+
+    name = "mlflow"
+    requires_logging_directory = False
+
+    def __init__(
+        self,
+        experiment_name: str | None = None,
+        logging_dir: str | os.PathLike[str] | None = None,
+        run_id: str | None = None,
+        tags: dict[str, Any] | str | None = None,
+        nested_run: bool | None = False,
+        run_name: str | None = None,
+        description: str | None = None,
+    ) -> None:
+        super().__init__()
+        tags = environ.get("MLFLOW_TAGS") or tags
+        nested = environ.get("MLFLOW_NESTED_RUN")
+        self.experiment_name = environ.get("MLFLOW_EXPERIMENT_NAME") or experiment_name
+        self.logging_dir = logging_dir
+        self.run_id = environ.get("MLFLOW_RUN_ID") or run_id
+        self.tags = json.loads(tags) if isinstance(tags, str) else tags
+        self.nested_run = bool(nested_run) if nested is None else _as_bool(nested)
+        self.run_name = run_name
+        self.description = description
+        self.active_run: Any = None
+        self._dropped = Dropped("MLflow")
+
+    @on_main_process
+    def start(self) -> None:
+        """Find or make the experiment, and begin the run."""
+        mlflow = _mlflow()
+        found = mlflow.search_experiments(filter_string=f"name = '{self.experiment_name}'")
+        if len(found) > 1:
+            _logger.warning("%d MLflow experiments are named %r: the first is used", len(found), self.experiment_name)
+        location = None if self.logging_dir is None else os.fspath(self.logging_dir)
+        experiment_id = (
+            found[0].experiment_id
+            if found
+            else mlflow.create_experiment(name=self.experiment_name, artifact_location=location, tags=self.tags)
+        )
+        self.active_run = mlflow.start_run(
+            run_id=self.run_id,
+            experiment_id=experiment_id,
+            run_name=self.run_name,
+            nested=self.nested_run,
+            tags=self.tags,
+            description=self.description,
+        )
+
+    @property
+    def tracker(self) -> Any:
+        """The run; None before ``start``, and on ranks that do not write."""
+        return self.active_run
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store the settings as parameters, in as many requests as MLflow needs; one that is too long for it is left out."""
+        mlflow = _mlflow()
+        limits: Any = require("mlflow.utils.validation", extra="mlflow", purpose="log_with='mlflow'")
+        kept: list[tuple[str, Any]] = []
+        for name, value in plain(hide_secrets(values)).items():
+            if len(str(value)) > limits.MAX_PARAM_VAL_LENGTH:
+                self._dropped.tell(name, value, f"parameters of at most {limits.MAX_PARAM_VAL_LENGTH} characters")
+            else:
+                kept.append((name, value))
+        size = limits.MAX_PARAMS_TAGS_PER_BATCH
+        for first in range(0, len(kept), size):
+            mlflow.log_params(dict(kept[first : first + size]))
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log numbers; ``kwargs`` are those of ``mlflow.log_metrics``."""
+        metrics = {}
+        for name, value in plain(values).items():
+            if is_number(value):
+                metrics[name] = value
+            else:
+                self._dropped.tell(name, value, "a number")
+        _mlflow().log_metrics(metrics, step=step, **kwargs)
+
+    @on_main_process
+    def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
+        """Store a figure as the artifact ``artifact_file``."""
+        _mlflow().log_figure(figure=figure, artifact_file=artifact_file, **save_kwargs)
+
+    @on_main_process
+    def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
+        """Store everything in ``local_dir`` as artifacts, under ``artifact_path``."""
+        _mlflow().log_artifacts(local_dir=local_dir, artifact_path=artifact_path)
+
+    @on_main_process
+    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
+        """Store one file as an artifact, under ``artifact_path``."""
+        _mlflow().log_artifact(local_path=local_path, artifact_path=artifact_path)
+
+    @on_main_process
+    def finish(self) -> None:
+        """End the run."""
+        _mlflow().end_run()
+
+
+def _mlflow() -> Any:
+    return require("mlflow", extra="mlflow", purpose="log_with='mlflow'")
+
+
+def _as_bool(text: str) -> bool:
+    word = text.lower()
+    if word not in _TRUE | _FALSE:
+        raise ConfigError(f"MLFLOW_NESTED_RUN={text!r} is neither true nor false", where="env MLFLOW_NESTED_RUN")
+    return word in _TRUE

@@ -1,0 +1,209 @@
+"""Which trackers there are: by name, by what is installed, and the user's own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum, EnumMeta
+from types import MappingProxyType
+from typing import Any
+
+from echelon.base.errors import UsageError
+from echelon.base.optional import is_available
+from echelon.base.warnings import warn
+from echelon.trackers.aim import AimTracker
+from echelon.trackers.base import GeneralTracker
+from echelon.trackers.clearml import ClearMLTracker
+from echelon.trackers.comet import CometMLTracker
+from echelon.trackers.dvclive import DVCLiveTracker
+from echelon.trackers.jsonl import JSONLTracker
+from echelon.trackers.mlflow import MLflowTracker
+from echelon.trackers.swanlab import SwanLabTracker
+from echelon.trackers.tensorboard import TensorBoardTracker
+from echelon.trackers.trackio import TrackioTracker
+from echelon.trackers.wandb import WandBTracker
+
+__all__ = [
+    "LOGGER_TYPE_TO_CLASS",
+    "LoggerType",
+    "filter_trackers",
+    "get_available_trackers",
+    "register_tracker_class",
+    "tracker_class",
+]
+
+
+class _ContainsValues(EnumMeta):
+    """``"wandb" in LoggerType`` is True (Python says so itself from 3.12 on)."""
+
+    def __contains__(cls, value: object) -> bool:
+        try:
+            cls(value)
+        except ValueError:
+            return False
+        return True
+
+
+class LoggerType(Enum, metaclass=_ContainsValues):
+    """The trackers that ``log_with`` knows by name; ``ALL`` is every one that is installed."""
+
+    ALL = "all"
+    AIM = "aim"
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+    TRACKIO = "trackio"
+    COMETML = "comet_ml"
+    MLFLOW = "mlflow"
+    CLEARML = "clearml"
+    DVCLIVE = "dvclive"
+    SWANLAB = "swanlab"
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    @classmethod
+    def list(cls) -> list[str]:
+        """Return the names."""
+        return [str(one) for one in cls]
+
+
+_BUILT_IN: Mapping[str, Any] = MappingProxyType(
+    {
+        kind.name: kind
+        for kind in (
+            AimTracker,
+            CometMLTracker,
+            MLflowTracker,
+            TensorBoardTracker,
+            WandBTracker,
+            ClearMLTracker,
+            DVCLiveTracker,
+            SwanLabTracker,
+            TrackioTracker,
+            JSONLTracker,
+        )
+    }
+)
+# In the order in which accelerate finds them.
+_PACKAGES: Mapping[LoggerType, tuple[str, ...]] = MappingProxyType(
+    {
+        LoggerType.TENSORBOARD: ("tensorboard", "tensorboardX"),
+        LoggerType.WANDB: ("wandb",),
+        LoggerType.COMETML: ("comet_ml",),
+        LoggerType.AIM: ("aim",),
+        LoggerType.MLFLOW: ("mlflow",),
+        LoggerType.CLEARML: ("clearml",),
+        LoggerType.DVCLIVE: ("dvclive",),
+        LoggerType.SWANLAB: ("swanlab",),
+        LoggerType.TRACKIO: ("trackio",),
+    }
+)
+
+
+class _Classes(Mapping[str, Any]):
+    """Every tracker class by its name, those registered since included; to be read, not written."""
+
+    def __getitem__(self, name: str) -> Any:
+        return tracker_class(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**_BUILT_IN, **GeneralTracker.registered})
+
+    def __len__(self) -> int:
+        return len({**_BUILT_IN, **GeneralTracker.registered})
+
+
+LOGGER_TYPE_TO_CLASS: Mapping[str, Any] = _Classes()
+
+
+def tracker_class(name: str) -> Any:
+    """Return the tracker class that goes by ``name``: a registered one before a built-in one.
+
+    Raises:
+        KeyError: there is none.
+    """
+    registered = GeneralTracker.registered
+    return registered[name] if name in registered else _BUILT_IN[name]
+
+
+def get_available_trackers() -> list[LoggerType]:
+    """Return the built-in trackers whose library is installed."""
+    return [kind for kind, packages in _PACKAGES.items() if any(map(is_available, packages))]
+
+
+def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
+    """Let ``log_with`` name a class of your own by its ``name``, in this process.
+
+    It is made with the project's name, then the logging directory if it requires one, then its ``init_kwargs``.
+
+    Raises:
+        UsageError: it is no ``GeneralTracker``, or lacks ``name`` or ``requires_logging_directory``.
+    """
+    if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
+        raise UsageError(
+            f"register_tracker_class() was given {tracker_class!r}, which is no subclass of GeneralTracker",
+            do="give the class itself, derived from GeneralTracker",
+        )
+    for attribute in ("name", "requires_logging_directory"):
+        if attribute not in dir(tracker_class) or (attribute == "name" and not tracker_class.name):  # type: ignore[attr-defined]
+            raise UsageError(
+                f"the tracker class {tracker_class.__name__} has no {attribute!r}",
+                do=f"define {attribute} in the class: {'a text' if attribute == 'name' else 'True or False'}",
+            )
+    name: str = tracker_class.name  # type: ignore[attr-defined]
+    if name in LOGGER_TYPE_TO_CLASS:
+        warn(f"a tracker named {name!r} is registered already; {tracker_class.__name__} takes its place")
+    GeneralTracker.registered = MappingProxyType({**GeneralTracker.registered, name: tracker_class})
+
+
+def filter_trackers(
+    log_with: Any, logging_dir: str | os.PathLike[str] | None = None
+) -> list[LoggerType | str | GeneralTracker]:
+    """Return the trackers that ``log_with`` asks for and that can be had, each once.
+
+    Args:
+        log_with: a name, a ``LoggerType``, a tracker object, or a list of these; ``all``: every installed one, with the
+            objects of the list first. What is not installed is left out, with a warning.
+        logging_dir: for trackers that write to a folder.
+
+    Raises:
+        UsageError: an unknown name, or a tracker that needs ``logging_dir``, which is None.
+    """
+    if log_with is None:
+        return []
+    wanted = list(log_with) if isinstance(log_with, Sequence) and not isinstance(log_with, str) else [log_with]
+    available = get_available_trackers()
+    if any(isinstance(one, (str, LoggerType)) and str(one) == "all" for one in wanted):
+        found: list[LoggerType | str | GeneralTracker] = [one for one in wanted if isinstance(one, GeneralTracker)]
+        return [*found, *(kind for kind in available if logging_dir is not None or not _needs_folder(str(kind)))]
+    found = []
+    for one in wanted:
+        if isinstance(one, GeneralTracker):
+            found.append(one)
+            continue
+        if not isinstance(one, (str, LoggerType)) or str(one) not in LOGGER_TYPE_TO_CLASS:
+            raise UsageError(
+                f"log_with={one!r} is no known tracker",
+                where="code Accelerator(log_with=)",
+                do=f"give one of {', '.join(sorted({*LoggerType.list(), *LOGGER_TYPE_TO_CLASS}))}, or a GeneralTracker",
+            )
+        name = str(one)
+        kind = LoggerType(name) if name in LoggerType and name not in GeneralTracker.registered else name
+        if isinstance(kind, LoggerType) and kind not in available:
+            package = _PACKAGES[kind][0]
+            warn(f"log_with={name!r}: the package {package!r} is not installed, so nothing is logged there. "
+                 f"pip install 'echelon[{name}]'")  # fmt: skip
+            continue
+        if _needs_folder(name) and logging_dir is None:
+            raise UsageError(
+                f"log_with={name!r} writes to a folder, and there is none",
+                where="code Accelerator(log_with=)",
+                do="give Accelerator(project_dir=...), or ProjectConfiguration(logging_dir=...)",
+            )
+        if kind not in found:
+            found.append(kind)
+    return found
+
+
+def _needs_folder(name: str) -> bool:
+    return bool(tracker_class(name).requires_logging_directory)

@@ -1,0 +1,71 @@
+"""What may be logged: tensors and numpy scalars become plain numbers, nested settings flat ones, secrets stay secret."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["flat", "hide_secrets", "is_number", "plain"]
+
+_SECRET = re.compile(
+    r"(^|[_\-. ])(password|passwd|passphrase|secrets?|credentials?|bearer)([_\-. ]|$)"
+    r"|(api|access|private|secret)[_\-. ]?keys?$"
+    r"|(^|(hub|hf|auth|api|access|refresh|session|wandb|github|bot)[_\-. ]?)token$",
+    re.IGNORECASE,
+)
+HIDDEN = "(hidden)"
+
+
+def plain(value: Any) -> Any:
+    """Return ``value`` with every tensor and numpy value in it as Python numbers (lists where it has dimensions).
+
+    One element counts as a number, whatever its shape. ``.item()`` waits for the device: logging is the place for it.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else value.detach().cpu().tolist()
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.item() if value.size == 1 else value.tolist()
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, Enum) and isinstance(value.value, (str, int, float)):
+        return value.value
+    return value
+
+
+def is_number(value: Any) -> bool:
+    """Tell whether ``value``, already plain, is a scalar that can be drawn as a curve."""
+    return isinstance(value, (int, float))
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each setting of nested ``settings`` as (name/of/setting, value)."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{key}/")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def hide_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``settings`` with the text of passwords, keys and access tokens hidden, by the names they go under.
+
+    Special tokens of a tokenizer (``pad_token``) and numbers (``num_tokens``) stay.
+    """
+    hidden: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            hidden[key] = hide_secrets(value)
+        elif isinstance(value, (str, bytes)) and value and _SECRET.search(str(key)):
+            hidden[key] = HIDDEN
+        else:
+            hidden[key] = value
+    return hidden

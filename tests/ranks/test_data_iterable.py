@@ -1,0 +1,421 @@
+"""Iterable datasets on several ranks: dealt, dispatched, or in shards of their own; each sample exactly once."""
+
+from __future__ import annotations
+
+import itertools
+from collections import UserDict, namedtuple
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+
+from echelon.accelerator.loaders import prepare_data_loader
+from echelon.accelerator.metrics import gather_samples
+from echelon.base.errors import DesyncError, UsageError
+from echelon.data.loader import DispatchedLoader, PreparedLoader
+from tests.harness import RanksFailed, run_on_ranks
+
+Pair = namedtuple("Pair", ["x", "name"])
+
+
+class Numbers(IterableDataset[Any]):
+    """0 .. n - 1 (plus 100 * epoch); each loader worker reads its own part."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.epoch = 0
+        self.num_read = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        parts = range(self.n) if info is None else range(info.id, self.n, info.num_workers)
+        assert info is None or isinstance(info.dataset, Numbers)
+        for i in parts:
+            self.num_read += 1
+            yield torch.tensor(i + 100 * self.epoch)
+
+
+class Shards(IterableDataset[Any]):
+    """Has shards as Hugging Face's iterable datasets do."""
+
+    def __init__(self, shards: list[list[int]]) -> None:
+        self.shards = shards
+
+    @property
+    def n_shards(self) -> int:
+        return len(self.shards)
+
+    def shard(self, num_shards: int, index: int) -> Shards:
+        return Shards(self.shards[index::num_shards])
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (torch.tensor(i) for shard in self.shards for i in shard)
+
+
+def _once(loader: PreparedLoader) -> tuple[list[int], int]:
+    """Return what a pass gathers, and the number of this rank's steps."""
+    gathered, steps = [], 0
+    for x in loader:
+        steps += 1
+        gathered += gather_samples(x, loader.last_step).tolist()
+    return gathered, steps
+
+
+def _prepare(loader: DataLoader[Any], **choices: Any) -> Any:
+    return prepare_data_loader(loader, **choices)
+
+
+# ---- dealt -------------------------------------------------------------------------------------------------------------
+
+
+def _deal_all(split: bool, drop_last: bool, even: bool) -> list[Any]:
+    """Return the (n, batch) where the pass was wrong."""
+    world, wrong = dist.get_world_size(), []
+    for n, batch in itertools.product(range(21), range(1, 5)):
+        if split and batch % world:
+            continue
+        plain = DataLoader(Numbers(n), batch_size=batch, drop_last=drop_last)
+        loader = _prepare(plain, split_batches=split, even_batches=even)
+        whole = batch if split else batch * world
+        expected = list(range(n - n % whole if drop_last else n))
+        idle = not even and not drop_last and 0 < n % whole < world
+        gathered, steps, mine = [], 0, []
+        for x in loader:
+            steps += 1
+            mine.append(x.tolist())
+            if loader.last_step is None or min(loader.last_step.sizes) > 0:
+                gathered += gather_samples(x, loader.last_step).tolist()
+        if idle:
+            expected = expected[: n - n % whole]
+        rest = n % whole and not drop_last and (even or dist.get_rank() < n % whole)
+        num_steps = n // whole + bool(rest)
+        full = world > 1 and (even or drop_last or n % whole == 0)
+        if full and any(len(x) != whole // world for x in mine):
+            wrong.append((n, batch, "sizes", mine))
+        if gathered != expected or steps != num_steps or len(loader) != num_steps:
+            wrong.append((n, batch, gathered, steps, len(loader)))
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_dealt_samples_come_exactly_once(world_size: int) -> None:
+    for split, drop_last, even in itertools.product([False, True], repeat=3):
+        if drop_last and not even:
+            continue
+        assert run_on_ranks(_deal_all, split, drop_last, even, world_size=world_size) == [[]] * world_size
+
+
+def _first_pieces() -> list[Any]:
+    """As accelerate deals: slices of global batches; the rest completed from the first."""
+    return [x.tolist() for x in _prepare(DataLoader(Numbers(10), batch_size=3))]
+
+
+def test_pieces_are_slices_of_global_batches() -> None:
+    assert run_on_ranks(_first_pieces) == [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, 0, 1]]]
+
+
+def _with_workers(even: bool) -> Any:
+    loader = _prepare(DataLoader(Numbers(23), batch_size=2, num_workers=2), even_batches=even)
+    epochs = []
+    for _ in range(2):
+        epochs.append(_once(loader))
+    return epochs
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_loader_workers_with_a_rest_each_keep_it_exact(even: bool) -> None:
+    # The workers read 12 and 11 samples: the second one's rest lies in the middle or at the end of the pass.
+    for (first, steps), (second, _) in run_on_ranks(_with_workers, even):
+        assert sorted(first) == list(range(23))
+        assert sorted(second) == list(range(100, 123))
+        assert steps == 6
+
+
+class Shuffled(IterableDataset[Any]):
+    def __init__(self, generator: torch.Generator | None) -> None:
+        self.generator = generator
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from torch.randperm(12, generator=self.generator)
+
+
+def _same_randomness(num_workers: int) -> Any:
+    torch.manual_seed(dist.get_rank())  # the ranks' own seeds differ
+    generator = torch.Generator().manual_seed(7 + dist.get_rank()) if num_workers == 0 else None
+    loader = _prepare(DataLoader(Shuffled(generator), batch_size=3, num_workers=num_workers))
+    before = torch.get_rng_state()
+    gathered = _once(loader)[0]
+    return gathered, num_workers == 0 and bool(torch.equal(before, torch.get_rng_state()))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_shuffling_stream_is_shuffled_alike_on_all_ranks(num_workers: int) -> None:
+    first, second = run_on_ranks(_same_randomness, num_workers)
+    assert first[0] == second[0]
+    assert sorted(first[0]) == list(range(12))
+    if num_workers == 0:
+        assert first[0] == torch.randperm(12, generator=torch.Generator().manual_seed(7)).tolist()
+
+
+class Batches(IterableDataset[Any]):
+    """Yields batches of its own, of unequal size."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from torch.arange(15).split([3, 2, 3, 3, 4])
+
+
+def _ready_batches(even: bool, dispatch: bool) -> Any:
+    if dispatch:
+        loader = _prepare(DataLoader(Batches(), batch_size=None), dispatch_batches=True, put_on_device=True)
+        return _once(loader)
+    loader = _prepare(DataLoader(Batches(), batch_size=None), even_batches=even)
+    if even:
+        return _once(loader)
+    return [x.tolist() for x in loader], len(list(loader))
+
+
+def test_a_dataset_that_yields_batches_is_dealt_too() -> None:
+    assert run_on_ranks(_ready_batches, True, False) == [(list(range(15)), 3)] * 2
+    assert run_on_ranks(_ready_batches, True, True) == [(list(range(15)), 3)] * 2
+    first, second = run_on_ranks(_ready_batches, False, False)
+    assert first == ([[0, 1, 2], [5, 6, 7], [11, 12, 13, 14]], 3)
+    assert second == ([[3, 4], [8, 9, 10]], 2)
+
+
+# ---- shards of its own -------------------------------------------------------------------------------------------------
+
+
+def _read_shards(shards: list[list[int]], **choices: Any) -> Any:
+    loader = _prepare(DataLoader(Shards(shards), batch_size=2, drop_last=choices.pop("drop_last", False)), **choices)
+    mine, gathered = [], []
+    for x in loader:
+        mine.append(x.tolist())
+        if loader.last_step is None or min(loader.last_step.sizes) > 0:
+            gathered += gather_samples(x, loader.last_step).tolist()
+    return mine, gathered
+
+
+def test_a_dataset_in_shards_gives_each_rank_its_own() -> None:
+    shards = [[0, 1, 2], [10], [3, 4]]
+    (first, gathered), (second, again) = run_on_ranks(_read_shards, shards)
+    assert first == [[0, 1], [2, 3], [4]]
+    assert second == [[10], [10], [10]]  # repeated, so that it makes as many steps
+    assert gathered == again == [0, 1, 10, 2, 3, 4]
+    (first, _), (second, _) = run_on_ranks(_read_shards, shards, even_batches=False)
+    assert (first, second) == ([[0, 1], [2, 3], [4]], [[10]])
+    (first, gathered), (second, _) = run_on_ranks(_read_shards, shards, drop_last=True)
+    assert (first, second, gathered) == ([], [], [])
+    # Too few shards: dealt by samples.
+    (first, gathered), (second, _) = run_on_ranks(_read_shards, [[0, 1, 2, 3, 4]])
+    assert (first, second, gathered) == ([[0, 1], [4, 0]], [[2, 3], [1, 2]], [0, 1, 2, 3, 4])
+
+
+def test_a_rank_without_any_sample_is_named() -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_on_ranks(_read_shards, [[0, 1], []])
+    assert all(isinstance(error, UsageError) for error in failed.value.errors.values())
+    assert "rank 1 has no samples at all in its shards" in str(failed.value)
+
+
+# ---- dispatched --------------------------------------------------------------------------------------------------------
+
+
+def _dispatch_all(split: bool, drop_last: bool, even: bool) -> list[Any]:
+    world, rank, wrong = dist.get_world_size(), dist.get_rank(), []
+    for n, batch in itertools.product(range(21), range(1, 5)):
+        if split and batch % world:
+            continue
+        data = Numbers(n) if rank == 0 else Numbers(0)  # rank 0 alone has the data
+        plain = DataLoader(data, batch_size=batch, drop_last=drop_last)
+        loader = _prepare(plain, split_batches=split, even_batches=even, put_on_device=True)
+        assert type(loader) is DispatchedLoader or world == 1
+        whole = batch if split else batch * world
+        expected = list(range(n - n % whole if drop_last else n))
+        steps, gathered = 0, []
+        for x in loader:
+            steps += 1
+            if loader.last_step is None or min(loader.last_step.sizes) > 0:
+                gathered += gather_samples(x, loader.last_step).tolist()
+        idle = 0 < n % whole < world and not drop_last and not even
+        if idle:
+            expected = expected[: n - n % whole]
+        num_steps = len(range(0, n, whole)) if not drop_last else n // whole
+        if gathered != expected or steps != num_steps - (idle and rank >= n % whole) or len(loader) != num_steps:
+            wrong.append((n, batch, gathered, steps, len(loader)))
+        if data.num_read != (n if rank == 0 else 0) or loader.total_dataset_length != n:
+            wrong.append((n, batch, "read", data.num_read))
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_dispatched_samples_come_exactly_once_and_rank_zero_alone_reads(world_size: int) -> None:
+    for split, drop_last, even in itertools.product([False, True], repeat=3):
+        if drop_last and not even:
+            continue
+        assert (
+            run_on_ranks(_dispatch_all, split, drop_last, even, world_size=world_size, timeout=30) == [[]] * world_size
+        )
+
+
+def _dispatch_map(shuffle: bool) -> Any:
+    torch.manual_seed(3)
+    data = TensorDataset(torch.arange(11)) if dist.get_rank() == 0 else TensorDataset(torch.arange(1))
+    plain: DataLoader[Any] = DataLoader(data, batch_size=2, shuffle=shuffle, num_workers=2 if shuffle else 0)
+    loader = _prepare(plain, dispatch_batches=True, put_on_device=True)
+    return [[i for (x,) in loader for i in gather_samples(x, loader.last_step).tolist()] for _ in range(2)], (
+        loader.total_batch_size,
+        len(loader),
+    )
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_dispatched_data_have_the_order_of_the_plain_program(shuffle: bool) -> None:
+    torch.manual_seed(3)
+    plain: DataLoader[Any] = DataLoader(
+        TensorDataset(torch.arange(11)), batch_size=2, shuffle=shuffle, num_workers=2 if shuffle else 0
+    )
+    expected = [[i for (x,) in plain for i in x.tolist()] for _ in range(2)]
+    assert run_on_ranks(_dispatch_map, shuffle) == [(expected, (4, 3))] * 2
+
+
+class Rich(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from range(5)
+
+
+def _rich_collate(kind: str) -> Any:
+    def collate(samples: list[int]) -> Any:
+        x = torch.tensor(samples)
+        if kind == "plain":
+            flags, names = x % 2 == 0, [f"n{i}" for i in samples]
+            return {"x": x, 3: (x.to(torch.int16), flags), "name": names, "half": x.half()[:, None], "none": None}
+        if kind == "objects":
+            return UserDict({"x": x, "set": [frozenset({i}) for i in samples]})
+        if kind == "dicts":
+            return [{"i": i, "text": "t" * i} for i in samples]
+        return Pair(x, tuple(f"n{i}" for i in samples))
+
+    return collate
+
+
+def _rich(kind: str) -> Any:
+    loader = _prepare(
+        DataLoader(Rich(), batch_size=1, collate_fn=_rich_collate(kind)), dispatch_batches=True, put_on_device=True
+    )
+    return list(loader)
+
+
+@pytest.mark.parametrize("kind", ["plain", "objects", "dicts", "named"])
+def test_structures_travel_whole(kind: str) -> None:
+    world = run_on_ranks(_rich, kind)
+    for rank in range(2):
+        assert len(world[rank]) == 3
+        for step, batch in enumerate(world[rank]):
+            i = (2 * step + rank) % 5
+            expected = _rich_collate(kind)([i])
+            assert type(batch) is type(expected)
+            assert repr(batch) == repr(expected)
+            if kind == "plain":
+                assert [batch[3][0].dtype, batch[3][1].dtype, batch["half"].dtype] == [
+                    torch.int16,
+                    torch.bool,
+                    torch.float16,
+                ]
+
+
+def _own_slices() -> Any:
+    def cut(batch: Any, part: slice, process_index: int, num_processes: int) -> Any:
+        return batch[part] * 10 + process_index
+
+    loader = _prepare(
+        DataLoader(Numbers(4), batch_size=2),
+        dispatch_batches=True,
+        put_on_device=True,
+        slice_fn_for_dispatch=cut,
+    )
+    return [x.tolist() for x in loader]
+
+
+def test_the_users_slice_fn_cuts() -> None:
+    assert run_on_ranks(_own_slices) == [[[0, 10]], [[21, 31]]]
+
+
+class Broken(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield torch.zeros(2)
+        yield torch.zeros(2)
+        yield torch.zeros(3)
+        raise RuntimeError("the disk is gone")
+
+
+def _read_broken(batch_size: int) -> str:
+    try:
+        list(_prepare(DataLoader(Broken(), batch_size=batch_size), dispatch_batches=True, put_on_device=True))
+    except (RuntimeError, UsageError, DesyncError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_an_error_on_rank_zero_reaches_all_ranks() -> None:
+    first, second = run_on_ranks(_read_broken, 1)
+    assert first.startswith("RuntimeError: the disk is gone")
+    assert "rank zero could not read the next batch: RuntimeError: the disk is gone" in second
+    assert second.startswith("DesyncError")
+
+
+class Ragged(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield torch.zeros(2)
+        yield torch.zeros(3)
+
+
+def _read_ragged() -> str:
+    with pytest.raises((UsageError, DesyncError)) as caught:
+        list(_prepare(DataLoader(Ragged(), batch_size=1), dispatch_batches=True, put_on_device=True))
+    return str(caught.value)
+
+
+def test_batches_that_cannot_be_joined_are_shown() -> None:
+    first, second = run_on_ranks(_read_ragged)
+    for text in (first, second):
+        assert "they differ in more than their length" in text
+        assert "float32[1, 2]" in text
+        assert "float32[1, 3]" in text
+
+
+def _no_split() -> str:
+    with pytest.raises(UsageError) as caught:
+        _prepare(DataLoader(Numbers(4), batch_size=3), split_batches=True, put_on_device=True)
+    return str(caught.value)
+
+
+def test_a_batch_that_does_not_divide_is_refused_before_the_first_step() -> None:
+    assert all("batch_size=3 is not divisible" in text for text in run_on_ranks(_no_split))
+
+
+def _epochs(dispatch: bool) -> Any:
+    loader = _prepare(DataLoader(Numbers(2), batch_size=1), dispatch_batches=dispatch, put_on_device=True)
+    seen = [[x.tolist() for x in loader] for _ in range(2)]
+    for _ in loader:
+        break  # not a whole pass: the epoch does not count
+    seen.append([x.tolist() for x in loader])
+    loader.set_epoch(7)
+    seen.append([x.tolist() for x in loader])
+    return seen, loader.iteration, loader.reading.loaders
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_the_epoch_reaches_the_dataset(dispatch: bool) -> None:
+    for rank, (seen, iteration, reading) in enumerate(run_on_ranks(_epochs, dispatch)):
+        assert seen == [[[rank]], [[100 + rank]], [[200 + rank]], [[700 + rank]]]
+        assert iteration == 8
+        assert reading == []

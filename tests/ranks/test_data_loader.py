@@ -1,0 +1,330 @@
+"""Prepared loaders: skipping, saving in the middle of a pass, uneven ends, random states, pickling."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    default_collate,
+)
+
+from echelon.accelerator.loaders import get_sampler, prepare_data_loader, skip_first_batches
+from echelon.accelerator.metrics import gather_samples
+from echelon.base.errors import DesyncError, UsageError
+from echelon.data import rebuild
+from echelon.data.order import SeedableRandomSampler
+from echelon.data.rng import synchronize_rng_states
+from tests.harness import RanksFailed, run_on_ranks
+
+
+class Counted(torch.utils.data.Dataset[Any]):
+    """0 .. n - 1, and which of them were read."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.append(int(index))
+        return torch.tensor(index)
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[Any]:
+        info = torch.utils.data.get_worker_info()
+        yield from (torch.tensor(i) for i in range(self.n) if info is None or i % info.num_workers == info.id)
+
+
+# ---- skip_first_batches ------------------------------------------------------------------------------------------------
+
+
+def _skip_all(world_matters: bool) -> list[Any]:
+    wrong: list[Any] = []
+    kinds = ["map", "stream", "dispatch", "dispatch map"]
+    for kind, n, batch, drop_last, skip in itertools.product(kinds, [0, 1, 7, 12], [1, 3], [False, True], [0, 1, 2, 9]):
+        data: Any = Counted(n) if kind.endswith("map") else Stream(n)
+        plain = DataLoader(data, batch_size=batch, drop_last=drop_last)
+        loader = prepare_data_loader(plain, dispatch_batches=kind.startswith("dispatch"), put_on_device=True)
+        whole = _all_ranks(loader)
+        data.read = []
+        skipping = skip_first_batches(loader, skip)
+        twice = skip_first_batches(skip_first_batches(loader, skip), 1)
+        gathered = _all_ranks(skipping)
+        read = list(data.read)
+        after, again = _all_ranks(twice), _all_ranks(loader)
+        if gathered != whole[skip:] or after != whole[skip + 1 :] or again != whole:
+            wrong.append((kind, n, batch, drop_last, skip, gathered, whole))
+        if (
+            kind == "map"
+            and (dist.get_world_size() == 1 or n == 12)
+            and len(set(read)) * dist.get_world_size() != sum(map(len, gathered))
+        ):
+            wrong.append((kind, n, batch, skip, "read", read))
+        if (
+            kind == "dispatch map"
+            and dist.get_rank() == 0
+            and read
+            and min(read) < skip * batch * dist.get_world_size()
+        ):
+            wrong.append((kind, n, batch, skip, "read", read))
+        if kind.endswith("map") and len(skipping) != len(gathered):
+            wrong.append((kind, n, batch, skip, "len", len(skipping)))
+        if skipping.drop_last is not drop_last or skipping.batch_size != batch:
+            wrong.append((kind, n, batch, skip, "kept"))
+    return wrong
+
+
+def _all_ranks(loader: Any) -> list[list[int]]:
+    """Return the new samples of all ranks, step by step."""
+    return [gather_samples(x, loader.last_step).tolist() for x in loader]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_first_batches_of_a_prepared_loader_are_skipped_unread(world_size: int) -> None:
+    assert run_on_ranks(_skip_all, True, world_size=world_size) == [[]] * world_size
+
+
+def test_the_first_batches_of_a_plain_loader_are_skipped_unread() -> None:
+    data = Counted(10)
+    plain = DataLoader(data, batch_size=3, drop_last=True, collate_fn=lambda x: sum(x))
+    skipping = skip_first_batches(plain, 1)
+    assert [int(x) for x in skipping] == [3 + 4 + 5, 6 + 7 + 8]
+    assert data.read == [3, 4, 5, 6, 7, 8]
+    assert (len(skipping), skipping.batch_size, skipping.drop_last, skipping.collate_fn) == (
+        2,
+        3,
+        True,
+        plain.collate_fn,
+    )
+    assert [int(x) for x in skip_first_batches(skipping, 1)] == [21]
+    stream = skip_first_batches(DataLoader(Stream(5), batch_size=2), 1)
+    assert [x.tolist() for x in stream] == [[2, 3], [4]]
+    assert [x.tolist() for x in skip_first_batches(stream, 1)] == [[4]]
+    assert [x.tolist() for x in stream] == [[2, 3], [4]]
+    assert [int(x) for x in skip_first_batches(DataLoader(Counted(3), batch_size=None), 1)] == [1, 2]
+
+
+def test_a_shuffled_order_is_that_of_the_whole_pass() -> None:
+    def loader() -> DataLoader[Any]:
+        return DataLoader(Counted(8), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(5))
+
+    whole = [x.tolist() for x in loader()]
+    assert [x.tolist() for x in skip_first_batches(loader(), 3)] == whole[3:]
+    assert [x.tolist() for x in skip_first_batches(prepare_data_loader(loader()), 3)] == whole[3:]
+
+
+# ---- use_stateful_dataloader -------------------------------------------------------------------------------------------
+
+
+def _plain(kind: str, num_workers: int) -> DataLoader[Any]:
+    data = TensorDataset(torch.arange(22))
+    common: dict[str, Any] = {"batch_size": 2, "num_workers": num_workers}
+    if kind == "stream":
+        return DataLoader(Stream(22), **common)
+    if kind == "subset":
+        return DataLoader(data, sampler=SubsetRandomSampler(range(22)), **common)
+    if kind == "generator":
+        return DataLoader(data, sampler=RandomSampler(data, generator=torch.Generator().manual_seed(3)), **common)
+    return DataLoader(data, shuffle=True, **common)
+
+
+def _flat(batch: Any) -> list[int]:
+    return (batch[0] if isinstance(batch, (list, tuple)) else batch).tolist()  # type: ignore[no-any-return]
+
+
+def _resume(kind: str, num_workers: int, dispatch: bool) -> Any:
+    def make() -> Any:
+        return prepare_data_loader(
+            _plain(kind, num_workers),
+            use_stateful_dataloader=True,
+            put_on_device=True,
+            dispatch_batches=dispatch,
+            use_seedable_sampler=kind == "seedable",
+        )
+
+    torch.manual_seed(11)
+    loader = make()
+    first_pass = [_flat(x) for x in loader]
+    states, passes = [pickle.dumps(loader.state_dict())], []
+    for x in loader:
+        passes.append(_flat(x))
+        states.append(pickle.dumps(loader.state_dict()))
+    random = torch.get_rng_state()
+    wrong = []
+    for given, state in enumerate(states):
+        if given not in (0, 1, len(passes) - 1, len(passes)):
+            continue
+        torch.manual_seed(99)  # the process that resumes has another state
+        new = make()
+        if given == 0:  # after a whole pass: the next one
+            torch.set_rng_state(random)
+            new.load_state_dict(pickle.loads(state))
+            if new.iteration != 1:
+                wrong.append(("epoch", new.iteration))
+            continue
+        new.load_state_dict(pickle.loads(state))
+        rest = [_flat(x) for x in new] if given < len(passes) else []
+        if rest != passes[given:] or new.iteration != 2:
+            wrong.append((given, rest, passes, new.iteration))
+    return wrong, sorted(i for x in first_pass for i in x)
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "generator", "subset", "seedable", "stream"])
+def test_a_saved_pass_goes_on_where_it_was(kind: str) -> None:
+    for wrong, seen in run_on_ranks(_resume, kind, 0, False, world_size=1):
+        assert wrong == []
+        assert seen == list(range(22))
+    both = run_on_ranks(_resume, kind, 0, False)
+    assert [wrong for wrong, _ in both] == [[], []]
+    assert set(both[0][1] + both[1][1]) == set(range(22))
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_workers", "dispatch"),
+    [("shuffle", 2, False), ("stream", 2, False), ("shuffle", 0, True), ("stream", 0, True)],
+)
+def test_a_saved_pass_goes_on_with_workers_and_dispatch(kind: str, num_workers: int, dispatch: bool) -> None:
+    assert [wrong for wrong, _ in run_on_ranks(_resume, kind, num_workers, dispatch)] == [[], []]
+
+
+def test_a_missing_torchdata_is_told_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(module: str) -> None:
+        raise ModuleNotFoundError(f"No module named {module!r}", name="torchdata")
+
+    monkeypatch.setattr("echelon.base.optional.import_module", missing)
+    with pytest.raises(ImportError, match=r"pip install 'echelon\[stateful\]'"):
+        rebuild.stateful_loader()
+
+
+def test_a_loader_that_was_not_made_for_saving_says_so() -> None:
+    loader = prepare_data_loader(DataLoader(Counted(3)))
+    with pytest.raises(UsageError, match="use_stateful_dataloader=True"):
+        loader.state_dict()
+
+
+# ---- uneven ends -------------------------------------------------------------------------------------------------------
+
+
+def _uneven(joined: bool) -> list[int]:
+    loader = prepare_data_loader(DataLoader(Counted(5), batch_size=1), even_batches=False)
+    loader.reading.joined = joined
+    given = []
+    for x in loader:
+        loader.require_every_rank("backward()")
+        given.append(int(x))
+    return given
+
+
+def test_a_rank_that_goes_on_alone_is_told_who_ended_and_when() -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_on_ranks(_uneven, False)
+    (error,) = failed.value.errors.values()
+    assert isinstance(error, DesyncError)
+    assert "backward() in step 3 of this pass, and rank 1 ended after at most 2 batches" in str(error)
+    assert "join_uneven_inputs" in str(error)
+    assert run_on_ranks(_uneven, True) == [[0, 2, 4], [1, 3]]
+
+
+def _even_again() -> Any:
+    loader = prepare_data_loader(DataLoader(Counted(5), batch_size=1))
+    lengths = []
+    for even in (False, True):
+        loader.even_batches = even
+        assert loader.batch_sampler.even_batches is even
+        lengths.append((len(loader), len(list(loader))))
+    return lengths
+
+
+def test_even_batches_can_be_changed_between_passes() -> None:
+    assert run_on_ranks(_even_again) == [[(3, 3), (3, 3)], [(2, 2), (3, 3)]]
+
+
+# ---- what else a loader keeps ------------------------------------------------------------------------------------------
+
+
+def _rng() -> Any:
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    generator = torch.Generator().manual_seed(rank)
+    synchronize_rng_states(["torch", "generator"], generator)
+    after = (torch.rand(()).item(), torch.rand((), generator=generator).item())
+    torch.manual_seed(rank)
+    loader = prepare_data_loader(DataLoader(Counted(2), batch_size=1), rng_types=["torch", "generator"])
+    in_pass = [torch.rand(()).item() for _ in loader]
+    with pytest.raises(UsageError, match="nonsense"):
+        synchronize_rng_states(["nonsense"])
+    return after, in_pass
+
+
+def test_random_states_are_those_of_rank_zero() -> None:
+    first, second = run_on_ranks(_rng)
+    assert first == second
+    torch.manual_seed(0)
+    torch.empty((), dtype=torch.int64).random_()  # the DataLoader's own draw at the beginning of a pass
+    assert first[1] == [torch.rand(()).item()]
+
+
+def _samplers() -> Any:
+    data = TensorDataset(torch.arange(8))
+    loader = prepare_data_loader(DataLoader(data, batch_size=2, shuffle=True), use_seedable_sampler=True, data_seed=4)
+    assert type(loader.batch_sampler.batch_sampler.sampler) is SeedableRandomSampler
+    assert type(get_sampler(loader)) is SeedableRandomSampler
+    loader.set_sampler(SequentialSampler(data))
+    own = [x.tolist() for (x,) in loader]
+    batches = BatchSampler(SequentialSampler(data), 2, False)
+    ready = prepare_data_loader(DataLoader(data, sampler=batches, batch_size=None, collate_fn=lambda x: x[0]))
+    given = prepare_data_loader(DataLoader(data, batch_sampler=batches))
+    given.set_sampler(range(7, -1, -1))
+    whole = prepare_data_loader(DataLoader(data, batch_sampler=[[0, 1], [2, 3]]))
+    assert whole.batch_sampler.batch_sampler == [[0, 1], [2, 3]]
+    return own, [x.tolist() for x in ready], [x.tolist() for (x,) in given], (ready.total_batch_size, len(ready))
+
+
+def test_samplers_are_reached_and_replaced() -> None:
+    first, second = run_on_ranks(_samplers)
+    assert first == ([[0, 1], [4, 5]], [[0, 1], [4, 5]], [[7, 6], [3, 2]], (4, 2))
+    assert second == ([[2, 3], [6, 7]], [[2, 3], [6, 7]], [[5, 4], [1, 0]], (4, 2))
+
+
+def _pickled() -> Any:
+    seen = []
+    for kind, stateful in itertools.product(["shuffle", "stream"], [False, True]):
+        for dispatch in (False, True):
+            torch.manual_seed(1)
+            loader = prepare_data_loader(
+                _plain(kind, 0), dispatch_batches=dispatch, put_on_device=True, use_stateful_dataloader=stateful
+            )
+            torch.manual_seed(1)
+            copy = pickle.loads(pickle.dumps(loader))
+            assert type(copy) is type(loader)
+            assert copy.batch_size == 2
+            assert copy.collate_fn is default_collate
+            both = []
+            for each in (loader, copy):
+                torch.manual_seed(1)
+                both.append([_flat(x) for x in each])
+            seen.append(both[0] == both[1] and len(both[0]) == 6)
+    return seen
+
+
+def test_prepared_loaders_pickle() -> None:
+    assert run_on_ranks(_pickled) == [[True] * 8] * 2

@@ -1,0 +1,35 @@
+"""AcceleratorState looks at the Accelerator built last, and keeps nothing alive."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from echelon import Accelerator, PartialState
+from echelon.base.errors import UsageError
+from echelon.state import AcceleratorState, is_initialized
+
+
+def test_it_is_a_view_of_the_accelerator_built_last() -> None:
+    gc.collect()
+    first = Accelerator(mixed_precision="bf16")
+    assert AcceleratorState().mixed_precision == "bf16"
+    second = Accelerator()
+    assert AcceleratorState().mixed_precision == "no"
+    assert (first.state.mixed_precision, second.state.mixed_precision) == ("bf16", "no")
+    assert first.state.num_processes == 1
+    assert is_initialized()
+    with pytest.raises(UsageError, match="choose it once"):
+        AcceleratorState(mixed_precision="fp16")
+
+
+def test_without_an_accelerator_it_says_so() -> None:
+    accelerator = Accelerator()
+    assert is_initialized()
+    del accelerator
+    gc.collect()
+    assert not is_initialized()
+    with pytest.raises(UsageError, match="there is no Accelerator yet"):
+        AcceleratorState()
+    assert PartialState().num_processes == 1

@@ -1,0 +1,132 @@
+"""Every public module path of accelerate 1.15.0 exists under echelon and shows its names; what is not offered says so.
+
+``accelerate_names.json`` lists what each module of accelerate defines (its packages: what they re-export).
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from echelon.accelerator import later
+from echelon.base.errors import UsageError
+from echelon.base.not_offered import NotOffered
+
+NAMES: dict[str, list[str]] = json.loads((Path(__file__).parent / "accelerate_names.json").read_text())
+SOURCE = Path(later.__file__).parent.parent
+
+# (module, names): why they are left out.
+OMITTED: dict[str, tuple[set[str], str]] = {
+    "commands.config": (
+        {"config_command_parser", "default_command_parser", "get_config_parser", "main", "update_command_parser"},
+        "argparse parsers of another command line",
+    ),
+    "commands.config.config_args": (
+        {"cache_dir", "default_json_config_file", "default_yaml_config_file", "hf_cache_home"},
+        "paths of another library's files, fixed when it is imported",
+    ),
+    "commands.config.default": (
+        {"default_command_parser", "default_config_command", "description"},
+        "argparse parsers of another command line",
+    ),
+    "data_loader": (
+        {
+            "BatchSamplerShard",
+            "DataLoaderAdapter",
+            "DataLoaderStateMixin",
+            "IterableDatasetShard",
+            "MpDeviceLoaderWrapper",
+        },
+        "parts of a loader that is built otherwise here, and of a TPU's",
+    ),
+    "launchers": ({"test_launch"}, "the child's side of accelerate's own launcher"),
+    "optimizer": ({"patch_optimizer_step"}, "how accelerate notices skipped steps; nothing is patched here"),
+    "state": (
+        {"SharedDict", "ThreadLocalSharedDict", "do_nothing"},
+        "the process-wide dictionaries behind accelerate's states; there are none here",
+    ),
+    "utils.constants": ({"SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING"}, "of layerwise casting, which is not offered"),
+    "utils.dataclasses": (
+        {"AmaxComputeAlgorithm", "Backend", "FP8Format", "MODEL_CONFIGS_TO_MEGATRON_PARSERS", "OptLevel"},
+        "annotations of Transformer Engine's and MS-AMP's recipes, a table of Megatron's; not offered",
+    ),
+    "utils.imports": ({"USE_TORCH_XLA"}, "the environment as it was at import; ask is_torch_xla_available()"),
+    "utils.operations": (
+        {"TENSOR_INT_TO_DTYPE", "TENSOR_TYPE_TO_INT", "gather_tensor_shape", "is_torch_xpu_tensor"},
+        "how accelerate sends a shape; and a function that always raises (isinstance with eight arguments)",
+    ),
+    "utils.other": ({"TORCH_SAFE_GLOBALS", "np_core"}, "the allow list of load(), which is not for others to change"),
+}
+
+
+@pytest.mark.parametrize("module", sorted(NAMES))
+def test_a_module_shows_the_names_of_accelerates(module: str) -> None:
+    omitted = OMITTED.get(module, (set(), ""))[0]
+    face = import_module(f"echelon.{module}")
+    missing = {name for name in NAMES[module] if not hasattr(face, name)} - omitted
+    assert missing == set()
+    assert set(getattr(face, "__all__", ())) >= set(NAMES[module]) - omitted
+
+
+def test_what_is_omitted_is_a_name_of_accelerate() -> None:
+    for module, (names, reason) in OMITTED.items():
+        assert names <= set(NAMES[module]), module
+        assert reason
+
+
+def test_a_face_imports_from_the_floors_and_from_no_other_face() -> None:
+    from tests.layering import FACES
+
+    for module in NAMES:
+        path = SOURCE.joinpath(*module.split("."))
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("echelon."):
+                assert (node.module or "").split(".")[1] not in FACES, f"{path}: {node.module}"
+
+
+@pytest.mark.parametrize("name", later.__all__)
+def test_using_what_is_not_offered_says_so_and_what_to_do(name: str) -> None:
+    with pytest.raises(UsageError, match=rf"^{name} is not offered by this version of echelon\n  do:    \w") as caught:
+        getattr(later, name)()
+    assert caught.value.do
+
+
+def test_a_class_that_is_not_offered_can_be_asked_for_and_subclassed_but_not_made() -> None:
+    from echelon.hooks import ModelHook
+    from echelon.utils import FullyShardedDataParallelPlugin
+
+    class MyHook(ModelHook):  # type: ignore[misc,valid-type]
+        def __init__(self) -> None:
+            raise AssertionError("the hook was made")
+
+    assert not isinstance(object(), FullyShardedDataParallelPlugin)
+    assert issubclass(FullyShardedDataParallelPlugin, NotOffered)
+    with pytest.raises(UsageError, match="MyHook is not offered"):
+        MyHook()
+
+
+def test_one_object_has_one_identity_under_all_its_paths() -> None:
+    import echelon
+    from echelon.accelerator import DistributedType
+    from echelon.memory_utils import find_executable_batch_size
+    from echelon.utils import DistributedType as of_utils
+    from echelon.utils import find_executable_batch_size as of_utils_too
+    from echelon.utils.dataclasses import DistributedType as of_dataclasses
+
+    assert DistributedType is of_utils is of_dataclasses is echelon.DistributedType
+    assert find_executable_batch_size is of_utils_too
+
+
+def test_the_package_of_utilities_imports_alone() -> None:
+    program = (
+        "import sys, warnings; warnings.simplefilter('error'); import echelon.utils as u; print(u.str_to_bool('yes'))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    assert (result.stdout.strip(), result.stderr) == ("1", "")

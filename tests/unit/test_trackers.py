@@ -1,0 +1,472 @@
+"""Trackers: what they write, which of them there are, and what never gets into a log."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from echelon.accelerator.project import ProjectConfiguration
+from echelon.accelerator.tracking import Tracking
+from echelon.base.errors import MissingExtraError, UsageError
+from echelon.base.warnings import EchelonWarning
+from echelon.trackers import (
+    LOGGER_TYPE_TO_CLASS,
+    ClearMLTracker,
+    DVCLiveTracker,
+    GeneralTracker,
+    JSONLTracker,
+    LoggerType,
+    MLflowTracker,
+    TensorBoardTracker,
+    WandBTracker,
+    filter_trackers,
+    get_available_trackers,
+    on_main_process,
+    read_records,
+    register_tracker_class,
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def _registry() -> Iterator[None]:
+    before = GeneralTracker.registered
+    yield
+    GeneralTracker.registered = before
+
+
+class Recorder(GeneralTracker):
+    """Notes its calls."""
+
+    name = "recorder"
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str, **options: Any) -> None:
+        super().__init__()
+        self.calls: list[Any] = [("init", run_name, options)]
+
+    @property
+    def tracker(self) -> list[Any]:
+        return self.calls
+
+    def start(self) -> None:
+        self.calls.append("start")
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.calls.append(("config", values))
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.calls.append(("log", values, step, kwargs))
+
+    def finish(self) -> None:
+        self.calls.append("finish")
+
+
+# ---- the interface -------------------------------------------------------------------------------------------------
+
+
+def test_a_tracker_without_its_attributes_is_refused_with_their_names() -> None:
+    class Empty(GeneralTracker):
+        pass
+
+    class NoTracker(GeneralTracker):
+        name = "x"
+        requires_logging_directory = False
+
+    with pytest.raises(NotImplementedError, match="`name`, `requires_logging_directory`, `tracker`"):
+        Empty()
+    with pytest.raises(NotImplementedError, match="NoTracker does not define `tracker`"):
+        NoTracker()
+
+
+@pytest.mark.parametrize(("main_only", "logged"), [(True, 0), (False, 1)])
+def test_main_process_only_decides_which_ranks_log(
+    monkeypatch: pytest.MonkeyPatch, main_only: bool, logged: int
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    recorder = Recorder("run")
+    recorder.main_process_only = main_only
+    recorder.log({"a": 1})
+    assert len(recorder.calls) - 1 == logged
+
+
+# ---- which there are -----------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"log_with='tensorbord' is no known tracker[\s\S]*tensorboard"):
+        filter_trackers("tensorbord")
+
+
+def test_what_is_not_installed_is_left_out_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echelon.trackers.registry.is_available", lambda name: name == "wandb")
+    with pytest.warns(EchelonWarning, match=r"pip install 'echelon\[mlflow\]'"):
+        assert filter_trackers(["mlflow", "wandb", LoggerType.WANDB]) == [LoggerType.WANDB]
+    assert get_available_trackers() == [LoggerType.WANDB]
+
+
+def test_all_means_every_installed_one_after_the_given_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echelon.trackers.registry.is_available", lambda name: name in ("wandb", "tensorboard"))
+    recorder = Recorder("run")
+    assert filter_trackers(["all", recorder], "logs") == [recorder, LoggerType.TENSORBOARD, LoggerType.WANDB]
+    assert filter_trackers(LoggerType.ALL) == [LoggerType.WANDB]  # there is no folder for the other one
+
+
+def test_a_tracker_of_files_needs_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echelon.trackers.registry.is_available", lambda name: True)
+    with pytest.raises(ValueError, match="log_with='tensorboard' writes to a folder, and there is none"):
+        filter_trackers("tensorboard")
+
+
+@pytest.mark.usefixtures("_registry")
+def test_a_registered_class_goes_by_its_name_and_a_later_one_takes_its_place() -> None:
+    register_tracker_class(Recorder)
+    assert filter_trackers(["recorder", "recorder"]) == ["recorder"]
+    assert LOGGER_TYPE_TO_CLASS["recorder"] is Recorder
+
+    class Other(Recorder):
+        pass
+
+    with pytest.warns(EchelonWarning, match="'recorder' is registered already; Other takes its place"):
+        register_tracker_class(Other)
+    assert LOGGER_TYPE_TO_CLASS["recorder"] is Other
+
+
+@pytest.mark.usefixtures("_registry")
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (int, "no subclass of GeneralTracker"),
+        (Recorder("x"), "no subclass of GeneralTracker"),
+        (type("A", (GeneralTracker,), {}), "A has no 'name'"),
+        (type("B", (GeneralTracker,), {"name": ""}), "B has no 'name'"),
+        (type("C", (GeneralTracker,), {"name": "c"}), "C has no 'requires_logging_directory'"),
+    ],
+)
+def test_what_cannot_be_registered_is_said(given: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        register_tracker_class(given)
+
+
+@pytest.mark.parametrize("name", sorted(set(LoggerType.list()) - {"all"}))
+def test_every_built_in_tracker_that_is_missing_names_its_extra(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    def missing(module: str) -> Any:
+        raise ModuleNotFoundError(module, name=module.partition(".")[0])
+
+    monkeypatch.setattr("echelon.base.optional.import_module", missing)
+    make = LOGGER_TYPE_TO_CLASS[name]
+    tracker = make("run", tmp_path) if make.requires_logging_directory else make("run")
+    with pytest.raises(MissingExtraError, match=rf"log_with='{name}' needs[\s\S]*pip install 'echelon\[{name}\]'"):
+        tracker.start()
+
+
+# ---- JSONL ---------------------------------------------------------------------------------------------------------
+
+
+def test_each_line_is_in_the_file_at_once_and_keeps_its_types(tmp_path: Path) -> None:
+    tracker = JSONLTracker("run", tmp_path)
+    tracker.start()
+    tracker.log(
+        {
+            "loss": torch.tensor(0.5),
+            "accuracy": np.float32(0.25),
+            "epoch": np.int64(3),
+            "one": torch.tensor([7]),
+            "text": "caf\u00e9",
+            "flag": True,
+            "nothing": None,
+            "nested": {"a": torch.tensor([1.0, 2.0])},
+            "bad": float("nan"),
+            "big": torch.tensor(float("-inf")),
+        },
+        step=4,
+    )
+    (line,) = tracker.path.read_text(encoding="utf-8").splitlines()
+    record = json.loads(line, parse_constant=lambda text: pytest.fail(f"not JSON: {text}"))
+    assert (record["kind"], record["step"]) == ("metrics", 4)
+    assert type(record["time"]) is float
+    assert record["values"] == {
+        "loss": 0.5, "accuracy": 0.25, "epoch": 3, "one": 7, "text": "caf\u00e9", "flag": True, "nothing": None,
+        "nested": {"a": [1.0, 2.0]}, "bad": {"float": "nan"}, "big": {"float": "-inf"},
+    }  # fmt: skip
+    (read,) = read_records(tracker.path)
+    assert math.isnan(read["values"]["bad"])
+    assert read["values"]["big"] == -math.inf
+    tracker.finish()
+
+
+def test_a_resumed_run_appends_also_after_a_line_that_a_crash_cut_off(tmp_path: Path) -> None:
+    for number in (1, 2):
+        tracker = JSONLTracker("run", tmp_path)
+        tracker.start()
+        tracker.log({"x": number}, step=number)
+        tracker.finish()
+        with tracker.path.open("a") as file:
+            file.write('{"kind": "metr')
+    assert [record["values"] for record in read_records(tracker.path)] == [{"x": 1}, {"x": 2}]
+
+
+def test_no_other_rank_writes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RANK", "1")
+    tracker = JSONLTracker("run", tmp_path)
+    tracker.start()
+    tracker.log({"x": 1})
+    tracker.finish()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_secrets_do_not_get_into_the_stored_settings(tmp_path: Path) -> None:
+    tracker = JSONLTracker("run", tmp_path)
+    tracker.start()
+    tracker.store_init_configuration(
+        {
+            "lr": 0.1, "hub_token": "planted", "nested": {"api_key": "planted", "DB_PASSWORD": "planted"}, "token": "planted",
+            "client_secret": "planted", "aws_secret_access_key": "planted",
+            "pad_token": "<pad>", "num_tokens": 5, "tokenizer": "bert", "max_new_tokens": 7, "key": "value",
+        }
+    )  # fmt: skip
+    tracker.finish()
+    assert "planted" not in tracker.path.read_text()
+    (record,) = read_records(tracker.path)
+    kept = {k: v for k, v in record["values"].items() if v != "(hidden)" and k != "nested"}
+    assert kept == {"lr": 0.1, "pad_token": "<pad>", "num_tokens": 5, "tokenizer": "bert", "max_new_tokens": 7, "key": "value"}  # fmt: skip
+
+
+# ---- TensorBoard ---------------------------------------------------------------------------------------------------
+
+
+def test_tensorboard_event_files_hold_what_was_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("tensorboard", reason="the package tensorboard is not installed: make test installs it")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = TensorBoardTracker("run", tmp_path, flush_secs=5)
+    tracker.start()
+    tracker.store_init_configuration({"lr": 0.1, "model": {"size": "s", "depth": 3}, "api_key": "planted"})
+    tracker.log(
+        {"loss": torch.tensor(0.5), "note": "hello", "both": {"a": np.float32(1), "b": 2}, "odd": [1, 2]}, step=3
+    )
+    tracker.log({"loss": 0.25, "odd": [1, 2]}, step=4)
+    tracker.log_images({"image": np.zeros((1, 3, 2, 2), dtype=np.float32)}, step=4)
+    tracker.finish()
+
+    def read(folder: Path) -> Any:
+        events = EventAccumulator(str(folder))
+        events.Reload()
+        return events
+
+    events = read(tmp_path / "run")
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(3, 0.5), (4, 0.25)]
+    assert events.Tensors("note/text_summary")[0].tensor_proto.string_val[0] == b"hello"
+    assert [(e.step, e.width) for e in events.Images("image")] == [(4, 2)]
+    assert [(e.step, e.value) for e in read(tmp_path / "run" / "both_b").Scalars("both")] == [(3, 2.0)]
+    (settings,) = (tmp_path / "run").glob("*/hparams.yml")
+    assert settings.read_text() == "api_key: (hidden)\nlr: 0.1\nmodel:\n  depth: 3\n  size: s\n"
+    assert [m for m in caplog.messages if "odd" in m] == [
+        "TensorBoard takes a number, a string or a dict of numbers; 'odd' is of type list and was left out"
+    ]
+
+
+# ---- services: the calls that they get -----------------------------------------------------------------------------
+
+
+class _Calls:
+    """Stands for any object of a service: notes every call under its dotted name."""
+
+    def __init__(self, log: list[Any], name: str = "") -> None:
+        self._log = log
+        self._name = name
+
+    def __getattr__(self, name: str) -> _Calls:
+        return _Calls(self._log, f"{self._name}.{name}".strip("."))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Calls:
+        self._log.append((self._name, *args, kwargs))
+        return _Calls(self._log, self._name + "()")
+
+
+def _fake(monkeypatch: pytest.MonkeyPatch, **modules: Any) -> None:
+    monkeypatch.setattr("echelon.base.optional.import_module", lambda name: modules[name.replace(".", "_")])
+
+
+def test_wandb_gets_scalars_and_its_own_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    _fake(monkeypatch, wandb=_Calls(calls))
+    tracker = WandBTracker("project", mode="offline")
+    assert tracker.tracker is None
+    tracker.start()
+    tracker.store_init_configuration({"lr": torch.tensor(0.5), "token": "planted"})
+    histogram = torch.zeros(3)
+    tracker.log({"loss": torch.tensor(0.5), "weights": histogram}, step=2, commit=False)
+    tracker.finish()
+    assert calls[0] == ("init", {"project": "project", "mode": "offline"})
+    assert calls[1] == ("init().config.update", {"lr": 0.5, "token": "(hidden)"}, {"allow_val_change": True})
+    name, values, options = calls[2]
+    assert (name, values["loss"], values["weights"] is histogram) == ("init().log", 0.5, True)
+    assert options == {"step": 2, "commit": False}
+    assert calls[3][0] == "init().finish"
+
+
+def test_mlflow_parameters_go_in_batches_and_metrics_are_numbers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[Any] = []
+    mlflow = _Calls(calls)
+    mlflow.search_experiments = lambda **_: []  # type: ignore[method-assign, assignment]
+    limits = SimpleNamespace(MAX_PARAM_VAL_LENGTH=10, MAX_PARAMS_TAGS_PER_BATCH=2)
+    _fake(monkeypatch, mlflow=mlflow, mlflow_utils_validation=limits)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "from-env")
+    monkeypatch.setenv("MLFLOW_TAGS", '{"a": "b"}')
+    monkeypatch.setenv("MLFLOW_NESTED_RUN", "true")
+    tracker = MLflowTracker("given")
+    tracker.start()
+    tracker.store_init_configuration({"a": 1, "b": 2, "c": 3, "long": "x" * 11})
+    tracker.log({"loss": np.float64(0.5), "text": "no"}, step=1)
+    by_name: dict[str, Any] = {}
+    for name, *rest in calls:
+        by_name.setdefault(name, []).append(rest)
+    assert by_name["create_experiment"][0][0] == {"name": "from-env", "artifact_location": None, "tags": {"a": "b"}}
+    assert by_name["start_run"][0][0]["nested"] is True
+    assert [args[0] for args in by_name["log_params"]] == [{"a": 1, "b": 2}, {"c": 3}]
+    assert by_name["log_metrics"] == [[{"loss": 0.5}, {"step": 1}]]
+    assert len(caplog.messages) == 2
+    assert not any("xxx" in message for message in caplog.messages)
+
+
+def test_clearml_splits_names_and_leaves_a_task_that_it_did_not_make_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    _fake(monkeypatch, clearml=_Calls(calls))
+    tracker = ClearMLTracker("run")
+    tracker.start()  # Task.current_task() gives one
+    tracker.log({"eval_loss": 1.0, "lr": 0.1}, step=5)
+    tracker.log({"best": 2})
+    with pytest.raises(UsageError, match="neither data nor dataframe"):
+        tracker.log_table("t")
+    tracker.log_table("train_t", columns=["a"], data=[[1]], step=5)
+    tracker.finish()
+    said = [(name.rpartition(".")[2], rest[-1]) for name, *rest in calls]
+    assert ("report_scalar", {"title": "loss", "series": "eval", "value": 1.0, "iteration": 5}) in said
+    assert ("report_scalar", {"title": "lr", "series": "train", "value": 0.1, "iteration": 5}) in said
+    assert ("report_single_value", {"name": "best", "value": 2}) in said
+    assert ("report_table", {"title": "t", "series": "train", "table_plot": [["a"], [1]], "iteration": 5}) in said
+    assert "close" not in dict(said)
+
+
+def test_dvclive_sets_the_step_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    live = _Calls(calls, "live")
+    _fake(monkeypatch, dvclive_plots=SimpleNamespace(Metric=SimpleNamespace(could_log=lambda value: value != [1])))
+    tracker = DVCLiveTracker("ignored", live=live)
+    tracker.start()
+    tracker.log({"loss": torch.tensor(0.5), "odd": [1]}, step=7)
+    tracker.finish()
+    assert live.step == 7
+    assert [call[0] for call in calls] == ["live.log_metric", "live.next_step", "live.end"]
+    assert calls[0][1:3] == ("loss", 0.5)
+
+
+@pytest.mark.parametrize("name", ["comet_ml", "aim", "swanlab", "trackio"])
+def test_the_other_services_get_the_run_and_plain_numbers(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    class _Service(_Calls):
+        __hash__ = None  # type: ignore[assignment]
+
+        def __setitem__(self, key: str, value: Any) -> None:
+            self._log.append((f"{self._name}[{key}]", value, {}))
+
+        def __getattr__(self, attribute: str) -> Any:
+            return _Service(self._log, f"{self._name}.{attribute}".strip("."))
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            self._log.append((self._name, *args, kwargs))
+            return _Service(self._log, self._name + "()")
+
+    calls: list[Any] = []
+    _fake(monkeypatch, **{name: _Service(calls)})
+    make = LOGGER_TYPE_TO_CLASS[name]
+    tracker = make("run", "folder") if make.requires_logging_directory else make("run")
+    tracker.start()
+    tracker.store_init_configuration({"lr": torch.tensor(0.5), "api_key": "planted"})
+    tracker.log({"loss": torch.tensor(0.25)}, step=3)
+    tracker.finish()
+    text = repr(calls)
+    assert "'run'" in text or name == "aim"  # Aim's name is set as an attribute
+    assert "0.5" in text
+    assert "0.25" in text
+    assert "3" in text
+    assert "planted" not in text
+    assert "tensor(" not in text
+
+
+# ---- all of one Accelerator ----------------------------------------------------------------------------------------
+
+
+def test_a_project_folder_brings_a_jsonl_record_beside_what_was_asked_for(tmp_path: Path) -> None:
+    recorder = Recorder("own")
+    tracking = Tracking([recorder], ProjectConfiguration(project_dir=str(tmp_path)))
+    assert isinstance(tracking.get("anything"), GeneralTracker)  # nothing has started
+    tracking.init("run", {"lr": 0.1})
+    tracking.log({"loss": torch.tensor(2.0)}, step=1, log_kwargs={"recorder": {"extra": True}})
+    assert tracking.trackers == [recorder]
+    assert tracking.get("recorder") is recorder
+    assert tracking.get("recorder", unwrap=True) is recorder.calls
+    with pytest.raises(ValueError, match=r"get_tracker\('wandb'\)[\s\S]*recorder, jsonl"):
+        tracking.get("wandb")
+    path = tracking.get("jsonl").path
+    tracking.finish()
+    tracking.finish()
+    assert recorder.calls[1:] == ["start", ("config", {"lr": 0.1}), ("log", {"loss": torch.tensor(2.0)}, 1, {"extra": True}), "finish"]  # fmt: skip
+    assert path == tmp_path / "run" / "metrics.jsonl"
+    assert [(r["kind"], r["values"]) for r in read_records(path)] == [
+        ("config", {"lr": 0.1}),
+        ("metrics", {"loss": 2.0}),
+    ]
+
+
+@pytest.mark.usefixtures("_registry")
+def test_init_kwargs_reach_their_tracker_and_a_misspelled_one_is_told() -> None:
+    register_tracker_class(Recorder)
+    tracking = Tracking("recorder", ProjectConfiguration())
+    with pytest.warns(EchelonWarning, match="init_kwargs holds options for recoder, and log_with has recorder"):
+        tracking.init("run", init_kwargs={"recorder": {"tags": ["a"]}, "recoder": {}})
+    assert tracking.get("recorder").calls[0] == ("init", "run", {"tags": ["a"]})
+
+
+def test_a_tracker_that_fails_to_finish_does_not_keep_the_others_open(tmp_path: Path) -> None:
+    class Failing(Recorder):
+        def finish(self) -> None:
+            raise OSError("planted")
+
+    tracking = Tracking([Failing("x")], ProjectConfiguration(project_dir=str(tmp_path)))
+    tracking.init("run")
+    file = tracking.get("jsonl", unwrap=True)
+    with pytest.raises(OSError, match="planted"):
+        tracking.finish()
+    assert file.closed
+
+
+def test_logging_dir_is_the_project_folder_unless_given() -> None:
+    assert ProjectConfiguration(project_dir="p").logging_dir == "p"
+    configuration = ProjectConfiguration(logging_dir="logs")
+    configuration.set_directories("p")
+    assert (configuration.project_dir, configuration.logging_dir) == ("p", "logs")
+
+
+def test_the_registry_cannot_be_changed_by_hand() -> None:
+    assert isinstance(GeneralTracker.registered, MappingProxyType)
+    with pytest.raises(TypeError):
+        LOGGER_TYPE_TO_CLASS["x"] = Recorder  # type: ignore[index]
