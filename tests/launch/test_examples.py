@@ -65,7 +65,7 @@ def test_each_level_runs_under_each_starter(example: str, starters: list[str], t
         weights = tmp_path / f"{name}.pt"
         output = _run(command, example, weights)
         assert len(re.findall(rf"world: rank \d of {world} ", output)) == world, output
-        ranks = re.findall(r"rank (\d): (\d+) steps, weights (\w+)", output)
+        ranks = re.findall(r"rank (\d): (\d+) steps, weights ([0-9a-f]{12})", output)
         assert sorted(rank for rank, _, _ in ranks) == [str(rank) for rank in range(world)], output
         assert {int(count) for _, count, _ in ranks} == {steps}
         assert len({digest for _, _, digest in ranks}) == 1, output
