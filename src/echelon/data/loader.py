@@ -13,6 +13,7 @@ from echelon.base.errors import DesyncError, UsageError
 from echelon.base.protocols import SupportsSetEpoch, SupportsShard, SupportsStateDict
 from echelon.data.deal import DealtBatches, LastStep
 from echelon.data.dispatch import SliceFn
+from echelon.data.fork import settle_before_fork
 from echelon.data.place import to_device
 from echelon.data.rng import synchronize_rng_states
 from echelon.data.sources import DealtSource, DispatchSource, OwnShardsSource, PlainSource, Source, StreamSource
@@ -381,6 +382,8 @@ class PreparedLoader(DataLoader[Any]):
             loaders.remove(self)
 
     def _begin(self) -> Iterator[tuple[Any, LastStep | None]]:
+        if self.inner.num_workers:
+            settle_before_fork()
         resumed, self._resume = self._resume, None
         if resumed is None:
             self.num_given = self.skip_batches

@@ -14,7 +14,9 @@ from echelon.base.errors import UsageError
 from echelon.base.protocols import SupportsSetEpoch
 from echelon.data.batch import num_samples
 from echelon.data.deal import LastStep
-from echelon.data.wire import broadcast_in_place, gather_counts
+from echelon.data.fork import settle_before_fork
+from echelon.data.wire import gather_counts
+from echelon.distributed.collectives import broadcast
 
 __all__ = ["CollatePiece", "DealtStream", "ShowUsersDataset", "open_like_rank_zero", "read_own_shards"]
 
@@ -157,20 +159,17 @@ def open_like_rank_zero(loader: DataLoader[Any], stream: DealtStream) -> Iterato
 
     Collective: every rank.
     """
-    held = []  # until the workers are forked: see broadcast_in_place
     generator = getattr(stream.dataset, "generator", None)
     if isinstance(generator, torch.Generator):
-        held.append(broadcast_in_place(generator.get_state()))
-        generator.set_state(held[-1])
+        generator.set_state(broadcast(generator.get_state()))
     if loader.num_workers == 0:
         return iter(loader)
     # The loader draws the seed of its workers when it starts them. Each rank's own stream goes on by that one draw.
     source = loader.generator
     before = torch.get_rng_state() if source is None else source.get_state()
-    held.append(broadcast_in_place(before.clone()))
-    _set_state(source, held[-1])
+    _set_state(source, broadcast(before))
+    settle_before_fork()
     batches = iter(loader)
-    held.clear()
     if dist.is_initialized() and dist.get_rank() != 0:
         _set_state(source, before)
         torch.empty((), dtype=torch.int64).random_(generator=source)

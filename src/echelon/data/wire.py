@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from echelon.distributed.checks import wire_device
 
-__all__ = ["broadcast_bytes", "broadcast_in_place", "gather_bytes", "gather_counts"]
+__all__ = ["broadcast_bytes", "gather_bytes", "gather_counts"]
 
 _HEAD = 256  # one message carries a short payload whole; a longer one takes a second
 
@@ -61,22 +61,6 @@ def broadcast_bytes(payload: bytes | None, *, source: int = 0) -> bytes:
         rest = torch.empty(length - (_HEAD - 8), dtype=torch.uint8, device=device)
     dist.broadcast(rest, src=source)
     return received[8:] + rest.cpu().numpy().tobytes()
-
-
-def broadcast_in_place(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill a CPU tensor with that of rank zero and return it.
-
-    For use right before a fork: gloo's thread drops its reference after the call has returned, and a process that forks
-    while that thread frees the last one (for which it needs the interpreter) has a child that may hang in ``os.fork``
-    (seen with torch 2.13, Python 3.11, about once in 300 passes). Keep the tensor until the fork is done.
-
-    Collective: every rank.
-    """
-    wire = tensor.to(_host())
-    dist.broadcast(wire, src=0)
-    if wire is not tensor:
-        tensor.copy_(wire)
-    return tensor
 
 
 def _host() -> torch.device:
