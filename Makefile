@@ -10,10 +10,10 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format soak bench peers lock test-gpu clean
+.PHONY: help demo test check format soak bench peers side-by-side lock test-gpu clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F'\t' '{ printf "make %-9s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F'\t' '{ printf "make %-13s %s\n", $$1, $$2 }'
 
 demo: $(VENV)/.stamp ## train a small model on two CPU processes
 	@$(BIN)/echelon launch --cpu --num_processes 2 examples/mnist_accelerator.py
@@ -54,6 +54,9 @@ lock: ## refresh constraints.txt from pyproject.toml
 	{ echo "# Every version that make's .venv installs. Refresh: make lock."; \
 	  "$$folder/bin/python" -m pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//'; } > "$$folder/new"; \
 	cat "$$folder/new" > constraints.txt
+
+side-by-side: $(VENV)/.stamp $(PEERS)/.stamp ## run scripts written for accelerate on it and on echelon, and compare
+	@ECHELON_REQUIRE_PEERS=1 $(BIN)/python -m pytest tests/side_by_side
 
 clean: ## remove the environments and the caches
 	@rm -rf $(VENV) $(PEERS) .mypy_cache .ruff_cache .pytest_cache dist build outputs

@@ -33,9 +33,11 @@ PEERS = ("accelerate", "lightning", "transformers")
 BATCH = 8
 WARM_UP = 50
 TURNS = 5
-PLAIN, CLIPPING = "plain loop", "plain loop that clips"
+ACCUMULATION = 4
+PLAIN, CLIPPING, ACCUMULATING = "plain loop", "plain loop that clips", "plain loop that accumulates"
 TARGETS = (  # what, beside what, over what, at most
     ("echelon Accelerator", "accelerate", PLAIN, 0.25),
+    ("echelon Accelerator, accumulating", "accelerate, accumulating", ACCUMULATING, 0.25),
     ("echelon Trainer", "transformers Trainer", PLAIN, 0.2),
     ("echelon Trainer, clipping", "transformers Trainer, clipping", CLIPPING, 0.2),
 )
@@ -111,6 +113,17 @@ def plain_with_clipping(batches: Batches) -> None:
     plain(batches, max_norm=1.0)  # as both Trainers do by default
 
 
+def plain_with_accumulation(batches: Batches) -> None:
+    model, optimizer, scheduler, loader = parts(batches)
+    for number, batch in enumerate(loader, 1):
+        loss = model(**batch)["loss"]
+        (loss / ACCUMULATION).backward()
+        if number % ACCUMULATION == 0 or number == len(batches):
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+
 def own_loop(accelerator: Any, batches: Batches) -> None:
     """The same script for both: only the import of the Accelerator differs."""
     model, optimizer, scheduler, loader = accelerator.prepare(*parts(batches))
@@ -123,17 +136,17 @@ def own_loop(accelerator: Any, batches: Batches) -> None:
             optimizer.zero_grad()
 
 
-def level_2(batches: Batches) -> None:
+def level_2(batches: Batches, accumulation: int = 1) -> None:
     from echelon import Accelerator
 
-    own_loop(Accelerator(cpu=True), batches)
+    own_loop(Accelerator(cpu=True, gradient_accumulation_steps=accumulation), batches)
 
 
-def accelerate(batches: Batches) -> None:
+def accelerate(batches: Batches, accumulation: int = 1) -> None:
     from accelerate import Accelerator
 
     forget_accelerate()
-    own_loop(Accelerator(cpu=True), batches)
+    own_loop(Accelerator(cpu=True, gradient_accumulation_steps=accumulation), batches)
 
 
 def forget_accelerate() -> None:
@@ -203,8 +216,11 @@ def transformers(batches: Batches, max_norm: float = 0.0) -> None:
 VARIANTS: dict[str, tuple[str | None, Callable[[Batches], None]]] = {
     PLAIN: (None, plain),
     CLIPPING: (None, plain_with_clipping),
+    ACCUMULATING: (None, plain_with_accumulation),
     "echelon Accelerator": (None, level_2),
     "accelerate": ("accelerate", accelerate),
+    "echelon Accelerator, accumulating": (None, partial(level_2, accumulation=ACCUMULATION)),
+    "accelerate, accumulating": ("accelerate", partial(accelerate, accumulation=ACCUMULATION)),
     "Lightning Fabric": ("lightning", fabric),
     "echelon Trainer": (None, level_3),
     "transformers Trainer": ("transformers", transformers),
@@ -232,22 +248,19 @@ def measure(variants: dict[str, Callable[[Batches], None]], *, rounds: int, step
 
 
 def table(found: dict[str, list[float]]) -> str:
-    rows = [
-        "| variant | us per step | min - max | adds to the plain loop | ... that clips too |",
-        "|---|---:|---:|---:|---:|",
-    ]
+    rows = ["| variant | us per step | min - max | adds | to |", "|---|---:|---:|---:|---|"]
     for name, values in found.items():
-        first, second = (f"{adds(found, name, base):.0f}" if base in found else "" for base in (PLAIN, CLIPPING))
-        if name == PLAIN:
-            first = ""
-        if name.endswith("clipping"):
-            first = ""
-        else:
-            second = ""
-        rows.append(
-            f"| {name} | {statistics.median(values):.0f} | {min(values):.0f} - {max(values):.0f} | {first} | {second} |"
-        )
+        base = base_of(name)
+        more = f"{adds(found, name, base):.0f} | {base}" if base in found else " | "
+        rows.append(f"| {name} | {statistics.median(values):.0f} | {min(values):.0f} - {max(values):.0f} | {more} |")
     return "\n".join(rows)
+
+
+def base_of(name: str) -> str | None:
+    """The plain loop that does the same work."""
+    if name in (PLAIN, CLIPPING, ACCUMULATING):
+        return None
+    return CLIPPING if name.endswith("clipping") else ACCUMULATING if name.endswith("accumulating") else PLAIN
 
 
 def adds(found: dict[str, list[float]], name: str, base: str) -> float:
@@ -273,6 +286,7 @@ A 16-32-4 MLP, batches of {BATCH}, AdamW, a scheduler; one process, one thread. 
 busy machine does not count), the median of {rounds} rounds; a round is the best of {TURNS} turns of {steps} steps, each with fresh
 objects, and the variants take turns.
 The Trainers clip gradients by default, so they appear with and without; transformers computes the norm in both cases.
+Accumulating loops update once in {ACCUMULATION} steps.
 
 {table(found)}
 
@@ -295,7 +309,7 @@ def processor() -> str:
 def write(section: str) -> None:
     """Put ``section`` into RESULTS.md in the place of the one with the same heading."""
     text = RESULTS.read_text() if RESULTS.exists() else "# Results of the benchmarks\n"
-    before, _, rest = text.partition(HEADING)
+    before, _, rest = text.partition(section.partition("\n")[0] + "\n")
     end = rest.find("\n## ")
     after = rest[end + 1 :] if end >= 0 else ""
     RESULTS.write_text(before.rstrip() + "\n\n" + section + ("\n" + after if after else ""))
@@ -326,7 +340,8 @@ def main() -> None:
     chosen = {
         name: run
         for name, (package, run) in VARIANTS.items()
-        if package not in missing and (not options.only or name == PLAIN or any(o in name for o in options.only))
+        if package not in missing
+        and (not options.only or name in (PLAIN, CLIPPING, ACCUMULATING) or any(o in name for o in options.only))
     }
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 
 from tests import rank_worker
 
-__all__ = ["RankDied", "RanksFailed", "RanksHung", "run_on_ranks", "shut_down"]
+__all__ = ["RankDied", "RanksFailed", "RanksHung", "rendezvous", "run_on_ranks", "shut_down"]
 
 ROOT = Path(__file__).resolve().parent.parent
 START_LIMIT_S = 180.0  # a cold `import torch` on a busy machine; not part of any test's timeout
@@ -91,7 +91,7 @@ def run_on_ranks(
     """
     work = pickle.dumps((fn, args, kwargs))
     workers = _POOL.workers(world_size)
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, _rendezvous(init_group) as variables:
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, rendezvous(init_group) as variables:
         for rank, worker in enumerate(workers):
             worker.send(
                 rank_worker.Call(
@@ -205,7 +205,7 @@ def _open_store_pipe() -> None:
 
 
 @contextmanager
-def _rendezvous(init_group: bool) -> Iterator[dict[str, str]]:
+def rendezvous(init_group: bool) -> Iterator[dict[str, str]]:
     """Give the variables of ``env://``, and keep its store in this process: no port is guessed, none can be stolen."""
     if init_group:
         yield {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echelon.accelerator.later import (
+from echelon.accelerator.state_files import (
     load_accelerator_state,
     load_custom_state,
     save_accelerator_state,

@@ -65,6 +65,7 @@ def test_script_gets_its_arguments_untouched_and_its_environment(command: Comman
     args = ["--foo", "--num_processes", "7", "--a_b=c_d", "--", "-x", "--help"]
     result = command.launch(
         *["--num_processes", "2", "--mixed_precision", "bf16", "--gradient-accumulation-steps=4", "--debug", "-q"],
+        *["--dynamo_backend", "torchxla_trace_once", "--dynamo_mode=max-autotune", "--dynamo_use_dynamic"],
         *["--num_cpu_threads_per_process=3", "--rdzv_id=job7", "sub/note.py", *args],
         GLOO_SOCKET_IFNAME="eth7",
         ACCELERATE_MIXED_PRECISION="fp16",
@@ -83,6 +84,11 @@ def test_script_gets_its_arguments_untouched_and_its_environment(command: Comman
         assert env["ACCELERATE_MIXED_PRECISION"] == "bf16"
         assert env["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "4"
         assert env["ACCELERATE_DEBUG_MODE"] == "true"
+        assert {name: env[name] for name in env if name.startswith("ACCELERATE_DYNAMO")} == {
+            "ACCELERATE_DYNAMO_BACKEND": "torchxla_trace_once",
+            "ACCELERATE_DYNAMO_MODE": "max-autotune",
+            "ACCELERATE_DYNAMO_USE_DYNAMIC": "true",
+        }
         assert env["ACCELERATE_USE_CPU"] == "true"  # two processes, and no accelerator
         config = json.loads(env["ECHELON_CONFIG"])
         assert config["mixed_precision"][0] == "bf16"

@@ -34,6 +34,11 @@ CASES = {
         "mixed_precision='fp17' is not one of no, fp16, bf16, fp8",
         "do:",
     ),
+    "dynamo": (
+        ["--dynamo_backend", "torhchxla_trace_once", "ok.py"],
+        "dynamo_backend='torhchxla_trace_once' is not one of no, eager, aot_eager, inductor",
+        "torchxla_trace_once",
+    ),
     "accumulation": (["--gradient_accumulation_steps=x", "ok.py"], "gradient_accumulation_steps='x'", "an integer"),
     "unknown flag": (
         ["--nproc_per_nodes=2", "ok.py"],

@@ -55,10 +55,10 @@ def test_gather_for_metrics_is_exact_however_batches_are_cut(split: bool, even: 
 
 def _deal(n: int, batch: int, world: int, **choices: Any) -> list[list[list[int]]]:
     source = BatchSampler(SequentialSampler(range(n)), batch, choices.pop("drop_last", False))
-    options = {"even": True, "split": False, **choices}
-    dealt = [DealtBatches(source, batch_size=batch, rank=r, world_size=world, **options) for r in range(world)]
+    even, split = choices.pop("even", True), choices.pop("split", False)
+    dealt = [DealtBatches(source, world, r, split, even) for r in range(world)]
     result = [list(d) for d in dealt]
-    if not options["split"]:
+    if not split:
         assert [len(d) for d in dealt] == [len(r) for r in result]
     return result
 

@@ -8,6 +8,7 @@ import pytest
 
 from echelon import Accelerator, PartialState
 from echelon.base.errors import UsageError
+from echelon.config.sources import current
 from echelon.state import AcceleratorState, is_initialized
 
 
@@ -33,3 +34,21 @@ def test_without_an_accelerator_it_says_so() -> None:
     with pytest.raises(UsageError, match="there is no Accelerator yet"):
         AcceleratorState()
     assert PartialState().num_processes == 1
+
+
+def test_when_the_one_built_last_is_gone_the_one_before_counts() -> None:
+    outer = Accelerator(mixed_precision="bf16")
+    inner = Accelerator()
+    assert AcceleratorState().mixed_precision == "no"
+    del inner
+    gc.collect()
+    assert AcceleratorState().mixed_precision == outer.mixed_precision == "bf16"
+
+
+def test_setting_debug_counts_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ECHELON_DEBUG", "0")  # put back at the end
+    state = PartialState()
+    assert state.debug is False
+    state.debug = True
+    assert PartialState().debug is True
+    assert current().value.debug is True  # what collectives ask

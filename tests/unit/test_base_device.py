@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from echelon.base.device import backend_of, choose_device, num_devices, use_device
+from echelon.base.device import backend_of, choose_device, has_fp8, num_devices, use_device
 from echelon.base.errors import ConfigError
 
 VISIBLE = (
@@ -113,3 +113,18 @@ def test_the_chosen_device_becomes_the_current_one(machine: Machine) -> None:
 )
 def test_an_accelerator_has_its_own_backend_and_gloo_for_cpu_tensors(device: str, backend: str) -> None:
     assert backend_of(torch.device(device)) == backend
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "expected"),
+    [((8, 9), None, True), ((9, 0), None, True), ((8, 6), None, False), ((9, 0), "6.4", False), ((9, 4), "6.4", True)],
+)
+def test_fp8_needs_ada_or_mi300(
+    capability: tuple[int, int], hip: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert has_fp8(torch.device("cuda", 0)) is expected
+    assert not has_fp8(torch.device("cpu"))
+    assert not has_fp8(torch.device("mps"))
+    assert has_fp8(torch.device("xpu"))  # torchao knows

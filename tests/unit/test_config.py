@@ -20,6 +20,13 @@ VALUES = {
     "cpu": ["true", False],
     "mixed_precision": ["bf16", "fp16"],
     "gradient_accumulation_steps": ["8", 2],
+    "dynamo_backend": ["INDUCTOR", "eager"],
+    "dynamo_mode": ["reduce-overhead", "max-autotune"],
+    "dynamo_use_fullgraph": ["yes", False],
+    "dynamo_use_dynamic": ["0", True],
+    "dynamo_use_regional_compilation": ["true", False],
+    "parity": ["exact", "off"],
+    "max_micro_batch_size": ["4", 8],
     "seed": ["7", 11],
     "debug": ["1", False],
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from torch import nn
 
 from echelon import utils
 from echelon.base.warnings import EchelonWarning
+from echelon.config.schema import DynamoBackendName
 from echelon.utils.ao import filter_linear_layers, find_first_last_linear_layers
 from echelon.utils.modeling import compute_module_total_buffer_size, get_non_persistent_buffers
 
@@ -127,7 +128,7 @@ def test_loading_takes_arrays_and_refuses_code(tmp_path: Path) -> None:
     assert loaded["a"].tolist() == [0, 1, 2]
     assert loaded["rng"][1].tolist() == state["rng"][1].tolist()  # type: ignore[index]
     torch.save(_Evil(), tmp_path / "evil.bin")
-    with pytest.raises(Exception, match=r"Weights only load failed"):
+    with pytest.raises(Exception, match=r"evil\.bin holds (posix|nt)\.system, which is not plain data"):
         utils.load(tmp_path / "evil.bin")
     with pytest.raises(ValueError, match=r"load\(weights_only=False\) would run whatever code"):
         utils.load(tmp_path / "evil.bin", weights_only=False)
@@ -142,6 +143,7 @@ def test_the_model_comes_out_of_its_wrappers() -> None:
     unwrapped = utils.extract_model_from_parallel(compiled)
     assert utils.is_compiled_module(unwrapped)
     assert unwrapped._orig_mod is model
+    assert compiled._orig_mod is wrapped  # what was looked into stays as it was
     assert (
         utils.extract_model_from_parallel(
             torch.compile(nn.DataParallel(model), backend="eager"), keep_torch_compile=False
@@ -174,6 +176,7 @@ def test_a_dynamo_plugin_reads_the_environment_and_gives_the_arguments_of_compil
     assert plugin.backend is utils.DynamoBackend.INDUCTOR
     assert plugin.to_kwargs() == {"backend": "inductor", "mode": "reduce-overhead", "fullgraph": True}
     assert utils.TorchDynamoPlugin(backend="torchxla_trace_once").to_dict()["backend"] == "torchxla_trace_once"
+    assert [backend.value.lower() for backend in utils.DynamoBackend] == list(get_args(DynamoBackendName))
     with pytest.raises(ValueError, match="'torhchxla_trace_once' is no backend"):
         utils.TorchDynamoPlugin(backend="torhchxla_trace_once")
 

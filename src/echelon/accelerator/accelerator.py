@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -13,23 +15,30 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
+from echelon.accelerator.checkpoints import Checkpoints
+from echelon.accelerator.compiling import compile_regions, compile_whole, compiles, is_compiled, moved_to, uncompiled
 from echelon.accelerator.current import note_accelerator
-from echelon.accelerator.enums import DistributedType
+from echelon.accelerator.enums import DistributedType, FP8BackendType
 from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.handlers import (
+    AORecipeKwargs,
     AutocastKwargs,
     DistributedDataParallelKwargs,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
+    fp8_recipe,
 )
-from echelon.accelerator.loaders import rng_types_beside_order, skip_first_batches
+from echelon.accelerator.ledger import Ledger
+from echelon.accelerator.loaders import rng_type_names, skip_first_batches
 from echelon.accelerator.metrics import gather_samples
 from echelon.accelerator.optimizer import AcceleratedOptimizer
-from echelon.accelerator.plugins import DataLoaderConfiguration, GradientAccumulationPlugin
+from echelon.accelerator.plugins import DataLoaderConfiguration, GradientAccumulationPlugin, TorchDynamoPlugin
 from echelon.accelerator.profiling import ProfileKwargs, profile
 from echelon.accelerator.project import ProjectConfiguration
+from echelon.accelerator.saving import save
 from echelon.accelerator.scheduler import AcceleratedScheduler
 from echelon.accelerator.state import AcceleratorState, only_if
 from echelon.accelerator.tracking import Tracking
@@ -37,24 +46,46 @@ from echelon.accelerator.unprepared import refuse_unprepared_loader
 from echelon.accelerator.window import Window
 from echelon.base.capabilities import Capabilities
 from echelon.base.errors import ConfigError, UsageError
+from echelon.base.logging import get_logger
+from echelon.base.progress import Progress
+from echelon.base.protocols import HasDeviceMap
+from echelon.config.origin import Source
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 from echelon.config.sources import current, from_code
 from echelon.data.loader import LoaderOptions, PreparedLoader, prepare_loader
 from echelon.data.split import split_between_processes
 from echelon.distributed import collectives, control
+from echelon.distributed.collectives import broadcast_object_list
 from echelon.distributed.setup import cleanup, setup
 from echelon.distributed.tree import rebuild_like
 from echelon.engines.base import Engine
 from echelon.engines.registry import choose, load
+from echelon.precision.float8 import convert_model_to_fp8_ao
 from echelon.precision.policy import PrecisionPolicy, unwrap_forward
 from echelon.world.environment import detect
+from echelon.world.seed import set_seed
 from echelon.world.world import World
 
 __all__ = ["Accelerator"]
 
+_logger = get_logger(__name__)
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _given(kind: type[KwargsHandler]) -> Any:
+    return property(
+        lambda accelerator: next((h for h in accelerator._handlers if isinstance(h, kind)), None),
+        doc=f"The ``{kind.__name__}`` that was given; None: none.",
+    )
+
+
+def _no_axis(name: str) -> UsageError:
+    return UsageError(
+        f"there is no {name}: no parallelism_config was given, and this version does not offer one",
+        do="use process_index: every process has its own part of the data",
+    )
 
 
 class Accelerator:
@@ -66,7 +97,7 @@ class Accelerator:
     Args:
         device_placement: move models and batches to the device.
         split_batches: as in ``DataLoaderConfiguration``.
-        mixed_precision: ``no``, ``fp16`` or ``bf16``; None: from the environment or the launcher, else ``no``.
+        mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8``; None: from the environment or the launcher, else ``no``.
         gradient_accumulation_steps: micro-batches in one update.
         cpu: use the CPU even where accelerators are present.
         dataloader_config: how loaders are cut for the processes.
@@ -74,13 +105,34 @@ class Accelerator:
         step_scheduler_with_optimizer: advance prepared schedulers with the optimizer's steps, num_processes times each;
             False: once per call, whatever the optimizer does.
         kwargs_handlers: options of torch's parts; at most one of each kind.
+        dynamo_backend: compile prepared models by this backend of ``torch.compile``; None: from the environment or the
+            launcher, else they are not compiled.
+        dynamo_plugin: instead of ``dynamo_backend``, with more options.
         engine: the name of an engine, or an ``Engine``; None: by the number of processes.
+        parity: ``off``: the meaning of Accelerate, more processes are a larger batch. ``exact``: a loader's batch is that
+            of all processes together, and the update is that of one process (docs/parity.md). None: from the
+            environment or the launcher, else ``off``.
+        seed: of ``random``, numpy and torch, set here; in the exact modes also of the order of the data. None: the
+            script's own (``set_seed``), that of rank zero counts.
+        max_micro_batch_size: in the exact modes, the most samples of one process in one forward pass: fewer processes
+            accumulate over more of them.
 
     Collective: the first one makes the process group, so every rank must come here.
 
     Raises:
         ConfigError: settings that are wrong, in conflict, or not offered.
     """
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A pickle holds the settings and the facts. What was prepared is known by its identity, which no copy has.
+        nothing: dict[str, Any] = {
+            name: [] for name in ("_models", "_optimizers", "_schedulers", "_dataloaders", "_unsharded")
+        }
+        return {**vars(self), **nothing, "_originals": {}, "_compiled": {}}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
+        """Return this very object: a copy of what holds it must not hold another process group's view."""
+        return self
 
     def __init__(
         self,
@@ -107,19 +159,32 @@ class Accelerator:
         parallelism_config: Any = None,
         *,
         engine: Engine | str | None = None,
+        parity: str | None = None,
+        seed: int | None = None,
+        max_micro_batch_size: int | None = None,
     ) -> None:
         _refuse_what_is_not_offered(
             deepspeed_plugin=deepspeed_plugin,
             fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
-            dynamo_backend=dynamo_backend,
-            dynamo_plugin=dynamo_plugin,
             deepspeed_plugins=deepspeed_plugins,
             parallelism_config=parallelism_config,
         )
-        self._config = _resolve(mixed_precision, gradient_accumulation_steps, cpu, gradient_accumulation_plugin)
-        handlers = _by_kind(kwargs_handlers or [])
+        self._config = _resolve(
+            mixed_precision,
+            gradient_accumulation_steps,
+            cpu,
+            gradient_accumulation_plugin,
+            more={
+                **_dynamo_settings(dynamo_backend, dynamo_plugin),
+                "parity": parity,
+                "seed": seed,
+                "max_micro_batch_size": max_micro_batch_size,
+            },
+        )
+        self._handlers = tuple(kwargs_handlers or ())
+        handlers = _by_kind(self._handlers)
         self._world = _open_world(self._config.value, handlers[InitProcessGroupKwargs])
 
         self.device_placement = device_placement
@@ -137,6 +202,7 @@ class Accelerator:
         if project_dir is not None and self.project_configuration.project_dir is None:
             self.project_configuration.set_directories(project_dir)
         self._tracking = Tracking(log_with, self.project_configuration)
+        self._checkpoints = Checkpoints(self.project_configuration)
         self._triggered = False
 
         self._precision = PrecisionPolicy(
@@ -144,10 +210,14 @@ class Accelerator:
             device_type=self._world.device.type,
             autocast_options=handlers[AutocastKwargs].to_kwargs(),
         )
-        self.profile_handler: ProfileKwargs = handlers[ProfileKwargs]
+        self.ao_recipe_handler: AORecipeKwargs | None = fp8_recipe(
+            handlers.get(AORecipeKwargs), precision=self.mixed_precision, device=self._world.device
+        )
+        self.dynamo_plugin: TorchDynamoPlugin = dynamo_plugin or _dynamo_plugin(self._config.value)
         self.scaler = self._precision.make_scaler(handlers[GradScalerKwargs].to_kwargs())
         self._engine = _make_engine(engine, self._world, self.scaler, handlers[DistributedDataParallelKwargs])
         self._window = Window(world_size=self._world.world_size, total_of=self._total_of)
+        self.progress = Progress()
         self._accumulating: tuple[nn.Module, ...] | None = None  # of the accumulate() that we are in; () = all
         self._is_data_checked = self._world.world_size == 1
         self._unsharded: list[DataLoader[Any]] = []
@@ -157,6 +227,9 @@ class Accelerator:
         self._schedulers: list[AcceleratedScheduler] = []
         self._dataloaders: list[PreparedLoader] = []
         self._originals: dict[int, tuple[object, Any]] = {}  # id of what was given -> (it, what it became)
+        self._ledger = self._open_ledger()
+        self._compiled: dict[int, nn.Module] = {}  # id of a whole compiled model -> the engine's model in it
+        self._told: set[type] = set()  # classes of schedulers of which was said how often they advance
         note_accelerator(self)
 
     @property
@@ -222,6 +295,16 @@ class Accelerator:
         return self._world.world_size > 1
 
     @property
+    def multi_device(self) -> bool:
+        """Are there several processes, each with an accelerator of its own? (Accelerate's word: no, on CPUs.)"""
+        return self.use_distributed and self.device.type != "cpu"
+
+    @property
+    def should_save_model(self) -> bool:
+        """Does this process write the model: one of each machine."""
+        return self.is_local_main_process
+
+    @property
     def distributed_type(self) -> DistributedType:
         """How the run is spread, in Accelerate's words; for scripts that print or compare it."""
         special = self._engine.capabilities.distributed_type
@@ -230,9 +313,103 @@ class Accelerator:
         )
 
     @property
+    def parity(self) -> str:
+        """``off`` or ``exact``: what the update depends on."""
+        return self._config.value.parity
+
+    @property
     def mixed_precision(self) -> str:
-        """``no``, ``fp16`` or ``bf16``."""
+        """``no``, ``fp16``, ``bf16`` or ``fp8``."""
         return self._config.value.mixed_precision
+
+    @property
+    def fp8_backend(self) -> FP8BackendType:
+        """The library that computes in fp8: torchao, or none without fp8."""
+        return FP8BackendType.NO if self.ao_recipe_handler is None else FP8BackendType.AO
+
+    @property
+    def native_amp(self) -> bool:
+        """Do models run under autocast?"""
+        return self.mixed_precision != "no"
+
+    # What was given as kwargs_handlers; None: torch's defaults. Read only: the engine has been made with them.
+    autocast_handler = _given(AutocastKwargs)
+    ddp_handler = _given(DistributedDataParallelKwargs)
+    init_handler = _given(InitProcessGroupKwargs)
+    profile_handler = _given(ProfileKwargs)
+    scaler_handler = _given(GradScalerKwargs)
+
+    # ---- layouts that this version does not have ---------------------------------------------------------------------
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Are parameters sharded by FSDP2? No engine of this version does."""
+        return self.state.is_fsdp2
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """See ``is_fsdp2``."""
+        return self.is_fsdp2
+
+    @property
+    def deepspeed_plugin(self) -> None:
+        """None: DeepSpeed does not run."""
+        return None
+
+    @property
+    def parallelism_config(self) -> None:
+        """None: all ranks share the data, and nothing else."""
+        return None
+
+    @property
+    def torch_device_mesh(self) -> None:
+        """None: there is no mesh without ``parallelism_config``."""
+        return None
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The place on the axis ``dp_replicate`` of ``parallelism_config``. Raises: there is none."""
+        raise _no_axis("data_parallel_rank")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """The place on the axis ``dp_shard`` of ``parallelism_config``. Raises: there is none."""
+        raise _no_axis("data_parallel_shard_rank")
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """The place on the axis ``tp`` of ``parallelism_config``. Raises: there is none."""
+        raise _no_axis("tensor_parallel_rank")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """The place on the axis ``cp`` of ``parallelism_config``. Raises: there is none (nor in Accelerate)."""
+        raise _no_axis("context_parallel_rank")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """The place in a pipeline. Raises: there is none (nor in Accelerate)."""
+        raise _no_axis("pipeline_parallel_rank")
+
+    def maybe_context_parallel(
+        self,
+        buffers: list[torch.Tensor] | None = None,
+        buffer_seq_dims: list[int] | None = None,
+        no_restore_buffers: set[torch.Tensor] | None = None,
+    ) -> AbstractContextManager[None]:
+        """Return the context that cuts sequences over the ranks where ``parallelism_config`` says so: here an empty one."""
+        return nullcontext()
+
+    def deepspeed_ulysses_dl_adapter(self, dl: T, model: nn.Module) -> T:
+        """Return ``dl``: sequences are cut over the ranks where ``parallelism_config`` says so only."""
+        return dl
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """Raise: LOMO, which updates the parameters inside the backward pass, is not offered."""
+        raise UsageError(
+            "lomo_backward() is not offered: LOMO updates the parameters inside the backward pass, rank by rank",
+            do="use an optimizer with a step(), and backward(loss)",
+        )
 
     # ---- accumulation ------------------------------------------------------------------------------------------------
 
@@ -299,7 +476,7 @@ class Accelerator:
         Args:
             models: the models that this micro-step trains; none: all.
         """
-        return _MicroStep(self, models)
+        return _MicroStep(self, tuple(map(self._engine_model, models)))
 
     def no_sync(self, model: nn.Module, *, unsynced: bool = False) -> AbstractContextManager[None]:
         """Return a context in which backward passes of ``model`` stay local.
@@ -309,7 +486,17 @@ class Accelerator:
             unsynced: optimizers step with the local gradients in it, on purpose: the ranks drift apart. Otherwise a step
                 in it is taken with gradients averaged over the ranks there and then.
         """
-        return _LocalBackward(self._engine.no_sync(model), self._optimizers if unsynced else ())
+        return _LocalBackward(self._engine.no_sync(self._engine_model(model)), self._optimizers if unsynced else ())
+
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context whose backward pass is synchronised although its forward passes ran in ``no_sync``.
+
+        For several forward passes in ``no_sync`` before the first backward pass: the last backward pass, in this context,
+        brings the gradients of all of them together.
+
+        Collective: the backward pass in it.
+        """
+        return self._engine.sync_next_backward(self._engine_model(model))
 
     def backward(self, loss: torch.Tensor, num_items: float | None = None, **kwargs: Any) -> None:
         """Backpropagate ``loss``, weighted for its update.
@@ -331,19 +518,50 @@ class Accelerator:
             _check_loss(loss, kwargs)
         if not self._is_data_checked:
             self._check_data()
-        state, inside = self.gradient_state, self._accumulating is not None
-        if state.sync_gradients:
+        if self.gradient_state.sync_gradients:
             self._require_every_rank("backward()")
-        if num_items is None:
-            scale, factor = self._window.plain(num_steps=state.num_steps, inside=inside, sync=state.sync_gradients)
-        else:
-            scale, factor = self._window.weighted(num_items, inside=inside, sync=state.sync_gradients)
+        scale, factor = self._weigh(loss, num_items)
         if scale == 0.0:
             self._engine.backward_nothing(self._trained_models())
         else:
             self._engine.backward(loss if scale == 1.0 else loss * scale, **kwargs)
         if factor != 1.0:
             self._finish_gradients(factor)
+
+    def _weigh(self, loss: torch.Tensor, num_items: float | None) -> tuple[float, float]:
+        """Return the factor of ``loss``, and that of the gradients after it. Collective: as ``backward``."""
+        state, window = self.gradient_state, self._window
+        contribution = None if self._ledger is None else self._ledger.contribution()
+        inside = self._accumulating is not None or contribution is not None
+        if contribution is None or self._ledger is None:
+            if num_items is None:
+                return window.plain(num_steps=state.num_steps, inside=inside, sync=state.sync_gradients)
+        else:
+            num_items, is_counted = (0.0 if contribution.is_loan else num_items), num_items is not None
+            self._ledger.note_loss(loss, contribution.num_items if num_items is None else num_items)
+            if not is_counted:
+                return self._ledger.weigh(contribution), 1.0
+        assert num_items is not None
+        trained = frozenset(map(id, self._trained_models()))
+        return window.weighted(num_items, inside=inside, sync=state.sync_gradients, trained=trained)
+
+    def update_loss(self) -> float:
+        """Return the loss of the update that was made last: the mean over the items of all processes and micro-steps.
+
+        Losses of one micro-step are added up. It waits for the device: call it where the loss is logged.
+
+        Collective: every process.
+
+        Raises:
+            UsageError: not in the exact modes, or before the first update.
+        """
+        if self._ledger is None:
+            raise UsageError(
+                "update_loss() needs the weight of every loss, which parity='off' does not ask for",
+                where=f"parity={self.parity} (from {self._config.origins['parity']})",
+                do="use Accelerator(parity='exact'), or accelerator.reduce(loss, 'mean')",
+            )
+        return self._ledger.update_loss(self._sum_over_ranks)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Undo fp16 loss scaling on the gradients of ``optimizer`` (one, several, or all), before looking at them."""
@@ -376,6 +594,9 @@ class Accelerator:
 
     def _begin_micro_step(self) -> bool:
         state = self.gradient_state
+        if self._ledger is not None and self._ledger.drives:
+            self.step += 1
+            return state.sync_gradients or state.plugin.sync_each_batch
         if state.sync_with_dataloader and state.end_of_dataloader:
             self.step = 0
             state.sync_gradients = True
@@ -384,6 +605,38 @@ class Accelerator:
             state.sync_gradients = self.step % state.num_steps == 0
         self._window.begin_micro_step()
         return state.sync_gradients or state.plugin.sync_each_batch
+
+    def _open_ledger(self) -> Ledger | None:
+        """Make the book of the exact modes. Collective: in these."""
+        config = self._config.value
+        if config.seed is not None and self._config.origins["seed"].source is Source.CODE:
+            set_seed(config.seed)
+        if config.parity == "off":
+            if config.max_micro_batch_size is not None:
+                raise ConfigError(
+                    f"max_micro_batch_size={config.max_micro_batch_size} (from {self._config.origins['max_micro_batch_size']}) "
+                    "cuts the batches of the exact modes, and parity is off",
+                    do="give parity='exact', too, or leave max_micro_batch_size out",
+                )
+            return None
+        if config.parity == "bitwise":
+            raise ConfigError(
+                "parity='bitwise' is not offered yet by this version of echelon",
+                where=str(self._config.origins["parity"]),
+                do="use parity='exact': the same update up to the order of floating-point sums",
+            )
+        seed = config.seed if config.seed is not None else torch.initial_seed() & (2**62 - 1)
+        ledger = Ledger(
+            world=self._world,
+            seed=broadcast_object_list([seed])[0] if self.num_processes > 1 else seed,
+            state=self.gradient_state,
+            window=self._window,
+            progress=self.progress,
+            models=lambda: self._models,
+            max_micro_batch_size=config.max_micro_batch_size,
+        )
+        self.gradient_state.reading.driver = ledger
+        return ledger
 
     def _trained_models(self) -> list[nn.Module]:
         return list(self._accumulating or self._models)
@@ -398,8 +651,15 @@ class Accelerator:
                 parameter.grad.mul_(factor)
 
     def _total_of(self, items: float) -> float:
-        total = torch.tensor(items, dtype=torch.float64, device="cpu" if self.device.type == "mps" else self.device)
-        return float(collectives.reduce(total, "sum").item())  # the host needs it: the loss is scaled by it
+        return self._sum_over_ranks([items])[0]
+
+    def _sum_over_ranks(self, numbers: list[float]) -> list[float]:
+        """Return the sum of each number over the ranks: one small reduction. Collective."""
+        if self.num_processes == 1:
+            return numbers
+        sums = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        dist.all_reduce(sums)
+        return sums.tolist()  # the host needs them: losses are scaled by them
 
     def _check_data(self) -> None:
         self._is_data_checked = True
@@ -459,15 +719,28 @@ class Accelerator:
         optimizers = [o for o, _ in new if isinstance(o, Optimizer) and not isinstance(o, AcceleratedOptimizer)]
         schedulers = [o for o, _ in new if isinstance(o, LRScheduler)]
         for model, place in models:
+            if self.use_distributed and self.verify_device_map(model):
+                raise UsageError(
+                    f"{type(model).__name__} was loaded over several devices (its hf_device_map has several entries), so "
+                    "the ranks cannot each train a copy",
+                    do="load it on one device: leave device_map out",
+                )
             if place and self.device.type != "cpu":
                 model.to(self.device)
+            if self.ao_recipe_handler is not None:
+                recipe = self.ao_recipe_handler
+                convert_model_to_fp8_ao(uncompiled(model), recipe.config, recipe.module_filter_func)
             self._precision.wrap_forward(model)
-        prepared = self._engine.prepare([model for model, _ in models], optimizers, schedulers)
-        for (model, _), wrapped in zip(models, prepared.models):
+        given = [self._compile(model, by_regions=True) for model, _ in models]
+        prepared = self._engine.prepare(given, optimizers, schedulers)
+        for (model, _), shaped, wrapped in zip(models, given, prepared.models):
             self._models.append(wrapped)
-            self._note(model, wrapped)
-            if wrapped is not model:
-                self._note(wrapped, wrapped)
+            # Whole models are compiled around the engine's wrapper: torch then cuts the graph where DDP sends gradients.
+            became = wrapped if is_compiled(shaped) else self._compile(wrapped, by_regions=False)
+            if became is not wrapped:
+                self._compiled[id(became)] = wrapped
+            for one in (model, wrapped, became):
+                self._note(one, became)
         for optimizer, inner in zip(optimizers, prepared.optimizers):
             self._optimizers.append(
                 AcceleratedOptimizer(inner, engine=self._engine, gradient_state=self.gradient_state, scaler=self.scaler)
@@ -476,6 +749,16 @@ class Accelerator:
         for scheduler, inner in zip(schedulers, prepared.schedulers):
             self._schedulers.append(self._wrap_scheduler(inner))
             self._note(scheduler, self._schedulers[-1])
+
+    def _compile(self, model: nn.Module, *, by_regions: bool) -> nn.Module:
+        plugin = self.dynamo_plugin
+        if not compiles(plugin, model, by_regions=by_regions):
+            return model
+        return compile_regions(model, **plugin.to_kwargs()) if by_regions else compile_whole(model, plugin)
+
+    def _engine_model(self, model: nn.Module) -> nn.Module:
+        """Return what the engine made of a prepared model; what else is given stays as it is."""
+        return self._compiled.get(id(model), model)
 
     def _note(self, given: object, became: Any) -> None:
         self._originals[id(given)] = (given, became)
@@ -490,7 +773,8 @@ class Accelerator:
             data_seed=config.data_seed,
             non_blocking=config.non_blocking,
             use_stateful_dataloader=config.use_stateful_dataloader,
-            rng_types=rng_types_beside_order(self.rng_types),
+            exact=None if self._ledger is None else self._ledger.options(config),
+            rng_types=rng_type_names(self.rng_types),
         )
         prepared = prepare_loader(
             loader,
@@ -506,13 +790,27 @@ class Accelerator:
     def _wrap_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
         owner = getattr(scheduler, "optimizer", None)
         own = [o for o in self._optimizers if o is owner or o.optimizer is owner]
+        self._tell_factor(type(scheduler))
         return AcceleratedScheduler(
             scheduler,
             own or self._optimizers,
             gradient_state=self.gradient_state,
-            num_processes=self.num_processes,
+            num_processes=self.num_processes if self._ledger is None else 1,
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.dataloader_config.split_batches,
+        )
+
+    def _tell_factor(self, kind: type) -> None:
+        follows = self.step_scheduler_with_optimizer and not self.split_batches and self._ledger is None
+        if self.num_processes == 1 or not follows or kind in self._told:
+            return
+        self._told.add(kind)
+        _logger.info(
+            "%s advances %d times with each update, once for each process: %d processes use that many batches in it. "
+            "Accelerator(step_scheduler_with_optimizer=False) advances it once for each call of its step().",
+            kind.__name__,
+            self.num_processes,
+            self.num_processes,
         )
 
     def prepare_model(
@@ -528,7 +826,7 @@ class Accelerator:
         if self.device_placement if device_placement is None else device_placement:
             model.to(self.device)
         self._precision.wrap_forward(model)
-        return model
+        return self._compile(self._compile(model, by_regions=True), by_regions=False)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """Prepare one optimizer."""
@@ -625,7 +923,18 @@ class Accelerator:
             even_batches: of the prepared loaders, inside the block; None: as it is.
 
         Collective: every process enters.
+
+        Raises:
+            UsageError: (on several processes) one of ``joinables`` was not prepared.
         """
+        prepared = [*self._models, *self._optimizers, *(optimizer.optimizer for optimizer in self._optimizers)]
+        strangers = [j for j in joinables if self.use_distributed and all(j is not known for known in prepared)]
+        if strangers:
+            raise UsageError(
+                f"join_uneven_inputs() was given what this Accelerator has not prepared: "
+                f"{', '.join(type(stranger).__name__ for stranger in strangers)}",
+                do="give it the models that prepare() returned",
+            )
         reading = self.gradient_state.reading
         before = [(loader, loader.even_batches) for loader in self._dataloaders]
         if even_batches is not None:
@@ -633,7 +942,7 @@ class Accelerator:
                 loader.even_batches = even_batches
         reading.joined = True
         try:
-            with self._engine.join([model for model in joinables if isinstance(model, nn.Module)]):
+            with self._engine.join([self._engine_model(model) for model in joinables if isinstance(model, nn.Module)]):
                 yield
         finally:
             reading.joined = False
@@ -652,8 +961,8 @@ class Accelerator:
         return raised
 
     def on_local_process(self, function: F | None = None, local_process_index: int | None = None) -> Any:
-        """Make ``function`` run on the process ``local_process_index`` of each machine only."""
-        return only_if(self.local_process_index == local_process_index, function)
+        """Make ``function`` run on the process ``local_process_index`` of each machine; alone, a process takes every part."""
+        return only_if(self.local_process_index == local_process_index or not self.use_distributed, function)
 
     def on_main_process(self, function: F | None = None) -> Any:
         """Make ``function`` run on rank zero only; elsewhere it returns None."""
@@ -668,14 +977,19 @@ class Accelerator:
         return only_if(self.is_last_process, function)
 
     def on_process(self, function: F | None = None, process_index: int | None = None) -> Any:
-        """Make ``function`` run on the rank ``process_index`` only."""
-        return only_if(self.process_index == process_index, function)
+        """Make ``function`` run on the rank ``process_index`` only; a process that is alone takes every part."""
+        return only_if(self.process_index == process_index or not self.use_distributed, function)
 
     # ---- models ------------------------------------------------------------------------------------------------------
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Return the mixed-precision context, for losses and other work outside the model's forward."""
         return self._precision.autocast(None if autocast_handler is None else autocast_handler.to_kwargs())
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Tell whether ``model``, or a part of it, was loaded over several devices (transformers' ``device_map``)."""
+        parts: Iterable[object] = model.modules()
+        return any(isinstance(part, HasDeviceMap) and len(part.hf_device_map) > 1 for part in parts)
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -687,30 +1001,137 @@ class Accelerator:
             keep_fp32_wrapper: leave its forward under autocast; False: give it its own forward back.
             keep_torch_compile: leave a compiled module compiled.
         """
-        inner = self._engine.unwrap(model)
-        if not keep_torch_compile:
-            inner = getattr(inner, "_orig_mod", inner)
+        inner = self._engine.unwrap(self._engine_model(model))
+        bare = uncompiled(inner)
         if not keep_fp32_wrapper:
             unwrap_forward(inner)
-        return inner
+            unwrap_forward(bare)
+        if not keep_torch_compile:
+            return bare
+        if id(model) not in self._compiled:
+            return inner
+        return model if uncompiled(model) is inner else moved_to(inner, model)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the whole state dict of a prepared model, by plain parameter names (``unwrap=False``: the wrapper's).
 
         Collective: where parameters are sharded.
         """
-        return self._engine.full_state_dict(model) if unwrap else model.state_dict()
+        return self._engine.full_state_dict(self._engine_model(model)) if unwrap else model.state_dict()
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Write ``obj`` to ``f`` on rank zero: by ``torch.save``, or tensors by safetensors. Call it on every rank."""
-        if not self.is_main_process:
-            return
-        if safe_serialization:
-            from safetensors.torch import save_file  # noqa: PLC0415 - only for those who save so
+        """Write ``obj`` to ``f`` on rank zero (``save_on_each_node``: of each machine). Call it on every rank.
 
-            save_file({name: tensor.contiguous() for name, tensor in obj.items()}, f, metadata={"format": "pt"})
-        else:
-            torch.save(obj, f)
+        Args:
+            obj: what ``torch.save`` takes; a dict of tensors with ``safe_serialization``.
+            f: a path, or an open file.
+            safe_serialization: write safetensors.
+        """
+        save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write the weights of ``model`` into a folder, by plain parameter names, for other programs.
+
+        Args:
+            model: prepared or not.
+            save_directory: it is made where it is missing; what else is in it stays.
+            max_shard_size: of one file, such as ``"5GB"``; an index is written where there are several.
+            safe_serialization: safetensors; False: by ``torch.save``.
+
+        Collective: every rank.
+        """
+        folder = Path(save_directory).expanduser()
+        self._checkpoints.save_model(self, model, folder, max_shard_size=max_shard_size, safe=safe_serialization)
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    @property
+    def _custom_objects(self) -> list[Any]:
+        """What is saved beside models, optimizers, schedulers and loaders; Accelerate's name, which scripts read."""
+        return self._checkpoints.custom_objects
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and load the state of ``objects``, too.
+
+        Raises:
+            UsageError: one has no ``state_dict`` and ``load_state_dict``, or holds what is no plain data.
+        """
+        self._checkpoints.register(objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call ``hook(models, weights, output_dir)`` on every rank when ``save_state`` writes.
+
+        What it takes out of ``weights`` is not written; what it writes into ``output_dir`` becomes a part of the
+        checkpoint. The folder has another name while it is written. ``handle.remove()`` of the result removes the hook.
+        """
+        return self._checkpoints.add_hook(self._checkpoints.save_hooks, hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call ``hook(models, input_dir)`` on every rank before ``load_state`` reads.
+
+        What it takes out of ``models`` is not loaded. ``handle.remove()`` of the result removes the hook.
+        """
+        return self._checkpoints.add_hook(self._checkpoints.load_hooks, hook)
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> Path:
+        """Write everything that resuming needs: what was prepared or registered, random states, ``step``. Returns where.
+
+        An error on any rank is raised on all, and leaves what was there before as it was.
+
+        Args:
+            output_dir: a folder. An older state in it is replaced whole; other files stay. With
+                ``automatic_checkpoint_naming`` it is ``project_dir/checkpoints/checkpoint_<iteration>`` instead.
+            safe_serialization: weights as safetensors; False: by ``torch.save``.
+            save_model_func_kwargs: of engines that write by themselves; none of this version does.
+
+        Collective: every rank.
+
+        Raises:
+            UsageError: no folder, one that is there already (numbered) or cannot be replaced, or an unknown argument.
+            CheckpointError: a state holds what could not be loaded without running code.
+            DesyncError: some ranks failed; they are named.
+        """
+        if save_model_func_kwargs:
+            raise UsageError(
+                f"save_state() was given {', '.join(save_model_func_kwargs)}, which the engine "
+                f"{self.capabilities.name} does not know",
+                do="leave it out",
+            )
+        return self._checkpoints.save(self, output_dir, safe_serialization=safe_serialization)
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> None:
+        """Load what ``save_state`` wrote, here or in Accelerate. No code of the files runs.
+
+        Args:
+            input_dir: the folder; None: the highest number of the automatically named ones.
+            load_kwargs: of ``torch.load``, for everything but the models.
+            load_model_func_kwargs: ``map_location`` (``cpu`` or ``on_device``), and ``strict`` and others of
+                ``load_state_dict``, for the models.
+
+        Collective: every rank.
+
+        Raises:
+            UsageError: there is no such folder.
+            CheckpointError: a file is missing, damaged, holds code, or is another model's.
+            DesyncError: some ranks failed; they are named.
+        """
+        self._checkpoints.load(self, input_dir, load_kwargs, load_model_func_kwargs)
 
     def free_memory(self, *objects: Any) -> Any:
         """Forget everything that was prepared, and empty the device's cache; returns a None for each of ``objects``."""
@@ -719,6 +1140,7 @@ class Accelerator:
         self._schedulers.clear()
         self._dataloaders.clear()
         self._originals.clear()
+        self._compiled.clear()
         self._engine.release()
         self.step = 0
         if self.device.type != "cpu":
@@ -729,7 +1151,7 @@ class Accelerator:
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
         """Return the context of torch's profiler. Collective where a trace is written (``output_trace_dir``)."""
-        return profile(profile_handler or self.profile_handler, rank=self.process_index)
+        return profile(profile_handler or self.profile_handler or ProfileKwargs(), rank=self.process_index)
 
     # ---- trackers ----------------------------------------------------------------------------------------------------
 
@@ -806,7 +1228,7 @@ class _MicroStep:
     def __exit__(self, *_: object) -> None:
         accelerator = self._accelerator
         accelerator._accumulating = None
-        if accelerator.gradient_state.sync_gradients:
+        if accelerator.gradient_state.sync_gradients and not (accelerator._ledger and accelerator._ledger.drives):
             accelerator._window.end_window()
         if self._stack is not None:
             self._stack.close()
@@ -843,7 +1265,12 @@ def _refuse_what_is_not_offered(**arguments: Any) -> None:
 
 
 def _resolve(
-    mixed_precision: str | None, steps: int, cpu: bool, plugin: GradientAccumulationPlugin | None
+    mixed_precision: str | None,
+    steps: int,
+    cpu: bool,
+    plugin: GradientAccumulationPlugin | None,
+    *,
+    more: Mapping[str, object],
 ) -> Resolved[RunConfig]:
     if plugin is not None and steps != 1:
         raise ConfigError(
@@ -855,13 +1282,43 @@ def _resolve(
         "mixed_precision": mixed_precision,
         "gradient_accumulation_steps": plugin.num_steps if plugin is not None else (steps if steps != 1 else None),
         "cpu": cpu or None,
+        **more,
     }
     return current(from_code("Accelerator", given))
 
 
-def _by_kind(handlers: list[KwargsHandler]) -> dict[type, Any]:
+def _dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> dict[str, object]:
+    if plugin is None:
+        return {"dynamo_backend": backend}
+    if backend is not None:
+        raise ConfigError(
+            f"dynamo_backend={str(backend)!r} and dynamo_plugin are both given",
+            where="code Accelerator(dynamo_backend=, dynamo_plugin=)",
+            do="give one of the two; the plugin has a backend, too",
+        )
+    return {
+        "dynamo_backend": plugin.backend,
+        "dynamo_mode": plugin.mode,
+        "dynamo_use_fullgraph": plugin.fullgraph,
+        "dynamo_use_dynamic": plugin.dynamic,
+        "dynamo_use_regional_compilation": plugin.use_regional_compilation,
+    }
+
+
+def _dynamo_plugin(config: RunConfig) -> TorchDynamoPlugin:
+    return TorchDynamoPlugin(
+        backend=config.dynamo_backend,
+        mode=config.dynamo_mode,
+        fullgraph=config.dynamo_use_fullgraph,
+        dynamic=config.dynamo_use_dynamic,
+        use_regional_compilation=config.dynamo_use_regional_compilation,
+    )
+
+
+def _by_kind(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
     """Return one handler of each kind; a subclass counts as its base."""
     kinds: tuple[type[KwargsHandler], ...] = (
+        AORecipeKwargs,
         AutocastKwargs,
         DistributedDataParallelKwargs,
         GradScalerKwargs,
@@ -879,14 +1336,15 @@ def _by_kind(handlers: list[KwargsHandler]) -> dict[type, Any]:
         if kind in found:
             raise ConfigError(f"kwargs_handlers holds two {kind.__name__}", do="give one of each kind")
         found[kind] = handler
-    return {kind: found.get(kind, kind()) for kind in kinds}
+    # The recipe for fp8 needs torchao: it is made when fp8 is asked for.
+    return {kind: found.get(kind) or kind() for kind in kinds if kind is not AORecipeKwargs or kind in found}
 
 
 def _open_world(config: RunConfig, options: InitProcessGroupKwargs) -> World:
     """Make the process group where there are several processes and none has been made by hand."""
     if dist.is_initialized() or detect().world_size == 1:
         return World.current(cpu=config.cpu)
-    return setup(backend=options.backend, timeout=options.timeout, init_method=options.init_method)
+    return setup(**options.to_kwargs())  # its defaults ("nccl") stand for the backend of the device, as in Accelerate
 
 
 def _make_engine(

@@ -1,27 +1,40 @@
-"""``torch.compile`` of a model's repeated blocks, one by one: each kind of block is compiled once."""
+"""``torch.compile`` of models, whole or by their repeated blocks (each kind of block is then compiled once)."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
+from echelon.accelerator.enums import DynamoBackend
+from echelon.accelerator.plugins import TorchDynamoPlugin
+from echelon.precision.policy import rebind_forward
+
 __all__ = [
     "compile_regions",
     "compile_regions_deepspeed",
     "compile_regions_fsdp2",
+    "compile_whole",
+    "compiles",
     "has_compiled_regions",
     "has_repeated_blocks",
+    "is_compiled",
     "is_compiled_module",
     "is_repeated_blocks",
+    "moved_to",
+    "uncompiled",
 ]
 
 
 def is_compiled_module(module: object) -> bool:
     """Tell whether ``torch.compile`` made it."""
-    return isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
+    # Its import takes a second, and without it nothing is compiled.
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
@@ -37,6 +50,36 @@ def is_repeated_blocks(module: nn.Module) -> bool:
 def has_repeated_blocks(module: nn.Module) -> bool:
     """Tell whether a submodule (or itself) is a list of repeated blocks."""
     return any(is_repeated_blocks(submodule) for submodule in module.modules())
+
+
+def compiles(plugin: TorchDynamoPlugin, module: nn.Module, *, by_regions: bool) -> bool:
+    """Tell whether ``plugin`` asks for compiling ``module``, by its repeated blocks or whole; what is compiled stays so."""
+    if plugin.backend is DynamoBackend.NO or is_compiled(module):
+        return False
+    return by_regions is (bool(plugin.use_regional_compilation) and has_repeated_blocks(module))
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Tell whether ``torch.compile``, ``compile_regions`` or its own ``compile()`` has compiled ``module``."""
+    return uncompiled(module) is not module or module._compiled_call_impl is not None
+
+
+def compile_whole(module: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
+    """Return ``module`` compiled; nothing happens before it is called."""
+    return _compiled(module, plugin.to_kwargs())
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module that ``torch.compile`` or ``compile_regions`` was given; ``module``, where it was neither."""
+    holder: Mapping[str, Any] = module._modules if is_compiled_module(module) else module.__dict__
+    inner: nn.Module = holder.get("_orig_mod", module)
+    return inner
+
+
+def moved_to(module: nn.Module, compiled: Any) -> nn.Module:
+    """Return ``module`` compiled as ``compiled`` is, which stays as it is."""
+    moved: nn.Module = type(compiled)(module, compiled.dynamo_ctx)  # as its own __reduce__ does
+    return moved
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
@@ -80,6 +123,7 @@ def _compile_regions(module: nn.Module, options: dict[str, Any]) -> nn.Module:
     for name, value in list(copied.__dict__.items()):
         if isinstance(value, MethodType) and value.__self__ is module:
             copied.__dict__[name] = MethodType(value.__func__, copied)
+    rebind_forward(copied, original=module)
     copied._modules = {}
     for name, child in module.named_children():
         copied.add_module(name, _compile_regions(child, options))

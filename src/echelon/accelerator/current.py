@@ -1,4 +1,4 @@
-"""The Accelerator built last: for ``AcceleratorState()`` in code that was not handed one. A weak reference."""
+"""The Accelerators that live: the one built last is for ``AcceleratorState()`` in code that was not handed one."""
 
 from __future__ import annotations
 
@@ -10,27 +10,34 @@ from echelon.base.errors import UsageError
 __all__ = ["current_accelerator", "has_accelerator", "note_accelerator"]
 
 
-class _Last:
-    accelerator: ClassVar[weakref.ref[Any] | None] = None
+class _Built:
+    accelerators: ClassVar[tuple[weakref.ref[Any], ...]] = ()
+    """In the order in which they were built. Weak: one that a function made for itself is gone when it returns."""
 
 
 def note_accelerator(accelerator: Any) -> None:
     """Remember ``accelerator`` as the one built last, without keeping it alive."""
-    _Last.accelerator = weakref.ref(accelerator)
+    living = (reference for reference in _Built.accelerators if reference() is not None)
+    _Built.accelerators = (*living, weakref.ref(accelerator))
 
 
 def has_accelerator() -> bool:
     """Tell whether an Accelerator was built and lives."""
-    return _Last.accelerator is not None and _Last.accelerator() is not None
+    return _latest() is not None
 
 
 def current_accelerator() -> Any:
-    """Return the Accelerator built last.
+    """Return the Accelerator built last, of those that live.
 
     Raises:
-        UsageError: none was built, or it is gone.
+        UsageError: none was built, or all are gone.
     """
-    accelerator = None if _Last.accelerator is None else _Last.accelerator()
+    accelerator = _latest()
     if accelerator is None:
         raise UsageError("there is no Accelerator yet", do="make one first: accelerator = Accelerator()")
     return accelerator
+
+
+def _latest() -> Any:
+    living = (reference() for reference in reversed(_Built.accelerators))
+    return next((accelerator for accelerator in living if accelerator is not None), None)

@@ -4,22 +4,52 @@ from __future__ import annotations
 
 from typing import Any
 
+from echelon.accelerator.current import current_accelerator, has_accelerator
 from echelon.accelerator.plugins import GradientAccumulationPlugin
 from echelon.data.loader import PreparedLoader, Reading
 
 __all__ = ["GradientState"]
 
 
+class _SharedState:
+    """The dict that Accelerate's states share: here a copy of what the current one holds, empty without an Accelerator."""
+
+    def __get__(self, state: object, kind: type[GradientState]) -> dict[str, Any]:
+        return dict(vars(kind())) if has_accelerator() else {}
+
+
 class GradientState:
     """The counters of the accumulation window, under Accelerate's names.
 
     Each Accelerator has its own: two of them in one process do not touch each other.
+
+    Args:
+        gradient_accumulation_plugin: of a new state; None: a view of the state of the Accelerator built last (a new
+            state where there is none).
     """
 
-    def __init__(self, plugin: GradientAccumulationPlugin | None = None) -> None:
-        self.plugin = plugin or GradientAccumulationPlugin(num_steps=1)
-        self.reading = Reading()
+    _shared_state = _SharedState()
+
+    plugin: GradientAccumulationPlugin
+    reading: Reading
+    sync_gradients: bool
+
+    def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
+        if gradient_accumulation_plugin is None and has_accelerator():
+            self.__dict__ = current_accelerator().gradient_state.__dict__
+            return
+        self.plugin = gradient_accumulation_plugin or GradientAccumulationPlugin(num_steps=1)
+        self.reading = Reading(self)
         self.sync_gradients = True
+
+    @property
+    def initialized(self) -> bool:
+        """Always: a state is made whole."""
+        return True
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Do nothing: the next Accelerator has a state of its own without it."""
 
     @property
     def num_steps(self) -> int:
@@ -28,7 +58,7 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """Count skipped scheduler steps while accumulating."""
+        """See ``GradientAccumulationPlugin``."""
         return self.plugin.adjust_scheduler
 
     @property
@@ -64,7 +94,7 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """Real samples in the last step of all ranks; -1 when all are."""
+        """New samples of all ranks in the last step of the loader; 0 when all are, -1 when nobody knows."""
         loader = self.reading.innermost
         return -1 if loader is None else loader.remainder
 
@@ -75,3 +105,11 @@ class GradientState:
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         self.sync_gradients = sync_gradients
+
+    def __repr__(self) -> str:
+        return (
+            f"Sync Gradients: {self.sync_gradients}\n"
+            f"At end of current dataloader: {self.end_of_dataloader}\n"
+            f"Extra samples added: {self.remainder}\n"
+            f"Gradient accumulation plugin: {self.plugin_kwargs}\n"
+        )

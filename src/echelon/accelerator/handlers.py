@@ -13,8 +13,9 @@ import torch
 from echelon.accelerator.enums import DDPCommunicationHookType
 from echelon.base.errors import ConfigError
 from echelon.base.optional import require
-from echelon.base.variables import clear_environment, parse_flag_from_env
+from echelon.base.variables import clear_environment, parse_choice_from_env, parse_flag_from_env
 from echelon.engines.comm_hooks import register_comm_hook
+from echelon.precision.float8 import check_fp8_device
 
 __all__ = [
     "AORecipeKwargs",
@@ -25,6 +26,7 @@ __all__ = [
     "KwargsHandler",
     "ProfileKwargs",
     "ProfilerActivity",
+    "fp8_recipe",
 ]
 
 ProfilerActivity = Literal["cpu", "xpu", "mtia", "cuda", "hpu"]
@@ -106,9 +108,15 @@ class GradScalerKwargs(KwargsHandler):
 class InitProcessGroupKwargs(KwargsHandler):
     """Options of the process group."""
 
-    backend: str | None = None
+    backend: str | None = "nccl"
+    """The default means the backend of the device: gloo on a CPU."""
     init_method: str | None = None
     timeout: timedelta | None = None
+    """Of each collective. The default (shown as 10 minutes with nccl, else 30) means that of ``setup``."""
+
+    def __post_init__(self) -> None:
+        if self.timeout is None:
+            self.timeout = timedelta(minutes=10 if self.backend == "nccl" else 30)
 
 
 @dataclass
@@ -125,7 +133,7 @@ class AORecipeKwargs(KwargsHandler):
     """None: from the environment, else True."""
 
     def __post_init__(self) -> None:
-        float8 = require("torchao.float8", extra="fp8", purpose="AORecipeKwargs")
+        float8 = require("torchao.float8", extra="fp8", purpose="mixed_precision='fp8' (AORecipeKwargs)")
         if self.config is not None:
             return
         if self.pad_inner_dim is None:
@@ -136,6 +144,33 @@ class AORecipeKwargs(KwargsHandler):
         self.config = float8.Float8LinearConfig(
             pad_inner_dim=self.pad_inner_dim, enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather
         )
+
+
+def fp8_recipe(given: AORecipeKwargs | None, *, precision: str, device: torch.device) -> AORecipeKwargs | None:
+    """Return the recipe of a run in ``precision`` on ``device``: ``given``, torchao's default for fp8, else None.
+
+    Raises:
+        ConfigError: a recipe without fp8, another library than torchao, or a device that has no fp8.
+        MissingExtraError: torchao is not installed.
+    """
+    if precision != "fp8":
+        if given is not None:
+            raise ConfigError(
+                f"kwargs_handlers holds an AORecipeKwargs, and mixed_precision={precision!r}",
+                where="code Accelerator(kwargs_handlers=)",
+                do="give mixed_precision='fp8', or leave the recipe out",
+            )
+        return None
+    backend = parse_choice_from_env("ACCELERATE_FP8_BACKEND", "AO")
+    if given is None and backend.upper() not in ("AO", "NO"):
+        raise ConfigError(
+            f"fp8 through {backend} is not offered: echelon computes in fp8 through torchao",
+            where="env ACCELERATE_FP8_BACKEND",
+            do="set it to AO, or unset it",
+        )
+    recipe = given or AORecipeKwargs()
+    check_fp8_device(recipe.config, device=device)
+    return recipe
 
 
 @dataclass

@@ -100,12 +100,10 @@ __all__ = [
     "init_empty_weights",
     "init_on_device",
     "install_xla",
-    "load_accelerator_state",
     "load_and_quantize_model",
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "load_config_from_file",
-    "load_custom_state",
     "load_fsdp_model",
     "load_fsdp_optimizer",
     "load_offloaded_weight",
@@ -138,8 +136,6 @@ __all__ = [
     "remove_hook_from_module",
     "remove_hook_from_submodules",
     "replace_with_bnb_layers",
-    "save_accelerator_state",
-    "save_custom_state",
     "save_fsdp_model",
     "save_fsdp_optimizer",
     "save_offload_index",
@@ -312,10 +308,3 @@ BaseConfig = not_offered_class("BaseConfig", instead=_CONFIG)
 ClusterConfig = not_offered_class("ClusterConfig", instead=_CONFIG)
 SageMakerConfig = not_offered_class("SageMakerConfig", instead=_CONFIG)
 load_config_from_file = not_offered_function("load_config_from_file", instead=_CONFIG)
-
-# Checkpoints by hand.
-_STATE = "use accelerator.save_state and load_state"
-load_accelerator_state = not_offered_function("load_accelerator_state", instead=_STATE)
-load_custom_state = not_offered_function("load_custom_state", instead=_STATE)
-save_accelerator_state = not_offered_function("save_accelerator_state", instead=_STATE)
-save_custom_state = not_offered_function("save_custom_state", instead=_STATE)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from echelon.accelerator.gradient_state import GradientState
 from echelon.data.loader import LoaderOptions, PreparedLoader, Reading, prepare_loader
 from echelon.data.skip import skip_in_plain_loader
 from echelon.world.world import World
@@ -49,7 +50,7 @@ def prepare_data_loader(
     *,
     reading: Reading | None = None,
 ) -> PreparedLoader:
-    """Cut ``dataloader`` for the processes, without an Accelerator (which then does not know when it is being read).
+    """Cut ``dataloader`` for the processes by hand; the Accelerator built last, if there is one, knows when it is read.
 
     Args:
         dataloader: the user's.
@@ -67,7 +68,7 @@ def prepare_data_loader(
         non_blocking: copy to the device without waiting.
         use_stateful_dataloader: by torchdata.
         torch_device_mesh: with axes along which batches are not split (``tp``, ``cp``, ``sp``).
-        reading: where the loader notes that it is being read.
+        reading: where the loader notes that it is being read; None: that of ``GradientState()``.
 
     Collective: in dispatch mode.
     """
@@ -85,22 +86,21 @@ def prepare_data_loader(
         data_seed=data_seed,
         non_blocking=non_blocking,
         use_stateful_dataloader=use_stateful_dataloader,
-        rng_types=rng_types_beside_order(rng_types),
+        rng_types=rng_type_names(rng_types),
     )
     return prepare_loader(
         dataloader,
         world=world,
         options=options,
-        reading=reading or Reading(),
+        reading=reading or GradientState().reading,
         place=put_on_device,
         slice_fn=slice_fn_for_dispatch,
     )
 
 
-def rng_types_beside_order(rng_types: list[Any] | None) -> tuple[str, ...]:
-    """Return the names of ``rng_types`` without ``generator``: the order of the samples agrees by itself."""
-    names = [str(getattr(kind, "value", kind)) for kind in rng_types or []]
-    return tuple(name for name in names if name != "generator")
+def rng_type_names(rng_types: Iterable[Any] | None) -> tuple[str, ...]:
+    """Return the names of ``rng_types``, which may be members of ``RNGType``."""
+    return tuple(str(getattr(kind, "value", kind)) for kind in rng_types or ())
 
 
 def get_sampler(dataloader: DataLoader[Any]) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from echelon.data.deal import LastStep
+from echelon.data.slices import LastStep
 from echelon.distributed.collectives import gather, gather_object, pad_across_processes
 from echelon.distributed.tree import leaves, map_tensors
 

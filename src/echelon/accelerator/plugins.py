@@ -8,7 +8,8 @@ from typing import Any
 from echelon.accelerator.enums import DynamoBackend
 from echelon.accelerator.handlers import KwargsHandler
 from echelon.base.errors import ConfigError
-from echelon.base.variables import parse_choice_from_env, parse_flag_from_env
+from echelon.config.sources import current
+from echelon.data.exact import OrderKind
 
 __all__ = ["DataLoaderConfiguration", "GradientAccumulationPlugin", "TorchDynamoPlugin"]
 
@@ -24,6 +25,10 @@ class DataLoaderConfiguration:
     data_seed: int | None = None
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
+    order: OrderKind = "randperm"
+    """Exact modes: shuffle by an explicit permutation, or (``feistel``) by one that takes no memory and no time to seek."""
+    replay_iterable: bool = False
+    """Exact modes: resume iterable data without state by reading everything before the place again."""
 
 
 @dataclass
@@ -32,6 +37,8 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     num_steps: int | None = None
     adjust_scheduler: bool = True
+    """Without effect, as in Accelerate (which loses it on the way): to count the steps that a scheduler leaves out while
+    gradients are accumulated would end OneCycleLR early."""
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
 
@@ -42,33 +49,34 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """How prepared models are compiled: the arguments of ``torch.compile``. None: from ``ACCELERATE_DYNAMO_*``."""
+    """How prepared models are compiled: the arguments of ``torch.compile``. None: from the environment or the launcher."""
 
     backend: DynamoBackend | str | None = None
     """In any case; ``no``: not compiled."""
     mode: str | None = None
     fullgraph: bool | None = None
     dynamic: bool | None = None
-    """None also without a variable: torch finds out."""
+    """None there, too: torch finds out."""
     options: Any = None
     disable: bool = False
     use_regional_compilation: bool | None = None
     """Compile the repeated blocks of a model one by one: a shorter first compilation."""
 
     def __post_init__(self) -> None:
-        name = str(self.backend) if self.backend is not None else parse_choice_from_env("ACCELERATE_DYNAMO_BACKEND")
+        config = current().value
+        name = str(config.dynamo_backend if self.backend is None else self.backend)
         if name.upper() not in DynamoBackend:
             choices = ", ".join(backend.value.lower() for backend in DynamoBackend)
             raise ConfigError(f"{name!r} is no backend of torch.compile", do=f"give one of {choices}")
         self.backend = DynamoBackend(name.upper())
         if self.mode is None:
-            self.mode = parse_choice_from_env("ACCELERATE_DYNAMO_MODE", "default")
+            self.mode = config.dynamo_mode
         if self.fullgraph is None:
-            self.fullgraph = parse_flag_from_env("ACCELERATE_DYNAMO_USE_FULLGRAPH")
+            self.fullgraph = config.dynamo_use_fullgraph
         if self.use_regional_compilation is None:
-            self.use_regional_compilation = parse_flag_from_env("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")
-        if self.dynamic is None and parse_flag_from_env("ACCELERATE_DYNAMO_USE_DYNAMIC"):
-            self.dynamic = True
+            self.use_regional_compilation = config.dynamo_use_regional_compilation
+        if self.dynamic is None:
+            self.dynamic = config.dynamo_use_dynamic
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields; the backend in lower case, as torch spells it."""

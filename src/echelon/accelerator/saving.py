@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import codecs
 import os
+import pickle
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,22 +15,36 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from echelon.accelerator.compiling import has_compiled_regions, is_compiled_module
-from echelon.base.errors import UsageError
+from echelon.accelerator.compiling import is_compiled_module, moved_to, uncompiled
+from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.warnings import warn
 from echelon.precision.policy import unwrap_forward
 from echelon.world.world import World
 
-__all__ = ["clean_state_dict_for_safetensors", "extract_model_from_parallel", "id_tensor_storage", "load", "save"]
+__all__ = [
+    "PLAIN_DATA",
+    "aliases_in",
+    "clean_state_dict_for_safetensors",
+    "extract_model_from_parallel",
+    "id_tensor_storage",
+    "load",
+    "refused_in",
+    "save",
+    "write_tensors",
+]
 
-# What files of training states hold beside tensors: numpy arrays and their dtypes; plain data, no code.
+# Where numpy keeps these functions depends on its version, and a file has the names of the one that wrote it.
+_NUMPY_FUNCTIONS: tuple[Any, ...] = (np.empty(0).__reduce__()[0], np.float64(0).__reduce__()[0])
+# What files of training states hold beside tensors: numpy arrays, scalars and their dtypes; plain data, no code.
 _ALLOWED: tuple[Any, ...] = (
-    np.empty(0).__reduce__()[0],  # where numpy keeps this function depends on its version
+    *_NUMPY_FUNCTIONS,
+    *((f, f"numpy.{core}.multiarray.{f.__name__}") for f in _NUMPY_FUNCTIONS for core in ("core", "_core")),
     np.ndarray,
     np.dtype,
     *{type(np.dtype(code)) for code in "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"]},
     codecs.encode,  # how pickle writes bytes
 )
+PLAIN_DATA = "save tensors, numbers, text, lists, tuples, dicts and numpy arrays"
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
 
 
@@ -50,17 +66,8 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
     if not safe_serialization:
         torch.save(obj, f)
         return
-    others = (
-        [name for name, value in obj.items() if not isinstance(value, torch.Tensor)]
-        if isinstance(obj, Mapping)
-        else ["it"]
-    )
-    if others:
-        raise UsageError(
-            f"safetensors hold dicts of tensors only; no tensor: {', '.join(map(str, others[:3]))}",
-            do="give a state dict of tensors, or safe_serialization=False",
-        )
-    safetensors.torch.save_file(clean_state_dict_for_safetensors(obj), f, metadata={"format": "pt"})
+    write_tensors(obj, f)
+    _warn_of(aliases_in(obj))
 
 
 def load(f: str | os.PathLike[str] | Any, map_location: Any = None, **kwargs: Any) -> Any:
@@ -73,34 +80,93 @@ def load(f: str | os.PathLike[str] | Any, map_location: Any = None, **kwargs: An
 
     Raises:
         UsageError: ``weights_only=False`` is asked for.
-        UnpicklingError: the file holds something else.
+        CheckpointError: the file holds something else, or is damaged.
     """
     if not kwargs.pop("weights_only", True):
         raise UsageError(
             "load(weights_only=False) would run whatever code the file holds",
             do="leave weights_only out; for a file of your own, call torch.load yourself",
         )
+    name = os.fspath(f) if isinstance(f, (str, os.PathLike)) else "the file"
+    try:
+        with torch.serialization.safe_globals(list(_ALLOWED)):
+            return torch.load(f, map_location=map_location, weights_only=True, **kwargs)
+    except pickle.UnpicklingError as error:
+        # Torch's own message advises to load with weights_only=False, which runs the code.
+        found = re.search(r"GLOBAL (\S+)", str(error)) or re.search(r"(Unsupported .*)", str(error))
+        raise CheckpointError(
+            f"{name} holds {found[1] if found else 'something'}, which is not plain data, and is not loaded: it could run code",
+            do=f"{PLAIN_DATA}; to run the code of a file of your own, call torch.load yourself",
+        ) from error
+    except FileNotFoundError:
+        raise
+    except (EOFError, OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(
+            f"{name} cannot be read: {error}", do="use another copy, or an older checkpoint"
+        ) from error
+
+
+def refused_in(f: str | os.PathLike[str] | Any) -> list[str]:
+    """Return the names in a file that ``torch.save`` wrote for which ``load`` would refuse it."""
     with torch.serialization.safe_globals(list(_ALLOWED)):
-        return torch.load(f, map_location=map_location, weights_only=True, **kwargs)
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(f))
+
+
+def write_tensors(state_dict: Mapping[str, Any], f: Any) -> None:
+    """Write safetensors, each tensor once; the file's metadata say which names stand for which others (tied weights).
+
+    Raises:
+        UsageError: it is no dict of tensors.
+    """
+    others = ["it"]
+    if isinstance(state_dict, Mapping):
+        others = [name for name, value in state_dict.items() if not isinstance(value, torch.Tensor)]
+    if others:
+        raise UsageError(
+            f"safetensors hold dicts of tensors only; no tensor: {', '.join(map(str, others[:3]))}",
+            do="give a state dict of tensors, or safe_serialization=False",
+        )
+    aliases = aliases_in(state_dict)
+    kept = {name: _for_safetensors(value) for name, value in state_dict.items() if name not in aliases}
+    safetensors.torch.save_file(kept, f, metadata={"format": "pt", **aliases})
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``state_dict`` as safetensors takes it: contiguous, and of tensors that share memory only the first."""
-    seen: dict[tuple[torch.device, int, int], str] = {}
-    kept: dict[str, Any] = {}
-    left_out = []
+    """Return ``state_dict`` as safetensors takes it: contiguous, and each tensor under its first name only."""
+    aliases = aliases_in(state_dict)
+    _warn_of(aliases)
+    return {name: _for_safetensors(value) for name, value in state_dict.items() if name not in aliases}
+
+
+def aliases_in(state_dict: Mapping[str, Any]) -> dict[str, str]:
+    """Return for each further name of a tensor (tied weights) its first name.
+
+    Different parts of one memory (the weights of an LSTM on a GPU) are different tensors.
+    """
+    first: dict[Any, str] = {}
+    aliases: dict[str, str] = {}
     for name, value in state_dict.items():
-        has_memory = isinstance(value, torch.Tensor) and value.numel() > 0 and value.device.type != "meta"
-        if has_memory and seen.setdefault(id_tensor_storage(value), name) != name:
-            left_out.append(name)
-            continue
-        kept[name] = value.contiguous() if isinstance(value, torch.Tensor) else value
-    if left_out:
+        if isinstance(value, torch.Tensor) and value.numel() > 0 and value.device.type != "meta":
+            view = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+            if first.setdefault(view, name) != name:
+                aliases[name] = first[view]
+    return aliases
+
+
+def _for_safetensors(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    # Of a part of a larger memory a copy: safetensors refuses tensors that overlap.
+    is_whole = value.numel() * value.element_size() == value.untyped_storage().nbytes()
+    return value.contiguous() if is_whole else value.clone(memory_format=torch.contiguous_format)
+
+
+def _warn_of(aliases: Mapping[str, str]) -> None:
+    if aliases:
         warn(
-            f"{', '.join(left_out)} share memory with other tensors and are not written: loading into a model in which they "
-            "are tied again gives the same weights"
+            f"{', '.join(aliases)} share memory with other tensors and are not written: loading into a model in which "
+            "they are tied again gives the same weights"
         )
-    return kept
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
@@ -120,23 +186,25 @@ def extract_model_from_parallel(
         keep_torch_compile: keep the compiled module, now around the bare model.
         recursive: also unwrap its submodules that have a ``module``.
     """
-    compiled = None
-    if is_compiled_module(model):
-        compiled, model = model, model._orig_mod
-    elif has_compiled_regions(model) and "_orig_mod" in model.__dict__:
-        compiled, model = model, model.__dict__["_orig_mod"]
+    compiled = model if is_compiled_module(model) else None
+    inner = _without_wrappers(model if compiled is None else model._orig_mod)
+    bare = uncompiled(_without_wrappers(uncompiled(model)))
+    if recursive:
+        inner, bare = _without_modules(inner), _without_modules(bare)
+    if not keep_fp32_wrapper:
+        unwrap_forward(inner)
+        unwrap_forward(bare)
+    if not keep_torch_compile:
+        return bare
+    if compiled is None:
+        return inner
+    return compiled if compiled._orig_mod is inner else moved_to(inner, compiled)
+
+
+def _without_wrappers(model: Any) -> Any:
     while isinstance(model, _WRAPPERS):
         model = model.module
-    if recursive:
-        model = _without_modules(model)
-    if not keep_fp32_wrapper:
-        unwrap_forward(model)
-    if compiled is None or not keep_torch_compile:
-        return model
-    compiled.__dict__["_orig_mod"] = model
-    if is_compiled_module(compiled):
-        compiled._orig_mod = model
-    return compiled
+    return model
 
 
 def _without_modules(module: Any) -> Any:

@@ -34,6 +34,7 @@ class AcceleratedScheduler:
         self.step_with_optimizer = step_with_optimizer
         self.gradient_state = gradient_state
         self._times = 1 if split_batches else num_processes
+        self._has_end = hasattr(scheduler, "total_steps")
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule, if its optimizers did."""
@@ -42,16 +43,13 @@ class AcceleratedScheduler:
             scheduler.step(*args, **kwargs)
             return
         if not self.gradient_state.sync_gradients:
-            if self.gradient_state.adjust_scheduler:
-                scheduler._step_count += 1
             return
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:
                 return
         for _ in range(self._times):
             # OneCycleLR refuses more steps than it was built for, and the last round may hold padding.
-            total = getattr(scheduler, "total_steps", None)
-            if total is None or scheduler._step_count <= total:
+            if not self._has_end or scheduler._step_count <= scheduler.total_steps:
                 scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> Any:

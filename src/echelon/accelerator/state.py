@@ -6,13 +6,15 @@ import builtins
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from echelon.accelerator.current import current_accelerator, has_accelerator
 from echelon.accelerator.enums import DistributedType
+from echelon.accelerator.plugins import TorchDynamoPlugin
+from echelon.base import environ
 from echelon.base.device import use_device
 from echelon.base.errors import UsageError
 from echelon.config.sources import current, from_code
@@ -25,6 +27,25 @@ from echelon.world.world import World
 __all__ = ["AcceleratorState", "PartialState", "is_initialized", "only_if"]
 
 
+_FACTS = (
+    "distributed_type",
+    "backend",
+    "num_processes",
+    "process_index",
+    "local_process_index",
+    "device",
+    "debug",
+)
+
+
+class _SharedState:
+    """The dict that Accelerate's states share: here a copy of the facts, empty as long as nobody has asked for them."""
+
+    def __get__(self, state: object, kind: type[PartialState]) -> dict[str, Any]:
+        known = kind._known()
+        return {} if known is None else {name: getattr(known, name) for name in kind._facts}
+
+
 class PartialState:
     """The process facts under Accelerate's names; two of them are equal, there is nothing to reset.
 
@@ -33,9 +54,20 @@ class PartialState:
         kwargs: ``backend``, ``timeout``, ``init_method`` of the process group, if it is not there yet.
 
     Collective: the first one makes the process group.
+
+    Raises:
+        UsageError: another argument.
     """
 
+    _facts: ClassVar[tuple[str, ...]] = _FACTS
+    _shared_state = _SharedState()
+
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        if unknown := kwargs.keys() - {"backend", "timeout", "init_method"}:
+            raise UsageError(
+                f"{type(self).__name__}() knows no {', '.join(sorted(unknown))}",
+                do="give cpu, backend, timeout or init_method",
+            )
         use_cpu = current(from_code("PartialState", {"cpu": cpu or None})).value.cpu
         if not dist.is_initialized() and detect().world_size > 1:
             setup(**kwargs)
@@ -87,6 +119,20 @@ class PartialState:
         return self._world.world_size > 1
 
     @property
+    def debug(self) -> bool:
+        """Does every collective check shapes first? Setting it sets ``ECHELON_DEBUG`` for this process."""
+        return current().value.debug
+
+    @debug.setter
+    def debug(self, debug: bool) -> None:
+        environ.write({"ECHELON_DEBUG": "1" if debug else "0"})
+
+    @property
+    def fork_launched(self) -> bool:
+        """Always False: a forked rank ends its process group as any other does."""
+        return False
+
+    @property
     def distributed_type(self) -> DistributedType:
         """Many processes or one, and on what; an engine may know better (``Accelerator.distributed_type``)."""
         return DistributedType.of(self._world.device, distributed=self.use_distributed)
@@ -128,12 +174,12 @@ class PartialState:
         return only_if(self.is_last_process, function)
 
     def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
-        """Make ``function`` run on the rank ``process_index`` only."""
-        return only_if(self.process_index == process_index, function)
+        """Make ``function`` run on the rank ``process_index`` only; a process that is alone takes every part."""
+        return only_if(self.process_index == process_index or not self.use_distributed, function)
 
     def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
-        """Make ``function`` run on the process ``local_process_index`` of each machine only."""
-        return only_if(self.local_process_index == local_process_index, function)
+        """Make ``function`` run on the process ``local_process_index`` of each machine; alone, a process takes every part."""
+        return only_if(self.local_process_index == local_process_index or not self.use_distributed, function)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on one process of each machine."""
@@ -154,27 +200,72 @@ class PartialState:
         """Make the device of this process the current one."""
         use_device(self.device)
 
-    def destroy_process_group(self) -> None:
-        """End the process group."""
-        cleanup()
+    def destroy_process_group(self, group: Any = None) -> None:
+        """End ``group``; None: the process group of the run."""
+        if group is None:
+            cleanup()
+        else:
+            dist.destroy_process_group(group)
+
+    @classmethod
+    def _known(cls) -> PartialState | None:
+        """Return the state if somebody has asked for it, without making a process group."""
+        return cls() if dist.is_initialized() or has_accelerator() else None
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Do nothing: a view of the environment has nothing to forget."""
+
+    def __repr__(self) -> str:
+        return "".join(f"{name}: {getattr(self, name)}\n" for name in self._facts)
 
 
 class AcceleratorState(PartialState):
     """The facts of the Accelerator built last, under Accelerate's names.
 
+    Every argument is one of the Accelerator's; here it may only repeat what that was given.
+
     Raises:
-        UsageError: there is none yet.
+        UsageError: there is none yet, or it was made otherwise.
     """
 
-    def __init__(self, mixed_precision: str | None = None, cpu: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        mixed_precision: str | None = None,
+        cpu: bool = False,
+        dynamo_plugin: Any = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        parallelism_config: Any = None,
+        _from_accelerator: bool = False,
+        **kwargs: Any,
+    ) -> None:
         self._accelerator = current_accelerator()
+        given = {
+            "dynamo_plugin": dynamo_plugin,
+            "deepspeed_plugin": deepspeed_plugin,
+            "fsdp_plugin": fsdp_plugin,
+            "torch_tp_plugin": torch_tp_plugin,
+            "megatron_lm_plugin": megatron_lm_plugin,
+            "parallelism_config": parallelism_config,
+            "cpu": (cpu and self._accelerator.device.type != "cpu") or None,
+            **kwargs,
+        }
+        for name, value in given.items():
+            if value is not None:
+                raise UsageError(
+                    f"AcceleratorState({name}=) came after the Accelerator was made",
+                    do=f"give it to Accelerator({name}=)",
+                )
         if mixed_precision is not None and mixed_precision != self._accelerator.mixed_precision:
             raise UsageError(
                 f"AcceleratorState(mixed_precision={mixed_precision!r}) and an Accelerator with "
                 f"{self._accelerator.mixed_precision!r}",
                 do="choose it once, in Accelerator(mixed_precision=)",
             )
-        super().__init__(cpu=cpu or self._accelerator.device.type == "cpu")
+        self._world = self._accelerator.world
 
     @classmethod
     def of(cls, accelerator: Any) -> AcceleratorState:
@@ -186,14 +277,59 @@ class AcceleratorState(PartialState):
 
     @property
     def mixed_precision(self) -> str:
-        """``no``, ``fp16`` or ``bf16``."""
+        """``no``, ``fp16``, ``bf16`` or ``fp8``."""
         return str(self._accelerator.mixed_precision)
+
+    @property
+    def dynamo_plugin(self) -> TorchDynamoPlugin:
+        """How prepared models are compiled."""
+        plugin: TorchDynamoPlugin = self._accelerator.dynamo_plugin
+        return plugin
 
     @property
     def distributed_type(self) -> DistributedType:
         """How the run is spread, as the engine says."""
         kind: DistributedType = self._accelerator.distributed_type
         return kind
+
+    _facts = (*_FACTS, "mixed_precision")
+
+    # What this version does not have is None, as in Accelerate when it was not asked for.
+    deepspeed_plugin: None = None
+    deepspeed_plugins: None = None
+    fsdp_plugin: None = None
+    megatron_lm_plugin: None = None
+    torch_tp_plugin: None = None
+    parallelism_config: None = None
+    device_mesh: None = None
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Are parameters sharded by FSDP2? No engine of this version does."""
+        return False
+
+    def get_deepspeed_plugin(self, name: str) -> Any:
+        """Raise: DeepSpeed is not offered."""
+        raise _no_deepspeed("get_deepspeed_plugin()")
+
+    def select_deepspeed_plugin(self, name: str | None = None) -> None:
+        """Raise: DeepSpeed is not offered."""
+        raise _no_deepspeed("select_deepspeed_plugin()")
+
+    @classmethod
+    def _known(cls) -> PartialState | None:
+        return cls() if has_accelerator() else None
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        """Do nothing: each Accelerator has settings of its own, so there is nothing to forget."""
+
+
+def _no_deepspeed(function: str) -> UsageError:
+    return UsageError(
+        f"{function}: there is no DeepSpeed plugin, this version of echelon does not offer one",
+        do="leave it out: ddp runs on any number of processes",
+    )
 
 
 def is_initialized() -> bool:

@@ -27,6 +27,7 @@ class Window:
     __slots__ = (
         "_count",
         "_factor",
+        "_finished",
         "_is_weighted",
         "_items",
         "_open",
@@ -35,6 +36,7 @@ class Window:
         "_total_of",
         "_weight",
         "_world_size",
+        "total",
     )
 
     def __init__(self, *, world_size: int, total_of: TotalOf) -> None:
@@ -50,7 +52,10 @@ class Window:
         self._is_weighted: bool | None = None  # None: no loss yet
         self._weight = 0.0  # items of the micro-steps so far, this rank's
         self._items: float | None = None  # of the current micro-step; None: none given yet
-        self._factor: float | None = None  # applied to the gradients already; later losses of this step bring it along
+        self._factor: float | None = None  # of the finished gradients; later losses of this step bring it along
+        self._finished: frozenset[int] = frozenset()  # the models that it was applied to
+        self.total = 0.0
+        """The items of all ranks in this update, once it is known."""
         self._scale: float | None = None  # of a window of one micro-step
 
     def begin_micro_step(self) -> None:
@@ -78,8 +83,12 @@ class Window:
         self._factor = num_steps / self._count
         return scale, self._factor
 
-    def weighted(self, num_items: float, *, inside: bool, sync: bool) -> tuple[float, float]:
+    def weighted(
+        self, num_items: float, *, inside: bool, sync: bool, trained: frozenset[int] = frozenset()
+    ) -> tuple[float, float]:
         """Return the same pair for a loss that is a mean over ``num_items`` items; 0 means: contribute nothing.
+
+        ``trained`` names the models whose gradients the factor is applied to: each is finished once.
 
         Collective: at the end of a window, and once at the first weighted loss.
         """
@@ -107,10 +116,12 @@ class Window:
         scale = num_items / self._reference
         if not sync:
             return scale, 1.0
-        if self._factor is not None:
+        if self._factor is None:
+            self.total = self._total_of(self._weight)
+            self._factor = self._reference * self._world_size / self.total if self.total else 1.0
+        elif trained <= self._finished:
             return scale * self._factor, 1.0
-        total = self._total_of(self._weight)
-        self._factor = self._reference * self._world_size / total if total else 1.0
+        self._finished |= trained
         return scale, self._factor
 
     def _note_kind(self, *, weighted: bool) -> None:
@@ -122,8 +133,8 @@ class Window:
         self._is_weighted = weighted
 
     def _of_one(self, num_items: float) -> float:
-        total = self._total_of(num_items)
-        return num_items * self._world_size / total if total else 0.0
+        self.total = self._total_of(num_items)
+        return num_items * self._world_size / self.total if self.total else 0.0
 
     def _agree_reference(self, num_items: float) -> float:
         mean = self._total_of(num_items) / self._world_size

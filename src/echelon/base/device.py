@@ -10,7 +10,7 @@ from echelon.base.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["backend_of", "choose_device", "num_devices", "use_device"]
+__all__ = ["backend_of", "choose_device", "has_fp8", "num_devices", "use_device"]
 
 # torch is imported inside the functions: this floor must import without it (the launcher starts in milliseconds).
 
@@ -73,3 +73,14 @@ def backend_of(device: torch.device) -> str:
     if device.type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Tell whether ``device`` multiplies matrices in fp8, as far as is known: other kinds than these are let through."""
+    import torch  # noqa: PLC0415 - torch-free floor
+
+    if device.type != "cuda":
+        return device.type not in ("cpu", "mps")
+    # NVIDIA: Ada and Hopper on; AMD, whose gfx90a also says (9, 0): MI300 on.
+    least = (8, 9) if torch.version.hip is None else (9, 4)
+    return torch.cuda.get_device_capability(device) >= least

@@ -5,6 +5,7 @@ from __future__ import annotations
 from echelon.base.rank import known_rank
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "DesyncError",
     "EchelonError",
@@ -62,6 +63,10 @@ class UsageError(EchelonError, ValueError):
 
 class SetupError(EchelonError, RuntimeError):
     """The process group cannot be made as asked."""
+
+
+class CheckpointError(EchelonError, RuntimeError):
+    """A checkpoint cannot be written, or is not what it must be to be loaded."""
 
 
 class DesyncError(EchelonError, RuntimeError):

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["SupportsSelect", "SupportsSetEpoch", "SupportsShard", "SupportsStateDict", "SupportsTo"]
+__all__ = ["HasDeviceMap", "SupportsSelect", "SupportsSetEpoch", "SupportsShard", "SupportsStateDict", "SupportsTo"]
+
+
+@runtime_checkable
+class HasDeviceMap(Protocol):
+    """A model that was loaded over several devices (transformers' ``device_map``)."""
+
+    hf_device_map: Any
 
 
 @runtime_checkable

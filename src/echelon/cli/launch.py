@@ -54,6 +54,17 @@ class _LaunchCommand(click.Command):
 @click.option("--multi-gpu", is_flag=True, help="One process for each accelerator (the default where there are some).")
 @click.option("--mixed-precision", metavar="[no|fp16|bf16|fp8]", help="The dtype of autocast.")
 @click.option("--gradient-accumulation-steps", metavar="N", help="Micro-batches in one update.")
+@click.option(
+    "--dynamo-backend",
+    metavar="NAME",
+    help="Compile prepared models by torch.compile: inductor, aot_eager, cudagraphs, ..., or no.",
+)
+@click.option("--dynamo-mode", metavar="NAME", help="default, reduce-overhead or max-autotune.")
+@click.option("--dynamo-use-fullgraph", is_flag=True, help="A model that needs more than one graph is an error.")
+@click.option("--dynamo-use-dynamic", is_flag=True, help="Compile for changing shapes.")
+@click.option(
+    "--dynamo-use-regional-compilation", is_flag=True, help="Compile the repeated blocks of a model one by one."
+)
 @click.option("--debug", is_flag=True, help="Check the shapes of every collective call across the ranks.")
 @click.option(
     "--num-cpu-threads-per-process",
@@ -244,7 +255,8 @@ def _port(flags: dict[str, Any], typed: dict[str, str]) -> int:
 
 
 def _resolve(flags: dict[str, Any], typed: dict[str, str]) -> Resolved[RunConfig]:
-    names = ("cpu", "mixed_precision", "gradient_accumulation_steps", "debug")
+    names = ["cpu", "mixed_precision", "gradient_accumulation_steps", "debug"]
+    names += [name for name in flags if name.startswith("dynamo_")]
     values = {name: (flags[name], typed[name]) for name in names if name in typed}
     number = flags["num_processes"]
     # auto, gpu and cpu become a number when the devices are known.

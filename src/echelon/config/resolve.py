@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from echelon.base.errors import ConfigError
 from echelon.config.origin import Origin, Setting, Source
@@ -35,6 +35,9 @@ class Resolved(Generic[T]):
     value: T
     origins: Mapping[str, Origin]
     shadowed: tuple[Shadowed, ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _resolved, (self.value, dict(self.origins), self.shadowed)  # a mappingproxy does not pickle
 
 
 def resolve(schema: type[T], layers: Iterable[Layer], *, strict: bool = False) -> Resolved[T]:
@@ -70,7 +73,11 @@ def resolve(schema: type[T], layers: Iterable[Layer], *, strict: bool = False) -
         )
     value = schema(**{name: setting.value for name, setting in best.items()})
     origins = {name: best[name].origin if name in best else Origin(Source.DEFAULT) for name in names}
-    return Resolved(value=value, origins=MappingProxyType(origins), shadowed=tuple(shadowed))
+    return _resolved(value, origins, tuple(shadowed))
+
+
+def _resolved(value: T, origins: Mapping[str, Origin], shadowed: tuple[Shadowed, ...]) -> Resolved[T]:
+    return Resolved(value=value, origins=MappingProxyType(origins), shadowed=shadowed)
 
 
 def _unknown(name: str, origin: Origin, names: tuple[str, ...]) -> ConfigError:

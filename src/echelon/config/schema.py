@@ -8,9 +8,29 @@ from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 from echelon.base.errors import ConfigError
 
-__all__ = ["Precision", "RunConfig", "coerce", "field_names"]
+__all__ = ["DynamoBackendName", "DynamoMode", "Parity", "Precision", "RunConfig", "coerce", "field_names"]
 
 Precision = Literal["no", "fp16", "bf16", "fp8"]
+DynamoBackendName = Literal[
+    "no",
+    "eager",
+    "aot_eager",
+    "inductor",
+    "aot_ts_nvfuser",
+    "nvprims_nvfuser",
+    "cudagraphs",
+    "ofi",
+    "fx2trt",
+    "onnxrt",
+    "tensorrt",
+    "aot_torchxla_trace_once",
+    "torchxla_trace_once",
+    "tvm",
+    "hpu_backend",
+    "neuron",
+]
+Parity = Literal["off", "exact", "bitwise"]
+DynamoMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "lite"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,13 +45,27 @@ class RunConfig:
     """The dtype of autocast in the forward pass."""
     gradient_accumulation_steps: int = 1
     """Micro-batches in one update."""
+    dynamo_backend: DynamoBackendName = "no"
+    """The backend of ``torch.compile`` for prepared models; no: they are not compiled."""
+    dynamo_mode: DynamoMode = "default"
+    """The mode of ``torch.compile``."""
+    dynamo_use_fullgraph: bool = False
+    """A model that does not compile into one graph is an error."""
+    dynamo_use_dynamic: bool | None = None
+    """Compile for changing shapes; None: torch finds out."""
+    dynamo_use_regional_compilation: bool = False
+    """Compile the repeated blocks of a model one by one."""
+    parity: Parity = "off"
+    """What the update depends on: with ``off`` on the number of processes too, as in Accelerate; with ``exact`` it does not."""
+    max_micro_batch_size: int | None = None
+    """Samples of one process in one forward pass, in the exact modes; None: as many as its share of the batch has."""
     seed: int | None = None
     """The seed of the run; None: the script's own."""
     debug: bool = False
     """Check structure, shapes and dtypes of every collective across the ranks before it runs, on every backend."""
 
 
-_LEAST = {"num_processes": 1, "gradient_accumulation_steps": 1, "seed": 0}
+_LEAST = {"num_processes": 1, "max_micro_batch_size": 1, "gradient_accumulation_steps": 1, "seed": 0}
 
 
 def field_names(schema: type) -> tuple[str, ...]:

@@ -24,6 +24,11 @@ _FOREIGN_VARIABLES = {
     "ACCELERATE_USE_CPU": "cpu",
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
     "ACCELERATE_DEBUG_MODE": "debug",
+    "ACCELERATE_DYNAMO_BACKEND": "dynamo_backend",
+    "ACCELERATE_DYNAMO_MODE": "dynamo_mode",
+    "ACCELERATE_DYNAMO_USE_FULLGRAPH": "dynamo_use_fullgraph",
+    "ACCELERATE_DYNAMO_USE_DYNAMIC": "dynamo_use_dynamic",
+    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "dynamo_use_regional_compilation",
 }
 # How many processes to start is the launcher's question; a variable of that name must not follow a run into its ranks.
 _OWN_VARIABLES = {f"ECHELON_{name.upper()}": name for name in field_names(RunConfig)}

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from echelon.base.errors import DesyncError, UsageError
 from echelon.data.batch import join_batches, num_samples, slice_batch
-from echelon.data.deal import LastStep
 from echelon.data.place import to_device
+from echelon.data.slices import Contribution, LastStep
 from echelon.data.wire import broadcast_bytes
 from echelon.distributed.checks import wire_device
 from echelon.distributed.tree import describe, rebuild_like
@@ -36,7 +36,8 @@ def dispatch(
     slice_fn: SliceFn | None,
     device: torch.device | None,
     non_blocking: bool,
-) -> Iterator[tuple[Any, LastStep | None]]:
+    pieces: Callable[[int], Iterator[Contribution]] | None = None,
+) -> Iterator[tuple[Any, LastStep | Contribution | None]]:
     """Yield the batches of this rank, which rank zero reads.
 
     Args:
@@ -49,6 +50,7 @@ def dispatch(
         slice_fn: called as ``slice_batch``; None: that.
         device: where batches travel and stay; None: the CPU.
         non_blocking: copy to the device without waiting.
+        pieces: how a batch of so many samples is cut for this rank, instead of ``even`` and ``drop_last`` (exact modes).
 
     Collective: each step.
 
@@ -66,7 +68,7 @@ def dispatch(
             with _telling_the_others():
                 batch = _read(batches, num_read, drop_last=drop_last) if pending is _NONE else pending
                 pending, is_last = _NONE, False
-                if not even and batch is not _END and (num_samples(batch) or 0) < world_size:
+                if not even and pieces is None and batch is not _END and (num_samples(batch) or 0) < world_size:
                     pending = _read(batches, num_read, drop_last=drop_last)
                     is_last = pending is _END
                 if batch is not _END and device is not None:
@@ -82,6 +84,11 @@ def dispatch(
                 where="dispatch_batches=True (the default for an iterable dataset)",
                 do="let collate_fn make one, or use dispatch_batches=False",
             )
+        if pieces is not None:
+            for one in pieces(count):
+                part = slice(one.samples.start, one.samples.stop)
+                yield cut(batch, part, process_index=rank, num_processes=world_size), one
+            continue
         if few is None:
             few = cut(batch, slice(0, world_size), process_index=rank, num_processes=world_size)
         share, extra = divmod(count, world_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,15 +12,17 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from echelon.base.errors import DesyncError, UsageError
 from echelon.base.protocols import SupportsSetEpoch, SupportsShard, SupportsStateDict
-from echelon.data.deal import DealtBatches, LastStep
 from echelon.data.dispatch import SliceFn
+from echelon.data.exact import ExactOptions, PassPlan
+from echelon.data.exact_sources import ExactDispatchSource, ExactSource, ExactStreamSource, IndexedExactSource
 from echelon.data.fork import settle_before_fork
 from echelon.data.place import to_device
 from echelon.data.rng import synchronize_rng_states
-from echelon.data.sources import DealtSource, DispatchSource, OwnShardsSource, PlainSource, Source, StreamSource
+from echelon.data.slices import Contribution, LastStep
+from echelon.data.sources import DealtSource, DispatchSource, OwnShardsSource, PlainSource, Source, Steps, StreamSource
 from echelon.world.world import World
 
-__all__ = ["DispatchedLoader", "LoaderOptions", "PreparedLoader", "Reading", "prepare_loader"]
+__all__ = ["DispatchedLoader", "Driver", "LoaderOptions", "PreparedLoader", "Reading", "prepare_loader"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,17 +43,39 @@ class LoaderOptions:
     """Copy batches to the device without waiting (with pinned memory)."""
     use_stateful_dataloader: bool = False
     """Read by torchdata's StatefulDataLoader, so that a pass can be saved and resumed in its middle."""
+    exact: ExactOptions | None = None
+    """The exact modes: the loader's batches are those of all ranks together, and the choices above about cutting do not count."""
     rng_types: tuple[str, ...] = ()
-    """Random states that every rank takes from rank zero at the beginning of a pass; the order's own needs no entry."""
+    """Random states that every rank takes from rank zero at the beginning of a pass; ``generator``, the order's own, agrees
+    in any case."""
+
+
+class Driver(ABC):
+    """Whoever makes updates of what loaders give, in the exact modes."""
+
+    @abstractmethod
+    def plan_pass(self) -> PassPlan:
+        """Say what a pass that begins now would be for."""
+
+    @abstractmethod
+    def begin_pass(self, loader: PreparedLoader, plan: PassPlan) -> None:
+        """A pass begins. Collective: where ranks agree about it."""
+
+    @abstractmethod
+    def begin_micro_step(self, loader: PreparedLoader, contribution: Contribution) -> None:
+        """A micro-batch of a pass of updates is about to be given."""
 
 
 class Reading:
     """Which prepared loaders are being read, innermost last."""
 
-    __slots__ = ("joined", "loaders")
+    __slots__ = ("driver", "joined", "loaders", "owner")
 
-    def __init__(self) -> None:
+    def __init__(self, owner: Any = None) -> None:
+        self.owner = owner
+        """The counters that this belongs to (a ``GradientState``, which lives above); None outside an Accelerator."""
         self.loaders: list[PreparedLoader] = []
+        self.driver: Driver | None = None
         self.joined = False
         """Inside ``join_uneven_inputs``: ranks that have run out shadow the others' collectives."""
 
@@ -93,6 +118,16 @@ def prepare_loader(
     target = world.device if place else None
     even, split, seed = options.even_batches, options.split_batches, options.data_seed
     source: Source
+    if options.exact is not None:
+        return _prepare_exact(
+            loader,
+            world=world,
+            options=options,
+            reading=reading,
+            target=target,
+            dispatches=dispatches,
+            slice_fn=slice_fn,
+        )
     if world.world_size == 1:
         seedable = seedable and type(loader.sampler) is RandomSampler
         source = PlainSource(loader, seed=seed, seedable=seedable, stateful=stateful)
@@ -122,6 +157,34 @@ def prepare_loader(
     return PreparedLoader(source, loader, world=world, options=options, reading=reading, device=device)
 
 
+def _prepare_exact(
+    loader: DataLoader[Any],
+    *,
+    world: World,
+    options: LoaderOptions,
+    reading: Reading,
+    target: torch.device | None,
+    dispatches: bool,
+    slice_fn: SliceFn | None,
+) -> PreparedLoader:
+    exact = options.exact
+    assert exact is not None
+    if dispatches and world.world_size > 1:
+        source: ExactSource = ExactDispatchSource(
+            loader,
+            world=world,
+            options=exact,
+            slice_fn=slice_fn,
+            device=target,
+            non_blocking=options.non_blocking,
+        )
+        return DispatchedLoader(source, loader, world=world, options=options, reading=reading, device=None)
+    kind = ExactStreamSource if isinstance(loader.dataset, IterableDataset) else IndexedExactSource
+    source = kind(loader, world=world, options=exact)
+    device = target if target is not None and target.type != "cpu" else None
+    return PreparedLoader(source, loader, world=world, options=options, reading=reading, device=device)
+
+
 class PreparedLoader(DataLoader[Any]):
     """A DataLoader for scripts, whose batches come from the source inside; unknown attributes are the user's loader's."""
 
@@ -145,6 +208,8 @@ class PreparedLoader(DataLoader[Any]):
             skip_batches=skip_batches,
             end_of_dataloader=False,
             last_step=None,
+            contribution=None,
+            plan=None,
             num_given=0,
             iteration=0,
             _even=options.even_batches,
@@ -163,6 +228,10 @@ class PreparedLoader(DataLoader[Any]):
     """Is the batch in hand the last one of this rank?"""
     last_step: LastStep | None
     """What each rank has of the batch in hand; None when each has equally many samples, all new."""
+    contribution: Contribution | None
+    """What the batch in hand is in its update (exact modes)."""
+    plan: PassPlan | None
+    """What the pass begun last is for (exact modes)."""
     num_given: int
     """Batches given in this pass, with those that were left out at its beginning."""
     _state: dict[str, Any] | None
@@ -176,10 +245,31 @@ class PreparedLoader(DataLoader[Any]):
         return self.source.inner
 
     @property
+    def gradient_state(self) -> Any:
+        """The counters of the Accelerator that it was prepared for; None for one that nobody knows."""
+        return self.reading.owner
+
+    @property
+    def base_dataloader(self) -> DataLoader[Any]:
+        """``inner`` under Accelerate's name."""
+        return self.inner
+
+    @property
+    def rng_types(self) -> list[str]:
+        """The random states that every rank takes from rank zero at the beginning of a pass."""
+        return list(self._options.rng_types)
+
+    @property
+    def synchronized_generator(self) -> torch.Generator | None:
+        """The generator that the order is drawn from; None when the global one is, or the order is fixed."""
+        generator: torch.Generator | None = getattr(self.get_sampler(), "generator", None)
+        return generator
+
+    @property
     def batch_sampler(self) -> Any:  # type: ignore[override]
         """The batches of this rank."""
         inner = self.inner  # DataLoader(sampler=BatchSampler(...), batch_size=None) has them elsewhere
-        return inner.sampler if isinstance(inner.sampler, (BatchSampler, DealtBatches)) else inner.batch_sampler
+        return inner.sampler if isinstance(inner.sampler, BatchSampler) else inner.batch_sampler
 
     @property
     def even_batches(self) -> bool:
@@ -223,9 +313,15 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def remainder(self) -> int:
-        """The new samples of all ranks in the batch in hand, when they are not full batches; else -1."""
+        """The new samples of all ranks in the last step; 0 when all have full batches, -1 when nobody knows."""
         last = self.last_step
-        return -1 if last is None else sum(last.real)
+        if last is not None:
+            return sum(last.real)
+        size = self.total_batch_size
+        try:
+            return -1 if size is None or self.original.drop_last else self.total_dataset_length % size
+        except (TypeError, NotImplementedError):  # a dataset without a length
+            return -1
 
     def require_every_rank(self, operation: str) -> None:
         """Raise when some ranks have no batch in this step, so that ``operation`` would wait for them for ever.
@@ -304,6 +400,8 @@ class PreparedLoader(DataLoader[Any]):
         Raises:
             UsageError: the loader was not made for it.
         """
+        if isinstance(self.source, ExactSource):
+            return dict(self._state or self._resume or {"epoch": self.iteration, "position": 0, "source": None})
         self._require_state_dict()
         return self._snapshot(None) if self._state is None else dict(self._state)
 
@@ -313,6 +411,10 @@ class PreparedLoader(DataLoader[Any]):
         Raises:
             UsageError: the loader was not made for it.
         """
+        if isinstance(self.source, ExactSource):
+            self.iteration, self._state = state_dict["epoch"], None
+            self._resume = dict(state_dict) if state_dict["position"] else None
+            return
         self._require_state_dict()
         state = dict(state_dict)
         self.iteration = state["iteration"]
@@ -321,8 +423,50 @@ class PreparedLoader(DataLoader[Any]):
         if state["_iterator_finished"]:
             self.iteration += 1
 
+    def order_state(self) -> dict[str, Any]:
+        """Return what the order of the next pass depends on, beside torch's own random state; within a pass, of this one.
+
+        It does not say how far the pass has come: that is ``state_dict``, or ``skip_first_batches`` after loading.
+        """
+        reader = next((r for r in reversed(self.reading.loaders) if r.source is self.source), None)
+        if isinstance(self.source, ExactSource):
+            return {"exact": (reader or self).state_dict()}
+        is_within = reader is not None and not reader.end_of_dataloader
+        order = self.source.order
+        return {
+            "iteration": self.iteration if reader is None else reader.iteration + (not is_within),
+            "is_within": is_within,
+            "order": order.state() if order is not None and (is_within or order.is_seedable) else None,
+            "generators": [generator.get_state() for generator in self._generators()],
+        }
+
+    def load_order_state(self, state: dict[str, Any]) -> None:
+        """Let the next pass have the order that ``order_state`` was taken of."""
+        if "exact" in state or isinstance(self.source, ExactSource):
+            exact = state.get("exact")
+            if exact is not None and isinstance(self.source, ExactSource):
+                self.load_state_dict(exact)
+            else:  # of another parity: the epoch is what they share
+                self.iteration = state["iteration"] if exact is None else exact["epoch"]
+            return
+        self.iteration = state["iteration"]
+        self.source.goes_on = state["is_within"]
+        for generator, saved in zip(self._generators(), state["generators"]):
+            generator.set_state(saved)
+        if self.source.order is not None:
+            self.source.order.pin(state["order"])
+
+    def _generators(self) -> list[torch.Generator]:
+        """Return the user's own generators, each once."""
+        sampler = getattr(self.original.batch_sampler, "sampler", self.original.sampler)
+        owned = (self.original.generator, getattr(sampler, "generator", None))
+        return list({id(g): g for g in owned if isinstance(g, torch.Generator)}.values())
+
     @property
-    def _is_stateful(self) -> bool:
+    def is_stateful(self) -> bool:
+        """Can ``state_dict`` say how far a pass has come?"""
+        if isinstance(self.source, ExactSource):
+            return False  # a position is a part of the order's state
         return self._options.use_stateful_dataloader or isinstance(self.original, SupportsStateDict)
 
     def _inner_state(self) -> dict[str, Any]:
@@ -330,7 +474,7 @@ class PreparedLoader(DataLoader[Any]):
         return self.inner.state_dict() if isinstance(self.inner, SupportsStateDict) else {}
 
     def _require_state_dict(self) -> None:
-        if not self._is_stateful:
+        if not self.is_stateful:
             raise UsageError(
                 "this loader cannot be saved in the middle of a pass",
                 do="use DataLoaderConfiguration(use_stateful_dataloader=True), or skip_first_batches(loader, n)",
@@ -349,11 +493,17 @@ class PreparedLoader(DataLoader[Any]):
     # ---- reading -----------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
+        if isinstance(self.source, ExactSource):
+            return max(self.source.num_planned(self._plan_pass()) - self.skip_batches, 0)
         return max(self.source.num_steps() - self.skip_batches, 0)
 
+    def _plan_pass(self) -> PassPlan:
+        driver = self.reading.driver
+        return PassPlan() if driver is None else driver.plan_pass()
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        if self._world.world_size > 1 and self._options.rng_types:
-            synchronize_rng_states(self._options.rng_types)
+        if self._world.world_size > 1:
+            synchronize_rng_states([kind for kind in self._options.rng_types if kind != "generator"])
         self._tell_epoch()
         self.end_of_dataloader = False
         self.last_step = None
@@ -361,29 +511,64 @@ class PreparedLoader(DataLoader[Any]):
         loaders.append(self)
         try:
             device, non_blocking = self.device, self._options.non_blocking
-            is_saved = self._is_stateful
+            is_saved = self.is_stateful
             steps = self._begin()
             # One batch ahead: the last one is known as such while it is being used.
             step = next(steps, _END)
             while step is not _END:
-                batch, last_step = step
+                batch, facts = step
                 self.num_given += 1
                 inner_state = self._inner_state() if is_saved else None
                 step = next(steps, _END)
                 if step is _END:
                     self.end_of_dataloader = True
-                    last_step = last_step or self.source.at_end()
-                self.last_step = last_step
+                    facts = facts or self.source.at_end()
+                if isinstance(facts, Contribution):
+                    self._note(facts)
+                else:
+                    self.last_step = facts
                 if is_saved:
                     self._state = {**self._snapshot(inner_state), "_iterator_finished": self.end_of_dataloader}
                 yield batch if device is None else to_device(batch, device, non_blocking=non_blocking)
             self.iteration += 1
+            if self.contribution is not None:
+                self._state = None  # the next pass begins at its beginning
         finally:  # also after a break or an error in the loop
             loaders.remove(self)
 
-    def _begin(self) -> Iterator[tuple[Any, LastStep | None]]:
+    def _note(self, contribution: Contribution) -> None:
+        """The batch in hand is ``contribution``."""
+        self.contribution = contribution
+        self.last_step = contribution.step
+        assert isinstance(self.source, ExactSource)
+        assert self.plan is not None
+        if self.end_of_dataloader and contribution.ends_update:
+            self._state = {"epoch": self.iteration + 1, "position": 0, "source": None}
+        else:
+            position = contribution.next_position
+            self._state = {"epoch": self.iteration, "position": position, "source": self.source.state()}
+        if self.plan.trains and self.reading.driver is not None:
+            self.reading.driver.begin_micro_step(self, contribution)
+
+    def _begin_exact(self, source: ExactSource) -> Steps:
+        resumed, self._resume = self._resume, None
+        self.num_given = self.skip_batches
+        self.plan = self._plan_pass()
+        if self.reading.driver is not None:
+            self.reading.driver.begin_pass(self, self.plan)
+        source.begin(
+            self.plan,
+            epoch=self.iteration,
+            position=0 if resumed is None else resumed["position"],
+            resumed=None if resumed is None else resumed["source"],
+        )
+        return source.steps(self.skip_batches)
+
+    def _begin(self) -> Steps:
         if self.inner.num_workers:
             settle_before_fork()
+        if isinstance(self.source, ExactSource):
+            return self._begin_exact(self.source)
         resumed, self._resume = self._resume, None
         if resumed is None:
             self.num_given = self.skip_batches

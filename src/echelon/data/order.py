@@ -64,6 +64,11 @@ class Order:
         self._own = sampler if isinstance(sampler, SeedableRandomSampler) else SharedSampler(sampler, alone=self._alone)
         self.batches.sampler = self._own
 
+    @property
+    def is_seedable(self) -> bool:
+        """Does it depend on (seed, epoch) only?"""
+        return isinstance(self._own, SeedableRandomSampler)
+
     def state(self) -> dict[str, Any] | None:
         """Return what the order of the pass begun last was drawn from."""
         if isinstance(self._own, SeedableRandomSampler):

@@ -8,21 +8,33 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from echelon.base.errors import UsageError
-from echelon.data.deal import DealtBatches, LastStep
+from echelon.data.deal import DealtBatches
 from echelon.data.dispatch import SliceFn, dispatch
+from echelon.data.lengths import length_of
 from echelon.data.order import Order
 from echelon.data.rebuild import like, stateful_loader
 from echelon.data.skip import SkipBatchSampler
+from echelon.data.slices import Contribution, LastStep
 from echelon.data.stream import CollatePiece, DealtStream, ShowUsersDataset, open_like_rank_zero, read_own_shards
 from echelon.data.wire import gather_counts
 from echelon.world.world import World
 
-__all__ = ["DealtSource", "DispatchSource", "OwnShardsSource", "PlainSource", "Source", "StreamSource"]
+__all__ = [
+    "DealtSource",
+    "DispatchSource",
+    "OwnShardsSource",
+    "PlainSource",
+    "Source",
+    "Steps",
+    "StreamSource",
+    "batches_of",
+    "with_batches",
+]
 
-Steps = Iterator[tuple[Any, LastStep | None]]
+Steps = Iterator[tuple[Any, LastStep | Contribution | None]]
 
 
 class Source(ABC):
@@ -32,6 +44,8 @@ class Source(ABC):
     """The loader that reads on this rank."""
     order: Order | None
     """What draws the order of a pass; None when the data has an order of its own, or another rank draws it."""
+    goes_on: bool = False
+    """The next pass is one that was begun before (and saved in its middle)."""
 
     @abstractmethod
     def steps(self, skip: int) -> Steps:
@@ -58,6 +72,15 @@ class Source(ABC):
     def set_even(self, even: bool) -> None:
         """Choose whether the last step is completed, from the next pass on."""
 
+    def _open(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Begin to read; a pass that goes on leaves torch's generator alone, from which a DataLoader draws its seed."""
+        before = torch.get_rng_state() if self.goes_on else None
+        iterator = iter(loader)
+        if before is not None:
+            torch.set_rng_state(before)
+            self.goes_on = False
+        return iterator
+
 
 class PlainSource(Source):
     """The user's loader, read by one process."""
@@ -65,10 +88,12 @@ class PlainSource(Source):
     def __init__(self, loader: DataLoader[Any], *, seed: int | None, seedable: bool, stateful: bool) -> None:
         self.inner = loader
         self.order = None
-        batches = _batches_of(loader)
-        if (seedable or stateful) and batches is not None:
+        batches = batches_of(loader)
+        # A shuffled order is drawn in the same way as on several ranks, bit for bit; so it can be drawn again on resume.
+        is_shuffled = type(loader) is DataLoader and type(getattr(batches, "sampler", None)) is RandomSampler
+        if (seedable or stateful or is_shuffled) and batches is not None:
             self.order = Order(batches, seed=seed, seedable=seedable, alone=True)
-            self.inner = _with_batches(loader, self.order.batches, stateful=stateful)
+            self.inner = with_batches(loader, self.order.batches, stateful=stateful)
         elif stateful:
             self.inner = like(
                 loader, loader.dataset, kind=stateful_loader(), batch_size=loader.batch_size, drop_last=loader.drop_last
@@ -76,7 +101,7 @@ class PlainSource(Source):
 
     def steps(self, skip: int) -> Steps:
         inner, skip = _skipping(self.inner, skip)
-        for batch in islice(inner, skip, None):
+        for batch in islice(self._open(inner), skip, None):
             yield batch, None
 
     def at_end(self) -> LastStep | None:
@@ -103,7 +128,7 @@ class DealtSource(Source):
         seedable: bool,
         stateful: bool,
     ) -> None:
-        batches = _batches_of(loader)
+        batches = batches_of(loader)
         if batches is None:
             raise UsageError(
                 "a loader without batches (batch_size=None) cannot be dealt to ranks",
@@ -112,25 +137,24 @@ class DealtSource(Source):
         self.order = Order(batches, seed=seed, seedable=seedable, alone=False)
         self.batches = DealtBatches(
             self.order.batches,
-            batch_size=getattr(batches, "batch_size", None),
-            rank=world.rank,
-            world_size=world.world_size,
-            even=even,
-            split=split,
+            num_processes=world.world_size,
+            process_index=world.rank,
+            split_batches=split,
+            even_batches=even,
         )
-        self.inner = _with_batches(loader, self.batches, stateful=stateful)
+        self.inner = with_batches(loader, self.batches, stateful=stateful)
 
     def steps(self, skip: int) -> Steps:
         assert self.order is not None
         self.order.begin()
         inner, skip = _skipping(self.inner, skip)
-        for batch in islice(inner, skip, None):
+        for batch in islice(self._open(inner), skip, None):
             yield batch, None
 
     def at_end(self) -> LastStep | None:
         last = self.batches.last_step
         # A rank that has nothing in it ended a step earlier, with a batch like all the others.
-        return last if last is None or last.sizes[self.batches.rank] else None
+        return last if last is None or last.sizes[self.batches.process_index] else None
 
     def num_steps(self) -> int:
         return len(self.batches)
@@ -235,7 +259,7 @@ class DispatchSource(Source):
         if world.is_rank_zero:
             plain = PlainSource(loader, seed=seed, seedable=seedable, stateful=stateful)
             self.inner, self.order = plain.inner, plain.order
-            own_samples, own_batches = _length(loader.dataset), _length(loader)
+            own_samples, own_batches = length_of(loader.dataset), length_of(loader)
         of_rank_zero = gather_counts(
             own_samples, own_batches, int(loader.drop_last), -1 if loader.batch_size is None else loader.batch_size
         )
@@ -255,7 +279,7 @@ class DispatchSource(Source):
         batches = None
         if world.is_rank_zero:
             inner, left = _skipping(self.inner, skip * self._batches_per_step)
-            batches = islice(inner, left, None)
+            batches = islice(self._open(inner), left, None)
         return dispatch(
             batches,
             rank=world.rank,
@@ -285,7 +309,7 @@ class DispatchSource(Source):
         self.even = even
 
 
-def _batches_of(loader: DataLoader[Any]) -> Any:
+def batches_of(loader: DataLoader[Any]) -> Any:
     """Return what draws the batches of a loader over a dataset with an index; None when nothing does."""
     if isinstance(loader.dataset, IterableDataset):
         return None
@@ -294,23 +318,20 @@ def _batches_of(loader: DataLoader[Any]) -> Any:
     return loader.batch_sampler
 
 
-def _with_batches(loader: DataLoader[Any], batches: Any, *, stateful: bool) -> DataLoader[Any]:
+def with_batches(
+    loader: DataLoader[Any], batches: Any, *, stateful: bool = False, dataset: Any = None
+) -> DataLoader[Any]:
+    """Return a loader as the user's (over ``dataset`` instead, where given) that reads other batches."""
     kind = stateful_loader() if stateful else DataLoader
+    dataset = loader.dataset if dataset is None else dataset
     if loader.batch_sampler is None:
-        return like(loader, loader.dataset, kind=kind, sampler=batches, batch_size=None)  # type: ignore[no-any-return]
-    return like(loader, loader.dataset, kind=kind, batch_sampler=batches)  # type: ignore[no-any-return]
+        return like(loader, dataset, kind=kind, sampler=batches, batch_size=None)  # type: ignore[no-any-return]
+    return like(loader, dataset, kind=kind, batch_sampler=batches)  # type: ignore[no-any-return]
 
 
 def _skipping(loader: DataLoader[Any], skip: int) -> tuple[DataLoader[Any], int]:
     """Return a loader that does not read the first ``skip`` batches, and how many are still to be thrown away."""
-    batches = _batches_of(loader)
+    batches = batches_of(loader)
     if not skip or batches is None or type(loader) is not DataLoader:
         return loader, skip
-    return _with_batches(loader, SkipBatchSampler(batches, skip), stateful=False), 0
-
-
-def _length(sized: Any) -> int:
-    try:
-        return len(sized)
-    except (TypeError, NotImplementedError):
-        return -1
+    return with_batches(loader, SkipBatchSampler(batches, skip), stateful=False), 0

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from echelon.base.errors import UsageError
 from echelon.base.protocols import SupportsSetEpoch
 from echelon.data.batch import num_samples
-from echelon.data.deal import LastStep
 from echelon.data.fork import settle_before_fork
+from echelon.data.slices import LastStep
 from echelon.data.wire import gather_counts
 from echelon.distributed.collectives import broadcast
 
@@ -147,14 +147,13 @@ class ShowUsersDataset:
     def __call__(self, worker_id: int) -> None:
         info = get_worker_info()
         assert info is not None
-        stream = info.dataset
-        assert isinstance(stream, DealtStream), stream
-        object.__setattr__(info, "dataset", stream.dataset)  # the class forbids plain assignment
+        ours: Any = info.dataset
+        object.__setattr__(info, "dataset", ours.dataset)  # the class forbids plain assignment
         if self.then is not None:
             self.then(worker_id)
 
 
-def open_like_rank_zero(loader: DataLoader[Any], stream: DealtStream) -> Iterator[Any]:
+def open_like_rank_zero(loader: DataLoader[Any], stream: Any) -> Iterator[Any]:
     """Start a pass in which every rank reads the same samples: generators and worker seeds are those of rank zero.
 
     Collective: every rank.

@@ -18,7 +18,7 @@ from echelon.distributed.checks import ranks_of, wire_device
 from echelon.world.environment import detect
 from echelon.world.group import DEFAULT_TIMEOUT
 
-__all__ = ["agree", "barrier", "main_first", "rank_zero_only"]
+__all__ = ["agree", "barrier", "fail_together", "main_first", "rank_zero_only"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -45,6 +45,34 @@ def agree(flag: bool, *, how: Literal["any", "all"] = "any", mesh: DeviceMesh | 
     vote = torch.tensor(int(flag), dtype=torch.int32, device=wire_device(torch.device("cpu"), group))
     dist.all_reduce(vote, op=dist.ReduceOp.MAX if how == "any" else dist.ReduceOp.MIN, group=group)
     return bool(vote.item())
+
+
+@contextmanager
+def fail_together(what: str) -> Iterator[None]:
+    """Run the block on every rank; where some ranks fail in it, all raise, so that nobody goes on alone and waits.
+
+    Args:
+        what: names the work in the error.
+
+    Collective: every rank; the block itself must not communicate.
+
+    Raises:
+        DesyncError: some ranks failed; the error names them and theirs. When all did, each raises its own.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - raised below, when the other ranks know
+        failure = error
+    if not agree(failure is not None):
+        return
+    if not dist.is_initialized() or agree(failure is not None, how="all"):
+        assert failure is not None
+        raise failure
+    notes: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(notes, None if failure is None else f"{type(failure).__name__}: {failure}")
+    listing = "\n".join(f"    rank {rank}: {note}" for rank, note in enumerate(notes) if note is not None)
+    raise DesyncError(f"{what} failed on some ranks\n{listing}", do="mend the error of the ranks named") from failure
 
 
 def barrier(timeout: timedelta | float | None = None, *, mesh: DeviceMesh | None = None) -> None:

@@ -63,6 +63,13 @@ class Engine(ABC):
         """Return a context in which backward passes of ``model`` stay local: gradients are only accumulated."""
 
     @abstractmethod
+    def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context whose backward pass is synchronised although its forward passes ran in ``no_sync``.
+
+        Collective: the backward pass in it.
+        """
+
+    @abstractmethod
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         """Return a context in which ranks may run out of batches at different steps."""
 
@@ -90,6 +97,10 @@ class Engine(ABC):
 
         Collective: where the step guard has to reduce.
         """
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Finish what the last steps left for the next backward pass (the choice of the loss scale): before state is read."""
 
     @abstractmethod
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,7 +18,7 @@ from echelon.base.capabilities import Capabilities
 from echelon.base.warnings import warn
 from echelon.engines.base import Engine, Prepared
 from echelon.engines.comm_hooks import register_comm_hook
-from echelon.engines.stepping import Stepper, clip_gradients, load_state, multiply_gradients, state_of
+from echelon.engines.stepping import Stepper, clip_gradients, load_state, multiply_gradients, plain_state_dict, state_of
 from echelon.world.world import World
 
 __all__ = ["DDPEngine"]
@@ -46,6 +47,10 @@ class DDPEngine(Engine):
         # By optimizer: what was counted when it was looked up, and its parameters that no prepared model holds.
         self._strays: WeakKeyDictionary[Optimizer, tuple[tuple[int, int], list[torch.Tensor]]] = WeakKeyDictionary()
         self._warned = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without the models, which it knows by their identity: a copy has prepared nothing.
+        return partial(type(self), scaler=self._stepper.scaler, options=self._options), (self._world,)
 
     @classmethod
     def from_options(
@@ -94,14 +99,20 @@ class DDPEngine(Engine):
         replica = self._replicas.get(id(model))
         return _NoSync(replica.wrapper if replica is not None else None)
 
+    def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """See ``Engine``; empty for a model that was not wrapped."""
+        replica = self._replicas.get(id(model))
+        return nullcontext() if replica is None else replica.sync_next_backward()
+
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """See ``Engine``. Source: torch.distributed.algorithms.join.Join."""
-        return torch.distributed.algorithms.join.Join(
-            [self._replicas[id(model)].wrapper for model in models if id(model) in self._replicas]
-        )
+        """See ``Engine``; empty for models that were not wrapped. Source: torch.distributed.algorithms.join.Join."""
+        wrappers: list[Any] = [self._replicas[id(model)].wrapper for model in models if id(model) in self._replicas]
+        return torch.distributed.algorithms.join.Join(wrappers) if wrappers else nullcontext()
 
     def backward(self, loss: torch.Tensor, model: nn.Module | None = None, **options: Any) -> None:
         """See ``Engine``."""
+        for replica in self._replicas.values():
+            replica.prepare_for_backward([loss])
         self._stepper.scale(loss).backward(**options)  # type: ignore[no-untyped-call]
         for replica in self._replicas.values():
             replica.settle()
@@ -117,6 +128,10 @@ class DDPEngine(Engine):
         if not unsynced:
             self._guard_optimizer(optimizer)
         return self._stepper.step(optimizer, closure)
+
+    def settle(self) -> None:
+        """See ``Engine``."""
+        self._stepper.settle()
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
         """See ``Engine``; what was not reduced is gone with the gradients."""
@@ -168,7 +183,7 @@ class DDPEngine(Engine):
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """See ``Engine``."""
-        return self.unwrap(model).state_dict()
+        return plain_state_dict(self.unwrap(model))
 
     def release(self) -> None:
         """See ``Engine``."""
@@ -246,6 +261,7 @@ class _Replica:
         self._touched = False  # a gradient was accumulated since the last settle()
         self._will_reduce = False  # the forward pass told DDP to reduce in the backward pass that follows
         self._dirty = False
+        self._must_prepare = False  # the next backward pass reduces what forward passes in no_sync began
         self._hooks = [wrapper.register_forward_pre_hook(self._note_forward)]
         self._hooks += [p.register_post_accumulate_grad_hook(self._note_gradient) for p in self.parameters]
 
@@ -261,6 +277,28 @@ class _Replica:
 
     def _note_gradient(self, _parameter: torch.Tensor) -> None:
         self._touched = True
+
+    @contextmanager
+    def sync_next_backward(self) -> Iterator[None]:
+        """Let the backward pass in the block reduce, as if the forward pass before it had asked for that."""
+        wrapper = self.wrapper
+        before = wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync
+        wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = True
+        self._must_prepare = True
+        if not wrapper.find_unused_parameters:  # else DDP searches the graph of the loss, which is not known yet
+            self.prepare_for_backward([])
+        try:
+            yield
+        finally:
+            wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = before
+            self.settle()
+            self._will_reduce = self._must_prepare = False
+
+    def prepare_for_backward(self, losses: list[torch.Tensor]) -> None:
+        """Do what DDP's forward pass left out in ``no_sync``, where ``sync_next_backward`` asks for it."""
+        if self._must_prepare:
+            self.wrapper.reducer.prepare_for_backward(losses)
+            self._must_prepare, self._will_reduce = False, True
 
     def settle(self) -> None:
         """After a backward pass: were the gradients that it made reduced?"""

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from echelon.base.capabilities import Capabilities
 from echelon.engines.base import Engine, Prepared
-from echelon.engines.stepping import Stepper, clip_gradients, load_state, multiply_gradients, state_of
+from echelon.engines.stepping import Stepper, clip_gradients, load_state, multiply_gradients, plain_state_dict, state_of
 from echelon.world.world import World
 
 __all__ = ["SingleEngine"]
@@ -54,6 +54,10 @@ class SingleEngine(Engine):
         """Return an empty context."""
         return nullcontext()
 
+    def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return an empty context."""
+        return nullcontext()
+
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         """Return an empty context."""
         return nullcontext()
@@ -68,6 +72,10 @@ class SingleEngine(Engine):
     def step(self, optimizer: Optimizer, *, closure: Any = None, unsynced: bool = False) -> bool:
         """See ``Engine``; there are no other ranks to see the gradients."""
         return self._stepper.step(optimizer, closure)
+
+    def settle(self) -> None:
+        """See ``Engine``."""
+        self._stepper.settle()
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
         """See ``Engine``."""
@@ -105,7 +113,7 @@ class SingleEngine(Engine):
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """See ``Engine``."""
-        return model.state_dict()
+        return plain_state_dict(model)
 
     def release(self) -> None:
         """See ``Engine``."""

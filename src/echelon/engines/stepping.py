@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["Stepper", "clip_gradients", "load_state", "multiply_gradients", "state_of"]
+__all__ = [
+    "Stepper",
+    "clip_gradients",
+    "load_plain_state_dict",
+    "load_state",
+    "multiply_gradients",
+    "plain_state_dict",
+    "state_of",
+]
 
 
 class Stepper:
@@ -86,11 +95,36 @@ def clip_gradients(parameters: Iterable[torch.Tensor], max_norm: float, norm_typ
     return norm  # type: ignore[no-any-return]
 
 
+def plain_state_dict(module: nn.Module) -> dict[str, Any]:
+    """Return the state dict of ``module`` by the names without ``torch.compile``, which puts its own between them."""
+    state = module.state_dict()
+    if not any(_COMPILED in name for name in state):
+        return state
+    plain = OrderedDict((_plain(name), value) for name, value in state.items())
+    metadata = getattr(state, "_metadata", {})  # the versions of the modules' formats, by module
+    plain._metadata = {_plain(f"{name}.")[:-1]: value for name, value in metadata.items()}  # type: ignore[attr-defined]
+    return plain
+
+
+def load_plain_state_dict(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load what ``plain_state_dict`` returned, whichever parts of ``module`` are compiled now."""
+    own = {_plain(name): name for name in module.state_dict()}
+    is_plain = all(name == plain for plain, name in own.items())
+    module.load_state_dict(state if is_plain else {own.get(name, name): value for name, value in state.items()})
+
+
+_COMPILED = "_orig_mod."
+
+
+def _plain(name: str) -> str:
+    return name.replace(_COMPILED, "")
+
+
 def state_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """Return the state of ``module`` and of ``optimizers``, the latter by parameter name."""
-    names = {id(p): name for name, p in module.named_parameters()}
+    names = {id(p): _plain(name) for name, p in module.named_parameters()}
     return {
-        "model": module.state_dict(),
+        "model": plain_state_dict(module),
         "optimizers": [
             {
                 "state": {names[id(p)]: dict(o.state[p]) for g in o.param_groups for p in g["params"] if p in o.state},
@@ -106,8 +140,8 @@ def state_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, An
 
 def load_state(module: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
     """Load what ``state_of`` returned."""
-    module.load_state_dict(state["model"])
-    parameters = dict(module.named_parameters())
+    load_plain_state_dict(module, state["model"])
+    parameters = {_plain(name): p for name, p in module.named_parameters()}
     for optimizer, saved in zip(optimizers, state["optimizers"]):
         # Optimizer.load_state_dict numbers parameters in the order of the groups, and casts the state to their device.
         order = [name for group in saved["param_groups"] for name in group["params"]]

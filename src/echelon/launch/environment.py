@@ -21,6 +21,11 @@ _ACCELERATE = {
     "cpu": "ACCELERATE_USE_CPU",
     "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
     "debug": "ACCELERATE_DEBUG_MODE",
+    "dynamo_backend": "ACCELERATE_DYNAMO_BACKEND",
+    "dynamo_mode": "ACCELERATE_DYNAMO_MODE",
+    "dynamo_use_fullgraph": "ACCELERATE_DYNAMO_USE_FULLGRAPH",
+    "dynamo_use_dynamic": "ACCELERATE_DYNAMO_USE_DYNAMIC",
+    "dynamo_use_regional_compilation": "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
 }
 
 
@@ -55,7 +60,7 @@ def rank_variables(
 def _for_accelerate(resolved: Resolved[RunConfig]) -> Mapping[str, str]:
     # Defaults are left out: in a rank that reads them they would look like a choice of the user's.
     return {
-        variable: str(getattr(resolved.value, name)).lower()
+        variable: str(value).lower()
         for name, variable in _ACCELERATE.items()
-        if resolved.origins[name].source is not Source.DEFAULT
+        if resolved.origins[name].source is not Source.DEFAULT and (value := getattr(resolved.value, name)) is not None
     }

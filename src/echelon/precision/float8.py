@@ -6,11 +6,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
+from echelon.base.device import has_fp8
+from echelon.base.errors import ConfigError, UsageError
 from echelon.base.optional import require
+from echelon.base.warnings import warn
 
 __all__ = [
+    "check_fp8_device",
     "convert_model_to_fp8_ao",
     "filter_first_and_last_linear_layers",
     "filter_linear_layers",
@@ -59,7 +64,34 @@ def convert_model_to_fp8_ao(
 
     Raises:
         MissingExtraError: torchao is not installed.
+        UsageError: the model itself is one Linear, which cannot be exchanged in place.
     """
     float8: Any = require("torchao.float8", extra="fp8", purpose="convert_model_to_fp8_ao")
     chosen = module_filter_func or partial(filter_linear_layers, layers_to_filter=find_first_last_linear_layers(model))
-    float8.convert_to_float8_training(model, module_filter_fn=chosen, config=config)
+    if float8.convert_to_float8_training(model, module_filter_fn=chosen, config=config) is not model:
+        raise UsageError(
+            "the model itself is one Linear that shall compute in fp8, and a layer is exchanged in the module that holds it",
+            do="put it into torch.nn.Sequential, or leave it out by module_filter_func",
+        )
+    if not has_ao_layers(model):
+        warn(
+            f"no layer of {type(model).__name__} computes in fp8, so it runs in bf16: by default a Linear is converted when "
+            "both sizes are multiples of 16, and never the first and the last one (AORecipeKwargs(module_filter_func=))"
+        )
+
+
+def check_fp8_device(config: Any, *, device: torch.device) -> None:
+    """Raise where ``device`` has no matrix products in fp8, and ``config`` does not emulate them.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if config.emulate or has_fp8(device):
+        return
+    name = "the CPU" if device.type == "cpu" else f"{device.type}, on a device"
+    raise ConfigError(
+        f"mixed_precision='fp8' on {name} without matrix products in fp8: those need a GPU of NVIDIA's compute capability "
+        "8.9 (Ada, Hopper) or AMD's MI300, or newer",
+        do="use bf16; to try fp8 out in slow, emulated arithmetic: "
+        "kwargs_handlers=[AORecipeKwargs(config=torchao.float8.Float8LinearConfig(emulate=True))]",
+    )

@@ -6,18 +6,19 @@ import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-from echelon.base.errors import ConfigError
 from echelon.config.schema import Precision
 from echelon.distributed.tree import map_tensors
 
 __all__ = ["PrecisionPolicy"]
 
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+# What is not converted to fp8 (norms, the first and last layer) runs in bf16.
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +32,6 @@ class PrecisionPolicy:
     device_type: str
     autocast_options: Mapping[str, Any] = field(default_factory=dict)
     """``enabled`` and ``cache_enabled`` of ``torch.autocast``."""
-
-    def __post_init__(self) -> None:
-        if self.mode == "fp8":
-            raise ConfigError(
-                "mixed_precision='fp8' is not offered yet by this version of echelon", do="use bf16, fp16 or no"
-            )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -63,7 +58,7 @@ class PrecisionPolicy:
         """
         if self.mode == "no" or is_wrapped(model):
             return
-        model.forward = _Autocast(model.forward, self)
+        model.forward = _Autocast(model.forward, self, replaces=model.__dict__.get("forward"))
 
 
 def is_wrapped(model: nn.Module) -> bool:
@@ -73,16 +68,32 @@ def is_wrapped(model: nn.Module) -> bool:
 
 def unwrap_forward(model: nn.Module) -> None:
     """Give ``model`` its own forward back."""
-    if is_wrapped(model):
+    forward = model.__dict__.get("forward")
+    if isinstance(forward, _Autocast):
         del model.__dict__["forward"]  # the class's own method shows again
+        if forward.replaces is not None:
+            model.__dict__["forward"] = forward.replaces
+
+
+def rebind_forward(model: nn.Module, *, original: nn.Module) -> None:
+    """Make a wrapped forward that ``model`` copied from ``original`` run the modules of ``model``."""
+    forward = model.__dict__.get("forward")
+    if isinstance(forward, _Autocast) and getattr(forward.__wrapped__, "__self__", None) is original:
+        wrapped: Any = forward.__wrapped__
+        method = MethodType(wrapped.__func__, model)
+        replaces = None if forward.replaces is None else method
+        model.__dict__["forward"] = _Autocast(method, forward.policy, replaces=replaces)
 
 
 class _Autocast:
     """A picklable bound forward under autocast, with float32 outputs."""
 
-    def __init__(self, forward: Callable[..., Any], policy: PrecisionPolicy) -> None:
+    def __init__(
+        self, forward: Callable[..., Any], policy: PrecisionPolicy, *, replaces: Callable[..., Any] | None = None
+    ) -> None:
         self.__wrapped__ = forward
         self.policy = policy
+        self.replaces = replaces  # a forward that was set on the object, as on compiled modules
         functools.update_wrapper(self, forward, assigned=("__doc__", "__name__", "__qualname__"), updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

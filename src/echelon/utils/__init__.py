@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
+# First: loading the module later would put it in the place of the function.
+import echelon.utils.tqdm  # noqa: F401
 from echelon.accelerator.compiling import (
     compile_regions,
     compile_regions_deepspeed,
@@ -284,6 +288,29 @@ from echelon.distributed.structure import (
 from echelon.precision.float8 import convert_model_to_fp8_ao, filter_first_and_last_linear_layers, has_ao_layers
 from echelon.world.seed import set_seed
 
+# Modules that are attributes without an import of their own, as in accelerate; loaded on first use.
+_LAZY = (
+    "ao",
+    "bnb",
+    "constants",
+    "dataclasses",
+    "deepspeed",
+    "environment",
+    "fsdp_utils",
+    "imports",
+    "launch",
+    "megatron_lm",
+    "memory",
+    "modeling",
+    "offload",
+    "operations",
+    "other",
+    "random",
+    "torch_xla",
+    "transformer_engine",
+    "versions",
+)
+
 __all__ = [
     "AORecipeKwargs",
     "AbstractTrainStep",
@@ -550,3 +577,9 @@ __all__ = [
     "wait_for_everyone",
     "write_basic_config",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'echelon.utils' has no attribute {name!r}")
+    return import_module(f"echelon.utils.{name}")

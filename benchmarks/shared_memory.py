@@ -1,0 +1,90 @@
+"""What a data set costs in memory on one machine: with one copy for all ranks (`share_dataset`), and with one in each.
+
+The sum over the ranks of PSS (/proc/self/smaps_rollup): a page that k processes map counts 1/k in each of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+import tempfile
+from collections.abc import Callable
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from overhead import processor, write
+from torch.utils.data import TensorDataset
+
+from echelon import share_dataset
+from echelon.distributed import process_group, spawn
+
+RANKS = 4
+SHARED, OWN = "one copy, `share_dataset`", "one in each rank"
+LIMIT = 1.2
+ROLLUP = Path("/proc/self/smaps_rollup")
+
+
+def total_pss() -> int:
+    """Return the bytes of all ranks together."""
+    dist.barrier()
+    (line,) = (line for line in ROLLUP.read_text().splitlines() if line.startswith("Pss:"))
+    total = torch.tensor(int(line.split()[1]) * 1024)
+    dist.all_reduce(total)
+    return int(total)
+
+
+def measure(rank: int, share: bool, megabytes: int, result: str) -> None:
+    with process_group():
+        before = total_pss()
+        data = TensorDataset(torch.ones(megabytes * 2**20 // 4))
+        if share:
+            data = share_dataset(data)
+        assert all(part.min() == 1.0 for part in data.tensors[0].split(2**20))  # every rank reads all of it
+        grown = total_pss() - before
+    if rank == 0:
+        Path(result).write_text(str(grown / 2**20))
+
+
+def run(function: Callable[..., None], *args: object) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result")
+        spawn(function, args=(*args, str(result)), nprocs=RANKS)
+        return float(result.read_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--megabytes", type=int, default=200)
+    parser.add_argument("--write", action="store_true", help="put the table into benchmarks/RESULTS.md")
+    options = parser.parse_args()
+    if not ROLLUP.exists():
+        print("!! no /proc/self/smaps_rollup here: PSS is Linux's, nothing is measured.")
+        return
+    grown = {name: run(measure, name == SHARED, options.megabytes) for name in (SHARED, OWN)}
+    rows = [f"| {name} | {size:.0f} | {size / options.megabytes:.2f} |" for name, size in grown.items()]
+    ratio = grown[SHARED] / options.megabytes
+    section = f"""## Memory of a data set
+
+A tensor of {options.megabytes} MB on {RANKS} ranks of one machine, read by each of them: by how much the sum of their PSS grows.
+
+| | MB | times the data |
+|---|---:|---:|
+{chr(10).join(rows)}
+
+- one copy costs {ratio:.2f} x the data (target: {LIMIT}, {"met" if ratio < LIMIT else "missed"})
+
+{date.today()}, {processor()}, Python {platform.python_version()}; torch {version("torch")}, echelon {version("echelon")}.
+Repeat: `.venv/bin/python benchmarks/shared_memory.py --write`.
+"""
+    print(section)
+    if options.write:
+        write(section)
+    sys.exit(ratio >= LIMIT)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,478 @@
+"""The state of a training in Accelerate's own layout: which file holds what, written and read."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from echelon.accelerator.saving import PLAIN_DATA, load, refused_in, write_tensors
+from echelon.accelerator.weights import load_weights, read_weights
+from echelon.base.constants import (
+    MODEL_NAME,
+    OPTIMIZER_NAME,
+    RNG_STATE_NAME,
+    SAFE_MODEL_NAME,
+    SAMPLER_NAME,
+    SCALER_NAME,
+    SCHEDULER_NAME,
+)
+from echelon.base.errors import CheckpointError, UsageError
+from echelon.base.warnings import warn
+from echelon.data.loader import PreparedLoader
+from echelon.distributed.collectives import gather_object
+from echelon.world.world import World
+
+__all__ = [
+    "TrainingState",
+    "collect_state",
+    "is_state_file",
+    "load_accelerator_state",
+    "load_custom_state",
+    "require_custom_states",
+    "require_plain",
+    "save_accelerator_state",
+    "save_custom_state",
+    "write_custom_state",
+    "write_state",
+]
+
+_POSITION_NAME = "dl_state_dict"
+_CUSTOM_NAME = "custom_checkpoint"
+# Accelerate reads the keys that it knows of a file; ours, in two of them, stand under this one.
+_OURS = "echelon"
+_FILES = re.compile(
+    rf"({SAFE_MODEL_NAME}(_\d+)?\.safetensors|({MODEL_NAME}|{OPTIMIZER_NAME}|{SCHEDULER_NAME}|{SAMPLER_NAME}|{_POSITION_NAME})"
+    rf"(_\d+)?\.bin|{re.escape(SCALER_NAME)}|({RNG_STATE_NAME}|{_CUSTOM_NAME})_\d+\.pkl)"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingState:
+    """What a checkpoint holds, whatever its layout."""
+
+    weights: Sequence[Mapping[str, Any]]
+    """Of each model, by name."""
+    optimizers: Sequence[Any]
+    schedulers: Sequence[Any]
+    orders: Sequence[dict[str, Any]]
+    """Of each loader: what the order of its next pass depends on."""
+    positions: Sequence[list[dict[str, Any]]]
+    """Of each loader: how far its pass has come, by rank; empty when it cannot say."""
+    scaler: dict[str, Any] | None
+    random_states: dict[str, Any]
+    """Of this process."""
+    step: int
+    progress: dict[str, Any] | None
+    """The counters of the run."""
+    num_processes: int
+
+
+def is_state_file(name: str) -> bool:
+    """Tell whether a file of this name belongs to the layout."""
+    return _FILES.fullmatch(name) is not None
+
+
+def collect_state(
+    *,
+    weights: Sequence[Mapping[str, Any]],
+    optimizers: Sequence[Any],
+    schedulers: Sequence[Any],
+    dataloaders: Sequence[Any],
+    scaler: torch.amp.GradScaler | None,
+    step: int,
+    progress: dict[str, Any] | None = None,
+) -> TrainingState:
+    """Return the state of these objects and of the random number generators of this process.
+
+    Collective: every rank, with the same objects in the same order.
+    """
+    loaders = [loader for loader in dataloaders if isinstance(loader, PreparedLoader)]
+    positions = [gather_object(loader.state_dict()) if loader.is_stateful else [] for loader in loaders]
+    return TrainingState(
+        weights=weights,
+        optimizers=[optimizer.state_dict() for optimizer in optimizers],
+        schedulers=[scheduler.state_dict() for scheduler in schedulers],
+        orders=[loader.order_state() for loader in loaders],
+        positions=positions,
+        scaler=None if scaler is None else scaler.state_dict(),
+        random_states=_random_states(),
+        step=step,
+        progress=progress,
+        num_processes=World.current().world_size,
+    )
+
+
+def write_state(
+    folder: Path, state: TrainingState, *, rank: int, writes_shared: bool, safe_serialization: bool = True
+) -> None:
+    """Write the files of this rank into ``folder``.
+
+    Args:
+        folder: it exists.
+        state: what to write.
+        rank: of this process.
+        writes_shared: whether this rank writes what is one for all ranks.
+        safe_serialization: weights as safetensors; False: by ``torch.save``.
+
+    Raises:
+        CheckpointError: a state could be written, but would be refused when it is read.
+    """
+    positions = {i: _position_file(states) for i, states in enumerate(state.positions) if states and states[0]["inner"]}
+    ours = {
+        "num_processes": state.num_processes,
+        "orders": len(state.orders),
+        "positions": sorted(positions),
+        "progress": state.progress,
+    }
+    if writes_shared:
+        for i, weights in enumerate(state.weights):
+            path = folder / _weights_name(i, safe=safe_serialization)
+            write_tensors(weights, path) if safe_serialization else _write(weights, path)
+        for name, states in ((OPTIMIZER_NAME, state.optimizers), (SCHEDULER_NAME, state.schedulers)):
+            for i, one in enumerate(states):
+                _write(one, folder / _numbered(name, i))
+        for i, order in enumerate(state.orders):
+            _write(order, folder / _numbered(SAMPLER_NAME, i))
+        for i, position in positions.items():
+            _write(position, folder / _numbered(_POSITION_NAME, i))
+        if state.scaler is not None:
+            _write(state.scaler, folder / SCALER_NAME)
+    _write({"step": state.step, **state.random_states, _OURS: ours}, folder / _random_name(rank))
+
+
+def save_accelerator_state(
+    output_dir: str | os.PathLike[str],
+    model_states: list[dict[str, Any]],
+    optimizers: list[Any],
+    schedulers: list[Any],
+    dataloaders: list[Any],
+    process_index: int,
+    step: int,
+    scaler: torch.amp.GradScaler | None = None,
+    save_on_each_node: bool = False,
+    safe_serialization: bool = True,
+) -> Path:
+    """Write the files of this rank into a folder that exists; ``Accelerator.save_state`` does it so that it can fail.
+
+    Collective: every rank.
+    """
+    state = collect_state(
+        weights=model_states,
+        optimizers=optimizers,
+        schedulers=schedulers,
+        dataloaders=dataloaders,
+        scaler=scaler,
+        step=step,
+    )
+    write_state(
+        Path(output_dir),
+        state,
+        rank=process_index,
+        writes_shared=_is_writer(save_on_each_node),
+        safe_serialization=safe_serialization,
+    )
+    return Path(output_dir)
+
+
+def load_accelerator_state(
+    input_dir: str | os.PathLike[str],
+    models: list[Any],
+    optimizers: list[Any],
+    schedulers: list[Any],
+    dataloaders: list[Any],
+    process_index: int,
+    scaler: torch.amp.GradScaler | None = None,
+    map_location: str | None = None,
+    load_kwargs: dict[str, Any] | None = None,
+    **load_model_func_kwargs: Any,
+) -> dict[str, Any]:
+    """Load the files of this rank, Accelerate's or ours; nothing in them is run. Returns ``step`` and ``progress``.
+
+    Args:
+        input_dir: the folder.
+        models: prepared or not.
+        optimizers: as ``models``.
+        schedulers: as ``models``.
+        dataloaders: as ``models``.
+        process_index: the rank.
+        scaler: the loss scaler, if there is one.
+        map_location: ``cpu`` (as None), or ``on_device``: where tensors are read to, before they are copied.
+        load_kwargs: of ``torch.load``, for everything but the models.
+        load_model_func_kwargs: ``strict``, and others of ``load_state_dict``, for the models.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, holds code, or does not fit; before anything is loaded when it is
+            missing.
+    """
+    folder = Path(input_dir)
+    if map_location not in (None, "cpu", "on_device"):
+        raise UsageError(f"map_location={map_location!r} is not one of None, 'cpu', 'on_device'", do="give one of them")
+    place = World.current().device if map_location == "on_device" else torch.device("cpu")
+    options = {"map_location": place, **(load_kwargs or {})}
+    weights = [
+        _first_of(folder / _weights_name(i, safe=True), folder / _weights_name(i, safe=False))
+        for i in range(len(models))
+    ]
+    optimizer_files = [folder / _numbered(OPTIMIZER_NAME, i) for i in range(len(optimizers))]
+    scheduler_files = [folder / _numbered(SCHEDULER_NAME, i) for i in range(len(schedulers))]
+    scaler_files = [] if scaler is None else [folder / SCALER_NAME]
+    _require(folder, [*weights, *optimizer_files, *scheduler_files, *scaler_files])
+    random_states = _read_random_states(folder, process_index)
+
+    for model, path in zip(models, weights):
+        load_weights(model, read_weights(path, map_location=place), source=path, **load_model_func_kwargs)
+    for optimizer, path in zip(optimizers, optimizer_files):
+        optimizer.load_state_dict(load(path, **options))
+    for scheduler, path in zip(schedulers, scheduler_files):
+        scheduler.load_state_dict(load(path, **(load_kwargs or {})))
+    _load_loaders(folder, dataloaders, process_index, random_states.get(_OURS), load_kwargs or {})
+    if scaler is not None:
+        scaler.load_state_dict(load(folder / SCALER_NAME))
+    if "random_state" in random_states:
+        _restore_random_states(random_states)
+    of_accelerator = {"step": random_states.get("step"), "progress": random_states.get(_OURS, {}).get("progress")}
+    return {name: value for name, value in of_accelerator.items() if value is not None}
+
+
+def save_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0, save_on_each_node: bool = False) -> None:
+    """Write the state of ``obj`` to ``custom_checkpoint_{index}.pkl`` in the folder ``path``, on rank zero.
+
+    Raises:
+        CheckpointError: its state holds what would be refused when it is read.
+    """
+    if _is_writer(save_on_each_node):
+        write_custom_state(obj, Path(path), index)
+
+
+def write_custom_state(obj: Any, folder: Path, index: int) -> None:
+    """Write the state of ``obj``, on this rank."""
+    _write(obj.state_dict(), folder / f"{_CUSTOM_NAME}_{index}.pkl")
+
+
+def load_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0) -> None:
+    """Load the state of ``obj`` from ``custom_checkpoint_{index}.pkl`` in the folder ``path``; nothing in it is run.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or holds code.
+    """
+    file = Path(path) / f"{_CUSTOM_NAME}_{index}.pkl"
+    _require(Path(path), [file])
+    obj.load_state_dict(load(file, map_location="cpu"))
+
+
+def require_custom_states(folder: Path, num_objects: int) -> None:
+    """Raise unless ``folder`` holds the states of ``num_objects`` registered objects.
+
+    Raises:
+        CheckpointError: it holds more or fewer.
+    """
+    found = sorted(path.name for path in folder.glob(f"{_CUSTOM_NAME}_*.pkl") if is_state_file(path.name))
+    if len(found) != num_objects:
+        raise CheckpointError(
+            f"{folder} holds the states of {len(found)} registered objects ({', '.join(found) or 'none'}), and "
+            f"{num_objects} are registered",
+            do="register the same objects, in the same order, as when it was saved: register_for_checkpointing",
+        )
+
+
+def require_plain(obj: Any) -> None:
+    """Raise when the state of ``obj`` could be written, but would be refused when it is read.
+
+    Raises:
+        UsageError: what it holds is named.
+    """
+    buffer = io.BytesIO()
+    torch.save(_without_data(obj.state_dict()), buffer)
+    buffer.seek(0)
+    refused = refused_in(buffer)
+    if refused:
+        raise UsageError(
+            f"the state of {type(obj).__name__} holds {', '.join(refused)}, which is not plain data: it could not be loaded "
+            "again without running code",
+            do=f"in its state_dict(), {PLAIN_DATA}",
+        )
+
+
+def _without_data(value: Any) -> Any:
+    """Return ``value`` with small tensors in the place of its tensors: looking at a state must not copy it."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty(0, dtype=value.dtype) if type(value) in (torch.Tensor, nn.Parameter) else value
+    if type(value) in (list, tuple):
+        return type(value)(map(_without_data, value))
+    if type(value) is dict:
+        return {key: _without_data(item) for key, item in value.items()}
+    return value
+
+
+def _write(value: Any, path: Path) -> None:
+    torch.save(value, path)
+    refused = refused_in(path)
+    if refused:
+        raise CheckpointError(
+            f"what is to be written to {path.name} holds {', '.join(refused)}, which is not plain data: it could not be "
+            "loaded again without running code",
+            do=f"in state_dict(), {PLAIN_DATA}",
+        )
+
+
+def _is_writer(save_on_each_node: bool) -> bool:
+    world = World.current()
+    return world.is_local_rank_zero if save_on_each_node else world.is_rank_zero
+
+
+def _numbered(name: str, index: int, *, suffix: str = ".bin") -> str:
+    return f"{name}_{index}{suffix}" if index else f"{name}{suffix}"
+
+
+def _weights_name(index: int, *, safe: bool) -> str:
+    return _numbered(SAFE_MODEL_NAME, index, suffix=".safetensors") if safe else _numbered(MODEL_NAME, index)
+
+
+def _random_name(rank: int) -> str:
+    return f"{RNG_STATE_NAME}_{rank}.pkl"
+
+
+def _first_of(path: Path, other: Path) -> Path:
+    return other if other.exists() and not path.exists() else path
+
+
+def _require(folder: Path, files: Sequence[Path]) -> None:
+    missing = [path.name for path in files if not path.exists()]
+    if missing:
+        raise CheckpointError(
+            f"{folder} has no {', '.join(missing)}",
+            do="load a whole checkpoint, saved with as many models, optimizers and schedulers as were prepared here",
+        )
+
+
+# ---- loaders ---------------------------------------------------------------------------------------------------------
+
+
+def _load_loaders(
+    folder: Path, dataloaders: Sequence[Any], rank: int, ours: Mapping[str, Any] | None, load_kwargs: dict[str, Any]
+) -> None:
+    """Restore the orders and positions that the checkpoint has; Accelerate writes no orders."""
+    known = {"orders": 0, "positions": [], **(ours or {})}
+    for i, loader in enumerate(loader for loader in dataloaders if isinstance(loader, PreparedLoader)):
+        order, position = folder / _numbered(SAMPLER_NAME, i), folder / _numbered(_POSITION_NAME, i)
+        if i < known["orders"]:
+            _require(folder, [order])
+            loader.load_order_state(load(order, **load_kwargs))
+        if i in known["positions"] and loader.is_stateful:
+            _require(folder, [position])
+        if loader.is_stateful and position.exists():
+            loader.load_state_dict(_position_of(load(position, **load_kwargs), rank, loader, position))
+
+
+def _position_file(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return rank zero's state in the form of torchdata, as Accelerate reads it, and what we need beside."""
+    first = states[0]
+    rest = {key: value for key, value in first.items() if key not in ("inner", "_iterator_finished")}
+    others = [state["inner"] for state in states[1:]]
+    return {
+        **first["inner"],
+        "_iterator_finished": first["_iterator_finished"],
+        _OURS: {**rest, "num_given": [state["num_given"] for state in states], "inner_of_others": others},
+    }
+
+
+def _position_of(file: dict[str, Any], rank: int, loader: PreparedLoader, path: Path) -> dict[str, Any]:
+    """Return the state of ``rank`` for the loader, from our file or from Accelerate's."""
+    inner = {key: value for key, value in file.items() if key != _OURS}
+    finished = bool(file.get("_iterator_finished"))
+    ours = file.get(_OURS)
+    if ours is None:
+        given = (
+            file["_num_yielded"]
+            if "_num_yielded" in file
+            else file["_snapshot"]["_snapshot_step"] + file["_steps_since_snapshot"]
+        )
+        return {
+            "iteration": loader.iteration,
+            "num_given": given,
+            "order": None,
+            "inner": inner,
+            "_iterator_finished": finished,
+        }
+    if rank > len(ours["inner_of_others"]):
+        raise CheckpointError(
+            f"{path} says where {len(ours['inner_of_others']) + 1} processes were in their data, and this is rank {rank}",
+            do="resume on as many processes, or without use_stateful_dataloader",
+        )
+    return {
+        "iteration": ours["iteration"],
+        "num_given": ours["num_given"][rank],
+        "order": ours["order"],
+        "inner": ours["inner_of_others"][rank - 1] if rank else inner,
+        "_iterator_finished": finished,
+    }
+
+
+# ---- random numbers --------------------------------------------------------------------------------------------------
+
+
+def _random_states() -> dict[str, Any]:
+    """Return the states of ``random``, numpy, torch and the accelerators, under Accelerate's keys."""
+    states = {
+        "random_state": random.getstate(),
+        "numpy_random_seed": np.random.get_state(),
+        "torch_manual_seed": torch.get_rng_state(),
+    }
+    kind = World.current().device.type
+    if kind != "cpu":
+        module: Any = torch.get_device_module(kind)
+        # mps has one device, and no function for all.
+        states[_device_key(kind)] = (
+            module.get_rng_state_all() if hasattr(module, "get_rng_state_all") else [module.get_rng_state()]
+        )
+    return states
+
+
+def _restore_random_states(states: Mapping[str, Any]) -> None:
+    random.setstate(states["random_state"])
+    np.random.set_state(states["numpy_random_seed"])
+    torch.set_rng_state(states["torch_manual_seed"].cpu())
+    device = World.current().device
+    if device.type == "cpu":
+        return
+    own = device.index or 0
+    saved = states.get(_device_key(device.type), [])
+    if own >= len(saved):
+        warn(f"the checkpoint has no random state of {device}: its numbers go on from where they are")
+        return
+    torch.get_device_module(device.type).set_rng_state(saved[own].cpu())  # of the current device: this rank's own
+
+
+def _device_key(kind: str) -> str:
+    return f"torch_{kind}_manual_seed"
+
+
+def _read_random_states(folder: Path, rank: int) -> dict[str, Any]:
+    """Return the file of ``rank``; of a rank that the saved run did not have, what is one for all.
+
+    Raises:
+        CheckpointError: it is missing, and should not be.
+    """
+    path, first = folder / _random_name(rank), folder / _random_name(0)
+    _require(folder, [first])
+    states: dict[str, Any] = load(path if path.exists() else first)
+    files = re.compile(rf"{RNG_STATE_NAME}_\d+\.pkl")
+    num_files = sum(1 for entry in folder.iterdir() if files.fullmatch(entry.name))
+    num_processes = states.get(_OURS, {}).get("num_processes", num_files)  # Accelerate does not say it
+    if rank < num_processes:
+        _require(folder, [path])
+    if World.current().world_size > num_processes:
+        warn(
+            f"{folder} has random states of {num_processes} processes: those of the other ranks go on from where they are"
+        )
+    return states if path.exists() else {key: states[key] for key in ("step", _OURS) if key in states}

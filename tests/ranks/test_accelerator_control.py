@@ -1,0 +1,288 @@
+"""Who does what: facts, decorators, turns, flags and collectives of the Accelerator and of PartialState; parts of a loop."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from echelon import (
+    Accelerator,
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    PartialState,
+    skip_first_batches,
+)
+from echelon.data_loader import DataLoaderDispatcher, DataLoaderShard, SkipBatchSampler, SkipDataLoader
+from echelon.optimizer import AcceleratedOptimizer
+from echelon.scheduler import AcceleratedScheduler
+from tests.harness import run_on_ranks
+
+
+def _facts(kind: str) -> list[Any]:
+    state: Any = Accelerator() if kind == "Accelerator" else PartialState()
+
+    def name() -> str:
+        return "ran"
+
+    return [
+        (state.num_processes, state.process_index, state.local_process_index),
+        (state.is_main_process, state.is_local_main_process, state.is_last_process),
+        state.on_main_process(name)(),
+        state.on_local_main_process(name)(),
+        state.on_last_process(name)(),
+        state.on_process(name, process_index=1)(),
+        state.on_process(process_index=1)(name)(),
+        state.on_local_process(name, local_process_index=1)(),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["Accelerator", "PartialState"])
+def test_each_function_runs_where_it_was_meant_to(kind: str) -> None:
+    first, second = run_on_ranks(_facts, kind)
+    assert first == [(2, 0, 0), (True, True, False), "ran", "ran", None, None, None, None]
+    assert second == [(2, 1, 1), (False, False, True), None, None, "ran", "ran", "ran", "ran"]
+
+
+def _in_turn(kind: str, folder: str) -> list[Any]:
+    state: Any = Accelerator() if kind == "Accelerator" else PartialState()
+    found = []
+    for number, turn in enumerate((state.main_process_first, state.local_main_process_first)):
+        path = Path(folder, str(number))
+        with turn():
+            found.append(path.exists())
+            if state.process_index == 0:
+                time.sleep(0.05)  # the other rank would be here long ago
+                path.touch()
+        state.wait_for_everyone()
+    with state.split_between_processes([1, 2, 3]) as part, state.split_between_processes([1, 2, 3], True) as padded:
+        found += [part, padded]
+    state.print(f"rank {state.process_index} was here")
+    return found
+
+
+@pytest.mark.parametrize("kind", ["Accelerator", "PartialState"])
+def test_the_main_process_goes_first_and_prints(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = run_on_ranks(_in_turn, kind, str(tmp_path))
+    assert first == [False, False, [1, 2], [1, 2]]
+    assert second == [True, True, [3], [3, 3]]
+    printed = capsys.readouterr().out
+    assert "rank 0 was here" in printed
+    assert "rank 1 was here" not in printed
+
+
+def _together() -> dict[str, Any]:
+    accelerator = Accelerator()
+    rank = accelerator.process_index
+    flags = [accelerator.check_trigger()]
+    if rank == 1:
+        accelerator.set_trigger()
+    flags += [accelerator.check_trigger(), accelerator.check_trigger()]
+    mine = torch.tensor([float(rank + 1)])
+    return {
+        "flags": flags,
+        "gather": accelerator.gather({"x": mine})["x"].tolist(),
+        "sum": accelerator.reduce(mine).item(),  # "sum" here, "mean" in echelon.utils: as in accelerate
+        "mean": accelerator.reduce(mine, reduction="mean", scale=10.0).item(),
+        "padded": accelerator.pad_across_processes(torch.ones(rank + 1), pad_index=7).tolist(),
+    }
+
+
+def test_what_the_processes_say_together() -> None:
+    first, second = run_on_ranks(_together)
+    assert (first.pop("padded"), second.pop("padded")) == ([1.0, 7.0], [1.0, 1.0])
+    assert first == second == {"flags": [False, True, False], "gather": [1.0, 2.0], "sum": 3.0, "mean": 15.0}
+
+
+def _uneven_join() -> tuple[int, float]:
+    accelerator = Accelerator()
+    inner = nn.Linear(1, 1, bias=False)
+    inner.weight.data.fill_(0.0)
+    model, optimizer, loader = accelerator.prepare(
+        inner, torch.optim.SGD(inner.parameters(), lr=1.0), DataLoader(torch.ones(6, 1), batch_size=2)
+    )
+    steps = 0
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        for batch in loader:
+            optimizer.zero_grad()
+            accelerator.backward(model(batch).mean())
+            optimizer.step()
+            steps += 1
+    assert accelerator.even_batches is True
+    return steps, inner.weight.item()
+
+
+def test_processes_may_run_out_of_batches_on_the_cpu_too() -> None:
+    # Three batches for two ranks. The gradient of w * 1 is 1; in step 2 rank 0 is alone, and DDP divides by both: -1.5.
+    # accelerate does nothing on CPUs, and hangs.
+    assert run_on_ranks(_uneven_join) == [(2, -1.5), (1, -1.5)]
+
+
+def test_parts_are_prepared_one_by_one() -> None:
+    accelerator = Accelerator()
+    inner = nn.Linear(2, 1)
+    sgd = torch.optim.SGD(inner.parameters(), lr=0.5, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(sgd, 1, gamma=0.5)
+    model = accelerator.prepare_model(inner)
+    optimizer = accelerator.prepare_optimizer(sgd)
+    scheduler = accelerator.prepare_scheduler(schedule)
+    loader = accelerator.prepare_data_loader(DataLoader(torch.ones(4, 2), batch_size=2))
+    assert isinstance(optimizer, AcceleratedOptimizer)
+    assert isinstance(scheduler, AcceleratedScheduler)
+    assert isinstance(loader, DataLoaderShard)
+    assert isinstance(loader, DataLoader)
+    rates = []
+    for batch in loader:
+        accelerator.backward(model(batch).sum())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        rates.append(scheduler.get_last_lr())
+    assert rates == [[0.25], [0.125]]
+    assert optimizer.param_groups[0]["lr"] == 0.125
+    assert optimizer.defaults["momentum"] == 0.9
+    assert set(optimizer.state) == set(inner.parameters())
+    assert optimizer.step_was_skipped is False
+    assert scheduler.state_dict()["last_epoch"] == scheduler.last_epoch == 2
+    assert (accelerator._models, accelerator._dataloaders) == ([model], [loader])
+    assert (accelerator._optimizers, accelerator._schedulers) == ([optimizer], [scheduler])
+    assert accelerator.unwrap_model(model) is inner
+    copied = pickle.loads(pickle.dumps(optimizer))
+    assert copied.state_dict()["param_groups"] == sgd.state_dict()["param_groups"]
+    extra = nn.Parameter(torch.zeros(1))
+    optimizer.add_param_group({"params": [extra]})
+    assert sgd.param_groups[1]["params"] == [extra]
+    for give_back in (accelerator.free_memory, accelerator.clear):
+        accelerator.step = 3
+        assert give_back(model, optimizer) == [None, None]
+        assert (accelerator._models, accelerator._optimizers, accelerator.step) == ([], [], 0)
+
+
+class _Count(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Any:
+        return iter(torch.arange(4))
+
+
+def _kinds_of_loaders() -> list[Any]:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    dispatched = accelerator.prepare(DataLoader(_Count(), batch_size=1))
+    return [isinstance(dispatched, DataLoaderDispatcher), [batch.tolist() for batch in dispatched]]
+
+
+def test_loaders_of_each_kind_read_what_they_should() -> None:
+    assert run_on_ranks(_kinds_of_loaders) == [[True, [[0], [2]]], [True, [[1], [3]]]]
+    sampler = torch.utils.data.BatchSampler(range(7), 2, False)
+    skipping = SkipBatchSampler(sampler, skip_batches=2)
+    assert (list(skipping), len(skipping), skipping.total_length) == ([[4, 5], [6]], 2, 4)
+    assert [b.tolist() for b in SkipDataLoader(torch.arange(5), skip_batches=1, batch_size=2)] == [[2, 3], [4]]
+    rest = skip_first_batches(DataLoader(torch.arange(5), batch_size=2), num_batches=2)
+    assert [batch.tolist() for batch in rest] == [[4]]
+
+
+def _gradients(scaled: bool) -> list[float]:
+    accelerator = Accelerator(
+        mixed_precision="fp16" if scaled else "no", kwargs_handlers=[GradScalerKwargs(init_scale=8.0)]
+    )
+    inner = nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=1.0))
+    assert (accelerator.scaler is not None) == scaled
+    accelerator.backward(model(torch.tensor([[3.0]])).sum())
+    raw = inner.weight.grad.item()
+    accelerator.unscale_gradients(optimizer)
+    seen = [raw, inner.weight.grad.item()]
+    accelerator.clip_grad_value_(inner.parameters(), 2.0)
+    return [*seen, inner.weight.grad.item()]
+
+
+def test_gradients_are_unscaled_once_and_clipped_by_value() -> None:
+    assert _gradients(scaled=False) == [3.0, 3.0, 2.0]
+    assert _gradients(scaled=True) == [24.0, 3.0, 2.0]
+
+
+def test_the_window_is_shown_under_accelerates_names() -> None:
+    plugin = GradientAccumulationPlugin(num_steps=2, adjust_scheduler=False, sync_with_dataloader=True)
+    accelerator = Accelerator(gradient_accumulation_plugin=plugin)
+    state = accelerator.gradient_state
+    assert (state.num_steps, state.adjust_scheduler, state.sync_with_dataloader) == (2, False, True)
+    assert state.plugin_kwargs["num_steps"] == accelerator.gradient_accumulation_steps == 2
+    assert (state.in_dataloader, state.active_dataloader, state.dataloader_references) == (False, None, [None])
+    assert (state.remainder, state.is_xla_gradients_synced) == (-1, False)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    loader = accelerator.prepare(DataLoader(torch.ones(3, 1), batch_size=1))
+    seen = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).sum())
+            seen.append((accelerator.sync_gradients, state.end_of_dataloader, state.active_dataloader is loader))
+    assert seen == [(False, False, True), (True, False, True), (True, True, True)]  # the last window is a short one
+    accelerator.gradient_accumulation_steps = 4
+    assert state.num_steps == 4
+    accelerator.sync_gradients = False
+    assert state.sync_gradients is False
+
+
+def _schedule(with_optimizer: bool, steps: int) -> list[float]:
+    accelerator = Accelerator(step_scheduler_with_optimizer=with_optimizer, gradient_accumulation_steps=steps)
+    inner = nn.Linear(1, 1)
+    sgd = torch.optim.SGD(inner.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: 1.0 / (1 + step))
+    model, optimizer, scheduler = accelerator.prepare(inner, sgd, schedule)
+    rates = []
+    for _ in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+            scheduler.step()
+            rates.append(round(1 / scheduler.get_last_lr()[0]))
+    return rates
+
+
+def test_schedules_follow_the_optimizer_or_the_call() -> None:
+    # Two ranks: two steps of the schedule in an update (calls 2 and 4 where two are accumulated), or one in every call.
+    assert run_on_ranks(_schedule, True, 2)[1] == [1, 3, 3, 5]
+    assert run_on_ranks(_schedule, True, 1)[1] == [3, 5, 7, 9]
+    assert run_on_ranks(_schedule, False, 1)[1] == [2, 3, 4, 5]
+
+
+def _track(folder: str) -> bool:
+    accelerator = Accelerator(log_with=[], project_dir=folder)
+    accelerator.init_trackers("run", config={"lr": 0.5})
+    accelerator.log({"loss": 0.25 + accelerator.process_index}, step=3)
+    accelerator.end_training()
+    return dist.is_initialized()
+
+
+def test_what_is_logged_is_in_a_file_of_the_main_process(tmp_path: Path) -> None:
+    assert run_on_ranks(_track, str(tmp_path), init_group=False) == [False, False]
+    (path,) = tmp_path.rglob("*.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["step"], line["values"]) for line in lines if line["kind"] == "metrics"] == [(3, {"loss": 0.25})]
+
+
+def test_two_accelerators_keep_their_settings_and_windows() -> None:
+    first = Accelerator(gradient_accumulation_steps=4, mixed_precision="bf16")
+    second = Accelerator()
+    model, other = first.prepare(nn.Linear(1, 1)), second.prepare(nn.Linear(1, 1))
+    flags = []
+    for _ in range(4):
+        with first.accumulate(model):
+            first.backward(model(torch.ones(1, 1)).sum())
+        with second.accumulate(other):
+            second.backward(other(torch.ones(1, 1)).sum())
+        flags.append((first.sync_gradients, second.sync_gradients))
+    assert flags == [(False, True)] * 3 + [(True, True)]
+    # accelerate: the second one resets the first one's steps to 1, and makes it "no" in precision.
+    assert (first.gradient_accumulation_steps, first.mixed_precision) == (4, "bf16")
+    assert model.weight.grad.item() == 1.0  # the mean of four
+    assert other.weight.grad.item() == 4.0  # four updates, none cleared
+    first.free_memory()
+    assert second._models == [other]

@@ -1,0 +1,229 @@
+"""The less used members of the Accelerator and of its state: each has Accelerate's meaning, or says what it cannot do."""
+
+from __future__ import annotations
+
+import copy
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon import (
+    Accelerator,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    PartialState,
+    ProfileKwargs,
+)
+from echelon.base.errors import ConfigError, UsageError
+from echelon.state import AcceleratorState, GradientState
+from echelon.utils import AutocastKwargs, ProjectConfiguration
+from tests.harness import RanksFailed, run_on_ranks
+
+
+def _two_forwards(unused: bool) -> tuple[list[float], list[float], bool]:
+    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=unused)])
+    inner = nn.Linear(1, 1, bias=False)
+    inner.weight.data.fill_(1.0)
+    model, optimizer = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=1.0))
+    rank = accelerator.process_index
+    with accelerator.no_sync(model):
+        first = model(torch.tensor([[1.0 + rank]])).sum()
+        second = model(torch.tensor([[10.0 + 10 * rank]])).sum()
+    accelerator.backward(first)
+    local = inner.weight.grad.flatten().tolist()
+    with accelerator.trigger_sync_in_backward(model):
+        accelerator.backward(second)
+    shared = inner.weight.grad.flatten().tolist()
+    optimizer.step()  # a warning of the step guard would be an error
+    with accelerator.no_sync(model):  # and the context leaves nothing behind
+        accelerator.backward(model(torch.tensor([[1.0 + rank]])).sum())
+    return local, shared, accelerator._engine.reduced(model)
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_the_last_backward_of_several_forwards_brings_them_all_together(unused: bool) -> None:
+    # The gradient of w * x is x: 1 and 10 on rank 0, 2 and 20 on rank 1; the mean of 11 and 22 is 16.5.
+    assert run_on_ranks(_two_forwards, unused) == [([1.0], [16.5], False), ([2.0], [16.5], False)]
+
+
+def test_on_one_process_there_is_nothing_to_trigger() -> None:
+    accelerator = Accelerator()
+    model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+    with accelerator.trigger_sync_in_backward(model):
+        accelerator.backward(model(torch.tensor([[3.0]])).sum())
+    assert model.weight.grad.item() == 3.0
+
+
+def _over_devices() -> None:
+    model = nn.Sequential(nn.Linear(1, 1))
+    model[0].hf_device_map = {"weight": 0, "bias": "cpu"}
+    Accelerator().prepare(model)
+
+
+def test_a_model_over_several_devices_is_seen_and_not_copied_to_ranks() -> None:
+    accelerator = Accelerator()
+    model = nn.Sequential(nn.Linear(1, 1))
+    assert accelerator.verify_device_map(model) is False
+    model[0].hf_device_map = {"": 0}
+    assert accelerator.verify_device_map(model) is False
+    model[0].hf_device_map = {"weight": 0, "bias": 1}
+    assert accelerator.verify_device_map(model) is True
+    with pytest.raises(
+        RanksFailed, match=r"(?s)Sequential was loaded over several devices .*leave device_map out"
+    ) as failed:
+        run_on_ranks(_over_devices)
+    assert {type(error) for error in failed.value.errors.values()} == {UsageError}
+
+
+def test_what_needs_another_layout_is_empty_or_an_error() -> None:
+    accelerator = Accelerator()
+    batch = torch.arange(4.0).reshape(1, 4)
+    with accelerator.maybe_context_parallel(buffers=[batch], buffer_seq_dims=[1], no_restore_buffers={batch}):
+        assert batch.tolist() == [[0.0, 1.0, 2.0, 3.0]]
+    loader = object()
+    assert accelerator.deepspeed_ulysses_dl_adapter(loader, nn.Linear(1, 1)) is loader
+    nothing = ("deepspeed_plugin", "parallelism_config", "torch_device_mesh")
+    assert [getattr(accelerator, name) for name in nothing] == [None, None, None]
+    assert (accelerator.is_fsdp2, accelerator.is_composable_parallelism_enabled) == (False, False)
+    for name in (
+        "context_parallel_rank",
+        "data_parallel_rank",
+        "data_parallel_shard_rank",
+        "pipeline_parallel_rank",
+        "tensor_parallel_rank",
+    ):
+        with pytest.raises(UsageError, match=f"there is no {name}: no parallelism_config") as caught:
+            getattr(accelerator, name)
+        assert caught.value.do is not None
+    with pytest.raises(UsageError, match="LOMO updates the parameters inside the backward pass"):
+        accelerator.lomo_backward(torch.ones((), requires_grad=True), 0.1)
+    for name in ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "torch_tp_plugin", "megatron_lm_plugin"):
+        with pytest.raises(ConfigError, match=rf"Accelerator\({name}=\) is not offered"):
+            Accelerator(**{name: object()})
+    with pytest.raises(ConfigError, match=r"Accelerator\(parallelism_config=\) is not offered"):
+        Accelerator(parallelism_config=object())
+
+
+def test_handlers_that_were_given_are_shown_and_cannot_be_exchanged() -> None:
+    plain = Accelerator()
+    names = ("autocast_handler", "ddp_handler", "init_handler", "profile_handler", "scaler_handler")
+    assert [getattr(plain, name) for name in names] == [None] * 5
+    given = [
+        AutocastKwargs(cache_enabled=True),
+        DistributedDataParallelKwargs(bucket_cap_mb=1),
+        InitProcessGroupKwargs(timeout=timedelta(seconds=5)),
+        ProfileKwargs(record_shapes=True),
+        GradScalerKwargs(init_scale=2.0),
+    ]
+    accelerator = Accelerator(kwargs_handlers=given)
+    assert [getattr(accelerator, name) for name in names] == given
+    with pytest.raises(AttributeError):
+        accelerator.ddp_handler = DistributedDataParallelKwargs()
+
+
+def test_a_copy_of_what_holds_an_accelerator_holds_the_same_one() -> None:
+    accelerator = Accelerator()
+    assert copy.deepcopy({"accelerator": accelerator})["accelerator"] is accelerator
+
+
+def test_the_data_loader_settings_can_be_read_and_one_be_set(tmp_path: Any) -> None:
+    config = DataLoaderConfiguration(
+        split_batches=True, dispatch_batches=False, even_batches=False, non_blocking=True, use_seedable_sampler=True
+    )
+    project = ProjectConfiguration(project_dir=str(tmp_path), logging_dir=str(tmp_path / "logs"), iteration=3)
+    accelerator = Accelerator(dataloader_config=config, project_config=project)
+    assert (accelerator.split_batches, accelerator.dispatch_batches, accelerator.even_batches) == (True, False, False)
+    assert (accelerator.non_blocking, accelerator.use_seedable_sampler) == (True, True)
+    assert accelerator.use_stateful_dataloader is False
+    assert accelerator.dataloader_config is config
+    accelerator.even_batches = True
+    assert config.even_batches is True
+    assert (accelerator.project_dir, accelerator.logging_dir) == (str(tmp_path), str(tmp_path / "logs"))
+    assert (accelerator.save_iteration, accelerator.project_configuration) == (3, project)
+    assert Accelerator(split_batches=True).split_batches is True
+
+
+def _facts() -> dict[str, Any]:
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs()])
+    names = ("multi_device", "should_save_model", "native_amp", "is_last_process", "use_distributed", "num_processes")
+    facts = {name: getattr(accelerator, name) for name in names}
+    partial, state = PartialState(), AcceleratorState()
+    facts["backends"] = (partial.backend, state.backend, dist.get_backend())
+    facts["shown"] = repr(state).splitlines()[:4]
+    facts["shared"] = (PartialState._shared_state["num_processes"], AcceleratorState._shared_state["mixed_precision"])
+    facts["devices"] = [str(one) for one in (state.device, partial.default_device, accelerator.device)]
+    partial.set_device()
+    group = dist.new_group()
+    partial.destroy_process_group(group)
+    PartialState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    facts["still there"] = (dist.is_initialized(), AcceleratorState().num_processes)
+    state.destroy_process_group()
+    facts["ended"] = dist.is_initialized()
+    return facts
+
+
+def test_the_state_of_a_rank() -> None:
+    first, second = run_on_ranks(_facts, init_group=False)
+    assert (first.pop("should_save_model"), second.pop("should_save_model")) == (True, False)
+    assert (first.pop("is_last_process"), second.pop("is_last_process")) == (False, True)
+    assert first.pop("shown")[-1] == "process_index: 0"
+    assert second.pop("shown") == [
+        "distributed_type: DistributedType.MULTI_CPU",
+        "backend: gloo",
+        "num_processes: 2",
+        "process_index: 1",
+    ]
+    assert first == second == {
+        "multi_device": False,
+        "native_amp": False,
+        "use_distributed": True,
+        "num_processes": 2,
+        "backends": ("gloo", "gloo", "gloo"),  # the handler's default is "nccl", as in accelerate, and means: by device
+        "shared": (2, "no"),
+        "devices": ["cpu", "cpu", "cpu"],
+        "still there": (True, 2),
+        "ended": False,
+    }  # fmt: skip
+
+
+def test_the_state_knows_what_this_version_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator(mixed_precision="bf16")
+    state = AcceleratorState()
+    assert accelerator.native_amp is True
+    names = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin")
+    assert [getattr(state, name) for name in (*names, "parallelism_config", "device_mesh")] == [None] * 7
+    assert (state.is_fsdp2, state.initialized, state.fork_launched, state.debug) == (False, True, False, False)
+    for call in (lambda: state.get_deepspeed_plugin("a"), lambda: state.select_deepspeed_plugin("a")):
+        with pytest.raises(UsageError, match=r"deepspeed_plugin\(\): there is no DeepSpeed plugin"):
+            call()
+    with pytest.raises(UsageError, match=r"AcceleratorState\(fsdp_plugin=\) came after"):
+        AcceleratorState(fsdp_plugin=SimpleNamespace())
+    with pytest.raises(UsageError, match=r"PartialState\(\) knows no nonsense"):
+        PartialState(nonsense=1)
+    monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "1")
+    assert PartialState().debug is True
+
+
+def test_the_shared_state_is_empty_before_anybody_asked() -> None:
+    import gc
+
+    gc.collect()
+    assert AcceleratorState._shared_state == PartialState._shared_state == {}
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    assert AcceleratorState._shared_state["device"] == accelerator.device
+    assert GradientState is type(accelerator.gradient_state)
+
+
+def test_defaults_of_the_process_group_are_those_of_accelerate_and_mean_nothing() -> None:
+    handler = InitProcessGroupKwargs()
+    assert (handler.backend, handler.init_method, handler.timeout) == ("nccl", None, timedelta(minutes=10))
+    assert handler.to_kwargs() == {}
+    assert InitProcessGroupKwargs(backend="gloo").to_kwargs() == {"backend": "gloo", "timeout": timedelta(minutes=30)}

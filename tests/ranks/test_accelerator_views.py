@@ -1,0 +1,128 @@
+"""Accelerators pickle with their settings; join, checkpoints and loaders say what scripts for Accelerate ask of them."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from echelon import Accelerator, DataLoaderConfiguration
+from echelon.base.errors import UsageError
+from echelon.base.warnings import EchelonWarning
+from tests.harness import run_on_ranks
+
+_FACTS = ("num_processes", "process_index", "device", "distributed_type", "mixed_precision")
+
+
+def _pickled() -> dict[str, Any]:
+    accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=3, split_batches=True)
+    model = nn.Linear(2, 1)
+    model, optimizer, _ = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(range(8), batch_size=2)
+    )
+    accelerator.step = 4
+    copy = pickle.loads(pickle.dumps(accelerator))
+    assert pickle.loads(pickle.dumps(optimizer)).param_groups[0]["lr"] == 0.1
+    return {
+        "facts": [getattr(copy.state, name) == getattr(accelerator.state, name) for name in _FACTS],
+        "settings": (
+            copy.gradient_accumulation_steps,
+            copy.split_batches,
+            copy.step,
+            copy.config == accelerator.config,
+        ),
+        "prepared": [len(kept) for kept in (copy._models, copy._optimizers, copy._dataloaders)],
+        "works": float(copy.gather(torch.ones(1)).sum()),
+        "trains": type(copy.prepare(nn.Linear(2, 1))) is type(model),
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_accelerator_pickles_with_its_settings_and_without_what_it_prepared(world_size: int) -> None:
+    expected = {
+        "facts": [True] * len(_FACTS),
+        "settings": (3, True, 4, True),
+        "prepared": [0, 0, 0],
+        "works": float(world_size),
+        "trains": True,
+    }
+    assert run_on_ranks(_pickled, world_size=world_size) == [expected] * world_size
+
+
+def _joined() -> tuple[str, bool]:
+    accelerator = Accelerator()
+    frozen = nn.Linear(2, 1).requires_grad_(False)
+    frozen = accelerator.prepare(frozen)
+    with accelerator.join_uneven_inputs([frozen]):  # nothing of it is reduced: nothing to join
+        entered = True
+    with pytest.raises(UsageError) as caught:
+        with accelerator.join_uneven_inputs([frozen, nn.Linear(2, 1)]):
+            pass
+    return str(caught.value), entered
+
+
+def test_joining_what_was_not_prepared_is_an_error() -> None:
+    for text, entered in run_on_ranks(_joined):
+        assert entered
+        assert "join_uneven_inputs() was given what this Accelerator has not prepared: Linear" in text
+        assert "do:    give it the models that prepare() returned" in text
+
+
+class _Count(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+
+def _overridden(dispatch: bool) -> list[list[int]]:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+    model, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(_Count(), batch_size=2))
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        ragged = torch.cat(list(loader)).tolist()
+    return [ragged, torch.cat(list(loader)).tolist()]
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "expected"),
+    [
+        (False, [[[0, 1, 4], [2, 3]], [[0, 1, 4, 0], [2, 3, 1, 2]]]),
+        (True, [[[0, 1, 4], [2, 3]], [[0, 1, 4], [2, 3, 0]]]),
+    ],
+)
+def test_join_overrides_even_batches_of_iterable_data_too(dispatch: bool, expected: list[list[list[int]]]) -> None:
+    ragged, even = zip(*run_on_ranks(_overridden, dispatch))
+    assert [list(ragged), list(even)] == expected
+
+
+def _saved(folder: str) -> tuple[list[str], float, list[str]]:
+    accelerator = Accelerator()
+    model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+    mine = Path(folder, str(dist.get_rank()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", EchelonWarning)
+        accelerator.save_state(str(mine))
+        before = accelerator.unwrap_model(model).weight.item()
+        with torch.no_grad():
+            accelerator.unwrap_model(model).weight.zero_()
+        accelerator.load_state(str(mine))
+    restored = accelerator.unwrap_model(model).weight.item() - before
+    told = [str(w.message) for w in caught if issubclass(w.category, EchelonWarning)]
+    return sorted(path.name for path in Path(folder).iterdir()), restored, told
+
+
+def test_ranks_that_name_other_folders_share_that_of_the_first_rank(tmp_path: Path) -> None:
+    (folders, difference, told), (_, other, silent) = run_on_ranks(_saved, str(tmp_path))
+    assert (folders, difference, other) == (["0"], 0.0, 0.0)
+    assert [text.split(" was given")[0] for text in told] == ["save_state()", "load_state()"]
+    assert (
+        f"on ranks 1 than on the first rank of their machine. A checkpoint is one folder for all ranks: they use {tmp_path}/0"
+        in told[0]
+    )
+    assert silent == []

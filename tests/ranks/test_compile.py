@@ -1,0 +1,217 @@
+"""torch.compile through the Accelerator: the numbers of the plain loop, the user's parameter names, and no second compilation."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon import Accelerator
+from echelon.base import environ
+from echelon.base.errors import ConfigError
+from echelon.base.warnings import EchelonWarning
+from echelon.utils import (
+    DynamoBackend,
+    TorchDynamoPlugin,
+    extract_model_from_parallel,
+    has_compiled_regions,
+    is_compiled_module,
+)
+from tests.harness import run_on_ranks
+
+KINDS = ["own", "own in place", "regions", "whole"]
+NAMES = ["blocks.0.weight", "blocks.0.bias", "blocks.1.weight", "blocks.1.bias", "head.weight", "head.bias"]
+# torch's tracing looks at the .grad of what is no leaf (torch 2.13).
+of_torch = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(2)])
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        result: torch.Tensor = self.head(x)
+        return result
+
+
+def _model() -> _Net:
+    torch.manual_seed(0)
+    return _Net()
+
+
+def _batches(rank: int) -> torch.Tensor:
+    return torch.randn(6, 5, 6, generator=torch.Generator().manual_seed(10 + rank))
+
+
+def _plain(world_size: int) -> list[torch.Tensor]:
+    """One process, nothing compiled: updates of two micro-batches of every rank."""
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(0, 6, 2):
+        for rank in range(world_size):
+            for x in _batches(rank)[step : step + 2]:
+                (model(x).square().mean() / (2 * world_size)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+def _setup(kind: str, **more: Any) -> tuple[Accelerator, _Net, nn.Module]:
+    """Return the Accelerator, the model, and what is given to prepare()."""
+    plugin = {
+        "whole": TorchDynamoPlugin(backend="aot_eager"),
+        "regions": TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True),
+    }.get(kind)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dynamo_plugin=plugin, **more)
+    model = _model()
+    if kind == "own in place":
+        model.compile(backend="aot_eager")
+    return accelerator, model, torch.compile(model, backend="aot_eager") if kind == "own" else model  # type: ignore[return-value]
+
+
+def _train(kind: str) -> tuple[list[torch.Tensor], list[str], int, list[str]]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    accelerator, model, given = _setup(kind)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        prepared, optimizer = accelerator.prepare(given, torch.optim.SGD(model.parameters(), lr=0.5))
+        for x in _batches(accelerator.process_index):
+            with accelerator.accumulate(prepared):
+                accelerator.backward(prepared(x).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            extract_model_from_parallel(prepared)  # looking inside changes nothing
+            accelerator.unwrap_model(prepared)
+    return (
+        [p.detach() for p in model.parameters()],
+        list(accelerator.get_state_dict(prepared)),
+        torch._dynamo.utils.counters["stats"]["unique_graphs"],
+        [str(w.message) for w in caught if issubclass(w.category, EchelonWarning)],
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_train_like_one_that_compiles_nothing(kind: str) -> None:
+    for parameters, names, graphs, warned in run_on_ranks(_train, kind, world_size=2, timeout=120):
+        torch.testing.assert_close(parameters, _plain(2), rtol=1e-5, atol=1e-6)  # float32, another order of sums
+        assert names == NAMES
+        assert graphs == (
+            3 if kind == "regions" else 1
+        )  # a block with and without a gradient of its input, and the head
+        assert warned == []
+
+
+def _guarded() -> list[torch.Tensor]:
+    accelerator, model, given = _setup("whole")
+    prepared, optimizer = accelerator.prepare(given, torch.optim.SGD(model.parameters(), lr=0.5))
+    (x, *_) = _batches(accelerator.process_index)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EchelonWarning)
+        with accelerator.no_sync(prepared):
+            accelerator.backward(prepared(x).square().mean())
+        before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+    means = []
+    for gradient in before:
+        total = gradient.clone()
+        dist.all_reduce(total)
+        means.append(total / 2)
+    start = _model().parameters()
+    torch.testing.assert_close(list(model.parameters()), [p - 0.5 * g for p, g in zip(start, means)])
+    return before
+
+
+def test_the_step_guard_holds_for_a_compiled_model() -> None:
+    first, second = run_on_ranks(_guarded, world_size=2, timeout=120)
+    assert not torch.equal(first[0], second[0])  # in no_sync the gradients were each rank's own
+
+
+@of_torch
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_user_s_model_comes_out_again(kind: str, precision: str) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    accelerator, model, given = _setup(kind, mixed_precision=precision)
+    prepared = accelerator.prepare(given)
+    assert accelerator.prepare(given) is prepared
+    assert accelerator.prepare(prepared) is prepared
+    x = torch.ones(3, 6)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
+        expected = model.head(model.blocks[1](model.blocks[0](x).tanh()).tanh()).float()
+    with torch.no_grad():
+        torch.testing.assert_close(prepared(x), expected, rtol=0, atol=0)
+    assert prepared(x).dtype == torch.float32
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    kept = accelerator.unwrap_model(prepared)
+    assert is_compiled_module(kept) == (kind in ("whole", "own"))
+    assert has_compiled_regions(kept) == (kind != "own in place")
+    assert accelerator.unwrap_model(prepared, keep_torch_compile=False) is model
+    assert list(accelerator.get_state_dict(prepared)) == NAMES
+    bare = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False, keep_torch_compile=False)
+    with torch.no_grad():
+        own = bare.head(bare.blocks[1](bare.blocks[0](x).tanh()).tanh())
+        torch.testing.assert_close(bare(x), own, rtol=0, atol=0)  # in float32 again
+    assert bare.__dict__.get("forward") is None
+
+
+@of_torch
+def test_what_is_compiled_is_not_compiled_again() -> None:
+    accelerator = Accelerator(cpu=True, dynamo_backend="eager")
+    given = torch.compile(_model(), backend="eager")
+    assert accelerator.prepare(given) is given
+    in_place = _model()
+    in_place.compile(backend="eager")
+    assert accelerator.prepare(in_place) is in_place
+    evaluated = accelerator.prepare_model(_model(), evaluation_mode=True)
+    assert is_compiled_module(evaluated)
+    assert accelerator._models == [given, in_place]
+
+
+@of_torch
+def test_without_repeated_blocks_regional_compilation_is_whole() -> None:
+    accelerator = Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="eager", use_regional_compilation=True))
+    assert is_compiled_module(accelerator.prepare(nn.Linear(2, 2)))
+    assert not is_compiled_module(accelerator.prepare(_model()))
+
+
+def test_the_backend_comes_from_the_code_or_the_environment() -> None:
+    assert Accelerator(cpu=True).state.dynamo_plugin.backend is DynamoBackend.NO
+    assert Accelerator(cpu=True, dynamo_backend="INDUCTOR").state.dynamo_plugin.to_kwargs() == {"backend": "inductor"}
+    variables = {
+        "ACCELERATE_DYNAMO_BACKEND": "AOT_EAGER",
+        "ACCELERATE_DYNAMO_MODE": "max-autotune",
+        "ACCELERATE_DYNAMO_USE_FULLGRAPH": "True",
+        "ACCELERATE_DYNAMO_USE_DYNAMIC": "False",
+        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "1",
+    }
+    with environ.patch(dict(variables)):
+        plugin = Accelerator(cpu=True).state.dynamo_plugin
+        in_code = Accelerator(cpu=True, dynamo_backend=DynamoBackend.EAGER)
+        assert TorchDynamoPlugin() == plugin
+    expected = {"backend": "aot_eager", "mode": "max-autotune", "fullgraph": True, "dynamic": False}
+    assert plugin.to_kwargs() == expected
+    assert plugin.use_regional_compilation
+    assert in_code.state.dynamo_plugin.backend is DynamoBackend.EAGER
+    assert str(in_code.config.origins["dynamo_backend"]) == "code Accelerator(dynamo_backend=)"
+    given = TorchDynamoPlugin(backend="eager", fullgraph=True)
+    assert Accelerator(cpu=True, dynamo_plugin=given).config.value.dynamo_use_fullgraph
+
+
+def test_a_backend_and_a_plugin_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="dynamo_backend='eager' and dynamo_plugin are both given") as raised:
+        Accelerator(cpu=True, dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin())
+    assert "give one of the two" in str(raised.value.do)
+    with environ.patch({"ACCELERATE_DYNAMO_BACKEND": "torhchxla_trace_once"}), pytest.raises(ConfigError) as raised:
+        Accelerator(cpu=True)
+    assert "env ACCELERATE_DYNAMO_BACKEND" in str(raised.value)
+    assert "aot_torchxla_trace_once, torchxla_trace_once" in str(raised.value)

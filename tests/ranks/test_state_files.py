@@ -1,0 +1,642 @@
+"""save_state and load_state: a resumed run is the run that was not interrupted, and a failed save changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from echelon import Accelerator, DataLoaderConfiguration, GradScalerKwargs, set_seed
+from echelon.base.errors import CheckpointError, DesyncError, UsageError
+from echelon.base.warnings import EchelonWarning
+from echelon.utils import ProjectConfiguration
+from tests.harness import RanksFailed, run_on_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+WRITTEN_BY_ACCELERATE = ROOT / "tests" / "data" / "accelerate_state"
+PEERS = ROOT / ".venv-peers" / "bin" / "python"
+
+
+def _objects(seed: int, *, generator: bool = False) -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]]:
+    data = TensorDataset(torch.randn(32, 6, generator=torch.Generator().manual_seed(7)))
+    own = torch.Generator().manual_seed(5) if generator else None
+    set_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30)
+    return model, optimizer, scheduler, DataLoader(data, batch_size=4, shuffle=True, generator=own)
+
+
+Result = tuple[list[torch.Tensor], list[float], float]
+
+
+def _plain(epochs: int, generator: bool) -> Result:
+    """Train by torch alone, on this rank's share of the batches."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    model, optimizer, scheduler, loader = _objects(1, generator=generator)
+    wrapped = DistributedDataParallel(model) if world_size > 1 else model
+    for _ in range(epochs):
+        for i, (x,) in enumerate(loader):
+            if i % world_size == rank:
+                wrapped(x).square().mean().backward()
+                optimizer.step()
+                for _ in range(world_size):
+                    scheduler.step()
+                optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()], scheduler.get_last_lr(), torch.rand(()).item()
+
+
+def _interrupted(folder: str, epochs: int, stop: tuple[int, int], generator: bool, stateful: bool) -> Result:
+    """Train to step ``stop[1]`` of epoch ``stop[0]``, save; build everything anew, load, train to the end."""
+    config = DataLoaderConfiguration(use_stateful_dataloader=stateful)
+
+    def prepared(seed: int) -> tuple[Accelerator, Any, Any, Any, Any]:
+        accelerator = Accelerator(dataloader_config=config)
+        return accelerator, *accelerator.prepare(*_objects(seed, generator=generator))
+
+    def step(accelerator: Accelerator, model: Any, optimizer: Any, scheduler: Any, x: torch.Tensor) -> None:
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+    accelerator, model, optimizer, scheduler, loader = prepared(1)
+    for epoch in range(stop[0] + 1):
+        for i, (x,) in enumerate(loader):
+            step(accelerator, model, optimizer, scheduler, x)
+            if (epoch, i + 1) == stop:
+                accelerator.save_state(folder)
+                break
+    accelerator.free_memory()
+    accelerator, model, optimizer, scheduler, loader = prepared(99)
+    accelerator.load_state(folder)
+    skipped = stop[1] % len(loader)
+    for epoch in range(stop[0] + (skipped == 0), epochs):
+        again = loader
+        if epoch == stop[0] and not stateful:
+            again = accelerator.skip_first_batches(loader, skipped)
+        for (x,) in again:
+            step(accelerator, model, optimizer, scheduler, x)
+    parameters = [p.detach().clone() for p in accelerator.unwrap_model(model).parameters()]
+    return parameters, scheduler.get_last_lr(), torch.rand(()).item()
+
+
+def _both(folder: str, stop: tuple[int, int], generator: bool, stateful: bool) -> tuple[Result, Result]:
+    return _plain(3, generator), _interrupted(folder, 3, stop, generator, stateful)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("generator", [False, True], ids=["global-rng", "own-generator"])
+@pytest.mark.parametrize("middle", [False, True], ids=["at-the-end", "in-the-middle"])
+def test_a_resumed_run_is_the_plain_loop_bit_for_bit(
+    world_size: int, generator: bool, middle: bool, tmp_path: Path
+) -> None:
+    # Dropout, the order of the samples, AdamW's moments and the schedule: each would show in the weights.
+    stop = (1, 3 if middle else 8 // world_size)
+    for plain, resumed in run_on_ranks(_both, str(tmp_path / "s"), stop, generator, False, world_size=world_size):
+        assert all(map(torch.equal, plain[0], resumed[0]))
+        assert plain[1:] == resumed[1:]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_stateful_loader_goes_on_by_itself(world_size: int, tmp_path: Path) -> None:
+    for plain, resumed in run_on_ranks(_both, str(tmp_path / "s"), (1, 2), False, True, world_size=world_size):
+        assert all(map(torch.equal, plain[0], resumed[0]))
+    saved = torch.load(tmp_path / "s" / "dl_state_dict.bin", weights_only=True)
+    assert (saved["_num_yielded"], saved["_iterator_finished"]) == (2, False)  # the form that torchdata reads
+
+
+def _resume_scaler(folder: str) -> list[dict[str, Any]]:
+    states = []
+    for load in (False, True):
+        accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=8.0)])
+        model = nn.Linear(2, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if load:
+            accelerator.load_state(folder)
+        else:
+            for _ in range(3):
+                accelerator.backward(model(torch.ones(1, 2)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            accelerator.save_state(folder)
+        assert accelerator.scaler is not None
+        states.append(accelerator.scaler.state_dict())
+    return states
+
+
+def test_the_loss_scale_counts_the_step_before_saving(tmp_path: Path) -> None:
+    saved, loaded = _resume_scaler(str(tmp_path / "s"))
+    assert saved["_growth_tracker"] == 3
+    assert loaded == saved
+
+
+def _fail_on_rank_one(folder: str, limit: int | None) -> tuple[str, list[str], dict[str, float], int]:
+    """Save, save again with a write that fails on rank 1; return the error and what is there afterwards."""
+    project = ProjectConfiguration(folder, automatic_checkpoint_naming=limit is not None, total_limit=limit)
+    accelerator = Accelerator(project_config=project)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    target = None if limit is not None else f"{folder}/state"
+
+    def weight_is(value: float) -> None:
+        with torch.no_grad():
+            accelerator.unwrap_model(model).weight.fill_(value)
+
+    def fails(models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
+        if accelerator.process_index == 1:
+            raise OSError(28, "No space left on device", output_dir)
+
+    weight_is(1.0)
+    accelerator.save_state(target)
+    weight_is(2.0)
+    handle = accelerator.register_save_state_pre_hook(fails)
+    with pytest.raises(DesyncError) as caught:
+        accelerator.save_state(target)
+    handle.remove()
+    accelerator.wait_for_everyone()
+    parent = Path(folder) / "checkpoints" if limit is not None else Path(folder)
+    names = sorted(path.name for path in parent.iterdir())
+    accelerator.load_state(target)
+    kept = accelerator.unwrap_model(model).weight.item()
+    weight_is(3.0)
+    accelerator.save_state(target)
+    after = sorted(path.name for path in parent.iterdir())
+    accelerator.load_state(target)
+    values = {"kept": kept, "replaced": accelerator.unwrap_model(model).weight.item()}
+    return str(caught.value), [*names, "then", *after], values, project.iteration
+
+
+@pytest.mark.parametrize("limit", [None, 1], ids=["same-path", "total_limit=1"])
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_old_one(limit: int | None, tmp_path: Path) -> None:
+    old, new = ("state", "state") if limit is None else ("checkpoint_0", "checkpoint_1")
+    for text, names, values, iteration in run_on_ranks(_fail_on_rank_one, str(tmp_path), limit):
+        assert "failed on some ranks\n    rank 1: OSError: [Errno 28] No space left on device" in text
+        assert "rank 0:" not in text
+        assert names == [old, "then", new]
+        assert values == {"kept": 1.0, "replaced": 3.0}
+        assert iteration == 2
+
+
+def _load_with_one_file_less(folder: str) -> str:
+    accelerator = Accelerator()
+    accelerator.prepare(nn.Linear(1, 1))
+    accelerator.save_state(folder)
+    if accelerator.is_main_process:
+        os.unlink(f"{folder}/random_states_1.pkl")
+    accelerator.wait_for_everyone()
+    with pytest.raises(DesyncError) as caught:
+        accelerator.load_state(folder)
+    return str(caught.value)
+
+
+def test_a_file_that_one_rank_misses_is_an_error_on_all(tmp_path: Path) -> None:
+    for text in run_on_ranks(_load_with_one_file_less, str(tmp_path / "s")):
+        assert "rank 1: CheckpointError" in text
+        assert f"{tmp_path / 's'} has no random_states_1.pkl" in text
+
+
+def _load_on_more(folder: str) -> tuple[float, int]:
+    accelerator = Accelerator()
+    model = accelerator.prepare(nn.Linear(1, 1))
+    accelerator.load_state(folder)
+    return accelerator.unwrap_model(model).weight.item(), accelerator.step
+
+
+def test_more_processes_than_saved_load_it_and_are_told(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    model = accelerator.prepare(nn.Linear(1, 1))
+    accelerator.step = 5
+    accelerator.save_state(tmp_path / "s")
+    with pytest.raises(RanksFailed, match="has random states of 1 processes") as caught:  # warnings are errors in tests
+        run_on_ranks(_load_on_more, str(tmp_path / "s"))
+    assert isinstance(caught.value.errors[0], DesyncError | EchelonWarning)
+    assert _load_on_more(str(tmp_path / "s")) == (model.weight.item(), 5)
+
+
+# ---- Accelerate's own files ------------------------------------------------------------------------------------------
+
+
+class _Counter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+
+
+def _like_accelerates() -> tuple[Accelerator, Any, Any, Any, _Counter]:
+    accelerator = Accelerator()
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.125)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=10)
+    counter = _Counter()
+    accelerator.register_for_checkpointing(counter)
+    return accelerator, *accelerator.prepare(model, optimizer, scheduler), counter
+
+
+def _load_accelerates(folder: str) -> tuple[dict[str, Any], int]:
+    accelerator, model, optimizer, scheduler, counter = _like_accelerates()
+    accelerator.load_state(folder)
+    found = {
+        "weight": model.weight.tolist(),
+        "bias": model.bias.tolist(),
+        "exp_avg": optimizer.state_dict()["state"][0]["exp_avg"].tolist(),
+        "lr": scheduler.get_last_lr(),
+        "step": accelerator.step,
+        "drawn": [torch.rand(()).item(), float(np.random.rand()), random.random()],
+    }
+    return found, counter.count
+
+
+def test_what_accelerate_wrote_is_loaded() -> None:
+    found, count = _load_accelerates(str(WRITTEN_BY_ACCELERATE))
+    assert found == json.loads((WRITTEN_BY_ACCELERATE / "expected.json").read_text())
+    assert found["drawn"][0] == torch.rand((), generator=torch.Generator().manual_seed(11)).item()
+    assert count == 3
+
+
+_IN_ACCELERATE = """
+import sys, json, torch
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.125)
+scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=10)
+model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+class Counter(dict):
+    def state_dict(self): return dict(self)
+    def load_state_dict(self, state): self.update(state)
+counter = Counter()
+accelerator.register_for_checkpointing(counter)
+accelerator.load_state(sys.argv[1])
+state = optimizer.state_dict()["state"]
+print(json.dumps([model.weight.tolist(), state[0]["exp_avg"].tolist(), scheduler.get_last_lr(), accelerator.step,
+                  torch.rand(()).item(), counter["count"]]))
+accelerator.save_state(sys.argv[2])
+"""
+
+
+def test_accelerate_loads_what_was_written_here_and_the_other_way_round(tmp_path: Path) -> None:
+    if not PEERS.exists():
+        pytest.skip(f"{PEERS} is missing: make peers")
+    accelerator, model, optimizer, scheduler, counter = _like_accelerates()
+    counter.count = 4
+    accelerator.backward(model(torch.tensor([[1.0, 2.0]])).sum())
+    optimizer.step()
+    scheduler.step()
+    accelerator.step = 6
+    torch.manual_seed(21)
+    accelerator.save_state(tmp_path / "here")
+    expected = [
+        model.weight.tolist(),
+        optimizer.state_dict()["state"][0]["exp_avg"].tolist(),
+        scheduler.get_last_lr(),
+        6,
+        torch.rand((), generator=torch.Generator().manual_seed(21)).item(),
+        4,
+    ]
+    environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "PYTHONPATH")}
+    command = [str(PEERS), "-c", _IN_ACCELERATE, str(tmp_path / "here"), str(tmp_path / "there")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == expected
+    with torch.no_grad():
+        model.weight.zero_()
+    counter.count = 0
+    accelerator.load_state(tmp_path / "there")
+    assert [model.weight.tolist(), optimizer.state_dict()["state"][0]["exp_avg"].tolist()] == expected[:2]
+    assert counter.count == 4
+
+
+# ---- one process -----------------------------------------------------------------------------------------------------
+
+
+class _Evil:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.mark}",)
+
+
+@pytest.mark.parametrize(
+    "file", ["random_states_0.pkl", "optimizer.bin", "scheduler.bin", "custom_checkpoint_0.pkl", "pytorch_model.bin"]
+)
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "bare-pickle"])
+def test_a_file_that_holds_code_is_refused_and_not_run(file: str, legacy: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    shutil.copytree(WRITTEN_BY_ACCELERATE, folder)
+    if file == "pytorch_model.bin":
+        (folder / "model.safetensors").unlink()
+    mark = tmp_path / "it-was-run"
+    torch.save({"step": 1, "x": _Evil(mark)}, folder / file, _use_new_zipfile_serialization=not legacy)
+    accelerator = _like_accelerates()[0]
+    with pytest.raises(CheckpointError, match=rf"{file} holds (posix|nt)\.system, which is not plain data"):
+        accelerator.load_state(folder)
+    assert not mark.exists()
+    with pytest.raises((UsageError, CheckpointError), match=r"not plain data|would run whatever code"):
+        accelerator.load_state(folder, load_kwargs={"weights_only": False})
+    assert not mark.exists()
+
+
+def _saved(tmp_path: Path) -> tuple[Accelerator, nn.Module, Path]:
+    accelerator = Accelerator()
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, _ = accelerator.prepare(model, optimizer)
+    return accelerator, model, accelerator.save_state(tmp_path / "s")
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.bin", "random_states_0.pkl"])
+def test_a_missing_or_damaged_file_is_named_and_nothing_is_loaded_from_beside_a_missing_one(
+    file: str, tmp_path: Path
+) -> None:
+    accelerator, model, folder = _saved(tmp_path)
+    whole = (folder / file).read_bytes()
+    before = model.weight.detach().clone()
+    (folder / file).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match=f"{file} cannot be read"):
+        accelerator.load_state(folder)
+    (folder / file).unlink()
+    with torch.no_grad():
+        model.weight.zero_()
+    with pytest.raises(CheckpointError, match=f"has no {file}"):
+        accelerator.load_state(folder)
+    assert not model.weight.any()
+    assert before.any()
+    with pytest.raises(UsageError, match="there is no folder"):
+        accelerator.load_state(tmp_path / "elsewhere")
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    _, _, folder = _saved(tmp_path)
+    accelerator = Accelerator()
+    accelerator.prepare(nn.Sequential(nn.Linear(2, 1)))
+    with pytest.raises(
+        CheckpointError, match=r"does not fit the Sequential: missing 0.weight, 0.bias; unknown bias, weight"
+    ):
+        accelerator.load_state(folder)
+    accelerator.load_state(folder, strict=False)
+    accelerator = Accelerator()
+    accelerator.prepare(nn.Linear(3, 1))
+    with pytest.raises(CheckpointError, match="size mismatch for weight"):
+        accelerator.load_state(folder)
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_the_files_have_accelerates_names(safe: bool, tmp_path: Path) -> None:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+    models = [nn.Linear(2, 1), nn.Linear(3, 1)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    schedulers = [torch.optim.lr_scheduler.ConstantLR(optimizer) for optimizer in optimizers]
+    loaders = [DataLoader(TensorDataset(torch.arange(4.0)), batch_size=2, shuffle=True) for _ in range(2)]
+    prepared = accelerator.prepare(*models, *optimizers, *schedulers, *loaders)
+    accelerator.register_for_checkpointing(_Counter(), _Counter())
+    loader = prepared[-1]
+    loader.set_epoch(4)
+    first = [batch[0].tolist() for batch in loader]
+    loader.set_epoch(4)
+    folder = accelerator.save_state(tmp_path / "s", safe_serialization=safe)
+    weights = {"model.safetensors", "model_1.safetensors"} if safe else {"pytorch_model.bin", "pytorch_model_1.bin"}
+    assert {path.name for path in folder.iterdir()} == weights | {
+        *("optimizer.bin", "optimizer_1.bin", "scheduler.bin", "scheduler_1.bin", "sampler.bin", "sampler_1.bin"),
+        *("random_states_0.pkl", "custom_checkpoint_0.pkl", "custom_checkpoint_1.pkl"),
+    }
+    saved = models[1].weight.tolist()
+    with torch.no_grad():
+        models[1].weight.zero_()
+    loader.set_epoch(0)
+    torch.manual_seed(123)  # a seedable order has its seed from here, when none is given
+    accelerator.load_state(folder)
+    assert models[1].weight.tolist() == saved
+    assert [batch[0].tolist() for batch in loader] == first
+
+
+def test_saving_to_the_same_path_leaves_nothing_of_the_old_state_and_all_other_files(tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    accelerator = Accelerator()
+    accelerator.prepare(nn.Linear(1, 1), nn.Linear(1, 1))
+    accelerator.save_state(folder)
+    (folder / "notes").mkdir()
+    (folder / "notes" / "mine.txt").write_text("kept")
+    accelerator = Accelerator()
+    accelerator.prepare(nn.Linear(1, 1))
+    accelerator.save_state(folder)
+    assert sorted(p.name for p in folder.iterdir()) == ["model.safetensors", "notes", "random_states_0.pkl"]
+    assert (folder / "notes" / "mine.txt").read_text() == "kept"
+    assert os.listdir(tmp_path) == ["s"]
+
+
+def test_a_folder_that_cannot_be_replaced_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "s").mkdir()
+    monkeypatch.chdir(tmp_path / "s")
+    accelerator = Accelerator()
+    with pytest.raises(UsageError, match=r"is the working directory .* cannot be replaced"):
+        accelerator.save_state(".")
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="is a file, and a folder is to be there"):
+        accelerator.save_state(tmp_path / "file")
+    with pytest.raises(UsageError, match="was given no folder"):
+        accelerator.save_state()
+    with pytest.raises(UsageError, match="was given tag, which the engine single does not know"):
+        accelerator.save_state("x", tag=3)
+
+
+def test_hooks_take_out_what_they_save_and_load_themselves(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    one, two = accelerator.prepare(nn.Linear(1, 1), nn.Linear(2, 1))
+
+    def save_second(models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
+        assert models == [one, two]
+        torch.save(weights.pop()["weight"], os.path.join(output_dir, "mine.pt"))
+
+    def load_second(models: list[nn.Module], input_dir: str) -> None:
+        weight = torch.load(os.path.join(input_dir, "mine.pt"))
+        with torch.no_grad():
+            models.pop().weight.copy_(weight)  # type: ignore[operator,union-attr]
+
+    save_handle = accelerator.register_save_state_pre_hook(save_second)
+    load_handle = accelerator.register_load_state_pre_hook(load_second)
+    folder = accelerator.save_state(tmp_path / "s")
+    assert sorted(p.name for p in folder.iterdir()) == ["mine.pt", "model.safetensors", "random_states_0.pkl"]
+    saved = two.weight.tolist()
+    with torch.no_grad():
+        two.weight.zero_()
+    accelerator.load_state(folder)
+    assert two.weight.tolist() == saved
+    save_handle.remove()
+    load_handle.remove()
+    assert (accelerator.save_state(tmp_path / "t") / "model_1.safetensors").exists()
+    accelerator.load_state(tmp_path / "t")
+
+
+class _Holds(_Counter):
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"nested": [(1, {"value": self.value})]}
+
+
+def test_what_could_not_be_loaded_again_is_refused_when_it_is_registered_and_when_it_is_saved(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    with pytest.raises(ValueError, match=r"argument 1 \(int\) has no state_dict and load_state_dict"):
+        accelerator.register_for_checkpointing(_Counter(), 3)
+    with pytest.raises(UsageError, match=r"the state of _Holds holds pathlib\.PosixPath, which is not plain data"):
+        accelerator.register_for_checkpointing(_Holds(Path("x")))
+    assert accelerator._custom_objects == []
+    plain = _Holds({"t": torch.ones(2), "a": np.arange(3.0), "n": np.float64(1.5), "b": b"x", "s": {1, 2}})
+    accelerator.register_for_checkpointing(plain)
+    accelerator.save_state(tmp_path / "s")
+    plain.value = Path("x")
+    with pytest.raises(CheckpointError, match=r"written to custom_checkpoint_0\.pkl holds pathlib\.PosixPath"):
+        accelerator.save_state(tmp_path / "s")
+    assert os.listdir(tmp_path) == ["s"]
+    other = Accelerator()
+    with pytest.raises(RuntimeError, match=r"holds the states of 1 registered objects .* and 0 are registered"):
+        other.load_state(tmp_path / "s")
+
+
+def test_numbered_checkpoints_are_kept_up_to_the_limit_and_the_newest_is_loaded(tmp_path: Path) -> None:
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = Accelerator(project_config=project)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    checkpoints = tmp_path / "checkpoints"
+    for number in range(12):
+        with torch.no_grad():
+            model.weight.fill_(number)
+        assert accelerator.save_iteration == number
+        accelerator.save_state("this is not read")
+        (checkpoints / "checkpoint_99.tmp-abc").mkdir(exist_ok=True)  # half-written by somebody who died
+    assert sorted(p.name for p in checkpoints.iterdir()) == ["checkpoint_10", "checkpoint_11", "checkpoint_99.tmp-abc"]
+    accelerator.load_state()
+    assert model.weight.item() == 11.0
+    project.iteration = 11
+    with pytest.raises(
+        ValueError, match=r"checkpoint_11 is there already\n.*do:    set .*project_configuration.iteration"
+    ):
+        accelerator.save_state()
+    assert len(list(checkpoints.iterdir())) == 3
+
+
+def test_the_old_checkpoint_is_deleted_after_the_new_one_is_in_place(tmp_path: Path, monkeypatch: Any) -> None:
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=1)
+    accelerator = Accelerator(project_config=project)
+    accelerator.prepare(nn.Linear(1, 1))
+    accelerator.save_state()
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="No space left"):
+        accelerator.save_state()
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_0"]
+    monkeypatch.undo()
+    accelerator.load_state()
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embed.weight
+        self.out = nn.Linear(10, 3)
+
+
+def test_tied_weights_are_stored_once_and_tied_again(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    model = accelerator.prepare(_Tied())
+    from safetensors import safe_open
+
+    folder = accelerator.save_state(tmp_path / "s")
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert sorted(file.keys()) == ["embed.weight", "out.bias", "out.weight"]
+        assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
+    saved = model.embed.weight.tolist()
+    with torch.no_grad():
+        model.embed.weight.zero_()
+    accelerator.load_state(folder)
+    assert model.head.weight.tolist() == saved
+
+
+def test_parts_of_one_memory_are_all_stored(tmp_path: Path) -> None:
+    # As the weights of an LSTM on a GPU; accelerate 1.15 writes the first part only.
+    memory = torch.arange(6.0)
+    Accelerator().save({"a": memory[:4], "b": memory[4:]}, tmp_path / "f", safe_serialization=True)
+    from safetensors.torch import load_file
+
+    assert {k: v.tolist() for k, v in load_file(tmp_path / "f").items()} == {"a": [0, 1, 2, 3], "b": [4, 5]}
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_a_model_is_saved_in_shards_with_an_index(safe: bool, tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    model = accelerator.prepare(_Tied())
+    suffix = "safetensors" if safe else "bin"
+    stem = "model" if safe else "pytorch_model"
+    (tmp_path / "config.json").touch()
+    accelerator.save_model(model, tmp_path, max_shard_size=160, safe_serialization=safe)
+    index = json.loads((tmp_path / f"{stem}.{suffix}.index.json").read_text())
+    # embed.weight has 160 bytes, out.weight 120, out.bias 12
+    embed, out = (f"{stem}-0000{i}-of-00002.{suffix}" for i in (1, 2))
+    tied = {} if safe else {"head.weight": embed}
+    assert index["weight_map"] == {"embed.weight": embed, "out.weight": out, "out.bias": out} | tied
+    assert index["metadata"] == {"total_size": 292}
+    from echelon.utils import load_state_dict
+
+    parts = [load_state_dict(str(tmp_path / file)) for file in (embed, out)]
+    assert torch.equal(parts[0]["embed.weight"], model.embed.weight)
+    assert torch.equal(parts[1]["out.weight"], model.out.weight)
+    accelerator.save_model(model, tmp_path, safe_serialization=safe)  # nothing that a reader could prefer is left
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["config.json", f"{stem}.{suffix}"])
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="is a file, and a folder is to be there"):
+        accelerator.save_model(model, tmp_path / "file")
+    with pytest.raises(UsageError, match="no values on this process: weight"):
+        accelerator.save_model(nn.Linear(1, 1, device="meta"), tmp_path / "m")
+
+
+def test_the_functions_of_accelerates_module_write_and_read_the_same_files(tmp_path: Path) -> None:
+    from echelon.checkpointing import (
+        load_accelerator_state,
+        load_custom_state,
+        save_accelerator_state,
+        save_custom_state,
+    )
+
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    returned = save_accelerator_state(str(tmp_path), [model.state_dict()], [optimizer], [], [], 0, 7)
+    assert returned == tmp_path
+    assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "optimizer.bin", "random_states_0.pkl"]
+    other = nn.Linear(2, 1)
+    other_optimizer = torch.optim.SGD(other.parameters(), lr=0.5, momentum=0.9)
+    assert load_accelerator_state(str(tmp_path), [other], [other_optimizer], [], [], 0) == {"step": 7}
+    assert torch.equal(model.weight, other.weight)
+    assert other_optimizer.state_dict()["state"][0]["momentum_buffer"].tolist() == [[1.0, 1.0]]
+    counter, again = _Counter(), _Counter()
+    counter.count = 9
+    save_custom_state(counter, tmp_path, 2)
+    load_custom_state(again, tmp_path, 2)
+    assert again.count == 9
+    with pytest.raises(UsageError, match="map_location='cuda:7' is not one of"):
+        load_accelerator_state(str(tmp_path), [other], [], [], [], 0, map_location="cuda:7")

@@ -1,0 +1,172 @@
+"""What the scripts call between them: read from their source, against the list of what most users need (docs: rows C)."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+__all__ = ["BEHAVIOURS", "NAMES", "uses"]
+
+_FACTS = "device num_processes process_index local_process_index is_main_process is_local_main_process is_last_process"
+
+# `Class(argument)`, `Class.member`, `Class.method(argument)`, `function`, `function(argument)`.
+NAMES = {
+    "Accelerator": [
+        *[
+            f"Accelerator({argument})"
+            for argument in [
+                "mixed_precision",
+                "gradient_accumulation_steps",
+                "cpu",
+                "log_with",
+                "project_dir",
+                "project_config",
+                "kwargs_handlers",
+                "dataloader_config",
+            ]
+        ],
+        *[
+            f"Accelerator.{name}"
+            for name in f"{_FACTS} distributed_type mixed_precision use_distributed state sync_gradients "
+            "gradient_accumulation_steps optimizer_step_was_skipped prepare backward accumulate clip_grad_norm_ gather "
+            "gather_for_metrics print wait_for_everyone unwrap_model save_state load_state save init_trackers log "
+            "end_training main_process_first local_main_process_first".split()
+        ],
+        "Accelerator.sync_gradients =",
+        "Accelerator.gradient_accumulation_steps =",
+        "Accelerator.prepare(device_placement)",
+        "Accelerator.clip_grad_norm_(max_norm)",
+        "Accelerator.clip_grad_norm_(norm_type)",
+        "Accelerator.gather_for_metrics(use_gather_object)",
+        "Accelerator.unwrap_model(keep_fp32_wrapper)",
+        "Accelerator.unwrap_model(keep_torch_compile)",
+        "Accelerator.save_state(output_dir)",
+        "Accelerator.save_state(safe_serialization)",
+        "Accelerator.load_state(input_dir)",
+        "Accelerator.save(safe_serialization)",
+        "Accelerator.init_trackers(config)",
+        "Accelerator.init_trackers(init_kwargs)",
+        "Accelerator.log(step)",
+        "Accelerator.log(log_kwargs)",
+    ],
+    "PartialState": [
+        "PartialState(cpu)",
+        *[
+            f"PartialState.{name}"
+            for name in f"{_FACTS} backend distributed_type debug fork_launched initialized use_distributed default_device "
+            "wait_for_everyone split_between_processes main_process_first local_main_process_first on_main_process "
+            "on_local_main_process on_last_process on_process on_local_process print set_device "
+            "destroy_process_group".split()
+        ],
+        "PartialState.split_between_processes(apply_padding)",
+    ],
+    "utils": [
+        "set_seed",
+        "set_seed(device_specific)",
+        "set_seed(deterministic)",
+        "gather",
+        "gather_object",
+        "broadcast",
+        "broadcast(from_process)",
+        "broadcast_object_list",
+        "broadcast_object_list(from_process)",
+        "reduce",
+        "reduce(reduction)",
+        "reduce(scale)",
+        "pad_across_processes",
+        "pad_across_processes(dim)",
+        "pad_across_processes(pad_index)",
+        "pad_across_processes(pad_first)",
+        "send_to_device",
+        "send_to_device(non_blocking)",
+        "send_to_device(skip_keys)",
+        "find_executable_batch_size",
+        "find_executable_batch_size(starting_batch_size)",
+        "find_executable_batch_size(reduce_batch_size_fn)",
+    ],
+    "handlers and configurations": [
+        f"{kind}({argument})"
+        for kind, arguments in {
+            "AutocastKwargs": "enabled cache_enabled",
+            "DistributedDataParallelKwargs": "dim broadcast_buffers bucket_cap_mb find_unused_parameters check_reduction "
+            "gradient_as_bucket_view static_graph comm_hook comm_wrapper comm_state_option",
+            "GradScalerKwargs": "init_scale growth_factor backoff_factor growth_interval enabled",
+            "InitProcessGroupKwargs": "backend init_method timeout",
+            "ProjectConfiguration": "project_dir logging_dir automatic_checkpoint_naming total_limit iteration "
+            "save_on_each_node",
+            "DataLoaderConfiguration": "split_batches dispatch_batches even_batches use_seedable_sampler data_seed "
+            "non_blocking use_stateful_dataloader",
+            "GradientAccumulationPlugin": "num_steps adjust_scheduler sync_with_dataloader sync_each_batch",
+        }.items()
+        for argument in arguments.split()
+    ],
+    "logging, trackers, launchers": [
+        "get_logger",
+        "get_logger(log_level)",
+        "get_logger.info(main_process_only)",
+        "get_logger.info(in_order)",
+        "get_logger.warning_once",
+        "GeneralTracker",
+        "notebook_launcher",
+        "notebook_launcher(args)",
+        "notebook_launcher(num_processes)",
+        "notebook_launcher(mixed_precision)",
+        "notebook_launcher(use_port)",
+    ],
+}
+
+# What no name stands for: the script, and a value that it prints (any of its ranks, on two processes).
+BEHAVIOURS = {
+    "each rank takes every n-th batch": ("08_loader_shards", "default:batch"),
+    "the end of the loader is known with its last batch": ("08_loader_shards", "default:end#3"),
+    "even_batches=False: a ragged end": ("08_loader_shards", "uneven:batch#3"),
+    "isinstance(loader, DataLoader)": ("08_loader_shards", "default:is a DataLoader"),
+    "every sample once in gather_for_metrics": ("07_metrics", "samples"),
+    "one random order on all ranks": ("10_random_order", "own generator"),
+    "step and zero_grad wait for the end of a window": ("04_accumulation", "stepped"),
+    "backward divides, also outside accumulate": ("04_accumulation", "gradient by hand"),
+    "num_processes scheduler steps for one of the optimizer": ("13_schedulers", "linear"),
+    "a skipped step skips the scheduler": ("12_loss_scaling", "lr#2"),
+    "outputs come back in float32": ("11_mixed_precision", "outputs"),
+    "names of a checkpoint's files": ("14_checkpoints", "files"),
+    "tensorboard's file": ("16_trackers", "tensorboard loss"),
+    "wandb's run": ("16_trackers", "wandb history"),
+    "ACCELERATE_LOG_LEVEL": ("17_logging", "level from the environment"),
+}
+
+
+def uses(script: Path) -> set[str]:
+    """Return what a script uses of accelerate, in the notation of NAMES.
+
+    A variable is known by what was assigned to it (``accelerator = Accelerator(...)``, ``state = accelerator.state`` counts
+    for nothing), in the whole file.
+    """
+    tree = ast.parse(script.read_text())
+    imported = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "accelerate"
+        for alias in node.names
+    }
+    made = {
+        target.id: node.value.func.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name)
+        for target in node.targets
+        if isinstance(target, ast.Name) and node.value.func.id in imported
+    }
+
+    def name_of(node: ast.expr) -> str | None:
+        if isinstance(node, ast.Name) and node.id in imported:
+            return node.id
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in made:
+            return f"{made[node.value.id]}.{node.attr}"
+        return None
+
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Name, ast.Attribute)) and (name := name_of(node)):
+            found.add(f"{name} =" if isinstance(node.ctx, ast.Store) else name)
+        if isinstance(node, ast.Call) and (name := name_of(node.func)):
+            found |= {f"{name}({keyword.arg})" for keyword in node.keywords}
+    return found

@@ -1,0 +1,15 @@
+"""Prints a result so that the runner finds it: a name, and a value as JSON."""
+
+import json
+
+
+def show(name, value):
+    print(line(name, value), flush=True)
+
+
+def line(name, value):
+    return f"> {name} = {json.dumps(value, default=_plain)}"
+
+
+def _plain(value):
+    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -1,0 +1,101 @@
+"""What accelerate 1.15.0 gets wrong, shown on it, and right on echelon: `defects/`, with only the import changed.
+
+Each value is asserted on both sides, so that a row goes when accelerate is mended. Where there is no accelerate, the tests
+named in TESTS hold echelon's side.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+import pytest
+
+from tests.side_by_side.run import HERE, ROOT, Forks, Run
+
+_NO_ATTRIBUTE = "AttributeError: 'DataLoader' object has no attribute 'total_batch_size'"
+_NO_CHOICE = "accelerate: error: argument --dynamo-backend/--dynamo_backend: invalid choice: 'torchxla_trace_once'"
+
+# (script, processes): the values of accelerate, those of echelon; by name, or "rank name" where the ranks differ.
+EXPECTED: dict[tuple[str, int], tuple[dict[str, Any], dict[str, Any]]] = {
+    ("01_launch_cpu", 1): ({"exit code": 0, "processes": 1}, {"exit code": 0, "processes": 2}),
+    ("02_notebook_precision", 1): (
+        {"on two processes": ["no", "no"], "on one process": "no", "a wrong value": "AttributeError"},
+        {"on two processes": ["bf16", "bf16"], "on one process": "bf16", "a wrong value": "ConfigError"},
+    ),
+    ("03_join_uneven_inputs", 2): (
+        {"0 ended": "in an error of the process group", "0 steps": 2, "1 ended": "well", "1 steps": 2},
+        {"0 ended": "well", "0 steps": 3, "1 ended": "well", "1 steps": 2},
+    ),
+    ("04_two_accelerators", 1): (
+        {"steps of the first": 1, "steps of the second": 1},
+        {"steps of the first": 4, "steps of the second": 1},
+    ),
+    ("05_break", 1): ({"in a loader after break": True}, {"in a loader after break": False}),
+    ("06_dispatcher", 2): (
+        {"total_batch_size": _NO_ATTRIBUTE, "batches of nothing": "TypeError"},
+        {"total_batch_size": 4, "batches of nothing": 0},
+    ),
+    ("07_dynamo_backend", 1): (
+        {"the library knows it": True, "launch": _NO_CHOICE},
+        {"the library knows it": True, "launch": "starts"},
+    ),
+    ("08_metrics_of_a_stream", 2): (
+        {"samples": 16, "seen": [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 5]},
+        {"samples": 10, "seen": [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]},
+    ),
+    ("09_metrics_of_a_sampler", 2): (
+        {"samples": [0, 1, 4, 9, 16, 0, 1, 4], "samples of a part": [0, 1, 2, 3, 4, 0, 1, 2]},
+        {"samples": [0, 1, 4, 9, 16], "samples of a part": [0, 1, 2, 3, 4]},
+    ),
+    ("10_environment_beats_code", 1): (
+        {"steps": 8, "steps without code": 8},
+        {"steps": 2, "steps without code": 8},
+    ),
+    ("11_last_window", 1): (
+        {"gradient of a mean of ones": 1.0, "gradient of a mean of ones#2": 0.25},
+        {"gradient of a mean of ones": 1.0, "gradient of a mean of ones#2": 1.0},
+    ),
+}
+
+# The tests of the right behaviour that need no accelerate.
+TESTS = {
+    "01_launch_cpu": "launch/test_launch.py::test_every_process_asked_for_runs",
+    "02_notebook_precision": "launch/test_notebook.py::test_it_runs_twice_in_one_kernel_and_mixed_precision_has_effect",
+    "03_join_uneven_inputs": "ranks/test_engine_contract.py::test_ranks_may_end_at_different_steps_inside_join",
+    "04_two_accelerators": "ranks/test_accelerator_errors.py::test_two_accelerators_do_not_touch_each_other",
+    "05_break": "ranks/test_accelerator_data.py::test_the_last_batch_is_known_and_a_break_is_forgotten",
+    "06_dispatcher": "ranks/test_data_iterable.py::test_dispatched_samples_come_exactly_once_and_rank_zero_alone_reads",
+    "07_dynamo_backend": "launch/test_launch.py::test_script_gets_its_arguments_untouched_and_its_environment",
+    "08_metrics_of_a_stream": "ranks/test_data_iterable.py::test_dealt_samples_come_exactly_once",
+    "09_metrics_of_a_sampler": "ranks/test_upstream_defects.py::test_metrics_count_the_samplers_samples_not_the_datasets",
+    "10_environment_beats_code": "ranks/test_accelerator_errors.py::test_code_wins_over_the_environment_and_says_so",
+    "11_last_window": "ranks/test_upstream_defects.py::test_the_last_window_is_divided_by_its_own_length",
+}
+
+
+def _values(run: Run, names: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of ``run`` as they are named in EXPECTED; what the ranks say alike is said once."""
+    if any(name[0].isdigit() for name in names):
+        return run.values
+    found: dict[str, Any] = {}
+    for key, value in run.values.items():
+        assert found.setdefault(key.split(" ", 1)[1], value) == value, f"the ranks differ: {run.values}"
+    return found
+
+
+@pytest.mark.parametrize(("name", "world_size"), EXPECTED)
+def test_accelerate_is_wrong_and_echelon_right(forks: dict[str, Forks], name: str, world_size: int) -> None:
+    for package, expected in zip(("accelerate", "echelon"), EXPECTED[name, world_size]):
+        run = forks[package].run(HERE / "defects" / f"{name}.py", world_size)
+        assert run.codes == [0] * world_size, run.output
+        assert _values(run, expected) == expected, f"{package}: {run.output}"
+
+
+def test_each_defect_has_a_test_without_accelerate() -> None:
+    scripts = sorted(path.stem for path in (HERE / "defects").glob("*.py"))
+    assert scripts == sorted(TESTS) == sorted(name for name, _ in EXPECTED)
+    for place in TESTS.values():
+        file, _, function = place.partition("::")
+        tree = ast.parse((ROOT / "tests" / file).read_text())
+        assert any(isinstance(node, ast.FunctionDef) and node.name == function for node in tree.body), place

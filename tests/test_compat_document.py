@@ -1,0 +1,35 @@
+"""docs/accelerate_compat.md says what the data say, and the data name every public name and tests that are there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.side_by_side import compat
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert compat.PAGE.read_text() == compat.page(compat.rows()), "python tests/side_by_side/compat.py --write"
+
+
+def test_every_name_is_listed_with_a_test_that_mentions_it() -> None:
+    assert list(compat.problems(compat.rows())) == []
+
+
+def test_a_row_that_is_wrong_is_seen() -> None:
+    rows = compat.rows()
+    row = next(row for row in rows if row.names == ("set_seed",))
+    later = next(row for row in rows if "merge_fsdp_weights" in row.names)
+    file = row.tests[0].partition("::")[0]
+    for wrong, message in (
+        (replace(row, where=f"{file}::test_nothing"), f"there is no test {file}::test_nothing"),
+        (
+            replace(row, where="unit/test_import_cost.py::test_an_unknown_name_is_an_attribute_error"),
+            "do not mention set_seed",
+        ),
+        (replace(row, where="later: checkpoints"), "set_seed is offered"),
+        (replace(later, where=row.where), "merge_fsdp_weights is not offered"),
+        (replace(row, mark="X"), "no mark 'X'"),
+    ):
+        found = list(compat.problems([wrong if known.names == wrong.names else known for known in rows]))
+        assert any(message in text for text in found), (message, found)
+    assert "section 1.7 lacks set_seed" in list(compat.problems([known for known in rows if known is not row]))
