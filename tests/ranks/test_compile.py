@@ -177,6 +177,18 @@ def test_what_is_compiled_is_not_compiled_again() -> None:
     assert accelerator._models == [given, in_place]
 
 
+def _kinds_of_own() -> list[str]:
+    accelerator = Accelerator(cpu=True, dynamo_backend="eager")
+    own, in_place = torch.compile(_model(), backend="eager"), _model()
+    in_place.compile(backend="eager")
+    return [type(accelerator.prepare(model)).__name__ for model in (own, in_place, _model())]
+
+
+def test_nor_is_it_on_two_ranks() -> None:
+    expected = ["DistributedDataParallel", "DistributedDataParallel", "OptimizedModule"]
+    assert run_on_ranks(_kinds_of_own, world_size=2) == [expected] * 2
+
+
 @of_torch
 def test_without_repeated_blocks_regional_compilation_is_whole() -> None:
     accelerator = Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="eager", use_regional_compilation=True))

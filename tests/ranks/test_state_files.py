@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -21,7 +23,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from echelon import Accelerator, DataLoaderConfiguration, GradScalerKwargs, set_seed
 from echelon.base.errors import CheckpointError, DesyncError, UsageError
 from echelon.base.warnings import EchelonWarning
-from echelon.utils import ProjectConfiguration
+from echelon.checkpointing import (
+    load_accelerator_state,
+    load_custom_state,
+    save_accelerator_state,
+    save_custom_state,
+)
+from echelon.utils import ProjectConfiguration, load, load_state_dict
 from tests.harness import RanksFailed, run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,13 +126,38 @@ def test_a_stateful_loader_goes_on_by_itself(world_size: int, tmp_path: Path) ->
     assert (saved["_num_yielded"], saved["_iterator_finished"]) == (2, False)  # the form that torchdata reads
 
 
+def test_a_position_in_accelerates_form_is_taken_and_one_of_fewer_processes_refused(tmp_path: Path) -> None:
+    config = DataLoaderConfiguration(use_stateful_dataloader=True)
+
+    def prepared() -> tuple[Accelerator, Any]:
+        accelerator = Accelerator(dataloader_config=config)
+        return accelerator, accelerator.prepare(DataLoader(TensorDataset(torch.arange(10)), batch_size=2))
+
+    accelerator, loader = prepared()
+    for i, _ in enumerate(loader):
+        if i == 1:
+            folder = accelerator.save_state(tmp_path / "s")
+            break
+    assert [x.tolist() for (x,) in prepared()[1]][:1] == [[0, 1]]
+    with pytest.raises(CheckpointError, match="where 1 processes were in their data, and this is rank 1"):
+        load_accelerator_state(folder, [], [], [], [prepared()[1]], 1)
+    for file in ("dl_state_dict.bin", "random_states_0.pkl"):
+        content = load(folder / file)
+        del content["echelon"]
+        torch.save(content, folder / file)
+    (folder / "sampler.bin").unlink()
+    accelerator, loader = prepared()
+    accelerator.load_state(folder)
+    assert [x.tolist() for (x,) in loader] == [[4, 5], [6, 7], [8, 9]]
+
+
 def _resume_scaler(folder: str) -> list[dict[str, Any]]:
     states = []
-    for load in (False, True):
+    for is_new in (True, False):
         accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=8.0)])
         model = nn.Linear(2, 1)
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        if load:
+        if not is_new:
             accelerator.load_state(folder)
         else:
             for _ in range(3):
@@ -563,8 +596,6 @@ class _Tied(nn.Module):
 def test_tied_weights_are_stored_once_and_tied_again(tmp_path: Path) -> None:
     accelerator = Accelerator()
     model = accelerator.prepare(_Tied())
-    from safetensors import safe_open
-
     folder = accelerator.save_state(tmp_path / "s")
     with safe_open(folder / "model.safetensors", "pt") as file:
         assert sorted(file.keys()) == ["embed.weight", "out.bias", "out.weight"]
@@ -579,10 +610,11 @@ def test_tied_weights_are_stored_once_and_tied_again(tmp_path: Path) -> None:
 def test_parts_of_one_memory_are_all_stored(tmp_path: Path) -> None:
     # As the weights of an LSTM on a GPU; accelerate 1.15 writes the first part only.
     memory = torch.arange(6.0)
-    Accelerator().save({"a": memory[:4], "b": memory[4:]}, tmp_path / "f", safe_serialization=True)
-    from safetensors.torch import load_file
-
-    assert {k: v.tolist() for k, v in load_file(tmp_path / "f").items()} == {"a": [0, 1, 2, 3], "b": [4, 5]}
+    parts = {"all": memory, "a": memory[:2], "b": memory[2:4], "c": memory[4:], "again": memory[2:4]}
+    with pytest.warns(EchelonWarning, match="^again share memory"):
+        Accelerator().save(parts, tmp_path / "f", safe_serialization=True)
+    expected = {"all": [0, 1, 2, 3, 4, 5], "a": [0, 1], "b": [2, 3], "c": [4, 5]}
+    assert {name: value.tolist() for name, value in load_file(tmp_path / "f").items()} == expected
 
 
 @pytest.mark.parametrize("safe", [True, False])
@@ -599,8 +631,6 @@ def test_a_model_is_saved_in_shards_with_an_index(safe: bool, tmp_path: Path) ->
     tied = {} if safe else {"head.weight": embed}
     assert index["weight_map"] == {"embed.weight": embed, "out.weight": out, "out.bias": out} | tied
     assert index["metadata"] == {"total_size": 292}
-    from echelon.utils import load_state_dict
-
     parts = [load_state_dict(str(tmp_path / file)) for file in (embed, out)]
     assert torch.equal(parts[0]["embed.weight"], model.embed.weight)
     assert torch.equal(parts[1]["out.weight"], model.out.weight)
@@ -614,13 +644,6 @@ def test_a_model_is_saved_in_shards_with_an_index(safe: bool, tmp_path: Path) ->
 
 
 def test_the_functions_of_accelerates_module_write_and_read_the_same_files(tmp_path: Path) -> None:
-    from echelon.checkpointing import (
-        load_accelerator_state,
-        load_custom_state,
-        save_accelerator_state,
-        save_custom_state,
-    )
-
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(1, 2)).sum().backward()

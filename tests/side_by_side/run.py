@@ -221,6 +221,7 @@ def _page(counts: Mapping[tuple[str, int], int]) -> str:
             "",
             f"{len(rows)} scripts written for accelerate ran on it and, with only the import changed, on echelon: {total} values,",
             "numbers equal to 1e-6, everything else exactly, except the differences below, which are meant.",
+            "wandb is a stand-in that keeps what it is given.",
             "",
             f"Written by `python tests/side_by_side/run.py --write` on {datetime.date.today().isoformat()}: echelon {__version__}, "
             f"accelerate {accelerate}, torch {torch}, Python {python}.",

@@ -88,10 +88,9 @@ def check_fp8_device(config: Any, *, device: torch.device) -> None:
     """
     if config.emulate or has_fp8(device):
         return
-    name = "the CPU" if device.type == "cpu" else f"{device.type}, on a device"
     raise ConfigError(
-        f"mixed_precision='fp8' on {name} without matrix products in fp8: those need a GPU of NVIDIA's compute capability "
-        "8.9 (Ada, Hopper) or AMD's MI300, or newer",
+        f"mixed_precision='fp8' on the device {device}: matrix products in fp8 need a GPU of NVIDIA's compute capability 8.9 "
+        "(Ada, Hopper) or AMD's MI300, or newer",
         do="use bf16; to try fp8 out in slow, emulated arithmetic: "
         "kwargs_handlers=[AORecipeKwargs(config=torchao.float8.Float8LinearConfig(emulate=True))]",
     )

@@ -7,8 +7,8 @@ from pathlib import Path
 import accelerate as package
 from show import show
 
-Path("who.py").write_text("import os\nprint('rank', os.environ.get('RANK'), 'of', os.environ.get('WORLD_SIZE'))\n")
+Path("who.py").write_text("print('here')\n")
 command = str(Path(sys.executable).with_name(package.__name__))
 done = subprocess.run([command, "launch", "--cpu", "--num_processes", "2", "who.py"], capture_output=True, text=True)
 show("exit code", done.returncode)
-show("processes", sum("rank " in line for line in done.stdout.splitlines()))
+show("processes", done.stdout.count("here"))
