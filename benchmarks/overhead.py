@@ -32,7 +32,6 @@ HEADING = "## Overhead of a training step"
 PEERS = ("accelerate", "lightning", "transformers")
 BATCH = 8
 WARM_UP = 50
-TURNS = 5
 ACCUMULATION = 4
 PLAIN, CLIPPING, ACCUMULATING = "plain loop", "plain loop that clips", "plain loop that accumulates"
 TARGETS = (  # what, beside what, over what, at most
@@ -229,26 +228,23 @@ VARIANTS: dict[str, tuple[str | None, Callable[[Batches], None]]] = {
 }
 
 
-def measure(variants: dict[str, Callable[[Batches], None]], *, rounds: int, steps: int) -> dict[str, list[float]]:
-    """Return microseconds per step, by variant and round: of a round's turns the best, as noise only ever adds."""
-    found: dict[str, list[list[float]]] = {name: [] for name in variants}
-    for number in range(rounds * TURNS + 1):
+def measure(variants: dict[str, Callable[[Batches], None]], *, turns: int, steps: int) -> dict[str, list[float]]:
+    """Return microseconds per step, by variant and turn."""
+    found: dict[str, list[float]] = {name: [] for name in variants}
+    for number in range(turns + 1):
         for name, run in variants.items():  # interleaved: a busy moment of the machine hits all alike
             batches = Batches(steps if number > 0 else 1)
             gc.collect()
             with warnings.catch_warnings(), open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
                 warnings.simplefilter("ignore")
                 run(batches)
-            if number == 0:  # it only imports and warms up
-                continue
-            if number % TURNS == 1:
-                found[name].append([])
-            found[name][-1].append(batches.microseconds)
-    return {name: [min(turns) for turns in rounds_of_one] for name, rounds_of_one in found.items()}
+            if number > 0:  # the first only imports and warms up
+                found[name].append(batches.microseconds)
+    return found
 
 
 def table(found: dict[str, list[float]]) -> str:
-    rows = ["| variant | us per step | min - max | adds | to |", "|---|---:|---:|---:|---|"]
+    rows = ["| variant | us per step | least - most | adds | to |", "|---|---:|---:|---:|---|"]
     for name, values in found.items():
         base = base_of(name)
         more = f"{adds(found, name, base):.0f} | {base}" if base in found else " | "
@@ -264,7 +260,8 @@ def base_of(name: str) -> str | None:
 
 
 def adds(found: dict[str, list[float]], name: str, base: str) -> float:
-    return statistics.median(found[name]) - statistics.median(found[base])
+    """What a variant costs more than its base, turn by turn: the machine changes its speed between turns."""
+    return statistics.median(mine - its for mine, its in zip(found[name], found[base], strict=True))
 
 
 def ratios(found: dict[str, list[float]]) -> str:
@@ -277,14 +274,14 @@ def ratios(found: dict[str, list[float]]) -> str:
     return "\n".join(lines)
 
 
-def report(found: dict[str, list[float]], *, rounds: int, steps: int) -> str:
+def report(found: dict[str, list[float]], *, turns: int, steps: int) -> str:
     packages = ("torch", *PEERS, "echelon")
     versions = ", ".join(f"{name} {version(name)}" for name in packages if installed(name))
     return f"""{HEADING}
 
 A 16-32-4 MLP, batches of {BATCH}, AdamW, a scheduler; one process, one thread. Microseconds of CPU time per step (waiting for a
-busy machine does not count), the median of {rounds} rounds; a round is the best of {TURNS} turns of {steps} steps, each with fresh
-objects, and the variants take turns.
+busy machine does not count), the median of {turns} turns of {steps} steps, each with fresh objects; the variants take turns.
+"Adds" is the median of the differences, turn by turn.
 The Trainers clip gradients by default, so they appear with and without; transformers computes the norm in both cases.
 Accumulating loops update once in {ACCUMULATION} steps.
 
@@ -325,7 +322,7 @@ def installed(package: str) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--only", action="append", help="a part of a variant's name; may be repeated")
     parser.add_argument("--write", action="store_true", help="put the table into benchmarks/RESULTS.md")
@@ -345,8 +342,8 @@ def main() -> None:
     }
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    found = measure(chosen, rounds=options.rounds, steps=options.steps)
-    section = report(found, rounds=options.rounds, steps=options.steps)
+    found = measure(chosen, turns=options.turns, steps=options.steps)
+    section = report(found, turns=options.turns, steps=options.steps)
     print(section)
     if options.write:
         write(section)

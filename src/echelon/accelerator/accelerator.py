@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import builtins
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from echelon.accelerator.checkpoints import Checkpoints
 from echelon.accelerator.compiling import compile_regions, compile_whole, compiles, is_compiled, moved_to, uncompiled
 from echelon.accelerator.current import note_accelerator
-from echelon.accelerator.enums import DistributedType, FP8BackendType
+from echelon.accelerator.facts import AcceleratorFacts
 from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.handlers import (
     AORecipeKwargs,
@@ -34,6 +34,16 @@ from echelon.accelerator.handlers import (
 from echelon.accelerator.ledger import Ledger
 from echelon.accelerator.loaders import rng_type_names, skip_first_batches
 from echelon.accelerator.metrics import gather_samples
+from echelon.accelerator.nested import collect_known, replace_prepared
+from echelon.accelerator.opening import (
+    dynamo_plugin_of,
+    dynamo_settings,
+    handlers_by_kind,
+    make_engine,
+    open_world,
+    refuse_what_is_not_offered,
+    resolve_settings,
+)
 from echelon.accelerator.optimizer import AcceleratedOptimizer
 from echelon.accelerator.plugins import DataLoaderConfiguration, GradientAccumulationPlugin, TorchDynamoPlugin
 from echelon.accelerator.profiling import ProfileKwargs, profile
@@ -44,28 +54,20 @@ from echelon.accelerator.state import AcceleratorState, only_if
 from echelon.accelerator.tracking import Tracking
 from echelon.accelerator.unprepared import refuse_unprepared_loader
 from echelon.accelerator.window import Window
-from echelon.base.capabilities import Capabilities
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.logging import get_logger
 from echelon.base.progress import Progress
 from echelon.base.protocols import HasDeviceMap
 from echelon.config.origin import Source
-from echelon.config.resolve import Resolved
-from echelon.config.schema import RunConfig
-from echelon.config.sources import current, from_code
 from echelon.data.loader import LoaderOptions, PreparedLoader, prepare_loader
 from echelon.data.split import split_between_processes
 from echelon.distributed import collectives, control
 from echelon.distributed.collectives import broadcast_object_list
-from echelon.distributed.setup import cleanup, setup
-from echelon.distributed.tree import rebuild_like
+from echelon.distributed.setup import cleanup
 from echelon.engines.base import Engine
-from echelon.engines.registry import choose, load
 from echelon.precision.float8 import convert_model_to_fp8_ao
 from echelon.precision.policy import PrecisionPolicy, unwrap_forward
-from echelon.world.environment import detect
 from echelon.world.seed import set_seed
-from echelon.world.world import World
 
 __all__ = ["Accelerator"]
 
@@ -74,21 +76,7 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _given(kind: type[KwargsHandler]) -> Any:
-    return property(
-        lambda accelerator: next((h for h in accelerator._handlers if isinstance(h, kind)), None),
-        doc=f"The ``{kind.__name__}`` that was given; None: none.",
-    )
-
-
-def _no_axis(name: str) -> UsageError:
-    return UsageError(
-        f"there is no {name}: no parallelism_config was given, and this version does not offer one",
-        do="use process_index: every process has its own part of the data",
-    )
-
-
-class Accelerator:
+class Accelerator(AcceleratorFacts):
     """Prepares models, optimizers, schedulers and loaders for the ranks, and runs the parts of a loop that depend on them.
 
     The interface is that of Hugging Face Accelerate: same names, same defaults, same meaning, except where that is
@@ -163,7 +151,7 @@ class Accelerator:
         seed: int | None = None,
         max_micro_batch_size: int | None = None,
     ) -> None:
-        _refuse_what_is_not_offered(
+        refuse_what_is_not_offered(
             deepspeed_plugin=deepspeed_plugin,
             fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin,
@@ -171,21 +159,21 @@ class Accelerator:
             deepspeed_plugins=deepspeed_plugins,
             parallelism_config=parallelism_config,
         )
-        self._config = _resolve(
+        self._config = resolve_settings(
             mixed_precision,
             gradient_accumulation_steps,
             cpu,
             gradient_accumulation_plugin,
             more={
-                **_dynamo_settings(dynamo_backend, dynamo_plugin),
+                **dynamo_settings(dynamo_backend, dynamo_plugin),
                 "parity": parity,
                 "seed": seed,
                 "max_micro_batch_size": max_micro_batch_size,
             },
         )
         self._handlers = tuple(kwargs_handlers or ())
-        handlers = _by_kind(self._handlers)
-        self._world = _open_world(self._config.value, handlers[InitProcessGroupKwargs])
+        handlers = handlers_by_kind(self._handlers)
+        self._world = open_world(self._config.value, handlers[InitProcessGroupKwargs])
 
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
@@ -213,9 +201,9 @@ class Accelerator:
         self.ao_recipe_handler: AORecipeKwargs | None = fp8_recipe(
             handlers.get(AORecipeKwargs), precision=self.mixed_precision, device=self._world.device
         )
-        self.dynamo_plugin: TorchDynamoPlugin = dynamo_plugin or _dynamo_plugin(self._config.value)
+        self.dynamo_plugin: TorchDynamoPlugin = dynamo_plugin or dynamo_plugin_of(self._config.value)
         self.scaler = self._precision.make_scaler(handlers[GradScalerKwargs].to_kwargs())
-        self._engine = _make_engine(engine, self._world, self.scaler, handlers[DistributedDataParallelKwargs])
+        self._engine = make_engine(engine, self._world, self.scaler, handlers[DistributedDataParallelKwargs])
         self._window = Window(world_size=self._world.world_size, total_of=self._total_of)
         self.progress = Progress()
         self._accumulating: tuple[nn.Module, ...] | None = None  # of the accumulate() that we are in; () = all
@@ -237,179 +225,10 @@ class Accelerator:
         """The facts under the names of Accelerate's state."""
         return AcceleratorState.of(self)
 
-    # ---- who am I ----------------------------------------------------------------------------------------------------
-
-    @property
-    def world(self) -> World:
-        """The facts about this process."""
-        return self._world
-
-    @property
-    def config(self) -> Resolved[RunConfig]:
-        """The settings of the run, each with its origin."""
-        return self._config
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What the engine can do."""
-        return self._engine.capabilities
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this process."""
-        return self._world.device
-
-    @property
-    def num_processes(self) -> int:
-        """The number of processes, on all machines."""
-        return self._world.world_size
-
-    @property
-    def process_index(self) -> int:
-        """The rank."""
-        return self._world.rank
-
-    @property
-    def local_process_index(self) -> int:
-        """The rank on this machine."""
-        return self._world.local_rank
-
-    @property
-    def is_main_process(self) -> bool:
-        """True on rank zero."""
-        return self._world.rank == 0
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """True on one process of each machine."""
-        return self._world.local_rank == 0
-
-    @property
-    def is_last_process(self) -> bool:
-        """True on the highest rank."""
-        return self._world.rank == self._world.world_size - 1
-
-    @property
-    def use_distributed(self) -> bool:
-        """Is there more than one process?"""
-        return self._world.world_size > 1
-
-    @property
-    def multi_device(self) -> bool:
-        """Are there several processes, each with an accelerator of its own? (Accelerate's word: no, on CPUs.)"""
-        return self.use_distributed and self.device.type != "cpu"
-
-    @property
-    def should_save_model(self) -> bool:
-        """Does this process write the model: one of each machine."""
-        return self.is_local_main_process
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        """How the run is spread, in Accelerate's words; for scripts that print or compare it."""
-        special = self._engine.capabilities.distributed_type
-        return (
-            DistributedType(special) if special else DistributedType.of(self.device, distributed=self.use_distributed)
-        )
-
-    @property
-    def parity(self) -> str:
-        """``off`` or ``exact``: what the update depends on."""
-        return self._config.value.parity
-
-    @property
-    def mixed_precision(self) -> str:
-        """``no``, ``fp16``, ``bf16`` or ``fp8``."""
-        return self._config.value.mixed_precision
-
-    @property
-    def fp8_backend(self) -> FP8BackendType:
-        """The library that computes in fp8: torchao, or none without fp8."""
-        return FP8BackendType.NO if self.ao_recipe_handler is None else FP8BackendType.AO
-
-    @property
-    def native_amp(self) -> bool:
-        """Do models run under autocast?"""
-        return self.mixed_precision != "no"
-
-    # What was given as kwargs_handlers; None: torch's defaults. Read only: the engine has been made with them.
-    autocast_handler = _given(AutocastKwargs)
-    ddp_handler = _given(DistributedDataParallelKwargs)
-    init_handler = _given(InitProcessGroupKwargs)
-    profile_handler = _given(ProfileKwargs)
-    scaler_handler = _given(GradScalerKwargs)
-
-    # ---- layouts that this version does not have ---------------------------------------------------------------------
-
     @property
     def is_fsdp2(self) -> bool:
         """Are parameters sharded by FSDP2? No engine of this version does."""
         return self.state.is_fsdp2
-
-    @property
-    def is_composable_parallelism_enabled(self) -> bool:
-        """See ``is_fsdp2``."""
-        return self.is_fsdp2
-
-    @property
-    def deepspeed_plugin(self) -> None:
-        """None: DeepSpeed does not run."""
-        return None
-
-    @property
-    def parallelism_config(self) -> None:
-        """None: all ranks share the data, and nothing else."""
-        return None
-
-    @property
-    def torch_device_mesh(self) -> None:
-        """None: there is no mesh without ``parallelism_config``."""
-        return None
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """The place on the axis ``dp_replicate`` of ``parallelism_config``. Raises: there is none."""
-        raise _no_axis("data_parallel_rank")
-
-    @property
-    def data_parallel_shard_rank(self) -> int:
-        """The place on the axis ``dp_shard`` of ``parallelism_config``. Raises: there is none."""
-        raise _no_axis("data_parallel_shard_rank")
-
-    @property
-    def tensor_parallel_rank(self) -> int:
-        """The place on the axis ``tp`` of ``parallelism_config``. Raises: there is none."""
-        raise _no_axis("tensor_parallel_rank")
-
-    @property
-    def context_parallel_rank(self) -> int:
-        """The place on the axis ``cp`` of ``parallelism_config``. Raises: there is none (nor in Accelerate)."""
-        raise _no_axis("context_parallel_rank")
-
-    @property
-    def pipeline_parallel_rank(self) -> int:
-        """The place in a pipeline. Raises: there is none (nor in Accelerate)."""
-        raise _no_axis("pipeline_parallel_rank")
-
-    def maybe_context_parallel(
-        self,
-        buffers: list[torch.Tensor] | None = None,
-        buffer_seq_dims: list[int] | None = None,
-        no_restore_buffers: set[torch.Tensor] | None = None,
-    ) -> AbstractContextManager[None]:
-        """Return the context that cuts sequences over the ranks where ``parallelism_config`` says so: here an empty one."""
-        return nullcontext()
-
-    def deepspeed_ulysses_dl_adapter(self, dl: T, model: nn.Module) -> T:
-        """Return ``dl``: sequences are cut over the ranks where ``parallelism_config`` says so only."""
-        return dl
-
-    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """Raise: LOMO, which updates the parameters inside the backward pass, is not offered."""
-        raise UsageError(
-            "lomo_backward() is not offered: LOMO updates the parameters inside the backward pass, rank by rank",
-            do="use an optimizer with a step(), and backward(loss)",
-        )
 
     # ---- accumulation ------------------------------------------------------------------------------------------------
 
@@ -435,40 +254,6 @@ class Accelerator:
     def optimizer_step_was_skipped(self) -> bool:
         """Did loss scaling leave out the last step of any optimizer?"""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
-
-    @property
-    def split_batches(self) -> bool:
-        """See ``DataLoaderConfiguration``."""
-        return self.dataloader_config.split_batches
-
-    @property
-    def even_batches(self) -> bool:
-        """See ``DataLoaderConfiguration``."""
-        return self.dataloader_config.even_batches
-
-    @even_batches.setter
-    def even_batches(self, even_batches: bool) -> None:
-        self.dataloader_config.even_batches = even_batches
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """See ``DataLoaderConfiguration``."""
-        return self.dataloader_config.use_seedable_sampler
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """See ``DataLoaderConfiguration``."""
-        return self.dataloader_config.dispatch_batches
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        """See ``DataLoaderConfiguration``."""
-        return self.dataloader_config.use_stateful_dataloader
-
-    @property
-    def non_blocking(self) -> bool:
-        """See ``DataLoaderConfiguration``."""
-        return self.dataloader_config.non_blocking
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Return the context of one micro-step: gradients are synchronised, and optimizers step, in the last of a window.
@@ -700,14 +485,14 @@ class Accelerator:
             )
         found: list[tuple[Any, bool]] = []
         for argument, place in zip(args, placement):
-            _collect(argument, self.device_placement if place is None else place, found)
+            collect_known(argument, self.device_placement if place is None else place, found)
         if not found:
             raise UsageError(
                 f"prepare() was given nothing that it knows: {', '.join(type(a).__name__ for a in args) or 'no argument'}",
                 do="give it a torch.nn.Module, a torch Optimizer, a learning-rate scheduler or a DataLoader",
             )
         self._prepare_found(found)
-        results = tuple(_replace(argument, self._originals) for argument in args)
+        results = tuple(replace_prepared(argument, self._originals) for argument in args)
         return results[0] if len(results) == 1 else results
 
     def _prepare_found(self, found: list[tuple[Any, bool]]) -> None:
@@ -1156,21 +941,6 @@ class Accelerator:
     # ---- trackers ----------------------------------------------------------------------------------------------------
 
     @property
-    def project_dir(self) -> Any:
-        """Where the run keeps its files."""
-        return self.project_configuration.project_dir
-
-    @property
-    def logging_dir(self) -> Any:
-        """Where trackers write."""
-        return self.project_configuration.logging_dir
-
-    @property
-    def save_iteration(self) -> int:
-        """The number of the next automatically named checkpoint."""
-        return self.project_configuration.iteration
-
-    @property
     def log_with(self) -> Any:
         """The trackers that were asked for."""
         return self._tracking.log_with
@@ -1254,118 +1024,6 @@ class _LocalBackward:
         self._context.__exit__(*details)
 
 
-def _refuse_what_is_not_offered(**arguments: Any) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise ConfigError(
-                f"Accelerator({name}=) is not offered yet by this version of echelon",
-                where=f"code Accelerator({name}=)",
-                do=f"leave {name} out",
-            )
-
-
-def _resolve(
-    mixed_precision: str | None,
-    steps: int,
-    cpu: bool,
-    plugin: GradientAccumulationPlugin | None,
-    *,
-    more: Mapping[str, object],
-) -> Resolved[RunConfig]:
-    if plugin is not None and steps != 1:
-        raise ConfigError(
-            f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin are both given",
-            where="code Accelerator(gradient_accumulation_steps=, gradient_accumulation_plugin=)",
-            do="give one of the two",
-        )
-    given = {
-        "mixed_precision": mixed_precision,
-        "gradient_accumulation_steps": plugin.num_steps if plugin is not None else (steps if steps != 1 else None),
-        "cpu": cpu or None,
-        **more,
-    }
-    return current(from_code("Accelerator", given))
-
-
-def _dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> dict[str, object]:
-    if plugin is None:
-        return {"dynamo_backend": backend}
-    if backend is not None:
-        raise ConfigError(
-            f"dynamo_backend={str(backend)!r} and dynamo_plugin are both given",
-            where="code Accelerator(dynamo_backend=, dynamo_plugin=)",
-            do="give one of the two; the plugin has a backend, too",
-        )
-    return {
-        "dynamo_backend": plugin.backend,
-        "dynamo_mode": plugin.mode,
-        "dynamo_use_fullgraph": plugin.fullgraph,
-        "dynamo_use_dynamic": plugin.dynamic,
-        "dynamo_use_regional_compilation": plugin.use_regional_compilation,
-    }
-
-
-def _dynamo_plugin(config: RunConfig) -> TorchDynamoPlugin:
-    return TorchDynamoPlugin(
-        backend=config.dynamo_backend,
-        mode=config.dynamo_mode,
-        fullgraph=config.dynamo_use_fullgraph,
-        dynamic=config.dynamo_use_dynamic,
-        use_regional_compilation=config.dynamo_use_regional_compilation,
-    )
-
-
-def _by_kind(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
-    """Return one handler of each kind; a subclass counts as its base."""
-    kinds: tuple[type[KwargsHandler], ...] = (
-        AORecipeKwargs,
-        AutocastKwargs,
-        DistributedDataParallelKwargs,
-        GradScalerKwargs,
-        InitProcessGroupKwargs,
-        ProfileKwargs,
-    )
-    found: dict[type, Any] = {}
-    for handler in handlers:
-        kind = next((kind for kind in kinds if isinstance(handler, kind)), None)
-        if kind is None:
-            raise ConfigError(
-                f"kwargs_handlers holds a {type(handler).__name__}, which the Accelerator does not know",
-                do=f"give one of {', '.join(k.__name__ for k in kinds)}",
-            )
-        if kind in found:
-            raise ConfigError(f"kwargs_handlers holds two {kind.__name__}", do="give one of each kind")
-        found[kind] = handler
-    # The recipe for fp8 needs torchao: it is made when fp8 is asked for.
-    return {kind: found.get(kind) or kind() for kind in kinds if kind is not AORecipeKwargs or kind in found}
-
-
-def _open_world(config: RunConfig, options: InitProcessGroupKwargs) -> World:
-    """Make the process group where there are several processes and none has been made by hand."""
-    if dist.is_initialized() or detect().world_size == 1:
-        return World.current(cpu=config.cpu)
-    return setup(**options.to_kwargs())  # its defaults ("nccl") stand for the backend of the device, as in Accelerate
-
-
-def _make_engine(
-    engine: Engine | str | None,
-    world: World,
-    scaler: torch.amp.GradScaler | None,
-    ddp_options: DistributedDataParallelKwargs,
-) -> Engine:
-    if isinstance(engine, Engine):
-        return engine
-    kind: Any = load(engine or choose(world_size=world.world_size))
-    # to_kwargs() is what torch's DDP takes; the communication hook is the engine's own affair.
-    hook = {
-        "comm_hook": str(ddp_options.comm_hook),
-        "comm_wrapper": str(ddp_options.comm_wrapper),
-        "comm_state_option": ddp_options.comm_state_option,
-    }
-    options = {**ddp_options.to_kwargs(), **hook}
-    return kind.from_options(world, scaler=scaler, options=options)  # type: ignore[no-any-return]
-
-
 def _check_loss(loss: Any, kwargs: Mapping[str, Any]) -> None:
     if not isinstance(loss, torch.Tensor):
         raise UsageError(
@@ -1386,27 +1044,3 @@ def _check_loss(loss: Any, kwargs: Mapping[str, Any]) -> None:
 
 def _as_iterable(parameters: Any) -> Iterable[torch.Tensor]:
     return [parameters] if isinstance(parameters, torch.Tensor) else parameters
-
-
-def _collect(argument: Any, place: bool, found: list[tuple[Any, bool]]) -> None:
-    """List every object of a known kind in ``argument``, each once."""
-    if isinstance(argument, (nn.Module, Optimizer, LRScheduler, DataLoader, AcceleratedScheduler)):
-        if all(argument is not known for known, _ in found):
-            found.append((argument, place))
-    elif isinstance(argument, (tuple, list)):
-        for item in argument:
-            _collect(item, place, found)
-    elif isinstance(argument, Mapping):
-        for item in argument.values():
-            _collect(item, place, found)
-
-
-def _replace(argument: Any, originals: Mapping[int, tuple[object, Any]]) -> Any:
-    """Return ``argument`` with every prepared object in the place of what it was made from."""
-    if id(argument) in originals:
-        return originals[id(argument)][1]
-    if isinstance(argument, (tuple, list)) and not isinstance(argument, nn.Module):
-        return rebuild_like(argument, [_replace(item, originals) for item in argument])
-    if isinstance(argument, Mapping) and not isinstance(argument, nn.Module):
-        return rebuild_like(argument, {key: _replace(item, originals) for key, item in argument.items()})
-    return argument

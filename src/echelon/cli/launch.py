@@ -55,6 +55,14 @@ class _LaunchCommand(click.Command):
 @click.option("--mixed-precision", metavar="[no|fp16|bf16|fp8]", help="The dtype of autocast.")
 @click.option("--gradient-accumulation-steps", metavar="N", help="Micro-batches in one update.")
 @click.option(
+    "--parity",
+    metavar="[off|exact]",
+    help="A loader's batch is that of each process (off), or that of all together and the update one process's (exact).",
+)
+@click.option(
+    "--max-micro-batch-size", metavar="N", help="With exact parity: the most samples of a process in a forward pass."
+)
+@click.option(
     "--dynamo-backend",
     metavar="NAME",
     help="Compile prepared models by torch.compile: inductor, aot_eager, cudagraphs, ..., or no.",
@@ -255,7 +263,7 @@ def _port(flags: dict[str, Any], typed: dict[str, str]) -> int:
 
 
 def _resolve(flags: dict[str, Any], typed: dict[str, str]) -> Resolved[RunConfig]:
-    names = ["cpu", "mixed_precision", "gradient_accumulation_steps", "debug"]
+    names = ["cpu", "mixed_precision", "gradient_accumulation_steps", "parity", "max_micro_batch_size", "debug"]
     names += [name for name in flags if name.startswith("dynamo_")]
     values = {name: (flags[name], typed[name]) for name in names if name in typed}
     number = flags["num_processes"]

@@ -1,0 +1,156 @@
+"""From the arguments of ``Accelerator()`` to settings, a process group and an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from echelon.accelerator.handlers import (
+    AORecipeKwargs,
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+)
+from echelon.accelerator.plugins import GradientAccumulationPlugin, TorchDynamoPlugin
+from echelon.accelerator.profiling import ProfileKwargs
+from echelon.base.errors import ConfigError
+from echelon.config.resolve import Resolved
+from echelon.config.schema import RunConfig
+from echelon.config.sources import current, from_code
+from echelon.distributed.setup import setup
+from echelon.engines.base import Engine
+from echelon.engines.registry import choose, load
+from echelon.world.environment import detect
+from echelon.world.world import World
+
+__all__ = [
+    "dynamo_plugin_of",
+    "dynamo_settings",
+    "handlers_by_kind",
+    "make_engine",
+    "open_world",
+    "refuse_what_is_not_offered",
+    "resolve_settings",
+]
+
+
+def refuse_what_is_not_offered(**arguments: Any) -> None:
+    """Raise for the first argument that was given: each belongs to a later version."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise ConfigError(
+                f"Accelerator({name}=) is not offered yet by this version of echelon",
+                where=f"code Accelerator({name}=)",
+                do=f"leave {name} out",
+            )
+
+
+def resolve_settings(
+    mixed_precision: str | None,
+    steps: int,
+    cpu: bool,
+    plugin: GradientAccumulationPlugin | None,
+    *,
+    more: Mapping[str, object],
+) -> Resolved[RunConfig]:
+    """Return the settings of the run: what the code gave, over the environment, over the defaults."""
+    if plugin is not None and steps != 1:
+        raise ConfigError(
+            f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin are both given",
+            where="code Accelerator(gradient_accumulation_steps=, gradient_accumulation_plugin=)",
+            do="give one of the two",
+        )
+    given = {
+        "mixed_precision": mixed_precision,
+        "gradient_accumulation_steps": plugin.num_steps if plugin is not None else (steps if steps != 1 else None),
+        "cpu": cpu or None,
+        **more,
+    }
+    return current(from_code("Accelerator", given))
+
+
+def dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> dict[str, object]:
+    """Return the settings of ``torch.compile`` that the code gave."""
+    if plugin is None:
+        return {"dynamo_backend": backend}
+    if backend is not None:
+        raise ConfigError(
+            f"dynamo_backend={str(backend)!r} and dynamo_plugin are both given",
+            where="code Accelerator(dynamo_backend=, dynamo_plugin=)",
+            do="give one of the two; the plugin has a backend, too",
+        )
+    return {
+        "dynamo_backend": plugin.backend,
+        "dynamo_mode": plugin.mode,
+        "dynamo_use_fullgraph": plugin.fullgraph,
+        "dynamo_use_dynamic": plugin.dynamic,
+        "dynamo_use_regional_compilation": plugin.use_regional_compilation,
+    }
+
+
+def dynamo_plugin_of(config: RunConfig) -> TorchDynamoPlugin:
+    """Return the settings of ``torch.compile`` as a plugin."""
+    return TorchDynamoPlugin(
+        backend=config.dynamo_backend,
+        mode=config.dynamo_mode,
+        fullgraph=config.dynamo_use_fullgraph,
+        dynamic=config.dynamo_use_dynamic,
+        use_regional_compilation=config.dynamo_use_regional_compilation,
+    )
+
+
+def handlers_by_kind(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
+    """Return one handler of each kind; a subclass counts as its base."""
+    kinds: tuple[type[KwargsHandler], ...] = (
+        AORecipeKwargs,
+        AutocastKwargs,
+        DistributedDataParallelKwargs,
+        GradScalerKwargs,
+        InitProcessGroupKwargs,
+        ProfileKwargs,
+    )
+    found: dict[type, Any] = {}
+    for handler in handlers:
+        kind = next((kind for kind in kinds if isinstance(handler, kind)), None)
+        if kind is None:
+            raise ConfigError(
+                f"kwargs_handlers holds a {type(handler).__name__}, which the Accelerator does not know",
+                do=f"give one of {', '.join(k.__name__ for k in kinds)}",
+            )
+        if kind in found:
+            raise ConfigError(f"kwargs_handlers holds two {kind.__name__}", do="give one of each kind")
+        found[kind] = handler
+    # The recipe for fp8 needs torchao: it is made when fp8 is asked for.
+    return {kind: found.get(kind) or kind() for kind in kinds if kind is not AORecipeKwargs or kind in found}
+
+
+def open_world(config: RunConfig, options: InitProcessGroupKwargs) -> World:
+    """Make the process group where there are several processes and none has been made by hand."""
+    if dist.is_initialized() or detect().world_size == 1:
+        return World.current(cpu=config.cpu)
+    return setup(**options.to_kwargs())  # its defaults ("nccl") stand for the backend of the device, as in Accelerate
+
+
+def make_engine(
+    engine: Engine | str | None,
+    world: World,
+    scaler: torch.amp.GradScaler | None,
+    ddp_options: DistributedDataParallelKwargs,
+) -> Engine:
+    """Return ``engine``, or make the one of that name; None: by the number of processes."""
+    if isinstance(engine, Engine):
+        return engine
+    kind: Any = load(engine or choose(world_size=world.world_size))
+    # to_kwargs() is what torch's DDP takes; the communication hook is the engine's own affair.
+    hook = {
+        "comm_hook": str(ddp_options.comm_hook),
+        "comm_wrapper": str(ddp_options.comm_wrapper),
+        "comm_state_option": ddp_options.comm_state_option,
+    }
+    options = {**ddp_options.to_kwargs(), **hook}
+    return kind.from_options(world, scaler=scaler, options=options)  # type: ignore[no-any-return]
