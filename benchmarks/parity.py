@@ -81,7 +81,10 @@ def net() -> nn.Module:
 def turn(variant: Variant, steps: int) -> tuple[float, float]:
     """Train for some updates; return milliseconds per update: wall, and CPU of this process."""
     accelerator = Accelerator(
-        cpu=True, parity=variant.parity, gradient_accumulation_steps=variant.accumulation, step_scheduler_with_optimizer=False
+        cpu=True,
+        parity=variant.parity,
+        gradient_accumulation_steps=variant.accumulation,
+        step_scheduler_with_optimizer=False,
     )
     model: Any = net()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -169,7 +172,7 @@ Repeat: `.venv/bin/python benchmarks/parity.py --write`.
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--write", action="store_true", help="put the table into benchmarks/RESULTS.md")
     options = parser.parse_args()

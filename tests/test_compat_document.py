@@ -8,11 +8,12 @@ from tests.side_by_side import compat
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert compat.PAGE.read_text() == compat.page(compat.rows()), "python tests/side_by_side/compat.py --write"
+    expected = compat.page(compat.rows(), compat.differences())
+    assert compat.PAGE.read_text() == expected, "python tests/side_by_side/compat.py --write"
 
 
 def test_every_name_is_listed_with_a_test_that_mentions_it() -> None:
-    assert list(compat.problems(compat.rows())) == []
+    assert list(compat.problems(compat.rows(), compat.differences())) == []
 
 
 def test_a_row_that_is_wrong_is_seen() -> None:
@@ -30,6 +31,10 @@ def test_a_row_that_is_wrong_is_seen() -> None:
         (replace(later, where=row.where), "merge_fsdp_weights is not offered"),
         (replace(row, mark="X"), "no mark 'X'"),
     ):
-        found = list(compat.problems([wrong if known.names == wrong.names else known for known in rows]))
+        found = list(compat.problems([wrong if known.names == wrong.names else known for known in rows], []))
         assert any(message in text for text in found), (message, found)
-    assert "section 1.7 lacks set_seed" in list(compat.problems([known for known in rows if known is not row]))
+    assert "section 1.7 lacks set_seed" in list(compat.problems([known for known in rows if known is not row], []))
+    difference = compat.differences()[0]
+    for tests, message in (((), "no test"), ((f"{file}::test_nothing",), f"there is no test {file}::test_nothing")):
+        (found_one,) = compat.problems(rows, [replace(difference, tests=tests)])
+        assert found_one.endswith(f": {message}")

@@ -66,6 +66,7 @@ def test_script_gets_its_arguments_untouched_and_its_environment(command: Comman
     result = command.launch(
         *["--num_processes", "2", "--mixed_precision", "bf16", "--gradient-accumulation-steps=4", "--debug", "-q"],
         *["--dynamo_backend", "torchxla_trace_once", "--dynamo_mode=max-autotune", "--dynamo_use_dynamic"],
+        *["--parity", "exact", "--max-micro-batch-size=8"],
         *["--num_cpu_threads_per_process=3", "--rdzv_id=job7", "sub/note.py", *args],
         GLOO_SOCKET_IFNAME="eth7",
         ACCELERATE_MIXED_PRECISION="fp16",
@@ -93,6 +94,8 @@ def test_script_gets_its_arguments_untouched_and_its_environment(command: Comman
         config = json.loads(env["ECHELON_CONFIG"])
         assert config["mixed_precision"][0] == "bf16"
         assert config["mixed_precision"][2] == "--mixed_precision"
+        assert config["parity"][::2] == ["exact", "--parity"]
+        assert config["max_micro_batch_size"][::2] == [8, "--max-micro-batch-size"]
 
 
 def test_flag_beats_environment_beats_file_and_the_loser_is_told(command: Command) -> None:

@@ -40,6 +40,8 @@ CASES = {
         "torchxla_trace_once",
     ),
     "accumulation": (["--gradient_accumulation_steps=x", "ok.py"], "gradient_accumulation_steps='x'", "an integer"),
+    "parity": (["--parity=exakt", "ok.py"], "parity='exakt' is not one of off, exact, bitwise", "flag --parity"),
+    "micro batch": (["--max_micro_batch_size", "0", "ok.py"], "max_micro_batch_size=0 is below 1", "from 1 on"),
     "unknown flag": (
         ["--nproc_per_nodes=2", "ok.py"],
         "there is no flag --nproc_per_nodes",

@@ -153,6 +153,13 @@ def test_parts_are_prepared_one_by_one() -> None:
     assert set(optimizer.state) == set(inner.parameters())
     assert optimizer.step_was_skipped is False
     assert scheduler.state_dict()["last_epoch"] == scheduler.last_epoch == 2
+    assert (scheduler.base_lrs, scheduler.optimizer, scheduler.get_lr.__self__) == ([0.5], sgd, schedule)
+    scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": 7})
+    assert schedule.last_epoch == 7
+    state = optimizer.state_dict()
+    state["param_groups"][0]["lr"] = 0.75
+    optimizer.load_state_dict(state)
+    assert sgd.param_groups[0]["lr"] == 0.75
     assert (accelerator._models, accelerator._dataloaders) == ([model], [loader])
     assert (accelerator._optimizers, accelerator._schedulers) == ([optimizer], [scheduler])
     assert accelerator.unwrap_model(model) is inner
@@ -165,6 +172,28 @@ def test_parts_are_prepared_one_by_one() -> None:
         accelerator.step = 3
         assert give_back(model, optimizer) == [None, None]
         assert (accelerator._models, accelerator._optimizers, accelerator.step) == ([], [], 0)
+
+
+class _ScheduleFree(torch.optim.SGD):
+    mode = "train"
+
+    def train(self) -> None:
+        self.mode = "train"
+
+    def eval(self) -> None:
+        self.mode = "eval"
+
+
+def test_a_schedule_free_optimizer_is_switched() -> None:
+    parameters = list(nn.Linear(1, 1).parameters())
+    inner = _ScheduleFree(parameters, lr=0.1)
+    optimizer, plain = Accelerator().prepare(inner, torch.optim.SGD(parameters, lr=0.1))
+    modes = []
+    for switch in (optimizer.eval, optimizer.train):
+        switch()
+        modes.append(inner.mode)
+    assert modes == ["eval", "train"]
+    assert (plain.eval(), plain.train()) == (None, None)  # others have nothing to switch
 
 
 class _Count(IterableDataset[torch.Tensor]):
@@ -222,8 +251,9 @@ def test_the_window_is_shown_under_accelerates_names() -> None:
     for batch in loader:
         with accelerator.accumulate(model):
             accelerator.backward(model(batch).sum())
-            seen.append((accelerator.sync_gradients, state.end_of_dataloader, state.active_dataloader is loader))
-    assert seen == [(False, False, True), (True, False, True), (True, True, True)]  # the last window is a short one
+            seen.append((accelerator.step, accelerator.sync_gradients, state.end_of_dataloader))
+            assert state.dataloader_references == [None, loader]
+    assert seen == [(1, False, False), (2, True, False), (0, True, True)]  # the last window is a short one
     accelerator.gradient_accumulation_steps = 4
     assert state.num_steps == 4
     accelerator.sync_gradients = False

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 
 from echelon import (
     Accelerator,
@@ -33,12 +34,14 @@ def _two_forwards(unused: bool) -> tuple[list[float], list[float], bool]:
     inner.weight.data.fill_(1.0)
     model, optimizer = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=1.0))
     rank = accelerator.process_index
+    bystander = Accelerator()  # the context is the one of whoever prepared the model
     with accelerator.no_sync(model):
         first = model(torch.tensor([[1.0 + rank]])).sum()
         second = model(torch.tensor([[10.0 + 10 * rank]])).sum()
     accelerator.backward(first)
     local = inner.weight.grad.flatten().tolist()
-    with accelerator.trigger_sync_in_backward(model):
+    trigger = bystander.trigger_sync_in_backward if unused else Accelerator.trigger_sync_in_backward  # static
+    with trigger(model):
         accelerator.backward(second)
     shared = inner.weight.grad.flatten().tolist()
     optimizer.step()  # a warning of the step guard would be an error
@@ -55,10 +58,12 @@ def test_the_last_backward_of_several_forwards_brings_them_all_together(unused: 
 
 def test_on_one_process_there_is_nothing_to_trigger() -> None:
     accelerator = Accelerator()
+    stranger = nn.Linear(1, 1, bias=False)
     model = accelerator.prepare(nn.Linear(1, 1, bias=False))
-    with accelerator.trigger_sync_in_backward(model):
-        accelerator.backward(model(torch.tensor([[3.0]])).sum())
-    assert model.weight.grad.item() == 3.0
+    for one in (model, stranger):
+        with accelerator.trigger_sync_in_backward(one):
+            accelerator.backward(one(torch.tensor([[3.0]])).sum())
+        assert one.weight.grad.item() == 3.0
 
 
 def _over_devices() -> None:
@@ -126,6 +131,43 @@ def test_handlers_that_were_given_are_shown_and_cannot_be_exchanged() -> None:
     assert [getattr(accelerator, name) for name in names] == given
     with pytest.raises(AttributeError):
         accelerator.ddp_handler = DistributedDataParallelKwargs()
+
+
+class _Moves:
+    """A batch that says how it was moved."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> tuple[str, bool]:
+        return device.type, non_blocking
+
+
+def test_models_and_batches_go_to_the_device_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echelon.base.device.num_devices", lambda: 1)  # an accelerator of the kind "meta"
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
+    monkeypatch.setattr("echelon.world.world.backend_of", lambda device: "gloo")
+
+    def kinds(accelerator: Accelerator, **options: Any) -> tuple[str, str]:
+        model, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(torch.ones(2, 1)), **options)  # type: ignore[arg-type]
+        return model.weight.device.type, next(iter(loader)).device.type
+
+    assert (Accelerator().device.type, Accelerator(cpu=True).device.type) == ("meta", "cpu")
+    assert kinds(Accelerator()) == ("meta", "meta")
+    assert kinds(Accelerator(cpu=True)) == kinds(Accelerator(device_placement=False)) == ("cpu", "cpu")
+    assert kinds(Accelerator(), device_placement=[False, True]) == ("cpu", "meta")
+    for non_blocking in (False, True):
+        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(non_blocking=non_blocking))
+        loader = accelerator.prepare(DataLoader(range(1), collate_fn=lambda samples: _Moves()))  # type: ignore[arg-type]
+        assert list(loader) == [("meta", non_blocking)]
+
+
+def test_autocast_is_switched_by_its_handler() -> None:
+    def product(accelerator: Accelerator, handler: AutocastKwargs | None = None) -> torch.dtype:
+        with accelerator.autocast(handler):
+            return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+    off = AutocastKwargs(enabled=False)
+    accelerator = Accelerator(mixed_precision="bf16")
+    assert (product(accelerator), product(accelerator, off)) == (torch.bfloat16, torch.float32)
+    assert product(Accelerator(mixed_precision="bf16", kwargs_handlers=[off])) == torch.float32
 
 
 def test_a_copy_of_what_holds_an_accelerator_holds_the_same_one() -> None:

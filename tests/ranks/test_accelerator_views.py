@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from echelon import Accelerator, DataLoaderConfiguration
 from echelon.base.errors import UsageError
 from echelon.base.warnings import EchelonWarning
+from echelon.state import AcceleratorState, GradientState
+from echelon.tracking import GeneralTracker, on_main_process
 from tests.harness import run_on_ranks
 
 _FACTS = ("num_processes", "process_index", "device", "distributed_type", "mixed_precision")
@@ -39,6 +41,7 @@ def _pickled() -> dict[str, Any]:
             copy.step,
             copy.config == accelerator.config,
         ),
+        "current": AcceleratorState().device is copy.device and GradientState().num_steps,
         "prepared": [len(kept) for kept in (copy._models, copy._optimizers, copy._dataloaders)],
         "works": float(copy.gather(torch.ones(1)).sum()),
         "trains": type(copy.prepare(nn.Linear(2, 1))) is type(model),
@@ -50,6 +53,7 @@ def test_an_accelerator_pickles_with_its_settings_and_without_what_it_prepared(w
     expected = {
         "facts": [True] * len(_FACTS),
         "settings": (3, True, 4, True),
+        "current": 3,
         "prepared": [0, 0, 0],
         "works": float(world_size),
         "trains": True,
@@ -126,3 +130,74 @@ def test_ranks_that_name_other_folders_share_that_of_the_first_rank(tmp_path: Pa
         in told[0]
     )
     assert silent == []
+
+
+def _remainders(kind: str) -> tuple[list[tuple[bool, int]], list[int]]:
+    accelerator = Accelerator(cpu=True)
+    data: Any = _Count() if kind == "iterable" else list(range(8 if kind == "full" else 10))
+    loader = accelerator.prepare(DataLoader(data, batch_size=2))
+    state = accelerator.gradient_state
+    seen, gathered = [], []
+    for batch in loader:
+        seen.append((state.end_of_dataloader, state.remainder))
+        gathered += accelerator.gather_for_metrics(batch.tolist(), use_gather_object=True)
+    assert state.remainder == -1  # nothing is being read
+    return seen, gathered
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected", "num_samples"),
+    [
+        ("rest", [(False, 2), (False, 2), (True, 2)], 10),  # 10 samples, 4 in a step of both ranks
+        ("full", [(False, 0), (True, 0)], 8),
+        ("iterable", [(False, -1), (True, 1)], 5),  # known when the end is
+    ],
+)
+def test_the_remainder_is_known_in_every_step(kind: str, expected: list[tuple[bool, int]], num_samples: int) -> None:
+    assert run_on_ranks(_remainders, kind) == [(expected, list(range(num_samples)))] * 2
+
+
+class _Notes(GeneralTracker):
+    requires_logging_directory = False
+
+    def __init__(self, name: str, *, main_only: bool) -> None:
+        self.name = name
+        self.main_process_only = main_only
+        self.notes: list[Any] = []
+        super().__init__()
+
+    @property
+    def tracker(self) -> list[Any]:
+        return self.notes
+
+    @on_main_process
+    def start(self) -> None:
+        self.notes.append("start")
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.notes.append((values["rank"], step))
+
+    @on_main_process
+    def finish(self) -> None:
+        self.notes.append("finish")
+
+
+def _tracked() -> tuple[list[str], list[Any], list[Any]]:
+    everywhere, main = _Notes("everywhere", main_only=False), _Notes("main", main_only=True)
+    accelerator = Accelerator(log_with=[everywhere, main])
+    assert accelerator.trackers == []
+    accelerator.init_trackers("run")
+    names = [tracker.name for tracker in accelerator.trackers]
+    assert accelerator.get_tracker("main") is main
+    assert accelerator.get_tracker("everywhere", unwrap=True) is everywhere.notes
+    accelerator.log({"rank": accelerator.process_index}, step=4)
+    accelerator._tracking.finish()
+    return names, everywhere.notes, main.notes
+
+
+def test_every_rank_has_the_trackers_and_each_writes_where_it_says() -> None:
+    assert run_on_ranks(_tracked) == [
+        (["everywhere", "main"], ["start", (rank, 4), "finish"], ["start", (0, 4), "finish"] if rank == 0 else [])
+        for rank in (0, 1)
+    ]

@@ -133,17 +133,18 @@ def test_bfloat16_is_added_in_float32() -> None:
     assert run_on_ranks(_bf16_sum_of_many, world_size=3) == [258.0] * 3
 
 
-def _scaled() -> tuple[list[float], list[float], list[int]]:
+def _scaled() -> tuple[list[float], list[float], list[float], list[int]]:
     rank = dist.get_rank()
     return (
         reduce(torch.tensor([1.0 + rank]), "mean", 4.0).tolist(),
+        reduce(torch.tensor([1.0 + rank]), "sum", 4.0).tolist(),
         mean_over_ranks([torch.tensor([2.0 * rank])])[0].tolist(),
         reduce(torch.tensor([rank]), "none").tolist(),
     )
 
 
-def test_reduce_scales_means_and_leaves_alone() -> None:
-    assert run_on_ranks(_scaled, world_size=2) == [([6.0], [1.0], [0]), ([6.0], [1.0], [1])]
+def test_reduce_scales_means_and_sums_and_leaves_alone() -> None:
+    assert run_on_ranks(_scaled, world_size=2) == [([6.0], [12.0], [1.0], [0]), ([6.0], [12.0], [1.0], [1])]
 
 
 def _broadcast_each_dtype(source: int) -> list[Any]:
@@ -166,7 +167,7 @@ def test_broadcast_gives_every_rank_the_source_s_tensors(world_size: int, source
 def _objects() -> Any:
     rank = dist.get_rank()
     listed = broadcast_object_list([{"rank": rank}, "text" * rank], from_process=dist.get_world_size() - 1)
-    return gather_object([f"a{rank}", rank]), gather_object({"rank": rank}), listed
+    return gather_object([f"a{rank}", rank]), gather_object({"rank": rank}), gather_object(f"r{rank}"), listed
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -175,6 +176,7 @@ def test_objects_are_gathered_and_broadcast(world_size: int) -> None:
     expected = (
         [item for r in range(world_size) for item in (f"a{r}", r)],
         [{"rank": r} for r in range(world_size)],
+        [f"r{r}" for r in range(world_size)],
         [{"rank": last}, "text" * last],
     )
     assert run_on_ranks(_objects, world_size=world_size) == [expected] * world_size

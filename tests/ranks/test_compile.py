@@ -181,7 +181,9 @@ def _kinds_of_own() -> list[str]:
     accelerator = Accelerator(cpu=True, dynamo_backend="eager")
     own, in_place = torch.compile(_model(), backend="eager"), _model()
     in_place.compile(backend="eager")
-    return [type(accelerator.prepare(model)).__name__ for model in (own, in_place, _model())]
+    prepared = [accelerator.prepare(model) for model in (own, in_place, _model())]
+    assert {type(accelerator.unwrap_model(model, keep_torch_compile=False)) for model in prepared} == {_Net}
+    return [type(model).__name__ for model in prepared]
 
 
 def test_nor_is_it_on_two_ranks() -> None:

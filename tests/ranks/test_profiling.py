@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from echelon import Accelerator
 from echelon.accelerator.handlers import ProfileKwargs
 from echelon.accelerator.profiling import profile
 from echelon.base.errors import ConfigError
@@ -21,8 +22,8 @@ def _names(path: Path) -> set[str]:
 
 
 def _profile(folder: str) -> list[str]:
-    rank = torch.distributed.get_rank()
-    with profile(ProfileKwargs(activities=["cpu"], output_trace_dir=folder), rank=rank) as profiler:
+    handler = ProfileKwargs(activities=["cpu"], output_trace_dir=folder)
+    with Accelerator(cpu=True, kwargs_handlers=[handler]).profile() as profiler:
         torch.ones(2, 2) @ torch.ones(2, 2)
     # All ranks have written when any of them comes out.
     return [

@@ -126,7 +126,7 @@ def test_a_stateful_loader_goes_on_by_itself(world_size: int, tmp_path: Path) ->
     assert (saved["_num_yielded"], saved["_iterator_finished"]) == (2, False)  # the form that torchdata reads
 
 
-def test_a_position_in_accelerates_form_is_taken_and_one_of_fewer_processes_refused(tmp_path: Path) -> None:
+def test_a_position_in_accelerates_form_is_taken_and_one_of_other_numbers_of_processes_refused(tmp_path: Path) -> None:
     config = DataLoaderConfiguration(use_stateful_dataloader=True)
 
     def prepared() -> tuple[Accelerator, Any]:
@@ -139,8 +139,13 @@ def test_a_position_in_accelerates_form_is_taken_and_one_of_fewer_processes_refu
             folder = accelerator.save_state(tmp_path / "s")
             break
     assert [x.tolist() for (x,) in prepared()[1]][:1] == [[0, 1]]
-    with pytest.raises(CheckpointError, match="where 1 processes were in their data, and this is rank 1"):
+    with pytest.raises(CheckpointError, match="where 1 processes were in their data, and this is rank 1 of 1"):
         load_accelerator_state(folder, [], [], [], [prepared()[1]], 1)
+    position = load(folder / "dl_state_dict.bin")
+    position["echelon"]["inner_of_others"] = [None]
+    torch.save(position, folder / "dl_state_dict.bin")
+    with pytest.raises(CheckpointError, match="where 2 processes were in their data, and this is rank 0 of 1"):
+        prepared()[0].load_state(folder)
     for file in ("dl_state_dict.bin", "random_states_0.pkl"):
         content = load(folder / file)
         del content["echelon"]
@@ -173,6 +178,7 @@ def _resume_scaler(folder: str) -> list[dict[str, Any]]:
 def test_the_loss_scale_counts_the_step_before_saving(tmp_path: Path) -> None:
     saved, loaded = _resume_scaler(str(tmp_path / "s"))
     assert saved["_growth_tracker"] == 3
+    assert (tmp_path / "s" / "scaler.pt").exists()
     assert loaded == saved
 
 
@@ -496,6 +502,7 @@ def test_hooks_take_out_what_they_save_and_load_themselves(tmp_path: Path) -> No
 
     def save_second(models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
         assert models == [one, two]
+        assert Path(output_dir) != tmp_path / "s"  # what fails from here on leaves nothing there
         torch.save(weights.pop()["weight"], os.path.join(output_dir, "mine.pt"))
 
     def load_second(models: list[nn.Module], input_dir: str) -> None:
@@ -535,6 +542,7 @@ def test_what_could_not_be_loaded_again_is_refused_when_it_is_registered_and_whe
     assert accelerator._custom_objects == []
     plain = _Holds({"t": torch.ones(2), "a": np.arange(3.0), "n": np.float64(1.5), "b": b"x", "s": {1, 2}})
     accelerator.register_for_checkpointing(plain)
+    assert accelerator._custom_objects == [plain]
     accelerator.save_state(tmp_path / "s")
     plain.value = Path("x")
     with pytest.raises(CheckpointError, match=r"written to custom_checkpoint_0\.pkl holds pathlib\.PosixPath"):

@@ -51,6 +51,27 @@ def test_the_last_window_is_divided_by_its_own_length() -> None:
     assert run_on_ranks(_gradients, world_size=1) == [[1.0, 1.0]]  # windows of 4 and 1: the mean of ones, both times
 
 
+def _clearing_first() -> list[float]:
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    data: Any = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data))
+    found = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            optimizer.zero_grad()
+            accelerator.backward(model(batch).mean())
+            if accelerator.sync_gradients:
+                found.append(model.weight.grad.item())
+            optimizer.step()
+    return found
+
+
+def test_zero_grad_before_the_backward_pass_keeps_the_gradients_of_the_window() -> None:
+    assert run_on_ranks(_clearing_first, world_size=1) == [[1.5, 3.5]]
+
+
 def _rates() -> list[float]:
     accelerator = Accelerator(gradient_accumulation_steps=3)
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)

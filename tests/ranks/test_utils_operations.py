@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from echelon import utils
 from echelon.base.errors import DesyncError
+from echelon.distributed import checks
 from echelon.utils import operations
 from tests.harness import run_on_ranks
 
@@ -96,6 +98,22 @@ def test_ranks_that_disagree_are_all_told_what_each_brought(debug: bool) -> None
             assert text.startswith(f"{name}: the ranks do not bring the same structure")
             assert "rank 0: " + name + " {'a': float32[1]}" in text
             assert "rank 1: " + name + " {'a': float32[2]}" in text
+
+
+def _beside_another_backend(debug: bool) -> str:
+    backends = {"cpu": "gloo", "cuda": "nccl"}
+    with patch.object(checks, "_backends", lambda group: backends), utils.patch_environment(ECHELON_DEBUG=int(debug)):
+        try:
+            checks.check_same("op", f"float32[{_rank()}]", group=None)
+        except DesyncError as error:
+            return str(error)
+    return "not checked"
+
+
+def test_beside_other_backends_than_gloo_debug_mode_decides_whether_shapes_are_checked() -> None:
+    assert run_on_ranks(_beside_another_backend, False, world_size=2) == ["not checked"] * 2
+    for text in run_on_ranks(_beside_another_backend, True, world_size=2):
+        assert text.startswith("op: the ranks do not bring the same structure\n    rank 0: op float32[0]\n")
 
 
 def _decorated() -> tuple[str, str]:

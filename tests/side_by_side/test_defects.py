@@ -55,6 +55,10 @@ EXPECTED: dict[tuple[str, int], tuple[dict[str, Any], dict[str, Any]]] = {
         {"gradient of a mean of ones": 1.0, "gradient of a mean of ones#2": 0.25},
         {"gradient of a mean of ones": 1.0, "gradient of a mean of ones#2": 1.0},
     ),
+    ("12_zero_grad_first", 1): (
+        {"gradient of a mean of two": 1.0, "gradient of a mean of two#2": 2.0},
+        {"gradient of a mean of two": 1.5, "gradient of a mean of two#2": 3.5},
+    ),
 }
 
 # The tests of the right behaviour that need no accelerate.
@@ -70,6 +74,7 @@ TESTS = {
     "09_metrics_of_a_sampler": "ranks/test_upstream_defects.py::test_metrics_count_the_samplers_samples_not_the_datasets",
     "10_environment_beats_code": "ranks/test_accelerator_errors.py::test_code_wins_over_the_environment_and_says_so",
     "11_last_window": "ranks/test_upstream_defects.py::test_the_last_window_is_divided_by_its_own_length",
+    "12_zero_grad_first": "ranks/test_upstream_defects.py::test_zero_grad_before_the_backward_pass_keeps_the_gradients_of_the_window",
 }
 
 

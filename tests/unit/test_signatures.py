@@ -22,7 +22,6 @@ SIGNATURES: dict[str, list[str]] = json.loads((Path(__file__).parent / "accelera
 # What is different on purpose, and why.
 DIFFERENT = {
     "accelerator:Accelerator": "split_batches=None is accelerate's sentinel object: the value of dataloader_config",
-    "accelerator:Accelerator.trigger_sync_in_backward": "a method, not static: the engine of this Accelerator does it",
     "commands.config.default:write_basic_config": "the default place is echelon's own file",
     "data_loader:DataLoaderDispatcher": "made by prepare() only",
     "data_loader:DataLoaderShard": "made by prepare() only",

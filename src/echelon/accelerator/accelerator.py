@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import builtins
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,9 +18,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
+from echelon.accelerator.agreement import agree_on_models
 from echelon.accelerator.checkpoints import Checkpoints
 from echelon.accelerator.compiling import compile_regions, compile_whole, compiles, is_compiled, moved_to, uncompiled
-from echelon.accelerator.current import note_accelerator
+from echelon.accelerator.current import living_accelerators, note_accelerator
 from echelon.accelerator.facts import AcceleratorFacts
 from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.handlers import (
@@ -33,7 +35,7 @@ from echelon.accelerator.handlers import (
 )
 from echelon.accelerator.ledger import Ledger
 from echelon.accelerator.loaders import rng_type_names, skip_first_batches
-from echelon.accelerator.metrics import gather_samples
+from echelon.accelerator.metrics import gather_samples, own_samples
 from echelon.accelerator.nested import collect_known, replace_prepared
 from echelon.accelerator.opening import (
     dynamo_plugin_of,
@@ -117,6 +119,10 @@ class Accelerator(AcceleratorFacts):
             name: [] for name in ("_models", "_optimizers", "_schedulers", "_dataloaders", "_unsharded")
         }
         return {**vars(self), **nothing, "_originals": {}, "_compiled": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        note_accelerator(self)  # in a process that was given it, AcceleratorState() looks at it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         """Return this very object: a copy of what holds it must not hold another process group's view."""
@@ -205,7 +211,8 @@ class Accelerator(AcceleratorFacts):
         self.scaler = self._precision.make_scaler(handlers[GradScalerKwargs].to_kwargs())
         self._engine = make_engine(engine, self._world, self.scaler, handlers[DistributedDataParallelKwargs])
         self._window = Window(world_size=self._world.world_size, total_of=self._total_of)
-        self.progress = Progress()
+        self._progress = Progress()
+        self._steps_before = 0  # optimizer steps that self._optimizers have not counted
         self._accumulating: tuple[nn.Module, ...] | None = None  # of the accumulate() that we are in; () = all
         self._is_data_checked = self._world.world_size == 1
         self._unsharded: list[DataLoader[Any]] = []
@@ -273,15 +280,22 @@ class Accelerator(AcceleratorFacts):
         """
         return _LocalBackward(self._engine.no_sync(self._engine_model(model)), self._optimizers if unsynced else ())
 
-    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
+    @staticmethod
+    def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context whose backward pass is synchronised although its forward passes ran in ``no_sync``.
 
         For several forward passes in ``no_sync`` before the first backward pass: the last backward pass, in this context,
-        brings the gradients of all of them together.
+        brings the gradients of all of them together. Static, as in Accelerate: the Accelerator that prepared ``model`` is
+        found; for a model that none did, the context is empty.
 
         Collective: the backward pass in it.
         """
-        return self._engine.sync_next_backward(self._engine_model(model))
+        for accelerator in living_accelerators():
+            inner = accelerator._engine_model(model)
+            if any(inner is known for known in accelerator._models):
+                context: AbstractContextManager[Any] = accelerator._engine.sync_next_backward(inner)
+                return context
+        return nullcontext()
 
     def backward(self, loss: torch.Tensor, num_items: float | None = None, **kwargs: Any) -> None:
         """Backpropagate ``loss``, weighted for its update.
@@ -307,7 +321,7 @@ class Accelerator(AcceleratorFacts):
             self._require_every_rank("backward()")
         scale, factor = self._weigh(loss, num_items)
         if scale == 0.0:
-            self._engine.backward_nothing(self._trained_models())
+            self._engine.backward_nothing(loss, self._parameters(), **kwargs)
         else:
             self._engine.backward(loss if scale == 1.0 else loss * scale, **kwargs)
         if factor != 1.0:
@@ -323,7 +337,8 @@ class Accelerator(AcceleratorFacts):
                 return window.plain(num_steps=state.num_steps, inside=inside, sync=state.sync_gradients)
         else:
             num_items, is_counted = (0.0 if contribution.is_loan else num_items), num_items is not None
-            self._ledger.note_loss(loss, contribution.num_items if num_items is None else num_items)
+            items = contribution.num_items if num_items is None else num_items
+            self._ledger.note_loss(loss, items, num_postponed=sum(o.num_postponed for o in self._optimizers))
             if not is_counted:
                 return self._ledger.weigh(contribution), 1.0
         assert num_items is not None
@@ -348,9 +363,33 @@ class Accelerator(AcceleratorFacts):
             )
         return self._ledger.update_loss(self._sum_over_ranks)
 
+    @property
+    def progress(self) -> Progress:
+        """Where the run is."""
+        self._progress.step = self._steps_before + self._num_steps()
+        return self._progress
+
+    def _num_steps(self) -> int:
+        return max((optimizer.num_steps for optimizer in self._optimizers), default=0)
+
+    def _close_books(self) -> dict[str, Any] | None:
+        """Return the random states that belong into a checkpoint made now; None: those of now."""
+        return None if self._ledger is None else self._ledger.close()
+
+    def _reopen_books(self, progress: dict[str, Any] | None) -> None:
+        """Go on from the counters of a checkpoint; None: it has none."""
+        if self._ledger is not None:
+            self._ledger.reopen()
+        if progress is not None:
+            self._progress.load_json(progress)
+            self._steps_before = self._progress.step - self._num_steps()
+
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Undo fp16 loss scaling on the gradients of ``optimizer`` (one, several, or all), before looking at them."""
-        if self.scaler is None:
+        """Undo fp16 loss scaling on the gradients of ``optimizer`` (one, several, or all), before looking at them.
+
+        In the exact modes only in the last micro-step of an update: what comes after it is scaled, too.
+        """
+        if self.scaler is None or self._is_unfinished():
             return
         given = self._optimizers if optimizer is None else optimizer
         for one in given if isinstance(given, (list, tuple)) else [given]:
@@ -360,18 +399,29 @@ class Accelerator(AcceleratorFacts):
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Scale the gradients so that their norm over the whole model is at most ``max_norm``; return the norm before.
 
+        In the exact modes only in the last micro-step of an update: in the others, it returns what there is so far.
+
         Collective: where parameters are sharded, or the step guard has to reduce.
         """
+        if self._is_unfinished():
+            norm = self._engine.clip_grad_norm(_as_iterable(parameters), math.inf, norm_type, unsynced=True)
+            return norm if self.scaler is None else norm / self.scaler.get_scale()
         self.unscale_gradients()
         return self._engine.clip_grad_norm(_as_iterable(parameters), max_norm, norm_type, unsynced=self._is_local())
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clamp every gradient to ``[-clip_value, clip_value]``.
+        """Clamp every gradient to ``[-clip_value, clip_value]``; in the exact modes once per update, at its end.
 
         Collective: where the step guard has to reduce.
         """
+        if self._is_unfinished():
+            return
         self.unscale_gradients()
         self._engine.clip_grad_value(_as_iterable(parameters), clip_value, unsynced=self._is_local())
+
+    def _is_unfinished(self) -> bool:
+        """Is this a micro-step of the exact modes after which the gradients are not yet those of the update?"""
+        return self._ledger is not None and not self.sync_gradients
 
     def _is_local(self) -> bool:
         """Are the gradients still each rank's own: in mid-window, or in a ``no_sync(unsynced=True)``?"""
@@ -416,7 +466,7 @@ class Accelerator(AcceleratorFacts):
             seed=broadcast_object_list([seed])[0] if self.num_processes > 1 else seed,
             state=self.gradient_state,
             window=self._window,
-            progress=self.progress,
+            progress=self._progress,
             models=lambda: self._models,
             max_micro_batch_size=config.max_micro_batch_size,
         )
@@ -425,6 +475,12 @@ class Accelerator(AcceleratorFacts):
 
     def _trained_models(self) -> list[nn.Module]:
         return list(self._accumulating or self._models)
+
+    def _parameters(self) -> list[nn.Parameter]:
+        """Return those of all prepared models and optimizers, each once."""
+        held = [parameter for model in self._models for parameter in model.parameters()]
+        owned = [parameter for o in self._optimizers for g in o.param_groups for parameter in g["params"]]
+        return list({id(parameter): parameter for parameter in [*held, *owned]}.values())
 
     def _finish_gradients(self, factor: float) -> None:
         for model in self._trained_models():
@@ -476,6 +532,7 @@ class Accelerator(AcceleratorFacts):
 
         Raises:
             UsageError: nothing in it is known.
+            DesyncError: the ranks were given different models or data.
         """
         placement = device_placement or [None] * len(args)
         if len(placement) != len(args):
@@ -516,6 +573,8 @@ class Accelerator(AcceleratorFacts):
                 recipe = self.ao_recipe_handler
                 convert_model_to_fp8_ao(uncompiled(model), recipe.config, recipe.module_filter_func)
             self._precision.wrap_forward(model)
+        if self._ledger is not None and self.use_distributed:
+            agree_on_models([model for model, _ in models])
         given = [self._compile(model, by_regions=True) for model, _ in models]
         prepared = self._engine.prepare(given, optimizers, schedulers)
         for (model, _), shaped, wrapped in zip(models, given, prepared.models):
@@ -570,6 +629,8 @@ class Accelerator(AcceleratorFacts):
             slice_fn=slice_fn,
         )
         self._dataloaders.append(prepared)
+        if self._ledger is not None:
+            self._ledger.tell_batch(prepared.total_batch_size)
         return prepared
 
     def _wrap_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
@@ -658,7 +719,21 @@ class Accelerator(AcceleratorFacts):
         if self.num_processes == 1:
             return input_data
         self._require_every_rank("gather_for_metrics()")
-        return gather_samples(input_data, loader.last_step if loader is not None else None, objects=use_gather_object)
+        last = None if loader is None else loader.step_to_trim()
+        return gather_samples(input_data, last, objects=use_gather_object)
+
+    def trim_for_metrics(self, input_data: Any) -> Any:
+        """Return the results of one step of a prepared loader without samples that another process counts, too.
+
+        For metrics that each process adds up by itself, and that are brought together once after the loop
+        (``accelerator.reduce``, torchmetrics). A process without samples in a step borrows one of another's; here its
+        results become empty.
+
+        Args:
+            input_data: nested tensors whose first dimension is the batch, or a list with one item per sample.
+        """
+        loader = self.gradient_state.active_dataloader
+        return input_data if loader is None else own_samples(input_data, loader.step_to_trim())
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Sum or average nested tensors over the processes. Collective. See ``echelon.distributed.reduce``."""
@@ -672,6 +747,7 @@ class Accelerator(AcceleratorFacts):
 
     def wait_for_everyone(self) -> None:
         """Wait until every process is here; who does not come is named. Collective."""
+        self.gradient_state.reading.asked.judge()
         control.barrier()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -893,6 +969,7 @@ class Accelerator(AcceleratorFacts):
                 f"{self.capabilities.name} does not know",
                 do="leave it out",
             )
+        self.gradient_state.reading.asked.judge()
         return self._checkpoints.save(self, output_dir, safe_serialization=safe_serialization)
 
     def load_state(
@@ -921,6 +998,7 @@ class Accelerator(AcceleratorFacts):
     def free_memory(self, *objects: Any) -> Any:
         """Forget everything that was prepared, and empty the device's cache; returns a None for each of ``objects``."""
         self._models.clear()
+        self._steps_before += self._num_steps()
         self._optimizers.clear()
         self._schedulers.clear()
         self._dataloaders.clear()
@@ -972,6 +1050,7 @@ class Accelerator(AcceleratorFacts):
 
     def end_training(self) -> None:
         """Finish the trackers and end the process group. Collective."""
+        self.gradient_state.reading.asked.judge()
         self._tracking.finish()
         cleanup()
 

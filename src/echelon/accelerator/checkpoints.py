@@ -75,6 +75,7 @@ class Checkpoints:
         accelerator._engine.settle()
         models = _bare_models(accelerator)
         weights = [accelerator.get_state_dict(model) for model in accelerator._models]
+        random_states = accelerator._close_books()
         state = collect_state(
             weights=weights,
             optimizers=accelerator._optimizers,
@@ -82,7 +83,8 @@ class Checkpoints:
             dataloaders=accelerator._dataloaders,
             scaler=accelerator.scaler,
             step=accelerator.step,
-            progress=accelerator.progress.to_json(),
+            progress={**accelerator.progress.to_json(), "micro_step": 0},
+            random_states=random_states,
         )
         with written_aside(target.resolve(), world=world, is_part=is_state_file) as aside:
             for hook in list(self.save_hooks.values()):
@@ -132,8 +134,7 @@ class Checkpoints:
                 **options,
             )
             accelerator.step = changes.get("step", accelerator.step)
-            if "progress" in changes:
-                accelerator.progress.load_json(changes["progress"])
+            accelerator._reopen_books(changes.get("progress"))
             for i, one in enumerate(self.custom_objects):
                 load_custom_state(one, folder, i)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from echelon.base.errors import UsageError
 
-__all__ = ["current_accelerator", "has_accelerator", "note_accelerator"]
+__all__ = ["current_accelerator", "has_accelerator", "living_accelerators", "note_accelerator"]
 
 
 class _Built:
@@ -21,9 +22,15 @@ def note_accelerator(accelerator: Any) -> None:
     _Built.accelerators = (*living, weakref.ref(accelerator))
 
 
+def living_accelerators() -> Iterator[Any]:
+    """Yield the Accelerators that live, the one built last first."""
+    references = reversed(_Built.accelerators)
+    return (accelerator for reference in references if (accelerator := reference()) is not None)
+
+
 def has_accelerator() -> bool:
     """Tell whether an Accelerator was built and lives."""
-    return _latest() is not None
+    return next(living_accelerators(), None) is not None
 
 
 def current_accelerator() -> Any:
@@ -32,12 +39,7 @@ def current_accelerator() -> Any:
     Raises:
         UsageError: none was built, or all are gone.
     """
-    accelerator = _latest()
+    accelerator = next(living_accelerators(), None)
     if accelerator is None:
         raise UsageError("there is no Accelerator yet", do="make one first: accelerator = Accelerator()")
     return accelerator
-
-
-def _latest() -> Any:
-    living = (reference() for reference in reversed(_Built.accelerators))
-    return next((accelerator for accelerator in living if accelerator is not None), None)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
 from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.plugins import DataLoaderConfiguration
+from echelon.accelerator.random_states import current_random_states
 from echelon.accelerator.window import Window
 from echelon.base.errors import UsageError
+from echelon.base.logging import get_logger
 from echelon.base.progress import Progress
 from echelon.base.warnings import warn
 from echelon.data.exact import ExactOptions, PassPlan
@@ -22,6 +25,8 @@ from echelon.data.slices import Contribution
 from echelon.world.world import World
 
 __all__ = ["Ledger"]
+
+_logger = get_logger(__name__)
 
 
 class Ledger(Driver):
@@ -46,12 +51,29 @@ class Ledger(Driver):
         self._progress = progress
         self._models = models
         self._max_micro_batch_size = max_micro_batch_size
-        self._loss: torch.Tensor | float = 0.0  # sum over the items of this rank in the update
+        self._losses: list[tuple[torch.Tensor, float]] = []  # of the update: each a mean over items of this rank
         self._num_items = 0.0  # of the update, this rank's
         self._is_counted = False  # are the items of this micro-step in it?
-        self._has_streams = False
+        self._num_postponed = 0  # at the first loss of the micro-step
+        self._is_told_of_turns = False
         self._is_warned = False
         self._batch_norms: list[_BatchNorm] = []
+        self._told: set[str] = set()
+        self._is_within = False  # has an update begun, and not come to its last micro-step?
+        self._random_states: dict[str, Any] | None = None  # at its beginning, where it has several micro-steps
+
+    def tell_batch(self, batch_size: int | None) -> None:
+        """Say once what a batch size means now."""
+        if batch_size is None:
+            return
+        micro = PassPlan(num_micro_steps=self._state.num_steps).num_micro(
+            batch_size, batch_size, world_size=self._world.world_size, options=self.options(DataLoaderConfiguration())
+        )
+        line = describe_batch(batch_size, world_size=self._world.world_size, num_micro=micro)
+        if line not in self._told:
+            self._told.add(line)
+            # At the level that is seen by default: a number of the script has another meaning now.
+            _logger.warning("parity='exact': a DataLoader's batch is that of all processes together, %s", line)
 
     # ---- what loaders tell -------------------------------------------------------------------------------------------
 
@@ -62,35 +84,31 @@ class Ledger(Driver):
         return PassPlan(num_micro_steps=self._state.num_steps, trains=trains)
 
     def begin_pass(self, loader: PreparedLoader, plan: PassPlan) -> None:
-        """Give each rank a random stream of its own, once, and look for batch norms.
+        """Give each rank a random stream of its own, and look for batch norms.
 
-        Collective: the first pass of updates.
+        Collective: a pass of updates.
         """
         if not plan.trains:
             return
-        if not self._has_streams:
-            self._has_streams = True
-            open_random_streams(self._world, self.seed)
+        open_random_streams(self._world)
         self._progress.epoch = loader.iteration
-        norms = [module for model in self._models() for module in model.modules() if isinstance(module, _BatchNorm)]
-        self._batch_norms = norms
-        if norms and not self._is_warned and (self._world.world_size > 1 or plan.num_micro_steps > 1):
-            self._is_warned = True
-            warn(
-                f"the model has {len(norms)} BatchNorm layer(s), whose statistics are those of each rank's micro-batch: the "
-                "update depends on how the batch is split, parity='exact' or not. GroupNorm or LayerNorm does not; "
-                "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) sees all ranks, without accumulation the same as one"
-            )
+        self._batch_norms = [m for model in self._models() for m in model.modules() if isinstance(m, _BatchNorm)]
 
     def begin_micro_step(self, loader: PreparedLoader, contribution: Contribution) -> None:
         """Open the micro-step of the batch that the loader is about to give."""
-        if contribution.step is not None and self._batch_norms:
-            self._refuse_loans_with_batch_norm(contribution)
+        if self._is_beside_an_update(loader):
+            return
+        if self._batch_norms:
+            self._check_batch_norms(contribution)
         self._state.sync_gradients = contribution.ends_update
         if contribution.micro_step == 0:
-            self._progress.tokens_seen += self._window.total
+            self._count_tokens()
+            if self._is_within:
+                self._drop_half_an_update()
             self._window.end_window()
-            self._loss, self._num_items = 0.0, 0.0
+            self._losses, self._num_items = [], 0.0
+            self._random_states = current_random_states() if contribution.num_micro_steps > 1 else None
+        self._is_within = not contribution.ends_update
         self._is_counted = False
         self._window.begin_micro_step()
         self._progress.micro_step = contribution.micro_step + 1
@@ -98,15 +116,60 @@ class Ledger(Driver):
         if contribution.ends_update:
             self._progress.samples_seen += len(contribution.update)
 
-    def _refuse_loans_with_batch_norm(self, contribution: Contribution) -> None:
-        assert contribution.step is not None
-        idle = [rank for rank, num in enumerate(contribution.step.real) if num == 0]
-        if idle and any(norm.training for norm in self._batch_norms):
+    def _is_beside_an_update(self, loader: PreparedLoader) -> bool:
+        """Is the batch of ``loader`` one beside that of a loop around it: read with it (``zip``), or looked at meanwhile?
+
+        A whole training loop within another one drives itself, unless the outer update has several micro-steps.
+        """
+        outer = next((one for one in self._state.reading.loaders if one.plan is not None and one.plan.trains), loader)
+        if outer is loader or outer.contribution is None:
+            return False
+        return outer.contribution.num_micro_steps > 1 or not self._is_counted
+
+    def _count_tokens(self) -> None:
+        self._progress.tokens_seen += self._window.total
+        self._window.total = 0.0
+
+    def _drop_half_an_update(self) -> None:
+        """Forget the gradients of an update whose loop was left in its middle: its samples come again."""
+        self._is_within = False
+        for model in self._models():
+            model.zero_grad(set_to_none=True)
+
+    # ---- what checkpoints ask ----------------------------------------------------------------------------------------
+
+    def close(self) -> dict[str, Any] | None:
+        """Make the progress complete, and return the random states of the place at which a resumed run goes on.
+
+        Half an update is not kept: it is made again, with the random numbers of its beginning. None: with those of now.
+        """
+        self._count_tokens()
+        return self._random_states if self._is_within else None
+
+    def reopen(self) -> None:
+        """Begin anew after progress was loaded."""
+        self._drop_half_an_update()
+        self._window.total = 0.0
+
+    def _check_batch_norms(self, contribution: Contribution) -> None:
+        training = [norm for norm in self._batch_norms if norm.training]
+        idle = [] if contribution.step is None else [r for r, num in enumerate(contribution.step.real) if num == 0]
+        if idle and training:
             raise UsageError(
                 f"an update of {len(contribution.update)} samples leaves rank(s) {', '.join(map(str, idle))} without any, and "
                 "a BatchNorm in training mode would count the sample that they borrow",
                 where="parity='exact'",
                 do="use drop_last=True, another batch size, fewer processes, or GroupNorm",
+            )
+        if contribution.num_micro_steps == 1:
+            # SyncBatchNorm sees the micro-batches of all ranks: here, the whole batch.
+            training = [] if self._world.world_size == 1 else [n for n in training if not isinstance(n, SyncBatchNorm)]
+        if training and not self._is_warned:
+            self._is_warned = True
+            warn(
+                f"the model has {len(training)} BatchNorm layer(s), whose statistics are those of a micro-batch: the update "
+                "depends on how the batch is split, parity='exact' or not. GroupNorm or LayerNorm does not; "
+                "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) sees all ranks, without accumulation the same as one"
             )
 
     # ---- what the loop asks ------------------------------------------------------------------------------------------
@@ -121,11 +184,11 @@ class Ledger(Driver):
         if loader is None or loader.contribution is None:
             return None
         assert loader.plan is not None
-        if not loader.plan.trains and loader.contribution.num_micro_steps > 1:
+        if not loader.plan.trains and loader.holds_no_update:
             raise UsageError(
                 "backward() in a pass that began as an evaluation (all models in eval mode, or gradients off), whose "
-                "batches are cut so that results come in order",
-                where="parity='exact', max_micro_batch_size",
+                "batches are cut and joined so that results come in order and every process has some",
+                where="parity='exact'",
                 do="call model.train() before the loop; parts of it may be in eval mode",
             )
         return loader.contribution
@@ -136,17 +199,34 @@ class Ledger(Driver):
         loader = self._state.active_dataloader
         return loader is not None and loader.plan is not None and loader.plan.trains
 
-    def note_loss(self, loss: torch.Tensor, num_items: float) -> None:
-        """Add a loss, a mean over ``num_items``, to the loss of the update."""
+    @property
+    def awaits_loss(self) -> bool:
+        """See ``Driver``."""
+        return not self._is_counted and self.drives and self._progress.micro_step > 1
+
+    def note_loss(self, loss: torch.Tensor, num_items: float, *, num_postponed: int) -> None:
+        """Add a loss, a mean over ``num_items``, to the loss of the update.
+
+        ``num_postponed``: calls of an optimizer's ``step`` so far that were left to the end of an update.
+        """
         if not self._is_counted:
             self._num_items += num_items
             self._is_counted = True
+            self._num_postponed = num_postponed
+        elif num_postponed > self._num_postponed and not self._is_told_of_turns:
+            self._is_told_of_turns = True
+            warn(
+                "a second loss of a batch came after an optimizer's step(), which is left to the last of several "
+                "micro-steps: if it depends on that optimizer's parameters, it does not see their new values as it would in "
+                "one whole batch, parity='exact' or not. Without accumulation and max_micro_batch_size it does"
+            )
         if num_items:
-            self._loss = self._loss + loss.detach().double() * num_items
+            self._losses.append((loss.detach(), num_items))
 
     def update_loss(self, sum_over_ranks: Callable[[list[float]], list[float]]) -> float:
         """Return the mean of the losses noted since the update began. Collective."""
-        loss, num_items = sum_over_ranks([float(self._loss), self._num_items])
+        mine = sum(float(loss) * num_items for loss, num_items in self._losses)
+        loss, num_items = sum_over_ranks([mine, self._num_items])
         if not num_items:
             raise UsageError("no update has had a loss yet", do="call update_loss() after backward()")
         return loss / num_items
@@ -165,11 +245,21 @@ class Ledger(Driver):
         return contribution.num_items * self._world.world_size / len(contribution.update)
 
 
-def open_random_streams(world: World, seed: int) -> None:
+def describe_batch(batch_size: int, *, world_size: int, num_micro: int) -> str:
+    """Return how a global batch is cut, such as ``global batch 32 = 2 processes x 16 samples``."""
+    parts = [f"{world_size} process{'es' if world_size > 1 else ''}"]
+    if num_micro > 1:
+        parts.append(f"{num_micro} micro-steps")
+    least, rest = divmod(batch_size, world_size * num_micro)
+    samples = f"{least} to {least + 1} samples" if rest else f"{least} sample{'s' if least > 1 else ''}"
+    return f"global batch {batch_size} = {' x '.join([*parts, samples])}"
+
+
+def open_random_streams(world: World) -> None:
     """Give torch's generators on each rank a stream of its own where all ranks have been seeded equally.
 
-    Rank zero's stays as it is, so that one process is the plain program. Ranks that differ already (seeded by the user,
-    or restored) keep what they have.
+    Rank zero's stays as it is, so that one process is the plain program; the others' come from the same seed. Ranks that
+    differ already (seeded by the user, restored, or by this function) keep what they have.
 
     Collective: every rank.
     """
@@ -179,4 +269,4 @@ def open_random_streams(world: World, seed: int) -> None:
     seeds = [torch.empty_like(mine) for _ in range(world.world_size)]
     dist.all_gather(seeds, mine)
     if world.rank > 0 and any(torch.equal(mine, other) for other in seeds[: world.rank]):
-        torch.manual_seed(key_of(seed, world.rank) >> 2)
+        torch.manual_seed(key_of(int(mine), world.rank) >> 2)

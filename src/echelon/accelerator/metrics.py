@@ -2,44 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from echelon.data.slices import LastStep
-from echelon.distributed.collectives import gather, gather_object, pad_across_processes
+from echelon.distributed.collectives import gather, gather_object
 from echelon.distributed.tree import leaves, map_tensors
+from echelon.distributed.wire import gather_bytes
 
-__all__ = ["gather_samples"]
+__all__ = ["gather_samples", "own_samples"]
 
 
 def gather_samples(data: Any, last: LastStep | None, *, objects: bool = False) -> Any:
-    """Gather ``data`` of one step over the ranks; in the last step leave out what was repeated to fill the batch.
+    """Gather ``data`` of one step over the ranks; leave out what was repeated to fill the batch.
 
     Args:
         data: nested tensors whose first dimension is this rank's batch (others are gathered whole), or any object.
-        last: what each rank has of the last step; None in every other step.
+        last: what each rank has of the step; None when each has equally many samples, all new.
         objects: gather as objects even if all leaves are tensors.
 
     Collective: every rank.
     """
-    rank = dist.get_rank() if dist.is_initialized() else 0
     if objects or not all(isinstance(leaf, torch.Tensor) for leaf in leaves(data)):
-        if last is not None and isinstance(data, (list, tuple)) and len(data) == last.sizes[rank]:
-            data = data[: last.real[rank]]
+        if last is not None and isinstance(data, (list, tuple)) and len(data) == last.sizes[_rank()]:
+            data = data[: last.real[_rank()]]
         return gather_object(data)
     if last is None:
         return gather(data)
-    return map_tensors(lambda tensor: _gather_last(tensor, last, rank), data)
+    # A tensor is one of samples if it looks so on every rank: one of another kind may look so by chance on some.
+    votes = gather_bytes(bytes(_has_samples(leaf, last) for leaf in leaves(data)))
+    if len({len(vote) for vote in votes}) > 1:
+        return gather(data)  # which says how the ranks differ
+    of_samples = iter([all(theirs) for theirs in zip(*votes)])
+    return map_tensors(lambda tensor: _gather_step(tensor, last) if next(of_samples) else gather(tensor), data)
 
 
-def _gather_last(tensor: torch.Tensor, last: LastStep, rank: int) -> torch.Tensor:
-    of_samples = tensor.dim() > 0 and tensor.size(0) == last.sizes[rank]
-    if not of_samples:
-        whole: torch.Tensor = gather(tensor)
-        return whole
+def own_samples(data: Any, last: LastStep | None) -> Any:
+    """Return ``data`` of one step without what this rank repeats to fill the batch, or has on loan from another.
+
+    Args:
+        data: nested tensors whose first dimension is this rank's batch, or a list with one item a sample; others stay.
+        last: what each rank has of the step; None when each has equally many samples, all new.
+    """
+    if last is None or last.real[_rank()] == last.sizes[_rank()]:
+        return data
+    real = last.real[_rank()]
+    if all(isinstance(leaf, torch.Tensor) for leaf in leaves(data)):
+        return map_tensors(lambda tensor: tensor[:real] if _has_samples(tensor, last) else tensor, data)
+    return data[:real] if isinstance(data, (list, tuple)) and len(data) == last.sizes[_rank()] else data
+
+
+def _gather_step(tensor: torch.Tensor, last: LastStep) -> torch.Tensor:
     largest = max(last.sizes)
-    padded = pad_across_processes(tensor) if min(last.sizes) < largest else tensor
-    parts = gather(padded).split(largest)
+    padding = tensor.new_zeros((largest - tensor.size(0), *tensor.shape[1:]))
+    parts: Sequence[torch.Tensor] = gather(torch.cat([tensor, padding])).split(largest)
     return torch.cat([part[:real] for part, real in zip(parts, last.real)])
+
+
+def _has_samples(tensor: torch.Tensor, last: LastStep) -> bool:
+    return tensor.dim() > 0 and tensor.size(0) == last.sizes[_rank()]
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

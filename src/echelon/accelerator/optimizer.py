@@ -14,7 +14,11 @@ __all__ = ["AcceleratedOptimizer"]
 
 
 class AcceleratedOptimizer(Optimizer):
-    """Wraps an optimizer: ``step`` and ``zero_grad`` do nothing while gradients are being accumulated."""
+    """Wraps an optimizer: ``step`` and ``zero_grad`` do nothing while gradients are being accumulated.
+
+    ``zero_grad`` may stand before the backward pass or after the step: a loop that begins with it clears the gradients of
+    the last update in the first micro-step, and keeps those of the present one in the others.
+    """
 
     def __init__(
         self,
@@ -31,6 +35,12 @@ class AcceleratedOptimizer(Optimizer):
         self.scaler = scaler
         self.unsynced = False
         self._skipped = False
+        self._is_used = False  # a step was taken with the gradients that are there
+        self._is_postponed = False  # a step() was left to the end of the window, and so is the next zero_grad()
+        self.num_postponed = 0
+        """Calls of ``step`` that were left to the end of a window."""
+        self.num_steps = 0
+        """Steps taken by this object: those that loss scaling left out do not count."""
 
     @property
     def state(self) -> Any:
@@ -71,11 +81,23 @@ class AcceleratedOptimizer(Optimizer):
         """
         if self.gradient_state.sync_gradients:
             self._skipped = not self.engine.step(self.optimizer, closure=closure, unsynced=self.unsynced)
+            self.num_steps += not self._skipped
+            self._is_used = True
+        else:
+            self.num_postponed += 1
+        self._is_postponed = not self.gradient_state.sync_gradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients if the update is complete."""
-        if self.gradient_state.sync_gradients:
+        """Clear the gradients, unless they are of micro-steps whose update is still to come."""
+        if self._is_used or (self.gradient_state.sync_gradients and not self._holds_micro_steps()):
             self.engine.zero_grad(self.optimizer, set_to_none=set_to_none)
+            self._is_used = False
+        self._is_postponed = False
+
+    def _holds_micro_steps(self) -> bool:
+        """Are the gradients those of micro-steps before this one, and this call the one that begins it?"""
+        driver = self.gradient_state.reading.driver
+        return self._is_postponed or (driver is not None and driver.awaits_loss)
 
     def add_param_group(self, param_group: Any) -> None:
         """Add a group to the wrapped optimizer."""

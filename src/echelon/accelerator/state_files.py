@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import io
 import os
-import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
+from echelon.accelerator.random_states import current_random_states, restore_random_states
 from echelon.accelerator.saving import PLAIN_DATA, load, refused_in, write_tensors
 from echelon.accelerator.weights import load_weights, read_weights
 from echelon.base.constants import (
@@ -91,8 +90,9 @@ def collect_state(
     scaler: torch.amp.GradScaler | None,
     step: int,
     progress: dict[str, Any] | None = None,
+    random_states: dict[str, Any] | None = None,
 ) -> TrainingState:
-    """Return the state of these objects and of the random number generators of this process.
+    """Return the state of these objects and of the random number generators of this process (of now, unless given).
 
     Collective: every rank, with the same objects in the same order.
     """
@@ -105,7 +105,7 @@ def collect_state(
         orders=[loader.order_state() for loader in loaders],
         positions=positions,
         scaler=None if scaler is None else scaler.state_dict(),
-        random_states=_random_states(),
+        random_states=random_states or current_random_states(),
         step=step,
         progress=progress,
         num_processes=World.current().world_size,
@@ -239,7 +239,7 @@ def load_accelerator_state(
     if scaler is not None:
         scaler.load_state_dict(load(folder / SCALER_NAME))
     if "random_state" in random_states:
-        _restore_random_states(random_states)
+        restore_random_states(random_states)
     of_accelerator = {"step": random_states.get("step"), "progress": random_states.get(_OURS, {}).get("progress")}
     return {name: value for name, value in of_accelerator.items() if value is not None}
 
@@ -404,9 +404,10 @@ def _position_of(file: dict[str, Any], rank: int, loader: PreparedLoader, path: 
             "inner": inner,
             "_iterator_finished": finished,
         }
-    if rank > len(ours["inner_of_others"]):
+    num_saved, num_processes = len(ours["inner_of_others"]) + 1, World.current().world_size
+    if rank >= num_saved or num_saved > num_processes:  # with fewer, samples would come twice
         raise CheckpointError(
-            f"{path} says where {len(ours['inner_of_others']) + 1} processes were in their data, and this is rank {rank}",
+            f"{path} says where {num_saved} processes were in their data, and this is rank {rank} of {num_processes}",
             do="resume on as many processes, or without use_stateful_dataloader",
         )
     return {
@@ -419,42 +420,6 @@ def _position_of(file: dict[str, Any], rank: int, loader: PreparedLoader, path: 
 
 
 # ---- random numbers --------------------------------------------------------------------------------------------------
-
-
-def _random_states() -> dict[str, Any]:
-    """Return the states of ``random``, numpy, torch and the accelerators, under Accelerate's keys."""
-    states = {
-        "random_state": random.getstate(),
-        "numpy_random_seed": np.random.get_state(),
-        "torch_manual_seed": torch.get_rng_state(),
-    }
-    kind = World.current().device.type
-    if kind != "cpu":
-        module: Any = torch.get_device_module(kind)
-        # mps has one device, and no function for all.
-        states[_device_key(kind)] = (
-            module.get_rng_state_all() if hasattr(module, "get_rng_state_all") else [module.get_rng_state()]
-        )
-    return states
-
-
-def _restore_random_states(states: Mapping[str, Any]) -> None:
-    random.setstate(states["random_state"])
-    np.random.set_state(states["numpy_random_seed"])
-    torch.set_rng_state(states["torch_manual_seed"].cpu())
-    device = World.current().device
-    if device.type == "cpu":
-        return
-    own = device.index or 0
-    saved = states.get(_device_key(device.type), [])
-    if own >= len(saved):
-        warn(f"the checkpoint has no random state of {device}: its numbers go on from where they are")
-        return
-    torch.get_device_module(device.type).set_rng_state(saved[own].cpu())  # of the current device: this rank's own
-
-
-def _device_key(kind: str) -> str:
-    return f"torch_{kind}_manual_seed"
 
 
 def _read_random_states(folder: Path, rank: int) -> dict[str, Any]:

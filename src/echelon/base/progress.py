@@ -19,7 +19,7 @@ class Progress:
     step: int = 0
     """Optimizer steps taken (a step that loss scaling skipped counts not)."""
     micro_step: int = 0
-    """Forward/backward passes since the last optimizer step."""
+    """Micro-steps of the present update that have begun (exact modes); saved as 0, as half an update is made again."""
     samples_seen: int = 0
     """Samples of all ranks in the updates so far (exact modes)."""
     tokens_seen: float = 0.0

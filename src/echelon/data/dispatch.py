@@ -16,9 +16,9 @@ from echelon.base.errors import DesyncError, UsageError
 from echelon.data.batch import join_batches, num_samples, slice_batch
 from echelon.data.place import to_device
 from echelon.data.slices import Contribution, LastStep
-from echelon.data.wire import broadcast_bytes
 from echelon.distributed.checks import wire_device
 from echelon.distributed.tree import describe, rebuild_like
+from echelon.distributed.wire import broadcast_bytes
 
 __all__ = ["SliceFn", "dispatch"]
 

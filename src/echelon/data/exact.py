@@ -9,7 +9,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -23,9 +23,9 @@ from echelon.data.keyed import Piece
 from echelon.data.lengths import length_of
 from echelon.data.order import Order, SeedableRandomSampler
 from echelon.data.permutation import ExplicitPermutation, FeistelPermutation, Permutation
-from echelon.data.slices import Contribution, contributions, num_micro_steps
+from echelon.data.slices import Contribution, contributions, joined, num_micro_steps
 
-__all__ = ["ExactBatches", "ExactOptions", "GlobalOrder", "OrderKind", "PassPlan", "make_order"]
+__all__ = ["ExactBatches", "ExactOptions", "GlobalOrder", "OrderKind", "PassPlan", "half_an_update", "make_order"]
 
 OrderKind = Literal["randperm", "feistel"]
 _MANY = 50_000_000
@@ -55,26 +55,55 @@ class PassPlan:
     trains: bool = True
     """It is one of updates: shares are fair. Else an evaluation: results come in the order of the data."""
 
-    def num_micro(self, num_samples: int, *, world_size: int, options: ExactOptions) -> int:
-        """Return the micro-steps of a global batch of ``num_samples``."""
+    def num_micro(
+        self, num_samples: int, batch_size: int | None = None, *, world_size: int, options: ExactOptions
+    ) -> int:
+        """Return the micro-steps of a global batch of ``num_samples``; the loader's have ``batch_size`` (None: any)."""
+        wanted = self.num_micro_steps
+        if not self.trains:  # joined batches: no rank gets more at once than of the user's own, unless one went without
+            largest, usual = (-(-number // world_size) for number in (num_samples, batch_size or num_samples))
+            wanted = max(min(-(-largest // usual), num_samples // world_size), 1)
         return num_micro_steps(
-            num_samples,
-            world_size=world_size,
-            wanted=self.num_micro_steps if self.trains else 1,
-            max_micro_batch_size=options.max_micro_batch_size,
+            num_samples, world_size=world_size, wanted=wanted, max_micro_batch_size=options.max_micro_batch_size
         )
 
-    def num_steps(
-        self, num_samples: int, batch_size: int, *, drop_last: bool, world_size: int, options: ExactOptions
-    ) -> int:
+    def joined_size(self, batch_size: int, *, world_size: int) -> int:
+        """Return the size of a global batch: in an evaluation, as many of the loader's as give every rank a sample."""
+        return batch_size if self.trains else batch_size * -(-world_size // batch_size)
+
+    def num_steps(self, num_samples: int, batch_size: int, *, world_size: int, options: ExactOptions) -> int:
         """Return the micro-steps of a pass over ``num_samples``."""
-        whole, rest = divmod(num_samples, batch_size)
-        steps = whole * self.num_micro(batch_size, world_size=world_size, options=options) if whole else 0
-        return steps + (self.num_micro(rest, world_size=world_size, options=options) if rest and not drop_last else 0)
+        size = self.joined_size(batch_size, world_size=world_size)
+        whole, rest = divmod(num_samples, size)
+        if not self.trains and whole and 0 < rest < world_size:
+            whole, rest = whole - 1, size + rest
+        return sum(
+            count * self.num_micro(number, batch_size, world_size=world_size, options=options)
+            for count, number in ((whole, size), (1, rest))
+            if count and number
+        )
+
+    def num_steps_of_batches(self, num_batches: int, options: ExactOptions) -> int:
+        """Return the micro-steps of a pass over batches of unknown size.
+
+        Raises:
+            TypeError: it depends on the size.
+        """
+        if num_batches < 0 or (self.trains and self.num_micro_steps > 1) or options.max_micro_batch_size is not None:
+            raise TypeError(
+                "nobody knows the number of micro-steps before the batches are drawn: they have sizes of their own, and are "
+                "cut by gradient_accumulation_steps or max_micro_batch_size"
+            )
+        return num_batches
 
 
 class GlobalOrder(ABC):
     """The global batches of a pass, from any position on."""
+
+    is_seekable: bool
+    """Is any position found without drawing what comes before it?"""
+    may_join: bool
+    """Were the batches cut by number alone, so that an evaluation may join them?"""
 
     @abstractmethod
     def batches(self, epoch: int, start: int) -> Iterator[tuple[range, Sequence[int]]]:
@@ -84,12 +113,12 @@ class GlobalOrder(ABC):
         """
 
     @abstractmethod
-    def num_steps(self, plan: PassPlan, *, world_size: int, options: ExactOptions) -> int:
-        """Return the micro-steps of a pass.
+    def num_samples(self) -> int:
+        """Return the samples of a pass, without those of a last batch that is dropped; -1 when nobody knows."""
 
-        Raises:
-            TypeError: nobody knows.
-        """
+    @abstractmethod
+    def num_batches(self) -> int:
+        """Return the global batches of a pass; -1 when nobody knows."""
 
     @abstractmethod
     def state(self) -> dict[str, Any] | None:
@@ -121,6 +150,9 @@ def make_order(batches: Any, dataset: Any, options: ExactOptions, *, alone: bool
 
 class _FormulaOrder(GlobalOrder):
     """In sequence, or ``randperm(n, generator=Generator().manual_seed(seed + epoch))``: any position is a seek away."""
+
+    is_seekable = True
+    may_join = True
 
     def __init__(self, data: Any, batch_size: int, drop_last: bool, options: ExactOptions | None) -> None:
         self._data = data
@@ -166,10 +198,11 @@ class _FormulaOrder(GlobalOrder):
             self._held = (epoch, kind(self._num_samples, self._options.seed, epoch))
         return self._held[1]
 
-    def num_steps(self, plan: PassPlan, *, world_size: int, options: ExactOptions) -> int:
-        return plan.num_steps(
-            self._num_samples, self._batch_size, drop_last=self._drop_last, world_size=world_size, options=options
-        )
+    def num_samples(self) -> int:
+        return self._num_samples - (self._num_samples % self._batch_size if self._drop_last else 0)
+
+    def num_batches(self) -> int:
+        return -(-self.num_samples() // self._batch_size)
 
     def state(self) -> dict[str, Any] | None:
         return None
@@ -181,8 +214,11 @@ class _FormulaOrder(GlobalOrder):
 class _DrawnOrder(GlobalOrder):
     """What a sampler or batch sampler of the user's draws on rank zero; a position is found by counting."""
 
+    is_seekable = False
+
     def __init__(self, order: Order, dataset: Any) -> None:
         self._order = order
+        self.may_join = type(order.batches) is BatchSampler
         self._dataset = dataset
         self._may_repeat = bool(getattr(order.sampler, "replacement", False))
 
@@ -210,22 +246,13 @@ class _DrawnOrder(GlobalOrder):
                 "(set replacement=True on the sampler if that is meant)"
             )
 
-    def num_steps(self, plan: PassPlan, *, world_size: int, options: ExactOptions) -> int:
+    def num_samples(self) -> int:
         batches = self._order.batches
-        if type(batches) is BatchSampler:
-            return plan.num_steps(
-                len(batches.sampler),  # type: ignore[arg-type]
-                batches.batch_size,
-                drop_last=batches.drop_last,
-                world_size=world_size,
-                options=options,
-            )
-        # The sizes of the user's own batches are not known before they are drawn; with fewer samples than micro-steps a
-        # batch has fewer.
-        size = getattr(batches, "batch_size", None) or 2**31
-        return len(batches) * plan.num_micro(
-            size, world_size=world_size, options=replace(options, max_micro_batch_size=None)
-        )
+        num_samples = length_of(batches.sampler) if type(batches) is BatchSampler else -1
+        return num_samples - (num_samples % batches.batch_size if num_samples > 0 and batches.drop_last else 0)
+
+    def num_batches(self) -> int:
+        return length_of(self._order.batches)
 
     def state(self) -> dict[str, Any] | None:
         return self._order.state()
@@ -252,21 +279,32 @@ class ExactBatches(Sampler[Piece]):
     """The pieces of one rank, one for each micro-step, and (in ``ahead``) the contribution that each of them is."""
 
     def __init__(
-        self, order: GlobalOrder, *, rank: int, world_size: int, options: ExactOptions, batch_size: int | None
+        self,
+        order: GlobalOrder,
+        *,
+        rank: int,
+        world_size: int,
+        options: ExactOptions,
+        batch_size: int | None,
+        smallest: int | None = None,
     ) -> None:
         self.order = order
         self.rank = rank
         self.world_size = world_size
         self.options = options
         self.batch_size = batch_size
-        """The user's: of all ranks together."""
+        """The user's: of all ranks together; None: they have sizes of their own."""
+        self.smallest = smallest or world_size
+        """Batches of an evaluation are joined up to this size, so that no rank goes without."""
         self.epoch = 0
         self.start = 0
         """The position at which the next pass begins."""
+        self.skip = 0
+        """Micro-steps that the next pass leaves out there."""
         self.plan = PassPlan()
         """Of the next pass."""
         self.ahead: deque[Contribution] = deque()
-        """Of the pieces that were drawn and not yet taken: a loader with workers draws ahead."""
+        """Of the pieces of the pass begun last that were drawn and not yet taken: a loader with workers draws ahead."""
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next pass."""
@@ -274,7 +312,7 @@ class ExactBatches(Sampler[Piece]):
 
     def num_micro(self, num_samples: int, plan: PassPlan) -> int:
         """Return the micro-steps of a global batch of ``num_samples``."""
-        return plan.num_micro(num_samples, world_size=self.world_size, options=self.options)
+        return plan.num_micro(num_samples, self.batch_size, world_size=self.world_size, options=self.options)
 
     def num_steps(self, plan: PassPlan) -> int:
         """Return the micro-steps of a pass.
@@ -282,24 +320,58 @@ class ExactBatches(Sampler[Piece]):
         Raises:
             TypeError: nobody knows.
         """
-        return self.order.num_steps(plan, world_size=self.world_size, options=self.options)
+        num_samples = self.order.num_samples()
+        if self.batch_size is None or num_samples < 0:
+            return plan.num_steps_of_batches(self.order.num_batches(), self.options)
+        return plan.num_steps(num_samples, self.batch_size, world_size=self.world_size, options=self.options)
 
     def __len__(self) -> int:
         return self.num_steps(self.plan)
 
     def __iter__(self) -> Iterator[Piece]:
-        self.ahead.clear()
-        start, self.start = self.start, 0
-        seed, epoch, plan = self.options.seed, self.epoch, self.plan
-        for update, indices in self.order.batches(epoch, start):
+        # Not a generator: a pass that begins within another one has a queue of its own. A loader with workers calls this
+        # twice and reads the second.
+        self.ahead = deque()
+        return self._pieces(self.ahead, self.plan, self.epoch, self.start, self.skip)
+
+    def _pieces(self, ahead: deque[Contribution], plan: PassPlan, epoch: int, start: int, skip: int) -> Iterator[Piece]:
+        left = skip
+        if self.order.is_seekable and self.batch_size is not None:
+            size = plan.joined_size(self.batch_size, world_size=self.smallest)
+            num_micro = self.num_micro(size, plan)
+            # The last ones may have another size: they are counted below.
+            whole = min(left // num_micro, max((self.order.num_samples() - start) // size - 1, 0))
+            start, left = start + whole * size, left - whole * num_micro
+        for update, indices in self._batches(plan, epoch, start):
+            num_micro = self.num_micro(len(update), plan)
+            if left >= num_micro:
+                left -= num_micro
+                continue
+            if left:
+                raise half_an_update(skip)
             for one in contributions(
-                update,
-                rank=self.rank,
-                world_size=self.world_size,
-                num_micro=self.num_micro(len(update), plan),
-                by_rank=plan.trains,
+                update, rank=self.rank, world_size=self.world_size, num_micro=num_micro, by_rank=plan.trains
             ):
-                self.ahead.append(one)
+                ahead.append(one)
                 first = one.samples.start - update.start
                 found = list(indices[first : first + len(one.samples)])
-                yield Piece(found, seed=seed, epoch=epoch, start=one.samples.start)
+                yield Piece(found, seed=self.options.seed, epoch=epoch, start=one.samples.start)
+
+    def _batches(self, plan: PassPlan, epoch: int, start: int) -> Iterator[tuple[range, Sequence[int]]]:
+        batches = self.order.batches(epoch, start)
+        if plan.trains or not self.order.may_join:
+            return batches
+        return joined(batches, _join, smallest=self.smallest, size=lambda batch: len(batch[0]))
+
+
+def _join(batch: tuple[range, Sequence[int]], following: tuple[range, Sequence[int]]) -> tuple[range, Sequence[int]]:
+    return range(batch[0].start, following[0].stop), [*batch[1], *following[1]]
+
+
+def half_an_update(num_steps: int) -> UsageError:
+    """Return the error of a pass that is to begin where no update begins."""
+    return UsageError(
+        f"the first {num_steps} micro-steps of a pass are to be skipped, and that is not a whole number of updates",
+        where="skip_first_batches, parity='exact'",
+        do="skip whole updates, or let save_state() and load_state() find the place",
+    )

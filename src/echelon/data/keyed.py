@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import Dataset, TensorDataset, get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
-__all__ = ["KeyedDataset", "Piece", "key_of", "keyed"]
+from echelon.base.protocols import SupportsSetEpoch
 
+__all__ = ["OF_COLLATE", "OF_WORKERS", "KeyedCollate", "KeyedDataset", "Piece", "Samples", "draws_of", "key_of"]
+
+# The last number of a key, for draws that are not those of one sample.
+OF_COLLATE, OF_WORKERS = -1, -2
 _MASK = 2**64 - 1
 
 
@@ -44,18 +48,21 @@ class Piece(list[int]):
     def __reduce__(self) -> tuple[Any, ...]:  # to a loader worker; keyword arguments do not survive list's own
         return _make_piece, (list(self), self.seed, self.epoch, self.start)
 
-    def key(self, offset: int) -> int:
-        """Return the seed of the draws for the sample at ``offset``."""
-        return key_of(self.seed, self.epoch, self.start + offset)
+    def key(self, offset: int) -> tuple[int, int, int]:
+        """Return what the draws for the sample at ``offset`` depend on."""
+        return self.seed, self.epoch, self.start + offset
 
 
 def _make_piece(indices: list[int], seed: int, epoch: int, start: int) -> Piece:
     return Piece(indices, seed=seed, epoch=epoch, start=start)
 
 
-def keyed(dataset: Any) -> Any:
-    """Return ``dataset``, its draws keyed by sample; itself where it is known to draw nothing."""
-    return dataset if type(dataset) is TensorDataset else KeyedDataset(dataset)
+@contextmanager
+def draws_of(*numbers: int) -> Iterator[None]:
+    """Let the draws of torch, numpy and ``random`` depend on ``numbers`` only."""
+    with _states_put_back():
+        _seed(key_of(*numbers))
+        yield
 
 
 class KeyedDataset(Dataset[Any]):
@@ -64,56 +71,105 @@ class KeyedDataset(Dataset[Any]):
     So augmentation is the same on any number of ranks and loader workers, with any batch size, and after a resume. In
     the main process the states are put back: the stream of dropout does not notice that data was read.
 
-    A dataset that reads a whole batch at once (``__getitems__``) is keyed by the first sample of the piece.
+    A dataset that reads several samples at once (``__getitems__``) goes on to do so as long as it draws nothing. One that
+    takes a whole batch as its index (``batch_size=None``) is keyed by the first sample of the piece.
     """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         """The user's."""
+        self._draws = False  # seen to draw: then sample by sample
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the user's dataset, if it wants to know."""
+        if isinstance(self.dataset, SupportsSetEpoch):
+            self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, piece: Piece) -> list[Any]:
+    def __getitems__(self, piece: Piece) -> Samples:
+        samples = self._read_together(piece)
+        return Samples(self._read_one_by_one(piece) if samples is None else samples, piece)
+
+    def _read_together(self, piece: Piece) -> list[Any] | None:
+        """Return the samples, if the dataset reads several at once; None when it draws meanwhile."""
         read_all = getattr(self.dataset, "__getitems__", None)
+        if read_all is None or self._draws:
+            return None
+        with draws_of(*piece.key(0)):
+            before = _states() if len(piece) > 1 else None
+            found: list[Any] = read_all(list(piece))
+            self._draws = before is not None and not _are_equal(before, _states())
+        return None if self._draws else found
+
+    def _read_one_by_one(self, piece: Piece) -> list[Any]:
+        read_all = getattr(self.dataset, "__getitems__", None)
+        samples = []
         with _states_put_back():
-            if read_all is not None:
-                _seed(piece.key(0))
-                found: list[Any] = read_all(list(piece))
-                return found
-            samples = []
             for offset, index in enumerate(piece):
-                _seed(piece.key(offset))
-                samples.append(self.dataset[index])
-            return samples
+                _seed(key_of(*piece.key(offset)))
+                samples.append(self.dataset[index] if read_all is None else read_all([index])[0])
+        return samples
 
     def __getitem__(self, piece: Any) -> Any:
         if not isinstance(piece, Piece):
             return self.dataset[piece]
-        with _states_put_back():
-            _seed(piece.key(0))
+        with draws_of(*piece.key(0)):
             return self.dataset[list(piece)]
+
+
+class Samples(list[Any]):
+    """What was read for a piece."""
+
+    __slots__ = ("piece",)
+
+    def __init__(self, samples: list[Any], piece: Piece) -> None:
+        super().__init__(samples)
+        self.piece = piece
+
+
+class KeyedCollate:
+    """The user's ``collate_fn``, whose draws (masking, mixing) depend on (seed, epoch, position of the first sample).
+
+    So they are the same after a resume; on another number of ranks a batch begins elsewhere.
+    """
+
+    def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
+        self.collate_fn = collate_fn
+
+    def __call__(self, samples: Any) -> Any:
+        if not isinstance(samples, Samples):
+            return self.collate_fn(samples)
+        with draws_of(*samples.piece.key(0), OF_COLLATE):
+            return self.collate_fn(list(samples))
+
+
+@contextmanager
+def _states_put_back() -> Iterator[None]:
+    if get_worker_info() is not None:  # nobody else draws there
+        yield
+        return
+    torchs, numpys, pythons = _states()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torchs)
+        np.random.set_state(numpys)
+        random.setstate(pythons)
 
 
 def _seed(key: int) -> None:
     torch.default_generator.manual_seed(key)
     random.seed(key)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(key % 2**32)
+    np.random.seed(key % 2**32)
 
 
-@contextmanager
-def _states_put_back() -> Iterator[None]:
-    if get_worker_info() is not None:
-        yield
-        return
-    numpy = sys.modules.get("numpy")
-    ours, pythons = torch.get_rng_state(), random.getstate()
-    numpys = None if numpy is None else numpy.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(ours)
-        random.setstate(pythons)
-        if numpy is not None:
-            numpy.random.set_state(numpys)
+def _states() -> tuple[Any, Any, Any]:
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+
+def _are_equal(states: tuple[Any, Any, Any], others: tuple[Any, Any, Any]) -> bool:
+    (torchs, numpys, pythons), (torchs_then, numpys_then, pythons_then) = states, others
+    same_numpy = all(np.array_equal(one, other) for one, other in zip(numpys, numpys_then))
+    return torch.equal(torchs, torchs_then) and same_numpy and bool(pythons == pythons_then)

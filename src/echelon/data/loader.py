@@ -12,6 +12,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from echelon.base.errors import DesyncError, UsageError
 from echelon.base.protocols import SupportsSetEpoch, SupportsShard, SupportsStateDict
+from echelon.base.warnings import warn
+from echelon.data.agree import agree_on_data
+from echelon.data.asked import Asked, num_collectives
 from echelon.data.dispatch import SliceFn
 from echelon.data.exact import ExactOptions, PassPlan
 from echelon.data.exact_sources import ExactDispatchSource, ExactSource, ExactStreamSource, IndexedExactSource
@@ -19,7 +22,16 @@ from echelon.data.fork import settle_before_fork
 from echelon.data.place import to_device
 from echelon.data.rng import synchronize_rng_states
 from echelon.data.slices import Contribution, LastStep
-from echelon.data.sources import DealtSource, DispatchSource, OwnShardsSource, PlainSource, Source, Steps, StreamSource
+from echelon.data.sources import (
+    DealtSource,
+    DispatchSource,
+    OwnShardsSource,
+    PlainSource,
+    Source,
+    Steps,
+    StreamSource,
+    batches_of,
+)
 from echelon.world.world import World
 
 __all__ = ["DispatchedLoader", "Driver", "LoaderOptions", "PreparedLoader", "Reading", "prepare_loader"]
@@ -65,19 +77,31 @@ class Driver(ABC):
     def begin_micro_step(self, loader: PreparedLoader, contribution: Contribution) -> None:
         """A micro-batch of a pass of updates is about to be given."""
 
+    @property
+    @abstractmethod
+    def awaits_loss(self) -> bool:
+        """Is this a later micro-step of an update, and its backward pass still to come?"""
+
 
 class Reading:
     """Which prepared loaders are being read, innermost last."""
 
-    __slots__ = ("driver", "joined", "loaders", "owner")
+    __slots__ = ("asked", "driver", "joined", "loaders", "owner")
 
     def __init__(self, owner: Any = None) -> None:
         self.owner = owner
         """The counters that this belongs to (a ``GradientState``, which lives above); None outside an Accelerator."""
         self.loaders: list[PreparedLoader] = []
+        self.asked = Asked()
         self.driver: Driver | None = None
         self.joined = False
         """Inside ``join_uneven_inputs``: ranks that have run out shadow the others' collectives."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"owner": self.owner}  # a copy reads nothing yet, and nobody drives it
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["owner"])  # type: ignore[misc]
 
     @property
     def innermost(self) -> PreparedLoader | None:
@@ -104,10 +128,11 @@ def prepare_loader(
         place: move batches to the device.
         slice_fn: cuts a dispatched batch, called as ``slice_fn(batch, slice, process_index=, num_processes=)``.
 
-    Collective: in dispatch mode (every rank, in the same order).
+    Collective: every rank, in the same order.
 
     Raises:
         UsageError: the loader cannot be cut in the way asked for.
+        DesyncError: the ranks have datasets of different lengths.
     """
     is_iterable = isinstance(loader.dataset, IterableDataset)
     dispatches = options.dispatch_batches
@@ -118,6 +143,8 @@ def prepare_loader(
     target = world.device if place else None
     even, split, seed = options.even_batches, options.split_batches, options.data_seed
     source: Source
+    if world.world_size > 1 and not is_iterable and not dispatches:
+        agree_on_data(loader, getattr(batches_of(loader), "batch_size", None))
     if options.exact is not None:
         return _prepare_exact(
             loader,
@@ -217,6 +244,7 @@ class PreparedLoader(DataLoader[Any]):
             _world=world,
             _resume=None,
             _state=None,
+            _trims=False,
         )
 
     source: Source
@@ -236,6 +264,7 @@ class PreparedLoader(DataLoader[Any]):
     """Batches given in this pass, with those that were left out at its beginning."""
     _state: dict[str, Any] | None
     _resume: dict[str, Any] | None
+    _trims: bool
     iteration: int
     """The epoch of the next pass; it counts the passes that were read to their end."""
 
@@ -243,6 +272,13 @@ class PreparedLoader(DataLoader[Any]):
     def inner(self) -> DataLoader[Any]:
         """The loader that reads on this rank."""
         return self.source.inner
+
+    @property
+    def dataset(self) -> Any:  # type: ignore[override]
+        """The user's, whole; an evaluation that is divided by its length without a gather is warned about."""
+        if self._world.world_size > 1:
+            self.reading.asked.note_question()
+        return self.original.dataset
 
     @property
     def gradient_state(self) -> Any:
@@ -288,9 +324,10 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def total_batch_size(self) -> int | None:
-        """Samples of all ranks in one step."""
+        """Samples of all ranks in one step (exact modes: in one update)."""
         size = self._batch_size()
-        return size if size is None or self.split_batches else size * self._world.world_size
+        is_global = self.split_batches or isinstance(self.source, ExactSource)
+        return size if size is None or is_global else size * self._world.world_size
 
     @property
     def total_dataset_length(self) -> int:
@@ -299,14 +336,14 @@ class PreparedLoader(DataLoader[Any]):
         Raises:
             TypeError: nobody knows.
         """
-        if not isinstance(self.source, DispatchSource):
+        if not isinstance(self.source, (DispatchSource, ExactDispatchSource)):
             return len(self.original.dataset)  # type: ignore[arg-type]
         if self.source.total_samples < 0:
             raise TypeError(f"object of type {type(self.original.dataset).__name__} has no len()")
         return self.source.total_samples
 
     def _batch_size(self) -> int | None:
-        if isinstance(self.source, DispatchSource):
+        if isinstance(self.source, (DispatchSource, ExactSource)):
             return self.source.batch_size
         size: int | None = self.original.batch_size
         return getattr(self.batch_sampler, "batch_size", None) if size is None else size
@@ -314,14 +351,44 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def remainder(self) -> int:
         """The new samples of all ranks in the last step; 0 when all have full batches, -1 when nobody knows."""
-        last = self.last_step
+        last, contribution = self.last_step, self.contribution
         if last is not None:
             return sum(last.real)
         size = self.total_batch_size
+        if contribution is not None:
+            is_short = size is None or len(contribution.update) < size
+            return len(contribution.samples) * self._world.world_size if is_short else 0
         try:
             return -1 if size is None or self.original.drop_last else self.total_dataset_length % size
         except (TypeError, NotImplementedError):  # a dataset without a length
             return -1
+
+    @property
+    def holds_no_update(self) -> bool:
+        """Is the batch in hand a part of the user's, or more than one (exact modes, in an evaluation)?"""
+        contribution = self.contribution
+        assert contribution is not None
+        assert isinstance(self.source, ExactSource)
+        size = self.source.batch_size
+        return contribution.num_micro_steps > 1 or (size is not None and len(contribution.update) > size)
+
+    def step_to_trim(self) -> LastStep | None:
+        """Return ``last_step`` to somebody who leaves out what is not new: then nobody need be warned."""
+        self._trims = True
+        return self.last_step
+
+    def _tell_loans(self) -> None:
+        """Warn, once, of results that were taken without a look at what is on loan."""
+        last, plan = self.last_step, self.plan
+        if self._trims or last is None or plan is None or plan.trains or min(last.real) > 0:
+            return
+        self._trims = True
+        idle = ", ".join(str(rank) for rank, num in enumerate(last.real) if num == 0)
+        warn(
+            f"a step of this evaluation has {sum(last.real)} samples for {len(last.real)} processes: each of rank(s) {idle} had "
+            "one of another's on loan, which a sum over the batches counts again. Use accelerator.gather_for_metrics(...), "
+            "or accelerator.trim_for_metrics(...) before adding up"
+        )
 
     def require_every_rank(self, operation: str) -> None:
         """Raise when some ranks have no batch in this step, so that ``operation`` would wait for them for ever.
@@ -413,7 +480,7 @@ class PreparedLoader(DataLoader[Any]):
         """
         if isinstance(self.source, ExactSource):
             self.iteration, self._state = state_dict["epoch"], None
-            self._resume = dict(state_dict) if state_dict["position"] else None
+            self._resume = None if state_dict["source"] is None else dict(state_dict)  # None: no pass had begun
             return
         self._require_state_dict()
         state = dict(state_dict)
@@ -502,6 +569,7 @@ class PreparedLoader(DataLoader[Any]):
         return PassPlan() if driver is None else driver.plan_pass()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self.reading.asked.judge()
         if self._world.world_size > 1:
             synchronize_rng_states([kind for kind in self._options.rng_types if kind != "generator"])
         self._tell_epoch()
@@ -515,6 +583,7 @@ class PreparedLoader(DataLoader[Any]):
             steps = self._begin()
             # One batch ahead: the last one is known as such while it is being used.
             step = next(steps, _END)
+            num_before = num_collectives() if self._world.world_size > 1 else None
             while step is not _END:
                 batch, facts = step
                 self.num_given += 1
@@ -530,7 +599,11 @@ class PreparedLoader(DataLoader[Any]):
                 if is_saved:
                     self._state = {**self._snapshot(inner_state), "_iterator_finished": self.end_of_dataloader}
                 yield batch if device is None else to_device(batch, device, non_blocking=non_blocking)
+                if self.contribution is not None:
+                    self._tell_loans()
             self.iteration += 1
+            if num_before is not None and not torch.is_grad_enabled():
+                self.reading.asked.note_pass(num_before)
             if self.contribution is not None:
                 self._state = None  # the next pass begins at its beginning
         finally:  # also after a break or an error in the loop
@@ -546,7 +619,7 @@ class PreparedLoader(DataLoader[Any]):
             self._state = {"epoch": self.iteration + 1, "position": 0, "source": None}
         else:
             position = contribution.next_position
-            self._state = {"epoch": self.iteration, "position": position, "source": self.source.state()}
+            self._state = {"epoch": self.iteration, "position": position, "source": self.source.state(position)}
         if self.plan.trains and self.reading.driver is not None:
             self.reading.driver.begin_micro_step(self, contribution)
 

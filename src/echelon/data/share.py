@@ -16,8 +16,8 @@ import torch
 from torch.utils.data import Dataset
 
 from echelon.base.errors import DesyncError, SetupError, UsageError
-from echelon.data.wire import gather_bytes, gather_counts
 from echelon.distributed.tree import rebuild_like
+from echelon.distributed.wire import gather_bytes, gather_counts
 from echelon.world.world import World
 
 __all__ = ["share_dataset"]

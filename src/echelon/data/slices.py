@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
-__all__ = ["Contribution", "LastStep", "contributions", "num_micro_steps", "share"]
+__all__ = ["Contribution", "LastStep", "contributions", "joined", "num_micro_steps", "share"]
+
+T = TypeVar("T")
 
 
 class LastStep:
@@ -80,6 +83,23 @@ def num_micro_steps(num_samples: int, *, world_size: int, wanted: int, max_micro
     largest = -(-num_samples // world_size)
     needed = 1 if max_micro_batch_size is None else -(-largest // max_micro_batch_size)
     return min(max(wanted, needed), largest)
+
+
+def joined(batches: Iterator[T], join: Callable[[T, T], T], *, smallest: int, size: Callable[[T], int]) -> Iterator[T]:
+    """Join neighbours among ``batches`` until each has ``smallest`` samples; a short rest goes to the one before it."""
+    whole: list[T] = []  # at most one: a short rest may follow
+    short: list[T] = []
+    for batch in batches:
+        batch = join(short.pop(), batch) if short else batch
+        if size(batch) < smallest:
+            short = [batch]
+            continue
+        yield from whole
+        whole = [batch]
+    if whole and short:
+        yield join(whole[0], short[0])
+    else:
+        yield from whole or short
 
 
 def contributions(

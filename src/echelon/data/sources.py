@@ -19,7 +19,7 @@ from echelon.data.rebuild import like, stateful_loader
 from echelon.data.skip import SkipBatchSampler
 from echelon.data.slices import Contribution, LastStep
 from echelon.data.stream import CollatePiece, DealtStream, ShowUsersDataset, open_like_rank_zero, read_own_shards
-from echelon.data.wire import gather_counts
+from echelon.distributed.wire import gather_counts
 from echelon.world.world import World
 
 __all__ = [

@@ -15,8 +15,8 @@ from echelon.base.protocols import SupportsSetEpoch
 from echelon.data.batch import num_samples
 from echelon.data.fork import settle_before_fork
 from echelon.data.slices import LastStep
-from echelon.data.wire import gather_counts
 from echelon.distributed.collectives import broadcast
+from echelon.distributed.wire import gather_counts
 
 __all__ = ["CollatePiece", "DealtStream", "ShowUsersDataset", "open_like_rank_zero", "read_own_shards"]
 

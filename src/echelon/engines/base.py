@@ -81,12 +81,12 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def backward_nothing(self, models: Sequence[nn.Module]) -> None:
-        """Take part in a synchronising backward pass of ``models`` without a contribution (a rank without items).
+    def backward_nothing(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], **options: Any) -> None:
+        """Run ``backward`` so that those of ``parameters`` that it reaches get zeros (a rank without items).
 
         The loss times zero would not do: a mean over no items is NaN, and so is its product with zero.
 
-        Collective: the other ranks run a backward pass.
+        Collective: as ``backward``.
         """
 
     @abstractmethod

@@ -18,7 +18,15 @@ from echelon.base.capabilities import Capabilities
 from echelon.base.warnings import warn
 from echelon.engines.base import Engine, Prepared
 from echelon.engines.comm_hooks import register_comm_hook
-from echelon.engines.stepping import Stepper, clip_gradients, load_state, multiply_gradients, plain_state_dict, state_of
+from echelon.engines.stepping import (
+    Stepper,
+    clip_gradients,
+    load_state,
+    multiply_gradients,
+    plain_state_dict,
+    state_of,
+    zeros_for,
+)
 from echelon.world.world import World
 
 __all__ = ["DDPEngine"]
@@ -117,11 +125,13 @@ class DDPEngine(Engine):
         for replica in self._replicas.values():
             replica.settle()
 
-    def backward_nothing(self, models: Sequence[nn.Module]) -> None:
-        """See ``Engine``: gradients of zero for every parameter, so that DDP's reduction finds this rank."""
-        for replica in (self._replicas[id(model)] for model in models if id(model) in self._replicas):
-            torch.autograd.backward(replica.parameters, [torch.zeros_like(p) for p in replica.parameters])
-            replica.settle()
+    def backward_nothing(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], **options: Any) -> None:
+        """See ``Engine``: a whole backward pass, so that DDP finds what its forward pass made it expect."""
+        with zeros_for(parameters):
+            self.backward(loss, **options)
+        if loss.grad_fn is None:  # torch.zeros((), requires_grad=True), say; the other ranks' reach the model
+            for replica in self._replicas.values():
+                replica.contribute_zeros()
 
     def step(self, optimizer: Optimizer, *, closure: Any = None, unsynced: bool = False) -> bool:
         """See ``Engine``."""
@@ -299,6 +309,12 @@ class _Replica:
         if self._must_prepare:
             self.wrapper.reducer.prepare_for_backward(losses)
             self._must_prepare, self._will_reduce = False, True
+
+    def contribute_zeros(self) -> None:
+        """Take part in the reduction that the forward pass asked for, if no backward pass has."""
+        if self._will_reduce:
+            torch.autograd.backward(self.parameters, [torch.zeros_like(p) for p in self.parameters])
+            self.settle()
 
     def settle(self) -> None:
         """After a backward pass: were the gradients that it made reduced?"""

@@ -12,7 +12,15 @@ from torch.optim import Optimizer
 
 from echelon.base.capabilities import Capabilities
 from echelon.engines.base import Engine, Prepared
-from echelon.engines.stepping import Stepper, clip_gradients, load_state, multiply_gradients, plain_state_dict, state_of
+from echelon.engines.stepping import (
+    Stepper,
+    clip_gradients,
+    load_state,
+    multiply_gradients,
+    plain_state_dict,
+    state_of,
+    zeros_for,
+)
 from echelon.world.world import World
 
 __all__ = ["SingleEngine"]
@@ -66,8 +74,10 @@ class SingleEngine(Engine):
         """See ``Engine``."""
         self._stepper.scale(loss).backward(**options)  # type: ignore[no-untyped-call]
 
-    def backward_nothing(self, models: Sequence[nn.Module]) -> None:
-        """Do nothing: no other rank waits."""
+    def backward_nothing(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], **options: Any) -> None:
+        """See ``Engine``."""
+        with zeros_for(parameters):
+            self.backward(loss, **options)
 
     def step(self, optimizer: Optimizer, *, closure: Any = None, unsynced: bool = False) -> bool:
         """See ``Engine``; there are no other ranks to see the gradients."""

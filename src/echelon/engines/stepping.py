@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ __all__ = [
     "multiply_gradients",
     "plain_state_dict",
     "state_of",
+    "zeros_for",
 ]
 
 
@@ -69,6 +71,17 @@ class Stepper:
             return loss
         self.settle()
         return self.scaler.scale(loss)
+
+
+@contextmanager
+def zeros_for(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Let backward passes in the block bring zeros to those of ``parameters`` that they reach."""
+    hooks = [p.register_hook(torch.zeros_like) for p in parameters if p.requires_grad]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def multiply_gradients(parameters: Iterable[torch.Tensor], factor: float) -> None:

@@ -275,7 +275,7 @@ class _Child:
     output: _Output
 
     def __call__(self, rank: int) -> None:
-        worker._die_with_parent()  # torch asks for SIGINT then, which native code never sees
+        worker.die_with_parent()  # torch asks for SIGINT then, which native code never sees
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a kernel's own handler would not run inside a collective
         self.output.take_over(rank)
         environ.write(self.variables)

@@ -19,7 +19,7 @@ import time
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
-__all__ = ["ERROR_FILE", "STACK_FILE", "Recorder", "is_user_file", "main"]
+__all__ = ["ERROR_FILE", "STACK_FILE", "Recorder", "die_with_parent", "is_user_file", "main"]
 
 ERROR_FILE = "error.json"
 STACK_FILE = "stack.txt"
@@ -122,7 +122,7 @@ def is_user_file(path: str) -> bool:
 def main(argv: list[str]) -> None:
     """Run the target in ``argv`` as ``__main__`` of this process."""
     directory, buffering, kind, target, *args = argv
-    _die_with_parent()
+    die_with_parent()
     # Kept open for the life of the process: a crash in native code writes the Python stacks there.
     stack_file = open(os.path.join(directory, STACK_FILE), "w", encoding="utf-8")  # noqa: SIM115
     faulthandler.enable(stack_file, all_threads=True)
@@ -148,6 +148,18 @@ def main(argv: list[str]) -> None:
         # Not re-raised: the traceback would begin with this file. The hook may be the user's own (rich, IPython).
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
+
+
+def die_with_parent() -> None:
+    """Ask Linux to kill this process when its parent dies: kill -9 of the launcher leaves no orphans."""
+    if sys.platform != "linux":
+        return
+    import ctypes  # noqa: PLC0415 - a few milliseconds that only Linux needs
+
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)  # it died before we asked
 
 
 def _hook_threads(recorder: Recorder) -> None:
@@ -222,18 +234,6 @@ def _new_main(file: str | None) -> ModuleType:
     module.__cached__ = None  # type: ignore[attr-defined]
     sys.modules["__main__"] = module
     return module
-
-
-def _die_with_parent() -> None:
-    """Ask Linux to kill this process when the launcher dies: kill -9 of the launcher leaves no orphans."""
-    if sys.platform != "linux":
-        return
-    import ctypes  # noqa: PLC0415 - a few milliseconds that only Linux needs
-
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)  # it died before we asked
 
 
 if __name__ == "__main__":

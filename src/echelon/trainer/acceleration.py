@@ -38,8 +38,11 @@ def make_accelerator(args: TrainingArguments) -> Accelerator:
     so the Accelerator's own number of accumulation steps stays 1. Schedules count optimizer steps.
 
     Collective: it makes the process group where there is none.
+
+    Raises:
+        ConfigError: a setting that the Trainer does not offer.
     """
-    return Accelerator(
+    accelerator = Accelerator(
         mixed_precision=args.mixed_precision,
         cpu=args.use_cpu,
         dataloader_config=DataLoaderConfiguration(
@@ -51,6 +54,13 @@ def make_accelerator(args: TrainingArguments) -> Accelerator:
             InitProcessGroupKwargs(backend=args.ddp_backend, timeout=args.ddp_timeout_delta),
         ],
     )
+    if accelerator.parity != "off":  # its plan counts batches of one process
+        raise ConfigError(
+            f"the Trainer of this version of echelon does not offer parity={accelerator.parity!r}",
+            where=str(accelerator.config.origins["parity"]),
+            do="leave it out, or train by your own loop on Accelerator(parity='exact')",
+        )
+    return accelerator
 
 
 def set_seeds(args: TrainingArguments) -> None:

@@ -9,15 +9,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
-
-import torch
-from safetensors.torch import load_file
-from torch import nn
-
-from echelon.base.errors import UsageError
 
 __all__ = [
     "ARGUMENTS_FILE",
@@ -25,9 +18,7 @@ __all__ = [
     "WEIGHTS_FILE",
     "SavesItself",
     "checkpoints_in",
-    "load_weights",
     "remove_surplus",
-    "without_aliases",
     "write_json",
 ]
 
@@ -44,41 +35,6 @@ class SavesItself(Protocol):
     def save_pretrained(self, save_directory: str, **options: Any) -> Any:
         """Write it to a folder."""
         ...
-
-
-def without_aliases(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors of ``state``, each memory once: tied weights have several names, a safetensors file has none."""
-    seen: set[tuple[Any, ...]] = set()
-    result = {}
-    for name, value in state.items():
-        if not isinstance(value, torch.Tensor):
-            continue
-        place = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
-        if value.numel() and place in seen:
-            continue
-        seen.add(place)
-        # A part of a larger memory would drag the whole of it along, and safetensors refuses it.
-        shares = value.numel() * value.element_size() != value.untyped_storage().nbytes()
-        result[name] = value.clone() if shares else value
-    return result
-
-
-def load_weights(model: nn.Module, folder: Path) -> None:
-    """Load the weights in ``folder`` into ``model``; names that share their memory with a loaded one may be missing.
-
-    Raises:
-        UsageError: the file holds another model's weights.
-    """
-    weights = load_file(folder / WEIGHTS_FILE)
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    tensors = {name for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-    saved = without_aliases(model.state_dict()).keys()
-    lost = [name for name in missing if name in tensors and name in saved]
-    if lost or unexpected:
-        raise UsageError(
-            f"{folder / WEIGHTS_FILE} does not fit the model: missing {lost[:5]}, unexpected {list(unexpected)[:5]}",
-            do="load it into a model of the class and sizes that it was saved from",
-        )
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

@@ -18,6 +18,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler
 
 from echelon.accelerator import AcceleratedOptimizer, Accelerator
+from echelon.accelerator.saving import write_tensors
+from echelon.accelerator.weights import load_weights, read_weights
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.logging import get_logger
 from echelon.base.warnings import warn
@@ -30,9 +32,7 @@ from echelon.trainer.checkpoints import (
     STATE_FILE,
     WEIGHTS_FILE,
     SavesItself,
-    load_weights,
     remove_surplus,
-    without_aliases,
     write_json,
 )
 from echelon.trainer.collate import PaddingCollator, Tokenizer, default_data_collator
@@ -803,7 +803,7 @@ class Trainer:
         if isinstance(self.model, SavesItself):
             self.model.save_pretrained(str(folder), state_dict=state)
         else:
-            self.accelerator.save(without_aliases(state), folder / WEIGHTS_FILE, safe_serialization=True)
+            write_tensors(state, folder / WEIGHTS_FILE)
         if isinstance(self.processing_class, SavesItself):
             self.processing_class.save_pretrained(str(folder))
         write_json(folder / ARGUMENTS_FILE, self.args.to_dict())
@@ -875,7 +875,8 @@ class Trainer:
         best = self.state.best_model_checkpoint
         if self.args.load_best_model_at_end and best is not None:
             logger.info("loading the best model from %s (%s)", best, self.state.best_metric)
-            load_weights(self.model, Path(best))
+            path = Path(best) / WEIGHTS_FILE
+            load_weights(self.model, read_weights(path), source=path)
 
     def _remove_last_checkpoint(self) -> None:
         """With save_total_limit=1 and a best checkpoint that is not the last one: the last one was kept to go on from."""

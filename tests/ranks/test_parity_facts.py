@@ -1,0 +1,331 @@
+"""What was measured to go wrong elsewhere, and is right here under ``parity="exact"``: the reference is a plain loop.
+
+The facts: accumulation divides the last window by the full count (M1), ranks with unequal items count the same (M2), a
+schedule advances once for each process (M3), all ranks drop the same units (M4), metrics of a stream count samples twice
+(M5), and a resume on another number of processes loses or repeats samples (M11).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from echelon import Accelerator, DataLoaderConfiguration, set_seed
+from echelon.base.errors import UsageError
+from echelon.base.warnings import EchelonWarning
+from tests.harness import run_on_ranks
+
+# ---- M1, M2 ----------------------------------------------------------------------------------------------------------
+
+
+def _ten_samples() -> tuple[Any, Any, TensorDataset]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2).double()
+    return model, torch.optim.SGD(model.parameters(), lr=0.5), TensorDataset(torch.randn(10, 4, dtype=torch.float64))
+
+
+def _split(parity: str, accumulation: int) -> list[torch.Tensor]:
+    """Two updates, of 8 and 2 samples."""
+    accelerator = Accelerator(parity=parity, gradient_accumulation_steps=accumulation)
+    model, optimizer, data = _ten_samples()
+    loader: Any = DataLoader(data, batch_size=8 if parity == "exact" else 8 // accumulation)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for (x,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach().clone() for p in accelerator.unwrap_model(model).parameters()]
+
+
+def test_m1_the_update_is_that_of_the_global_batch_however_it_is_accumulated() -> None:
+    model, optimizer, data = _ten_samples()
+    for (x,) in DataLoader(data, batch_size=8):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    expected = [p.detach() for p in model.parameters()]
+    for accumulation in (1, 2, 4, 8):
+        found = [_split("off", accumulation), _split("exact", accumulation)]
+        found += run_on_ranks(_split, "exact", accumulation, world_size=2)
+        for weights in found:
+            torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-14)  # float64, sums in another order
+
+
+def _unequal(parity: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    accelerator = Accelerator(parity=parity)
+    model: Any = nn.Linear(3, 1).double()
+    x, valid = _two_and_ten_items()
+    batch_size = 2 if parity == "exact" else 1
+    model, loader = accelerator.prepare(model, DataLoader(TensorDataset(x, valid), batch_size=batch_size))
+    for rows, mask in loader:
+        loss = (model(rows)[..., 0].square() * mask).sum() / mask.sum()
+        accelerator.backward(loss, num_items=int(mask.sum()))
+    return [p.grad for p in model.parameters()]
+
+
+def _two_and_ten_items() -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(2, 10, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return x, (torch.arange(10)[None] < torch.tensor([[2], [10]])).double()
+
+
+@pytest.mark.parametrize("parity", ["exact", "off"])
+def test_m2_a_rank_with_two_items_weighs_a_fifth_of_one_with_ten(parity: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).double()
+    x, valid = _two_and_ten_items()
+    (model(x)[..., 0][valid.bool()]).square().mean().backward()
+    for gradients in run_on_ranks(_unequal, parity):
+        torch.testing.assert_close(gradients, [p.grad for p in model.parameters()], rtol=1e-12, atol=0)
+
+
+# ---- M3: learning rates ----------------------------------------------------------------------------------------------
+
+_SAMPLES, _BATCH, _EPOCHS = 22, 6, 3  # 4 updates in an epoch, the last one of 4 samples
+_SCHEDULES = ["onecycle", "linear", "lambda", "cosine"]
+
+
+def _schedule(name: str, optimizer: Any, steps_per_epoch: int) -> Any:
+    if name == "onecycle":
+        return lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, epochs=_EPOCHS, steps_per_epoch=steps_per_epoch)
+    if name == "linear":
+        return lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=10)
+    if name == "lambda":
+        return lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    return lr_scheduler.CosineAnnealingLR(optimizer, T_max=_EPOCHS)
+
+
+def _parts(name: str) -> tuple[Any, Any, Any, Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    loader = DataLoader(TensorDataset(torch.ones(_SAMPLES, 1)), batch_size=_BATCH)
+    return model, optimizer, loader, _schedule(name, optimizer, len(loader))
+
+
+def _plain_rates(name: str) -> list[float]:
+    """Return the learning rate of each update, and the one at the end; the cosine is stepped once an epoch."""
+    model, optimizer, loader, scheduler = _parts(name)
+    rates = []
+    for _ in range(_EPOCHS):
+        for (x,) in loader:
+            model(x).square().mean().backward()
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            if name != "cosine":
+                scheduler.step()
+            optimizer.zero_grad()
+        if name == "cosine":
+            scheduler.step()
+    return [*rates, optimizer.param_groups[0]["lr"]]
+
+
+def _rates(name: str, accumulation: int, max_micro: int | None) -> list[float]:
+    accelerator = Accelerator(parity="exact", gradient_accumulation_steps=accumulation, max_micro_batch_size=max_micro)
+    model, optimizer, loader, scheduler = accelerator.prepare(*_parts(name))
+    rates = []
+    for _ in range(_EPOCHS):
+        for (x,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).square().mean())
+                if accelerator.sync_gradients:
+                    rates.append(optimizer.param_groups[0]["lr"])
+                optimizer.step()
+                if name != "cosine":
+                    scheduler.step()
+                optimizer.zero_grad()
+        if name == "cosine":
+            scheduler.step()
+    return [*rates, optimizer.param_groups[0]["lr"]]
+
+
+def _all_rates() -> dict[tuple[str, int, int | None], list[float]]:
+    cuts: list[tuple[int, int | None]] = [(1, None), (2, None), (1, 2)]
+    return {(name, *cut): _rates(name, *cut) for name in _SCHEDULES for cut in cuts}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_m3_learning_rates_are_those_of_the_plain_loop(world_size: int) -> None:
+    expected = {name: _plain_rates(name) for name in _SCHEDULES}
+    assert expected["linear"][5] == pytest.approx(0.25)  # half way, where two processes of accelerate are at the end
+    assert [len(rates) for rates in expected.values()] == [13] * 4
+    for found in run_on_ranks(_all_rates, world_size=world_size):
+        assert {key: expected[key[0]] for key in found} == found
+
+
+# ---- M4: random streams ----------------------------------------------------------------------------------------------
+
+
+def _masks(seeding: str, seed: int) -> list[list[float]]:
+    """Return the units that dropout left in each batch of two epochs."""
+    set_seed(seed)
+    accelerator = Accelerator(parity="exact")
+    _model, loader = accelerator.prepare(nn.Linear(4, 4), DataLoader(TensorDataset(torch.ones(12, 4)), batch_size=4))
+    if seeding == "by rank":
+        set_seed(seed, device_specific=True)
+    masks = []
+    for _ in range(2):
+        if seeding == "in each epoch":
+            set_seed(seed)
+        masks += [nn.functional.dropout(torch.ones(40)).tolist() for _ in loader]
+    return masks
+
+
+def _plain_masks(seed: int, *, then: int | None = None) -> list[list[float]]:
+    set_seed(seed)
+    nn.Linear(4, 4)
+    if then is not None:
+        set_seed(then)
+    loader = DataLoader(TensorDataset(torch.ones(12, 4)), batch_size=4)
+    return [nn.functional.dropout(torch.ones(40)).tolist() for _ in range(2) for _ in loader]
+
+
+def test_m4_dropout_differs_between_ranks_and_comes_from_one_seed() -> None:
+    found = run_on_ranks(_masks, "once", 0, world_size=4)
+    assert len({str(mask) for masks in found for mask in masks}) == 4 * 6
+    assert run_on_ranks(_masks, "once", 0, world_size=4) == found
+    assert found[0] == _plain_masks(0)
+    # Rank r has the same stream in a larger run, and another seed gives another one.
+    assert run_on_ranks(_masks, "once", 0) == found[:2]
+    other = run_on_ranks(_masks, "once", 1)
+    assert not any(mine == theirs for mine, theirs in zip(other, found))
+
+
+def test_m4_a_seed_set_in_each_epoch_still_differs_between_ranks() -> None:
+    for masks in zip(*run_on_ranks(_masks, "in each epoch", 5, world_size=3)):
+        assert len({str(mask) for mask in masks}) == 3
+
+
+def test_m4_ranks_that_the_user_seeded_keep_their_streams() -> None:
+    assert run_on_ranks(_masks, "by rank", 7) == [_plain_masks(7, then=7), _plain_masks(7, then=8)]
+
+
+# ---- M5: metrics of a stream -----------------------------------------------------------------------------------------
+
+
+class _Stream(IterableDataset[int]):
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.n)
+
+
+def _gathered(parity: str, n: int) -> list[int]:
+    accelerator = Accelerator(parity=parity, dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
+    loader = accelerator.prepare(DataLoader(_Stream(n), batch_size=4))
+    with torch.no_grad():
+        return [number for batch in loader for number in accelerator.gather_for_metrics(batch).tolist()]
+
+
+@pytest.mark.parametrize("parity", ["exact", "off"])
+def test_m5_metrics_of_a_stream_count_each_sample_once(parity: str) -> None:
+    for n in (7, 10, 13):
+        assert run_on_ranks(_gathered, parity, n) == [list(range(n))] * 2
+
+
+# ---- M11: another number of processes in mid-epoch -------------------------------------------------------------------
+
+
+def _updates(skip: int, stop: int | None) -> list[list[int]]:
+    """Return the samples of the updates from ``skip`` to ``stop`` of one epoch."""
+    accelerator = Accelerator(parity="exact", dataloader_config=DataLoaderConfiguration(data_seed=3))
+    data = TensorDataset(torch.arange(26))
+    loader: Any = accelerator.prepare(DataLoader(data, batch_size=4, shuffle=True))
+    found: list[list[int]] = []
+    for (batch,) in accelerator.skip_first_batches(loader, skip):
+        found.append(sorted(accelerator.gather_for_metrics(batch).tolist()))
+        if skip + len(found) == stop:
+            break
+    return found
+
+
+def test_m11_each_sample_is_seen_once_when_the_number_of_processes_changes() -> None:
+    order = torch.randperm(26, generator=torch.Generator().manual_seed(3))
+    expected = [sorted(part.tolist()) for part in order.split(4)]
+    for before, after in ((1, 2), (4, 2), (2, 1)):
+        for stop in (2, 5):
+            first = run_on_ranks(_updates, 0, stop, world_size=before)
+            second = run_on_ranks(_updates, stop, None, world_size=after)
+            assert [first[0] + second[0]] * max(before, after) == [first[-1] + second[-1]] * max(before, after)
+            assert first[0] + second[0] == expected
+
+
+# ---- BatchNorm -------------------------------------------------------------------------------------------------------
+
+
+class _Normed(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.norm(x))
+        return found
+
+
+def _normed(kind: str, n: int, max_micro: int | None) -> tuple[list[str], str | list[torch.Tensor]]:
+    """Train two epochs; return what was warned about, and the weights or the error."""
+    torch.manual_seed(2)
+    accelerator = Accelerator(parity="exact", max_micro_batch_size=max_micro)
+    norm = (nn.SyncBatchNorm if kind == "sync" else nn.BatchNorm1d)(4)
+    model: Any = _Normed(norm).requires_grad_(kind != "sync")  # DDP takes SyncBatchNorm on an accelerator only
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.arange(4.0 * n).reshape(n, 4) / n)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=4))
+        result: str | list[torch.Tensor] = []
+        try:
+            for _ in range(2):
+                model.train()
+                if kind == "eval":
+                    norm.eval()
+                for (x,) in loader:
+                    if kind == "sync":
+                        continue  # and so does its forward pass
+                    with accelerator.accumulate(model):
+                        accelerator.backward(model(x).square().mean())
+                        optimizer.step()
+                        optimizer.zero_grad()
+            result = [p.detach().clone() for p in accelerator.unwrap_model(model).parameters()]
+        except UsageError as error:
+            result = str(error)
+    return [str(w.message) for w in caught if w.category is EchelonWarning], result
+
+
+def _all_normed(cases: list[tuple[str, int, int | None]]) -> list[Any]:
+    return [_normed(*case) for case in cases]
+
+
+def test_batch_norm_is_warned_about_once_where_the_update_depends_on_the_split() -> None:
+    cases: list[tuple[str, int, int | None]] = [
+        ("train", 8, None),
+        ("eval", 8, None),
+        ("sync", 8, None),
+        ("sync", 8, 1),
+    ]
+    first, second = run_on_ranks(_all_normed, cases)
+    assert [len(warned) for warned, _ in first] == [1, 0, 0, 1]
+    assert [len(warned) for warned, _ in second] == [0] * 4  # rank zero speaks for all
+    (text,) = first[0][0]
+    assert all(word in text for word in ("1 BatchNorm layer", "SyncBatchNorm", "GroupNorm"))
+    assert [len(_normed(*case)[0]) for case in [("train", 8, None), ("train", 8, 2), ("eval", 8, 2)]] == [0, 1, 0]
+
+
+def test_an_update_that_leaves_a_rank_without_samples_is_refused_with_batch_norm_in_training() -> None:
+    first, second = run_on_ranks(_all_normed, [("train", 5, None), ("eval", 5, None)])
+    for refused, allowed in (first, second):
+        assert "an update of 1 samples leaves rank(s) 1 without any" in refused[1]
+        assert "GroupNorm" in refused[1]
+        # Statistics that are fixed do not depend on who is there: the numbers are those of one process.
+        torch.testing.assert_close(allowed[1], _normed("eval", 5, None)[1], rtol=1e-5, atol=1e-6)

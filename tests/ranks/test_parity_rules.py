@@ -1,0 +1,518 @@
+"""``parity="exact"`` in loops as people write them: the numbers are those of a plain loop over whole batches."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from echelon import Accelerator, DataLoaderConfiguration, set_seed
+from echelon.accelerator.handlers import DistributedDataParallelKwargs
+from echelon.base.warnings import EchelonWarning
+from tests.harness import run_on_ranks
+
+_SEED = 11
+_EPOCHS = 2
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """A loop, and how it is written."""
+
+    n: int = 21
+    batch_size: int = 8
+    accumulation: int = 1
+    max_micro: int | None = None
+    optimizer: str = "sgd"
+    model: str = "mlp"
+    precision: str = "no"
+    clips: str = "norm"  # norm | always (the norm, in every micro-step) | value | no
+    clears: str = "last"  # zero_grad() after the step, or first: before the backward pass
+    set_to_none: bool = True
+    accumulates: bool = True  # the loop says accumulate()
+    guards: bool = False  # if accelerator.sync_gradients: step and zero_grad
+    num_losses: int = 1
+    masks: bool = False  # a mean over the items of a mask, which may be empty: num_items=
+
+
+class _Branches(nn.Module):
+    """The second branch sees the rows that begin with a large number: some batches have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 3)
+        self.second = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.first(x)
+        large = x[:, 0] > 1.0
+        if large.any():
+            out = out.index_add(0, large.nonzero()[:, 0], self.second(x[large]))
+        return out
+
+
+def _model(loop: _Loop) -> nn.Module:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)) if loop.model == "mlp" else _Branches()
+    return model.double() if loop.precision == "no" else model
+
+
+def _optimizer(loop: _Loop, model: nn.Module) -> torch.optim.Optimizer:
+    if loop.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def _data(loop: _Loop) -> TensorDataset:
+    g = torch.Generator().manual_seed(loop.n)
+    dtype = torch.float64 if loop.precision == "no" else torch.float32
+    x, y = torch.randn(loop.n, 5, generator=g, dtype=dtype), torch.randn(loop.n, 3, generator=g, dtype=dtype)
+    return TensorDataset(x, y, (torch.rand(loop.n, 3, generator=g) < 0.3).to(dtype))
+
+
+def _losses(loop: _Loop, model: nn.Module, batch: Any) -> tuple[list[torch.Tensor], float]:
+    """Return the mean losses, and how many items each is a mean over."""
+    x, y, mask = batch
+    if loop.masks:
+        return [((model(x) - y).square() * mask).sum() / mask.sum()], float(mask.sum())
+    losses = [(model(x) - y).square().mean()]
+    if loop.num_losses == 2:
+        losses.append((model(x * 2).abs() * 0.1).mean())
+    return losses, len(x)
+
+
+_Found = dict[str, Any]
+
+
+def _plain(loop: _Loop) -> _Found:
+    model, data = _model(loop), _data(loop)
+    optimizer = _optimizer(loop, model)
+    found: _Found = {"losses": [], "norms": []}
+    for epoch in range(_EPOCHS):
+        order = torch.randperm(loop.n, generator=torch.Generator().manual_seed(_SEED + epoch))
+        for indices in order.split(loop.batch_size):
+            with nullcontext() if loop.precision == "no" else torch.autocast("cpu", dtype=torch.bfloat16):
+                losses, items = _losses(loop, model, data[indices])
+            optimizer.zero_grad(set_to_none=loop.set_to_none)
+            loss = sum(losses[1:], losses[0])
+            if items:
+                loss.backward()  # type: ignore[no-untyped-call]
+                found["losses"].append(loss.item())
+            else:  # nothing to learn from: the gradient is zero, and the step is taken
+                for p in model.parameters():
+                    p.grad = torch.zeros_like(p)
+            if loop.clips in ("norm", "always"):
+                found["norms"].append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+            elif loop.clips == "value":
+                nn.utils.clip_grad_value_(model.parameters(), 0.02)
+            optimizer.step()
+    return {**found, **_end(model, optimizer)}
+
+
+def _end(model: nn.Module, optimizer: Any) -> _Found:
+    state = optimizer.state_dict()["state"]
+    return {
+        "weights": [p.detach().clone() for p in model.parameters()],
+        "state": [value.clone() for entry in state.values() for value in entry.values() if value is not None],
+    }
+
+
+def _exact(loop: _Loop) -> _Found:
+    unused = [DistributedDataParallelKwargs(find_unused_parameters=True)] if loop.model == "branches" else []
+    accelerator = Accelerator(
+        parity="exact",
+        mixed_precision=loop.precision,
+        gradient_accumulation_steps=loop.accumulation,
+        max_micro_batch_size=loop.max_micro,
+        dataloader_config=DataLoaderConfiguration(data_seed=_SEED),
+        kwargs_handlers=[*unused],
+    )
+    model: Any = _model(loop)
+    optimizer: Any = _optimizer(loop, model)
+    loader: Any = DataLoader(_data(loop), batch_size=loop.batch_size, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    found: _Found = {"losses": [], "norms": []}
+    for _ in range(_EPOCHS):
+        for batch in loader:
+            with accelerator.accumulate(model) if loop.accumulates else nullcontext():
+                if loop.clears == "first":
+                    optimizer.zero_grad(set_to_none=loop.set_to_none)
+                losses, items = _losses(loop, model, batch)
+                for loss in losses:
+                    accelerator.backward(loss, num_items=items if loop.masks else None)
+                if accelerator.sync_gradients and (not loop.masks or accelerator._window.total):
+                    found["losses"].append(accelerator.update_loss())
+                if loop.clips == "always" or (loop.clips == "norm" and accelerator.sync_gradients):
+                    norm = accelerator.clip_grad_norm_(model.parameters(), 0.5).item()
+                    if accelerator.sync_gradients:
+                        found["norms"].append(norm)
+                elif loop.clips == "value":
+                    accelerator.clip_grad_value_(model.parameters(), 0.02)
+                if accelerator.sync_gradients or not loop.guards:
+                    optimizer.step()
+                if loop.clears == "last" and (accelerator.sync_gradients or not loop.guards):
+                    optimizer.zero_grad(set_to_none=loop.set_to_none)
+    return {**found, **_end(accelerator.unwrap_model(model), optimizer)}
+
+
+def _exact_all(loops: list[_Loop]) -> list[_Found]:
+    with warnings.catch_warnings():
+        # DDP reduces in one of two backward passes only; the step guard does the rest, and says that it is slower.
+        warnings.filterwarnings("ignore", message="the last backward pass was not synchr", category=EchelonWarning)
+        return [_exact(loop) for loop in loops]
+
+
+_LOOPS = [
+    _Loop(max_micro=2),
+    _Loop(max_micro=2, clears="first"),
+    _Loop(max_micro=2, clears="first", accumulates=False),
+    _Loop(max_micro=2, clears="first", guards=True),
+    _Loop(max_micro=1, accumulates=False),
+    _Loop(accumulation=3, set_to_none=False),
+    _Loop(accumulation=3, set_to_none=False, clears="first"),
+    _Loop(accumulation=2, guards=True),
+    _Loop(accumulation=2, clips="always"),
+    _Loop(max_micro=1, clips="value"),
+    _Loop(accumulation=20, batch_size=7),  # more micro-steps than samples
+    _Loop(n=5, batch_size=1),
+    _Loop(n=5, batch_size=1, optimizer="adamw", masks=True),
+    _Loop(n=13, batch_size=3, masks=True, accumulation=2),
+    _Loop(accumulation=2, num_losses=2),
+    _Loop(accumulation=2, num_losses=2, clears="first"),
+    _Loop(model="branches", batch_size=3, optimizer="adamw"),
+    _Loop(model="branches", batch_size=3, accumulation=2),
+    _Loop(model="branches", n=7, batch_size=1, optimizer="adamw"),
+    _Loop(precision="bf16", accumulation=2),
+]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_way_to_write_the_loop_makes_the_update_of_the_whole_batch(world_size: int) -> None:
+    loops = _LOOPS if world_size < 4 else [loop for loop in _LOOPS if loop.batch_size < 4]  # ranks without samples
+    by_rank = run_on_ranks(_exact_all, loops, world_size=world_size, timeout=120)
+    for number, loop in enumerate(loops):
+        expected = _plain(loop)
+        for rank, results in enumerate(by_rank):
+            _compare(loop, results[number], expected, why=f"rank {rank} of {loop}")
+
+
+def _compare(loop: _Loop, found: _Found, expected: _Found, *, why: str) -> None:
+    # Sums in another order: 1e-12 relative. Adam divides by the size of a gradient, also of one that is nearly zero: 1e-9.
+    # bf16 has 8 bits; the product of each layer is rounded once.
+    rtol, atol = {"sgd": (1e-12, 1e-14), "adamw": (1e-9, 1e-14)}[loop.optimizer]
+    if loop.precision == "bf16":
+        rtol, atol = 2e-2, 2e-3
+    for name, values in expected.items():
+        torch.testing.assert_close(
+            found[name], values, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n} of {why}: {m}"
+        )
+
+
+# ---- two models ------------------------------------------------------------------------------------------------------
+
+
+def _pair() -> tuple[list[nn.Module], list[Any]]:
+    torch.manual_seed(6)
+    models = [nn.Sequential(nn.Linear(k, 6), nn.Tanh(), nn.Linear(6, m)).double() for k, m in ((3, 5), (5, 1))]
+    return models, [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+
+
+def _real_and_fake(models: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    generator, critic = models
+    x, y, _ = batch
+    return critic(x), critic(generator(y).detach())
+
+
+def _adversarial(n: int, batch_size: int, accumulation: int = 1) -> list[torch.Tensor]:
+    """A critic and a generator in turns, each backward pass followed by the step of its own optimizer."""
+    accelerator = Accelerator(parity="exact", gradient_accumulation_steps=accumulation)
+    models, optimizers = _pair()
+    loader: Any = DataLoader(_data(_Loop(n=n)), batch_size=batch_size)
+    models, optimizers, loader = accelerator.prepare(models, optimizers, loader)
+    generator, critic = models
+    for _ in range(_EPOCHS):
+        for batch in loader:
+            optimizers[1].zero_grad()
+            real, fake = _real_and_fake(models, batch)
+            accelerator.backward((real - 1).square().mean() + fake.square().mean())
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            accelerator.backward((critic(generator(batch[1])) - 1).square().mean())
+            optimizers[0].step()
+    return [p.detach().clone() for model in models for p in accelerator.unwrap_model(model).parameters()]
+
+
+def _plain_adversarial(n: int, batch_size: int) -> list[torch.Tensor]:
+    models, optimizers = _pair()
+    generator, critic = models
+    data = _data(_Loop(n=n))
+    for _ in range(_EPOCHS):
+        for indices in torch.arange(n).split(batch_size):
+            batch = data[indices]
+            optimizers[1].zero_grad()
+            real, fake = _real_and_fake(models, batch)
+            ((real - 1).square().mean() + fake.square().mean()).backward()
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            (critic(generator(batch[1])) - 1).square().mean().backward()
+            optimizers[0].step()
+    return [p.detach() for model in models for p in model.parameters()]
+
+
+def _separate(clears_first: bool) -> list[torch.Tensor]:
+    """Two models that do not know of each other, trained in one loop, in several micro-steps."""
+    accelerator = Accelerator(parity="exact", gradient_accumulation_steps=2)
+    models, optimizers = _pair()
+    loader: Any = DataLoader(_data(_Loop(n=9)), batch_size=4)
+    models, optimizers, loader = accelerator.prepare(models, optimizers, loader)
+    for _ in range(_EPOCHS):
+        for x, y, _mask in loader:
+            with accelerator.accumulate(*models):
+                for model, optimizer, inputs in zip(models, optimizers, (y, x)):
+                    if clears_first:
+                        optimizer.zero_grad()
+                    accelerator.backward(model(inputs).square().mean())
+                    optimizer.step()
+                    if not clears_first:
+                        optimizer.zero_grad()
+    return [p.detach().clone() for model in models for p in accelerator.unwrap_model(model).parameters()]
+
+
+def _plain_separate() -> list[torch.Tensor]:
+    models, optimizers = _pair()
+    for _ in range(_EPOCHS):
+        for x, y, _mask in DataLoader(_data(_Loop(n=9)), batch_size=4):
+            for model, optimizer, inputs in zip(models, optimizers, (y, x)):
+                optimizer.zero_grad()
+                model(inputs).square().mean().backward()
+                optimizer.step()
+    return [p.detach() for model in models for p in model.parameters()]
+
+
+def _pairs() -> list[list[torch.Tensor]]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="a second loss of a batch came after", category=EchelonWarning)
+        return [_adversarial(9, 4), _adversarial(3, 1), _separate(True), _separate(False)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_two_models_with_two_optimizers_are_updated_as_by_one_process(world_size: int) -> None:
+    expected = [_plain_adversarial(9, 4), _plain_adversarial(3, 1), _plain_separate(), _plain_separate()]
+    for found in run_on_ranks(_pairs, world_size=world_size):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_a_loss_that_would_have_seen_another_optimizer_s_step_is_told_once_in_several_micro_steps() -> None:
+    with pytest.warns(EchelonWarning, match="it does not see their new values") as caught:
+        _adversarial(9, 4, accumulation=2)
+    assert len(caught) == 1
+
+
+# ---- ranks without items ---------------------------------------------------------------------------------------------
+
+
+def _without_items(form: str) -> list[torch.Tensor]:
+    """One update; rank one has no item, and says so in one of the ways that people found."""
+    accelerator = Accelerator(parity="exact", gradient_accumulation_steps=2)
+    torch.manual_seed(1)
+    model: Any = nn.Linear(2, 1).double()
+    x = torch.arange(16, dtype=torch.float64).reshape(8, 2)
+    mask = torch.tensor([1, 1, 0, 1, 0, 0, 0, 0], dtype=torch.float64)
+    model, loader = accelerator.prepare(model, DataLoader(TensorDataset(x, mask), batch_size=8))
+    for rows, valid in loader:
+        with accelerator.accumulate(model):
+            items = float(valid.sum())
+            error = model(rows)[:, 0].square()
+            loss = (error * valid).sum() / valid.sum()  # NaN where there is none
+            if form == "constant" and not items:
+                loss = torch.zeros((), dtype=torch.float64, requires_grad=True)
+            accelerator.backward(loss, num_items=items)
+    return [p.grad for p in model.parameters()]
+
+
+def test_a_rank_without_items_leaves_the_gradient_to_the_others() -> None:
+    torch.manual_seed(1)
+    model = nn.Linear(2, 1).double()
+    model(torch.arange(16, dtype=torch.float64).reshape(8, 2)[[0, 1, 3]]).square().mean().backward()
+    for form in ("NaN", "constant"):
+        for gradients in run_on_ranks(_without_items, form):
+            torch.testing.assert_close(gradients, [p.grad for p in model.parameters()], rtol=1e-12, atol=0)
+
+
+# ---- one rank, one micro-batch ---------------------------------------------------------------------------------------
+
+
+def _small(kind: str) -> tuple[Any, Any, Any, TensorDataset]:
+    set_seed(3)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.3), nn.Linear(8, 3))
+    if kind == "adamw":
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, epochs=_EPOCHS, steps_per_epoch=3)
+    return model, optimizer, scheduler, TensorDataset(torch.randn(21, 5), torch.randn(21, 3))
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_one_rank_with_one_micro_batch_has_plain_pytorch_s_bits(kind: str) -> None:
+    model, optimizer, scheduler, data = _small(kind)
+    expected: dict[str, list[Any]] = {"losses": [], "norms": [], "rates": []}
+    for epoch in range(_EPOCHS):
+        order = torch.randperm(21, generator=torch.Generator().manual_seed(3 + epoch))
+        for x, y in DataLoader(data, batch_sampler=[part.tolist() for part in order.split(8)]):
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            expected["losses"].append(loss.item())
+            expected["norms"].append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+            expected["rates"].append(scheduler.get_last_lr()[0])
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    weights = _end(model, optimizer)
+
+    model, optimizer, scheduler, data = _small(kind)
+    accelerator = Accelerator(parity="exact")
+    loader: Any = DataLoader(data, batch_size=8, shuffle=True)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    found: dict[str, list[Any]] = {"losses": [], "norms": [], "rates": []}
+    for _ in range(_EPOCHS):
+        for x, y in loader:
+            loss = (model(x) - y).square().mean()
+            accelerator.backward(loss)
+            found["losses"].append(accelerator.update_loss())
+            found["norms"].append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+            found["rates"].append(scheduler.get_last_lr()[0])
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    assert found == expected
+    for name, values in _end(model, optimizer).items():
+        assert len(values) == len(weights[name])
+        assert all(map(torch.equal, values, weights[name])), name
+
+
+# ---- what an update costs --------------------------------------------------------------------------------------------
+
+
+def _collectives(parity: str, *, accumulation: int, weighted: bool) -> list[int]:
+    """Return how many collectives of any kind, DDP's included, there were in each micro-step of one epoch."""
+    accelerator = Accelerator(parity=parity, gradient_accumulation_steps=accumulation)
+    torch.manual_seed(0)
+    model: Any = nn.Linear(5, 3).double()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader: Any = DataLoader(_data(_Loop(n=32)), batch_size=8 if parity == "exact" else 8 // 2 // accumulation)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    group: Any = dist.group.WORLD
+    counts = []
+    before = None
+    for x, y, _ in loader:
+        if before is None:  # not what the beginning of a pass costs
+            before = group._get_sequence_number_for_group()
+        with accelerator.accumulate(model):
+            loss = (model(x) - y).square().mean()
+            accelerator.backward(loss, num_items=x.size(0) if weighted else None)
+            optimizer.step()
+            optimizer.zero_grad()
+        counts.append(group._get_sequence_number_for_group() - before)
+        before += counts[-1]
+    return counts
+
+
+def test_an_update_costs_one_small_reduction_with_items_and_none_without() -> None:
+    for accumulation in (1, 2):
+        for rank in range(2):
+            plain, by_samples, by_items = (
+                run_on_ranks(_collectives, parity, accumulation=accumulation, weighted=weighted)[rank]
+                for parity, weighted in (("off", False), ("exact", False), ("exact", True))
+            )
+            assert len(plain) == 4 * accumulation
+            assert by_samples == plain
+            extra = [mine - theirs for mine, theirs in zip(by_items, plain)]
+            # Once: the scale near which items are counted is agreed, where there are several micro-steps.
+            assert extra == ([1, 1, 1, 1] if accumulation == 1 else [1, 1, 0, 1, 0, 1, 0, 1])
+
+
+# ---- fp16 ------------------------------------------------------------------------------------------------------------
+
+_TOKENS = 2000
+
+
+def _sequences(num_sequences: int) -> TensorDataset:
+    g = torch.Generator().manual_seed(4)
+    return TensorDataset(
+        torch.randn(num_sequences, _TOKENS, 4, generator=g), torch.randn(num_sequences, _TOKENS, generator=g)
+    )
+
+
+def _tagger() -> tuple[Any, Any, Any]:
+    torch.manual_seed(2)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def _plain_tagger(num_sequences: int, batch_size: int) -> list[torch.Tensor]:
+    """In float32, without scaling."""
+    model, optimizer, scheduler = _tagger()
+    for x, y in DataLoader(_sequences(num_sequences), batch_size=batch_size):
+        (model(x)[..., 0] - y).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+def _half_tagger(num_sequences: int, batch_size: int, accumulation: int, overflows_at: int | None) -> dict[str, Any]:
+    accelerator = Accelerator(parity="exact", mixed_precision="fp16", gradient_accumulation_steps=accumulation)
+    assert accelerator.scaler is not None
+    model, optimizer, scheduler = _tagger()
+    loader: Any = DataLoader(_sequences(num_sequences), batch_size=batch_size)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    rates, skipped, norms = [], [], []
+    for micro_step, (x, y) in enumerate(loader):
+        with accelerator.accumulate(model):
+            loss = (model(x)[..., 0] - y).square().mean()
+            if micro_step == overflows_at and accelerator.process_index == 0:
+                loss = loss * 1e30
+            accelerator.backward(loss, num_items=y.numel())
+            norm = accelerator.clip_grad_norm_(model.parameters(), 1e9)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                norms.append(norm.item())
+                rates.append(scheduler.get_last_lr()[0])
+                skipped.append(accelerator.optimizer_step_was_skipped)
+    weights = [p.detach().clone() for p in accelerator.unwrap_model(model).parameters()]
+    return {
+        "weights": weights, "rates": rates, "skipped": skipped, "norms": norms,
+        "scale": accelerator.scaler.get_scale(), "steps": accelerator.progress.step,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_fp16_does_not_overflow_because_thousands_of_items_are_counted(world_size: int) -> None:
+    for num_sequences, batch_size, accumulation in ((8, 4, 1), (8, 4, 2), (9, 4, 2), (2, 1, 1)):
+        expected = _plain_tagger(num_sequences, batch_size)
+        updates = -(-num_sequences // batch_size)
+        for found in run_on_ranks(_half_tagger, num_sequences, batch_size, accumulation, None, world_size=world_size):
+            assert found["skipped"] == [False] * updates
+            assert found["scale"] == 65536.0  # where it began
+            # fp16 has 11 bits (5e-4); outputs, their gradients and the weights' are each rounded once.
+            torch.testing.assert_close(found["weights"], expected, rtol=2e-3, atol=1e-3)
+
+
+def test_a_step_that_fp16_skips_on_one_rank_is_skipped_by_all_and_by_the_schedule() -> None:
+    for found in run_on_ranks(_half_tagger, 12, 4, 2, 2):  # the first micro-step of the second update
+        assert found["skipped"] == [False, True, False]
+        assert found["rates"] == [0.5 / 2, 0.5 / 2, 0.5 / 3]
+        assert (found["steps"], found["scale"]) == (2, 32768.0)
+        assert [math.isfinite(norm) for norm in found["norms"]] == [True, False, True]

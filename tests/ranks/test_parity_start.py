@@ -1,0 +1,268 @@
+"""What the ranks agree on at the start, what is said, and what is counted."""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from echelon import Accelerator
+from echelon.base.errors import DesyncError
+from echelon.base.warnings import EchelonWarning
+from tests.harness import run_on_ranks
+
+
+def _said(action: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        action()
+    return [str(w.message) for w in caught if issubclass(w.category, EchelonWarning)]
+
+
+def _numbers(n: int, batch_size: int, **options: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(n).double()[:, None]), batch_size=batch_size, **options)
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x) * self.scale
+        return out
+
+
+def _other_weights(where: str) -> tuple[list[str], list[float]]:
+    torch.manual_seed(3)
+    model = _Scaled()
+    if dist.get_rank() == 2:
+        with torch.no_grad():
+            if where == "weight":
+                model.inner.weight[1, 2] += 1e-7  # one bit or two
+            elif where == "buffer":
+                model.scale.fill_(2.0)
+    accelerator = Accelerator(parity="exact")
+    said = _said(lambda: accelerator.prepare(model))
+    return said, [float(value) for value in accelerator.unwrap_model(model).state_dict()["inner.weight"].flatten()]
+
+
+@pytest.mark.parametrize(("where", "name"), [("weight", "inner.weight"), ("buffer", "scale"), ("nowhere", None)])
+def test_a_rank_that_begins_with_other_weights_is_named(where: str, name: str | None) -> None:
+    results = run_on_ranks(_other_weights, where, world_size=3)
+    torch.manual_seed(3)
+    expected = _Scaled().inner.weight.flatten().tolist()
+    assert [weights for _, weights in results] == [expected] * 3
+    (said, _), *others = results
+    assert [s for s, _ in others] == [[], []]  # rank zero speaks
+    if name is None:
+        assert said == []
+    else:
+        assert len(said) == 1
+        assert f"rank 2 differs in {name}." in said[0]
+
+
+def _other_model() -> str:
+    model = nn.Linear(3, 2 if dist.get_rank() == 0 else 4)
+    try:
+        Accelerator(parity="exact").prepare(model)
+    except DesyncError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_builds_another_model_is_an_error_on_all() -> None:
+    for text in run_on_ranks(_other_model, world_size=2):
+        assert "rank 1 prepares another model than rank zero" in text
+        assert "'weight torch.float32 [4, 3]'" in text
+        assert "'weight torch.float32 [2, 3]'" in text
+
+
+# ---- the data --------------------------------------------------------------------------------------------------------
+
+
+def _other_data(parity: str, sizes: dict[int, tuple[int, int]]) -> str:
+    n, batch_size = sizes.get(dist.get_rank(), (10, 4))
+    try:
+        Accelerator(parity=parity).prepare(_numbers(n, batch_size, shuffle=True))
+    except DesyncError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("parity", ["off", "exact"])
+def test_ranks_with_other_data_are_named_with_its_length(parity: str) -> None:
+    for text in run_on_ranks(_other_data, parity, {1: (9, 4)}, world_size=3):
+        assert "the dataset has rank 0: 10, rank 1: 9, rank 2: 10" in text
+    for text in run_on_ranks(_other_data, parity, {2: (10, 2)}, world_size=3):
+        assert "the batch size is rank 0: 4, rank 1: 4, rank 2: 2" in text
+
+
+def _what_the_batch_means(batch_size: int, accumulation: int, max_micro: int | None) -> list[str]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("echelon")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        accelerator = Accelerator(
+            parity="exact", gradient_accumulation_steps=accumulation, max_micro_batch_size=max_micro
+        )
+        accelerator.prepare(_numbers(50, batch_size), _numbers(50, batch_size))
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    return [found for text in records for found in re.findall("global batch.*", text)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ((32, 1, None), "global batch 32 = 2 processes x 16 samples"),
+        ((32, 4, None), "global batch 32 = 2 processes x 4 micro-steps x 4 samples"),
+        ((10, 1, 2), "global batch 10 = 2 processes x 3 micro-steps x 1 to 2 samples"),
+    ],
+)
+def test_it_is_said_once_what_the_batch_size_means(settings: tuple[int, int, int | None], expected: str) -> None:
+    assert run_on_ranks(_what_the_batch_means, *settings, world_size=2) == [[expected], []]
+
+
+# ---- a length of all over a sum of one -------------------------------------------------------------------------------
+
+
+def _evaluate(parity: str, share: str, asked: str) -> list[str]:
+    accelerator = Accelerator(parity=parity)
+    train, test = accelerator.prepare(_numbers(8, 4), _numbers(10, 4))
+
+    def passes() -> None:
+        size = len(test.dataset) if asked == "before" else 0
+        total = torch.zeros(())
+        with torch.no_grad():
+            for (x,) in test:
+                total += accelerator.gather_for_metrics(x).sum() if share == "gather_for_metrics" else x.sum()
+        size = len(test.dataset) if asked == "after" else size
+        if share == "reduce":
+            total = accelerator.reduce(total)
+        elif share == "torch":
+            dist.all_reduce(total)
+        if size:
+            total /= size
+        for _ in train:  # the next epoch
+            pass
+        len(train.dataset)
+        accelerator.wait_for_everyone()
+
+    return _said(passes)
+
+
+@pytest.mark.parametrize("parity", ["off", "exact"])
+def test_a_sum_of_one_rank_over_the_length_of_all_is_caught(parity: str) -> None:
+    for asked in ("before", "after"):
+        mine, others = run_on_ranks(_evaluate, parity, "nothing", asked, world_size=2)
+        assert others == []
+        assert len(mine) == 1
+        assert "nothing was gathered or reduced" in mine[0]
+    for share, asked in (("reduce", "before"), ("torch", "after"), ("gather_for_metrics", "after"), ("nothing", "")):
+        assert run_on_ranks(_evaluate, parity, share, asked, world_size=2) == [[], []]
+
+
+# ---- progress --------------------------------------------------------------------------------------------------------
+
+
+def _count(folder: Path, stop_at: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    accelerator = Accelerator(parity="exact", gradient_accumulation_steps=2, seed=1)
+    model: Any = nn.Linear(1, 1).double()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, _numbers(10, 4))
+    if folder.exists():
+        accelerator.load_state(folder)
+    loaded = accelerator.progress.to_json()
+    for step, (x,) in enumerate(loader, 1):
+        accelerator.backward(model(x).square().mean(), num_items=3 * len(x))  # "tokens"
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == stop_at:
+            break
+    accelerator.save_state(folder)
+    return loaded, accelerator.progress.to_json()
+
+
+def test_progress_counts_and_is_saved_whole(tmp_path: Path) -> None:
+    zero = {"epoch": 0, "step": 0, "micro_step": 0, "samples_seen": 0, "tokens_seen": 0.0, "position": 0}
+    folder = tmp_path / "state"
+    # Updates of 4, 4 and 2 samples in two micro-steps each; stopped in the middle of the second one.
+    done = {**zero, "step": 1, "samples_seen": 4, "tokens_seen": 12.0, "position": 4}
+    for loaded, now in run_on_ranks(_count, folder, 3, world_size=2):
+        assert loaded == zero
+        assert now == {**done, "micro_step": 1}
+    for loaded, now in run_on_ranks(_count, folder, 99, world_size=1):
+        assert loaded == done
+        assert now == {**zero, "step": 3, "samples_seen": 10, "tokens_seen": 30.0, "position": 10, "micro_step": 2}
+
+
+def _leave_in_the_middle() -> torch.Tensor:
+    accelerator = Accelerator(parity="exact", gradient_accumulation_steps=2)
+    model: Any = nn.Linear(1, 1, bias=False).double()
+    nn.init.ones_(model.weight)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, _numbers(4, 4))
+    for stop in (True, False):
+        for (x,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            if stop:
+                break
+    weight: torch.Tensor = accelerator.unwrap_model(model).weight.detach().clone()
+    return weight
+
+
+def test_half_an_update_leaves_nothing_behind() -> None:
+    # mean(w^2 x^2) over 0, 1, 2, 3 has the gradient 2 w * 3.5: one step from w = 1, not one and a half.
+    for weight in run_on_ranks(_leave_in_the_middle, world_size=2):
+        torch.testing.assert_close(weight, torch.tensor([[1 - 0.1 * 7.0]], dtype=torch.float64), rtol=1e-12, atol=0)
+
+
+def _look_meanwhile(accumulation: int, way: str) -> tuple[torch.Tensor, int]:
+    accelerator = Accelerator(parity="exact", gradient_accumulation_steps=accumulation)
+    model: Any = nn.Linear(1, 1, bias=False).double()
+    nn.init.ones_(model.weight)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader, other = accelerator.prepare(model, optimizer, _numbers(4, 4), _numbers(6, 6))
+
+    def look() -> None:
+        if way == "peek":
+            next(iter(other))
+
+    for batches in zip(loader, other) if way == "zip" else ((batch,) for batch in loader):
+        look()
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batches[0][0]).square().mean(), num_items=len(batches[0][0]))
+            look()
+            optimizer.step()
+            optimizer.zero_grad()
+    weight: torch.Tensor = accelerator.unwrap_model(model).weight.detach().clone()
+    return weight, accelerator.progress.samples_seen
+
+
+@pytest.mark.parametrize("way", ["peek", "zip"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_batch_read_beside_the_loop_changes_nothing(accumulation: int, way: str) -> None:
+    for weight, seen in run_on_ranks(_look_meanwhile, accumulation, way, world_size=2):
+        torch.testing.assert_close(weight, torch.tensor([[1 - 0.1 * 7.0]], dtype=torch.float64), rtol=1e-12, atol=0)
+        assert way == "peek" or seen == 4
