@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     )
     from echelon.accelerator.later import (
         DeepSpeedPlugin,
-        FullyShardedDataParallelPlugin,
-        ParallelismConfig,
         cpu_offload,
         cpu_offload_with_hook,
         disk_offload,
@@ -37,6 +35,8 @@ if TYPE_CHECKING:
     )
     from echelon.accelerator.loaders import skip_first_batches
     from echelon.accelerator.local_sgd import LocalSGD
+    from echelon.accelerator.parallelism import ParallelismConfig
+    from echelon.accelerator.sharding_plugin import FullyShardedDataParallelPlugin
     from echelon.base.errors import EchelonError
     from echelon.data.share import share_dataset
     from echelon.launch.notebook import debug_launcher, notebook_launcher
@@ -89,7 +89,7 @@ _LAZY = {
     "EchelonError": "echelon.base.errors",
     "EvalLoopOutput": "echelon.trainer",
     "EvalPrediction": "echelon.trainer",
-    "FullyShardedDataParallelPlugin": "echelon.accelerator.later",
+    "FullyShardedDataParallelPlugin": "echelon.accelerator.sharding_plugin",
     "GradScalerKwargs": "echelon.accelerator",
     "GradientAccumulationPlugin": "echelon.accelerator",
     "HubStrategy": "echelon.trainer",
@@ -98,7 +98,7 @@ _LAZY = {
     "LocalSGD": "echelon.accelerator.local_sgd",
     "OptimizerNames": "echelon.trainer",
     "ParallelMode": "echelon.trainer",
-    "ParallelismConfig": "echelon.accelerator.later",
+    "ParallelismConfig": "echelon.accelerator.parallelism",
     "PartialState": "echelon.accelerator",
     "PredictionOutput": "echelon.trainer",
     "PrinterCallback": "echelon.trainer",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echelon.accelerator.later import ParallelismConfig
+from echelon.accelerator.parallelism import ParallelismConfig
 
 __all__ = [
     "ParallelismConfig",

@@ -33,6 +33,10 @@ DIFFERENT = {
     "scheduler:AcceleratedScheduler": "made by prepare() only",
     "scheduler:AcceleratedScheduler.get_lr": "every attribute of the wrapped scheduler is reached, this one too",
     "scheduler:AcceleratedScheduler.print_lr": "every attribute of the wrapped scheduler is reached, this one too",
+    "utils.dataclasses:FullyShardedDataParallelPlugin.set_auto_wrap_policy": "the engine finds the classes in the model",
+    "utils.dataclasses:FullyShardedDataParallelPlugin.set_cpu_offload": "a step of the constructor",
+    "utils.dataclasses:FullyShardedDataParallelPlugin.validate_cpu_offload": "a step of the constructor",
+    "utils.dataclasses:FullyShardedDataParallelPlugin.validate_mixed_precision_policy": "a step of the constructor",
 }
 
 

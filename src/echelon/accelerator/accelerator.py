@@ -42,16 +42,19 @@ from echelon.accelerator.opening import (
     dynamo_settings,
     handlers_by_kind,
     make_engine,
+    open_sharding,
     open_world,
     refuse_what_is_not_offered,
     resolve_settings,
 )
 from echelon.accelerator.optimizer import AcceleratedOptimizer
+from echelon.accelerator.parallelism import ParallelismConfig
 from echelon.accelerator.plugins import DataLoaderConfiguration, GradientAccumulationPlugin, TorchDynamoPlugin
 from echelon.accelerator.profiling import ProfileKwargs, profile
 from echelon.accelerator.project import ProjectConfiguration
 from echelon.accelerator.saving import save
 from echelon.accelerator.scheduler import AcceleratedScheduler
+from echelon.accelerator.sharding_plugin import FullyShardedDataParallelPlugin
 from echelon.accelerator.state import AcceleratorState, only_if
 from echelon.accelerator.tracking import Tracking
 from echelon.accelerator.unprepared import refuse_unprepared_loader
@@ -91,6 +94,7 @@ class Accelerator(AcceleratorFacts):
         gradient_accumulation_steps: micro-batches in one update.
         cpu: use the CPU even where accelerators are present.
         dataloader_config: how loaders are cut for the processes.
+        fsdp_plugin: shard the model over the ranks, in this way; None: from the environment (``ACCELERATE_USE_FSDP``).
         gradient_accumulation_plugin: instead of ``gradient_accumulation_steps``.
         step_scheduler_with_optimizer: advance prepared schedulers with the optimizer's steps, num_processes times each;
             False: once per call, whatever the optimizer does.
@@ -98,7 +102,9 @@ class Accelerator(AcceleratorFacts):
         dynamo_backend: compile prepared models by this backend of ``torch.compile``; None: from the environment or the
             launcher, else they are not compiled.
         dynamo_plugin: instead of ``dynamo_backend``, with more options.
-        engine: the name of an engine, or an ``Engine``; None: by the number of processes.
+        parallelism_config: over how many ranks the model is sharded, and how many such groups there are; None: from the
+            environment (``ACCELERATE_USE_PARALLELISM_CONFIG``).
+        engine: the name of an engine, or an ``Engine``; None: by the number of processes and whether the model is sharded.
         parity: ``off``: the meaning of Accelerate, more processes are a larger batch. ``exact``: a loader's batch is that
             of all processes together, and the update is that of one process (docs/parity.md). None: from the
             environment or the launcher, else ``off``.
@@ -137,7 +143,7 @@ class Accelerator(AcceleratorFacts):
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
         deepspeed_plugin: Any = None,
-        fsdp_plugin: Any = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         torch_tp_plugin: Any = None,
         megatron_lm_plugin: Any = None,
         rng_types: Any = None,
@@ -150,7 +156,7 @@ class Accelerator(AcceleratorFacts):
         dynamo_backend: Any = None,
         dynamo_plugin: Any = None,
         deepspeed_plugins: Any = None,
-        parallelism_config: Any = None,
+        parallelism_config: ParallelismConfig | None = None,
         *,
         engine: Engine | str | None = None,
         parity: str | None = None,
@@ -159,11 +165,9 @@ class Accelerator(AcceleratorFacts):
     ) -> None:
         refuse_what_is_not_offered(
             deepspeed_plugin=deepspeed_plugin,
-            fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
             deepspeed_plugins=deepspeed_plugins,
-            parallelism_config=parallelism_config,
         )
         self._config = resolve_settings(
             mixed_precision,
@@ -209,7 +213,12 @@ class Accelerator(AcceleratorFacts):
         )
         self.dynamo_plugin: TorchDynamoPlugin = dynamo_plugin or dynamo_plugin_of(self._config.value)
         self.scaler = self._precision.make_scaler(handlers[GradScalerKwargs].to_kwargs())
-        self._engine = make_engine(engine, self._world, self.scaler, handlers[DistributedDataParallelKwargs])
+        self.fsdp_plugin, sharding, self._layout = open_sharding(
+            fsdp_plugin, parallelism_config, world=self._world, mixed_precision=self.mixed_precision, engine=engine
+        )
+        if self._layout is not None:
+            self._layout.get_device_mesh(self._world.device.type)
+        self._engine = make_engine(engine, self._world, self.scaler, handlers[DistributedDataParallelKwargs], sharding)
         self._window = Window(world_size=self._world.world_size, total_of=self._total_of)
         self._progress = Progress()
         self._steps_before = 0  # optimizer steps that self._optimizers have not counted
@@ -234,7 +243,7 @@ class Accelerator(AcceleratorFacts):
 
     @property
     def is_fsdp2(self) -> bool:
-        """Are parameters sharded by FSDP2? No engine of this version does."""
+        """Are parameters sharded?"""
         return self.state.is_fsdp2
 
     # ---- accumulation ------------------------------------------------------------------------------------------------
@@ -314,7 +323,7 @@ class Accelerator(AcceleratorFacts):
                 loader that was not prepared.
         """
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad or (loss.dim() > 0 and loss.numel() != 1):
-            _check_loss(loss, kwargs)
+            loss = _checked_loss(loss, kwargs, num_devices=self.capabilities.num_devices)
         if not self._is_data_checked:
             self._check_data()
         if self.gradient_state.sync_gradients:
@@ -801,7 +810,7 @@ class Accelerator(AcceleratorFacts):
         if even_batches is not None:
             for loader in self._dataloaders:
                 loader.even_batches = even_batches
-        reading.joined = True
+        reading.joined = self.capabilities.joins_uneven
         try:
             with self._engine.join([self._engine_model(model) for model in joinables if isinstance(model, nn.Module)]):
                 yield
@@ -873,8 +882,10 @@ class Accelerator(AcceleratorFacts):
             return inner
         return model if uncompiled(model) is inner else moved_to(inner, model)
 
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any] | None:
         """Return the whole state dict of a prepared model, by plain parameter names (``unwrap=False``: the wrapper's).
+
+        Where parameters are sharded, rank zero gets it, on the host, and the others None.
 
         Collective: where parameters are sharded.
         """
@@ -1103,12 +1114,15 @@ class _LocalBackward:
         self._context.__exit__(*details)
 
 
-def _check_loss(loss: Any, kwargs: Mapping[str, Any]) -> None:
+def _checked_loss(loss: Any, kwargs: Mapping[str, Any], *, num_devices: int) -> torch.Tensor:
+    """Return the loss to backpropagate: of one for each device, the mean."""
     if not isinstance(loss, torch.Tensor):
         raise UsageError(
             f"backward() was given {type(loss).__name__}, not a tensor",
             do="give it the loss; a model that returns a dict or a tuple has it as .loss or [0]",
         )
+    if loss.dim() == 1 and 1 < loss.numel() <= num_devices and "gradient" not in kwargs:
+        loss = loss.mean()
     if loss.numel() != 1 and "gradient" not in kwargs:
         raise UsageError(
             f"backward() needs one number, and the loss has the shape {list(loss.shape)}",
@@ -1119,6 +1133,8 @@ def _check_loss(loss: Any, kwargs: Mapping[str, Any]) -> None:
             "backward() was given a loss without a graph: nothing that it depends on requires gradients",
             do="compute it from the model's outputs, outside torch.no_grad(), and without .item() or .detach()",
         )
+    checked: torch.Tensor = loss
+    return checked
 
 
 def _as_iterable(parameters: Any) -> Iterable[torch.Tensor]:

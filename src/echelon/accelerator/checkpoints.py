@@ -89,7 +89,9 @@ class Checkpoints:
         with written_aside(target.resolve(), world=world, is_part=is_state_file) as aside:
             for hook in list(self.save_hooks.values()):
                 hook(models, weights, str(aside.folder))
-            writes_shared = aside.is_owner if self._project.save_on_each_node else world.is_rank_zero
+            is_gathered = any(one is None for one in weights)  # on rank zero alone
+            each = self._project.save_on_each_node and not is_gathered
+            writes_shared = aside.is_owner if each else world.is_rank_zero
             write_state(
                 aside.folder,
                 state,
@@ -146,6 +148,8 @@ class Checkpoints:
         with fail_together("save_model"):
             if folder.is_file():
                 raise UsageError(f"{folder} is a file, and a folder is to be there", do="give another name")
+            if state is None:  # sharded: rank zero has it
+                return
             on_meta = [name for name, tensor in state.items() if getattr(tensor, "is_meta", False)]
             if on_meta:
                 raise UsageError(

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from echelon.accelerator.enums import DistributedType, FP8BackendType
 from echelon.accelerator.handlers import (
@@ -17,6 +18,7 @@ from echelon.accelerator.handlers import (
     InitProcessGroupKwargs,
     KwargsHandler,
 )
+from echelon.accelerator.parallelism import ParallelismConfig
 from echelon.accelerator.plugins import DataLoaderConfiguration
 from echelon.accelerator.profiling import ProfileKwargs
 from echelon.accelerator.project import ProjectConfiguration
@@ -41,7 +43,7 @@ def _given(kind: type[KwargsHandler]) -> Any:
 
 def _no_axis(name: str) -> UsageError:
     return UsageError(
-        f"there is no {name}: no parallelism_config was given, and this version does not offer one",
+        f"there is no {name}: no parallelism_config was given",
         do="use process_index: every process has its own part of the data",
     )
 
@@ -56,6 +58,7 @@ class AcceleratorFacts:
     ao_recipe_handler: AORecipeKwargs | None
     dataloader_config: DataLoaderConfiguration
     project_configuration: ProjectConfiguration
+    _layout: ParallelismConfig | None
 
     # ---- who am I ----------------------------------------------------------------------------------------------------
 
@@ -159,12 +162,12 @@ class AcceleratorFacts:
     profile_handler = _given(ProfileKwargs)
     scaler_handler = _given(GradScalerKwargs)
 
-    # ---- layouts that this version does not have ---------------------------------------------------------------------
+    # ---- layouts, and what this version does not have ----------------------------------------------------------------
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
-        """Are parameters spread over more than one dimension of ranks? No engine of this version does."""
-        return False
+        """As ``is_fsdp2``, in Accelerate's words: may sharding be combined with other axes?"""
+        return self.capabilities.shards_parameters
 
     @property
     def deepspeed_plugin(self) -> None:
@@ -172,29 +175,35 @@ class AcceleratorFacts:
         return None
 
     @property
-    def parallelism_config(self) -> None:
-        """None: all ranks share the data, and nothing else."""
-        return None
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """How many ranks are on each axis; None: it was not asked for."""
+        return self._layout
 
     @property
-    def torch_device_mesh(self) -> None:
-        """None: there is no mesh without ``parallelism_config``."""
-        return None
+    def torch_device_mesh(self) -> DeviceMesh | None:
+        """The mesh of ``parallelism_config``; None: without one, or where no axis has two ranks."""
+        return None if self._layout is None else self._layout.device_mesh
 
     @property
     def data_parallel_rank(self) -> int:
         """The place on the axis ``dp_replicate`` of ``parallelism_config``. Raises: there is none."""
-        raise _no_axis("data_parallel_rank")
+        return self._place("data_parallel_rank", "dp_replicate")
 
     @property
     def data_parallel_shard_rank(self) -> int:
         """The place on the axis ``dp_shard`` of ``parallelism_config``. Raises: there is none."""
-        raise _no_axis("data_parallel_shard_rank")
+        return self._place("data_parallel_shard_rank", "dp_shard")
 
     @property
     def tensor_parallel_rank(self) -> int:
         """The place on the axis ``tp`` of ``parallelism_config``. Raises: there is none."""
-        raise _no_axis("tensor_parallel_rank")
+        return self._place("tensor_parallel_rank", "tp")
+
+    def _place(self, name: str, axis: str) -> int:
+        if self._layout is None:
+            raise _no_axis(name)
+        mesh = self._layout.device_mesh
+        return mesh.get_local_rank(axis) if mesh is not None and axis in self._layout.active_mesh_dims else 0
 
     @property
     def context_parallel_rank(self) -> int:

@@ -20,7 +20,6 @@ __all__ = [
     "DummyOptim",
     "DummyScheduler",
     "FP8RecipeKwargs",
-    "FullyShardedDataParallelPlugin",
     "GPTTrainStep",
     "HfDeepSpeedConfig",
     "LayerwiseCastingHook",
@@ -33,7 +32,6 @@ __all__ = [
     "MegatronLMSchedulerWrapper",
     "ModelHook",
     "OffloadedWeightsLoader",
-    "ParallelismConfig",
     "PrefixedDataset",
     "PrepareForLaunch",
     "SageMakerConfig",
@@ -210,9 +208,7 @@ DeepSpeedSchedulerWrapper = not_offered_class("DeepSpeedSchedulerWrapper", inste
 DeepSpeedSequenceParallelConfig = not_offered_class("DeepSpeedSequenceParallelConfig", instead=_SHARD)
 DummyOptim = not_offered_class("DummyOptim", instead=_SHARD)
 DummyScheduler = not_offered_class("DummyScheduler", instead=_SHARD)
-FullyShardedDataParallelPlugin = not_offered_class("FullyShardedDataParallelPlugin", instead=_SHARD)
 HfDeepSpeedConfig = not_offered_class("HfDeepSpeedConfig", instead=_SHARD)
-ParallelismConfig = not_offered_class("ParallelismConfig", instead=_SHARD)
 TorchContextParallelConfig = not_offered_class("TorchContextParallelConfig", instead=_SHARD)
 TorchTensorParallelConfig = not_offered_class("TorchTensorParallelConfig", instead=_SHARD)
 TorchTensorParallelPlugin = not_offered_class("TorchTensorParallelPlugin", instead=_SHARD)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,15 +17,20 @@ from echelon.accelerator.handlers import (
     InitProcessGroupKwargs,
     KwargsHandler,
 )
+from echelon.accelerator.parallelism import ParallelismConfig
 from echelon.accelerator.plugins import GradientAccumulationPlugin, TorchDynamoPlugin
 from echelon.accelerator.profiling import ProfileKwargs
+from echelon.accelerator.sharding_plugin import FullyShardedDataParallelPlugin
 from echelon.base.errors import ConfigError
+from echelon.base.variables import parse_flag_from_env
+from echelon.base.warnings import warn
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 from echelon.config.sources import current, from_code
 from echelon.distributed.setup import setup
 from echelon.engines.base import Engine
-from echelon.engines.registry import choose, load
+from echelon.engines.registry import SHARDING, choose, load
+from echelon.engines.sharding import ShardingOptions
 from echelon.world.environment import detect
 from echelon.world.world import World
 
@@ -33,6 +39,7 @@ __all__ = [
     "dynamo_settings",
     "handlers_by_kind",
     "make_engine",
+    "open_sharding",
     "open_world",
     "refuse_what_is_not_offered",
     "resolve_settings",
@@ -136,16 +143,77 @@ def open_world(config: RunConfig, options: InitProcessGroupKwargs) -> World:
     return setup(**options.to_kwargs())  # its defaults ("nccl") stand for the backend of the device, as in Accelerate
 
 
+def open_sharding(
+    plugin: FullyShardedDataParallelPlugin | None,
+    config: ParallelismConfig | None,
+    *,
+    world: World,
+    mixed_precision: str,
+    engine: Engine | str | None = None,
+) -> tuple[FullyShardedDataParallelPlugin | None, ShardingOptions | None, ParallelismConfig | None]:
+    """Return the plugin, what it means for the engine, and the layout of the ranks: each None where nothing asks for it.
+
+    Args:
+        plugin: None: from the environment where ``ACCELERATE_USE_FSDP`` asks for it; one with its defaults where
+            ``config`` or ``engine`` say that the model is sharded.
+        config: None: from the environment where ``ACCELERATE_USE_PARALLELISM_CONFIG`` asks for it.
+        world: its ranks must be covered.
+        mixed_precision: of the run.
+        engine: what was given to the Accelerator.
+
+    Raises:
+        ConfigError: something else than a plugin and a config, or ranks that cannot be divided so.
+    """
+    for name, kind, value in (
+        ("fsdp_plugin", FullyShardedDataParallelPlugin, plugin),
+        ("parallelism_config", ParallelismConfig, config),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise ConfigError(
+                f"{name} is a {type(value).__name__}",
+                where=f"code Accelerator({name}=)",
+                do=f"give a {kind.__name__}, or leave it out",
+            )
+    if plugin is None and parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        plugin = FullyShardedDataParallelPlugin()
+    if config is None and parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        config = ParallelismConfig()
+    replicas = None
+    if config is not None:
+        config.check_covers(world.world_size)
+        replicas = config.dp_replicate_size if config.total_size > 1 else None
+    if plugin is None and ((config is not None and config.dp_shard_enabled) or engine in SHARDING):
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    sharding = None
+    if plugin is not None:
+        sharding = plugin.sharding_options(world, mixed_precision=mixed_precision, replicas=replicas)
+    if config is not None and config.total_size == 1:
+        groups = sharding.replicas if sharding is not None else world.world_size
+        config = replace(config, dp_replicate_size=groups, dp_shard_size=world.world_size // groups)
+    return plugin, sharding, config
+
+
 def make_engine(
     engine: Engine | str | None,
     world: World,
     scaler: torch.amp.GradScaler | None,
     ddp_options: DistributedDataParallelKwargs,
+    sharding: ShardingOptions | None = None,
 ) -> Engine:
-    """Return ``engine``, or make the one of that name; None: by the number of processes."""
+    """Return ``engine``, or make the one of that name; None: by the number of processes and whether to shard."""
+    if sharding is not None and engine is not None and engine not in SHARDING:
+        shown = f"{type(engine).__name__}()" if isinstance(engine, Engine) else repr(engine)
+        raise ConfigError(
+            f"engine={shown} and settings of sharding (fsdp_plugin, parallelism_config or ACCELERATE_USE_FSDP) are both given",
+            where="code Accelerator(engine=)",
+            do="leave engine out to shard the model, or those settings to use the engine",
+        )
     if isinstance(engine, Engine):
         return engine
-    kind: Any = load(engine or choose(world_size=world.world_size))
+    name = engine or choose(world_size=world.world_size, shard=sharding is not None)
+    if sharding is not None and name not in SHARDING:
+        warn("settings of sharding are without effect on one process: there is nothing to shard")
+    kind: Any = load(name)
     # to_kwargs() is what torch's DDP takes; the communication hook is the engine's own affair.
     hook = {
         "comm_hook": str(ddp_options.comm_hook),
@@ -153,4 +221,6 @@ def make_engine(
         "comm_state_option": ddp_options.comm_state_option,
     }
     options = {**ddp_options.to_kwargs(), **hook}
+    if sharding is not None and name in SHARDING:
+        options["sharding"] = sharding
     return kind.from_options(world, scaler=scaler, options=options)  # type: ignore[no-any-return]

@@ -111,6 +111,14 @@ class AcceleratedOptimizer(Optimizer):
         """Load the state of the wrapped optimizer."""
         self.optimizer.load_state_dict(state_dict)
 
+    def full_state_dict(self) -> Any:
+        """Return the whole state on rank zero; None elsewhere where it is sharded. Collective: where it is sharded."""
+        return self.engine.full_optimizer_state(self.optimizer)
+
+    def load_full_state_dict(self, state_dict: Any) -> None:
+        """Load what ``full_state_dict`` returned on rank zero; every rank gives it. Collective: where it is sharded."""
+        self.engine.load_full_optimizer_state(self.optimizer, state_dict)
+
     def train(self) -> Any:
         """For schedule-free optimizers: switch to training weights."""
         return self.optimizer.train() if hasattr(self.optimizer, "train") else None

@@ -10,11 +10,15 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from echelon.accelerator.current import current_accelerator, has_accelerator
 from echelon.accelerator.enums import DistributedType
+from echelon.accelerator.parallelism import ParallelismConfig
 from echelon.accelerator.plugins import TorchDynamoPlugin
+from echelon.accelerator.sharding_plugin import FullyShardedDataParallelPlugin
 from echelon.base import environ
+from echelon.base.capabilities import Capabilities
 from echelon.base.device import use_device
 from echelon.base.errors import UsageError
 from echelon.config.sources import current, from_code
@@ -297,16 +301,32 @@ class AcceleratorState(PartialState):
     # What this version does not have is None, as in Accelerate when it was not asked for.
     deepspeed_plugin: None = None
     deepspeed_plugins: None = None
-    fsdp_plugin: None = None
     megatron_lm_plugin: None = None
     torch_tp_plugin: None = None
-    parallelism_config: None = None
-    device_mesh: None = None
+
+    @property
+    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
+        """How the model is sharded; None: it is not."""
+        plugin: FullyShardedDataParallelPlugin | None = self._accelerator.fsdp_plugin
+        return plugin
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """How many ranks are on each axis; None: it was not asked for."""
+        layout: ParallelismConfig | None = self._accelerator.parallelism_config
+        return layout
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The mesh of ``parallelism_config``."""
+        mesh: DeviceMesh | None = self._accelerator.torch_device_mesh
+        return mesh
 
     @property
     def is_fsdp2(self) -> bool:
-        """Are parameters sharded by FSDP2? No engine of this version does."""
-        return False
+        """Are parameters sharded?"""
+        capabilities: Capabilities = self._accelerator.capabilities
+        return capabilities.shards_parameters
 
     def get_deepspeed_plugin(self, name: str) -> Any:
         """Raise: DeepSpeed is not offered."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from echelon.accelerator.optimizer import AcceleratedOptimizer
 from echelon.accelerator.random_states import current_random_states, restore_random_states
 from echelon.accelerator.saving import PLAIN_DATA, load, refused_in, write_tensors
 from echelon.accelerator.weights import load_weights, read_weights
@@ -59,8 +60,8 @@ _FILES = re.compile(
 class TrainingState:
     """What a checkpoint holds, whatever its layout."""
 
-    weights: Sequence[Mapping[str, Any]]
-    """Of each model, by name."""
+    weights: Sequence[Mapping[str, Any] | None]
+    """Of each model, by name; None on ranks that do not have it whole."""
     optimizers: Sequence[Any]
     schedulers: Sequence[Any]
     orders: Sequence[dict[str, Any]]
@@ -83,7 +84,7 @@ def is_state_file(name: str) -> bool:
 
 def collect_state(
     *,
-    weights: Sequence[Mapping[str, Any]],
+    weights: Sequence[Mapping[str, Any] | None],
     optimizers: Sequence[Any],
     schedulers: Sequence[Any],
     dataloaders: Sequence[Any],
@@ -100,7 +101,7 @@ def collect_state(
     positions = [gather_object(loader.state_dict()) if loader.is_stateful else [] for loader in loaders]
     return TrainingState(
         weights=weights,
-        optimizers=[optimizer.state_dict() for optimizer in optimizers],
+        optimizers=[_whole_state(optimizer) for optimizer in optimizers],
         schedulers=[scheduler.state_dict() for scheduler in schedulers],
         orders=[loader.order_state() for loader in loaders],
         positions=positions,
@@ -110,6 +111,10 @@ def collect_state(
         progress=progress,
         num_processes=World.current().world_size,
     )
+
+
+def _whole_state(optimizer: Any) -> Any:
+    return optimizer.full_state_dict() if isinstance(optimizer, AcceleratedOptimizer) else optimizer.state_dict()
 
 
 def write_state(
@@ -136,6 +141,7 @@ def write_state(
     }
     if writes_shared:
         for i, weights in enumerate(state.weights):
+            assert weights is not None, "rank zero has every model whole"
             path = folder / _weights_name(i, safe=safe_serialization)
             write_tensors(weights, path) if safe_serialization else _write(weights, path)
         for name, states in ((OPTIMIZER_NAME, state.optimizers), (SCHEDULER_NAME, state.schedulers)):
@@ -232,7 +238,11 @@ def load_accelerator_state(
     for model, path in zip(models, weights):
         load_weights(model, read_weights(path, map_location=place), source=path, **load_model_func_kwargs)
     for optimizer, path in zip(optimizers, optimizer_files):
-        optimizer.load_state_dict(load(path, **options))
+        state = load(path, **options)
+        if isinstance(optimizer, AcceleratedOptimizer):
+            optimizer.load_full_state_dict(state)
+        else:
+            optimizer.load_state_dict(state)
     for scheduler, path in zip(schedulers, scheduler_files):
         scheduler.load_state_dict(load(path, **(load_kwargs or {})))
     _load_loaders(folder, dataloaders, process_index, random_states.get(_OURS), load_kwargs or {})

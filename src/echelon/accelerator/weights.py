@@ -12,6 +12,7 @@ import safetensors
 import safetensors.torch
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from echelon.accelerator.compiling import is_compiled_module
 from echelon.accelerator.modules import convert_file_size_to_int
@@ -23,6 +24,7 @@ from echelon.base.constants import (
     WEIGHTS_PATTERN_NAME,
 )
 from echelon.base.errors import CheckpointError
+from echelon.engines.shards import part_like
 
 __all__ = ["load_weights", "read_weights", "write_shards"]
 
@@ -101,9 +103,15 @@ def load_weights(
     bare = extract_model_from_parallel(model, keep_torch_compile=False)
     while is_compiled_module(bare):
         bare = bare._orig_mod
-    own = list(bare.state_dict())
+    state = bare.state_dict()
+    own = list(state)
+    # Of a sharded parameter this rank takes its part.
+    parts = {
+        name: part_like(value, state[name]) if isinstance(state.get(name), DTensor) else value
+        for name, value in _named_as(own, tensors).items()
+    }
     try:
-        missing, unexpected = bare.load_state_dict(_named_as(own, tensors), strict=False, **kwargs)
+        missing, unexpected = bare.load_state_dict(parts, strict=False, **kwargs)
     except RuntimeError as error:  # sizes differ; torch names them
         raise CheckpointError(
             f"{source} does not fit the model: {error}", do="load it into the model it is of"

@@ -19,9 +19,15 @@ class Capabilities:
     """Several ranks hold the whole model and meet in the gradients."""
     shards_parameters: bool = False
     """A rank holds a part of each parameter: whole state dicts need every rank."""
+    shards_optimizer_state: bool = False
+    """A rank holds a part of the optimizer state: whole states need every rank, and only rank zero gets them."""
+    joins_uneven: bool = True
+    """Ranks may run out of batches at different steps inside ``join``."""
     replaces_parameters: bool = False
     """``prepare`` swaps the parameter objects: optimizers made before it are re-pointed by name."""
     owns_loss_scaling: bool = False
     """The engine scales an fp16 loss itself; no GradScaler around it."""
+    num_devices: int = 1
+    """Devices of one rank that a forward pass runs on: a model that returns its loss returns one for each of them."""
     supports_multiple_models: bool = True
     """Several models may be prepared together."""

@@ -6,6 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from echelon.base import environ
@@ -21,6 +22,7 @@ __all__ = [
     "parse_flag_from_env",
     "patch_environment",
     "purge_accelerate_environment",
+    "refuse_misspelled",
     "str_to_bool",
 ]
 
@@ -82,6 +84,20 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
         if value >= 0:
             return value
     return default
+
+
+def refuse_misspelled(prefix: str, known: Iterable[str]) -> None:
+    """Raise for a variable with ``prefix`` that is not ``known`` and looks like one that is; others may be somebody else's.
+
+    Raises:
+        ConfigError: there is one; the name that was meant is given.
+    """
+    names = sorted(known)
+    for name in environ.snapshot():
+        if name.startswith(prefix) and name not in names and (near := get_close_matches(name, names, n=1, cutoff=0.8)):
+            raise ConfigError(
+                f"the variable {name} is not known", where=f"env {name}", do=f"did you mean {near[0]}? Else unset it"
+            )
 
 
 @contextmanager

@@ -151,10 +151,24 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Return the whole state dict of ``model`` by plain parameter names.
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any] | None:
+        """Return the whole state dict of ``model`` by plain parameter names; where it is sharded, None on ranks but zero.
 
         Collective: where parameters are sharded.
+        """
+
+    @abstractmethod
+    def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
+        """Return the whole state dict of ``optimizer`` as torch numbers it; where it is sharded, None on ranks but zero.
+
+        Collective: where the state is sharded.
+        """
+
+    @abstractmethod
+    def load_full_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Load what ``full_optimizer_state`` returned on rank zero, of any engine; every rank gives the whole state.
+
+        Collective: where the state is sharded.
         """
 
     @abstractmethod

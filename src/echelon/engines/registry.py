@@ -9,17 +9,26 @@ from importlib.metadata import entry_points
 from echelon.base.errors import ConfigError
 from echelon.engines.base import Engine
 
-__all__ = ["ENGINES", "choose", "load"]
+__all__ = ["ENGINES", "SHARDING", "choose", "load"]
 
 ENGINES = {
     "single": "echelon.engines.single:SingleEngine",
+    "dp": "echelon.engines.dp:DPEngine",
     "ddp": "echelon.engines.ddp:DDPEngine",
+    "zero1": "echelon.engines.zero1:Zero1Engine",
+    "fsdp2": "echelon.engines.fsdp2:FSDP2Engine",
 }
 
 
-def choose(*, world_size: int) -> str:
-    """Return the name of the engine that a run gets when none was asked for."""
-    return "ddp" if world_size > 1 else "single"
+# Those that take ``options["sharding"]``, a ``ShardingOptions``.
+SHARDING = frozenset({"fsdp2"})
+
+
+def choose(*, world_size: int, shard: bool = False) -> str:
+    """Return the name of the engine that a run gets when none was asked for; ``shard``: the model is to be sharded."""
+    if world_size == 1:
+        return "single"
+    return "fsdp2" if shard else "ddp"
 
 
 def load(name: str) -> type[Engine]:

@@ -125,6 +125,14 @@ class SingleEngine(Engine):
         """See ``Engine``."""
         return plain_state_dict(model)
 
+    def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """See ``Engine``."""
+        return optimizer.state_dict()
+
+    def load_full_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """See ``Engine``."""
+        optimizer.load_state_dict(dict(state))
+
     def release(self) -> None:
         """See ``Engine``."""
         # It keeps nothing.

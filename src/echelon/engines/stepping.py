@@ -1,4 +1,4 @@
-"""What single and ddp share: stepping with an optional loss scaler, clipping, and plain state dicts."""
+"""What the engines that keep models whole share: stepping with an optional loss scaler, clipping, and plain state dicts."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ __all__ = [
     "load_plain_state_dict",
     "load_state",
     "multiply_gradients",
+    "plain_parameters",
     "plain_state_dict",
     "state_of",
     "zeros_for",
@@ -126,6 +127,11 @@ def load_plain_state_dict(module: nn.Module, state: Mapping[str, Any]) -> None:
     module.load_state_dict(state if is_plain else {own.get(name, name): value for name, value in state.items()})
 
 
+def plain_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters of ``module`` by the names of ``plain_state_dict``."""
+    return [(_plain(name), parameter) for name, parameter in module.named_parameters()]
+
+
 _COMPILED = "_orig_mod."
 
 
@@ -135,7 +141,7 @@ def _plain(name: str) -> str:
 
 def state_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """Return the state of ``module`` and of ``optimizers``, the latter by parameter name."""
-    names = {id(p): _plain(name) for name, p in module.named_parameters()}
+    names = {id(p): name for name, p in plain_parameters(module)}
     return {
         "model": plain_state_dict(module),
         "optimizers": [
@@ -154,7 +160,7 @@ def state_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, An
 def load_state(module: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
     """Load what ``state_of`` returned."""
     load_plain_state_dict(module, state["model"])
-    parameters = {_plain(name): p for name, p in module.named_parameters()}
+    parameters = dict(plain_parameters(module))
     for optimizer, saved in zip(optimizers, state["optimizers"]):
         # Optimizer.load_state_dict numbers parameters in the order of the groups, and casts the state to their device.
         order = [name for group in saved["param_groups"] for name in group["params"]]

@@ -45,7 +45,6 @@ from echelon.accelerator.later import (
     DummyOptim,
     DummyScheduler,
     FP8RecipeKwargs,
-    FullyShardedDataParallelPlugin,
     GPTTrainStep,
     HfDeepSpeedConfig,
     MegatronEngine,
@@ -56,7 +55,6 @@ from echelon.accelerator.later import (
     MegatronLMSchedulerWrapper,
     MSAMPRecipeKwargs,
     OffloadedWeightsLoader,
-    ParallelismConfig,
     PrefixedDataset,
     PrepareForLaunch,
     T5TrainStep,
@@ -137,6 +135,7 @@ from echelon.accelerator.modules import (
     recursive_getattr,
     retie_parameters,
 )
+from echelon.accelerator.parallelism import ParallelismConfig
 from echelon.accelerator.plugins import DataLoaderConfiguration, GradientAccumulationPlugin, TorchDynamoPlugin
 from echelon.accelerator.profiling import PROFILE_PATTERN_NAME
 from echelon.accelerator.progress_bar import tqdm
@@ -148,6 +147,7 @@ from echelon.accelerator.saving import (
     load,
     save,
 )
+from echelon.accelerator.sharding_plugin import FullyShardedDataParallelPlugin
 from echelon.base.constants import (
     MITA_PROFILING_AVAILABLE_PYTORCH_VERSION,
     MODEL_NAME,

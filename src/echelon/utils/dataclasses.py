@@ -31,7 +31,6 @@ from echelon.accelerator.later import (
     DeepSpeedPlugin,
     DeepSpeedSequenceParallelConfig,
     FP8RecipeKwargs,
-    FullyShardedDataParallelPlugin,
     MegatronLMPlugin,
     MSAMPRecipeKwargs,
     TERecipeKwargs,
@@ -48,6 +47,7 @@ from echelon.accelerator.later import (
 )
 from echelon.accelerator.plugins import DataLoaderConfiguration, GradientAccumulationPlugin, TorchDynamoPlugin
 from echelon.accelerator.project import ProjectConfiguration
+from echelon.accelerator.sharding_plugin import FullyShardedDataParallelPlugin
 from echelon.distributed.structure import TensorInformation
 
 __all__ = [

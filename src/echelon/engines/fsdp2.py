@@ -1,0 +1,493 @@
+"""Parameters, gradients and optimizer states in shards: ZeRO 2 and 3 by torch's fully_shard."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from echelon.base.capabilities import Capabilities
+from echelon.base.errors import ConfigError, UsageError
+from echelon.base.warnings import warn
+from echelon.engines.base import Engine, Prepared
+from echelon.engines.sharding import ShardingOptions
+from echelon.engines.shards import local_parts, part_like, parts_of, whole
+from echelon.engines.stepping import Stepper, zeros_for
+from echelon.engines.wrapping import checkpoint_activations, ignored_in, modules_to_shard
+from echelon.world.world import World
+
+__all__ = ["FSDP2Engine"]
+
+
+class FSDP2Engine(Engine):
+    """Each rank holds a part of every parameter; a block's parameters are whole while it computes.
+
+    Stage 3: ``reshard_after_forward=True``; stage 2: False (parameters stay whole from forward to backward); an integer:
+    in between; ``replicas`` > 1: shards within groups of ranks that hold the same (hybrid).
+
+    Source: torch.distributed.fsdp.fully_shard; Zhao et al., "PyTorch FSDP", 2023.
+    """
+
+    def __init__(
+        self, world: World, *, scaler: torch.amp.GradScaler | None = None, options: ShardingOptions | None = None
+    ) -> None:
+        self._world = world
+        self._options = options or ShardingOptions()
+        self._stepper = Stepper(scaler)
+        self._mesh: DeviceMesh | None = None
+        self._roots: dict[int, FSDPModule] = {}  # by id, which the value keeps alive
+        self._strays: dict[int, list[nn.Parameter]] = {}  # by root: parameters that torch does not shard or reduce
+        self._warned = False
+
+    @classmethod
+    def from_options(
+        cls, world: World, *, scaler: torch.amp.GradScaler | None, options: Mapping[str, Any]
+    ) -> FSDP2Engine:
+        """See ``Engine``; of ``options`` the entry ``sharding`` counts."""
+        return cls(world, scaler=scaler, options=options.get("sharding"))
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See ``Engine``."""
+        return Capabilities(
+            name="fsdp2",
+            distributed_type="FSDP",
+            replicates=False,
+            shards_parameters=True,
+            shards_optimizer_state=True,
+            replaces_parameters=True,
+            joins_uneven=False,
+        )
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Every rank reads its own part of the batch, whichever shards it holds."""
+        return ("dp_replicate", "dp_shard") if self._options.replicas > 1 else ("dp_shard",)
+
+    # ---- prepare -----------------------------------------------------------------------------------------------------
+
+    def prepare(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Any]
+    ) -> Prepared:
+        """Shard each model in place, and give optimizers that were made before the sharded parameters, by name.
+
+        Rank zero's weights are sent to all first. A model without trainable parameters is sharded, too.
+
+        Collective: every rank, with the same objects in the same order.
+        """
+        before = [dict(model.named_parameters()) for model in models]
+        for model in models:
+            self._shard(model)
+        replaced = {
+            id(parameter): after[name]
+            for old, model in zip(before, models)
+            for after in [dict(model.named_parameters())]
+            for name, parameter in old.items()
+        }
+        for optimizer in optimizers:
+            _repoint(optimizer, replaced)
+        return Prepared(models=tuple(models), optimizers=tuple(optimizers), schedulers=tuple(schedulers))
+
+    def _shard(self, model: nn.Module) -> None:
+        options = self._options
+        if isinstance(model, FSDPModule):  # by the user's own fully_shard
+            self._adopt(model)
+            return
+        device = self._world.device
+        ignored = ignored_in(model, options.ignored)
+        _share_from_rank_zero(model, device)
+        blocks = modules_to_shard(model, options)
+        if options.activation_checkpointing:
+            checkpoint_activations(blocks)
+        settings: dict[str, Any] = {
+            "mesh": self._device_mesh(),
+            "reshard_after_forward": options.reshard_after_forward,
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=options.param_dtype,
+                reduce_dtype=options.reduce_dtype,
+                output_dtype=options.output_dtype,
+                cast_forward_inputs=options.cast_forward_inputs,
+            ),
+            "offload_policy": self._offload_policy(),
+        }
+        if ignored:
+            settings["ignored_params"] = set(ignored)
+        for block in blocks:
+            fully_shard(block, **settings)
+        fully_shard(model, **settings)
+        self._adopt(model)
+
+    def _adopt(self, model: nn.Module) -> None:
+        assert isinstance(model, FSDPModule)
+        self._roots[id(model)] = model
+        self._strays[id(model)] = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+
+    def _device_mesh(self) -> DeviceMesh:
+        """Make the mesh once. Collective."""
+        if self._mesh is None:
+            world_size, replicas = self._world.world_size, self._options.replicas
+            if world_size % replicas:
+                raise ConfigError(
+                    f"{world_size} ranks cannot be {replicas} groups of equal size",
+                    where="dp_replicate",
+                    do="choose a divisor of the number of ranks",
+                )
+            shape = (replicas, world_size // replicas) if replicas > 1 else (world_size,)
+            self._mesh = init_device_mesh(self._world.device.type, shape, mesh_dim_names=self.batch_axes)
+        return self._mesh
+
+    def _offload_policy(self) -> OffloadPolicy:
+        if not self._options.cpu_offload:
+            return OffloadPolicy()
+        pin = self._options.pin_memory
+        # Pinning asks for an accelerator, also where there is none.
+        return CPUOffloadPolicy(pin_memory=self._world.device.type != "cpu" if pin is None else pin)
+
+    # ---- backward ----------------------------------------------------------------------------------------------------
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """See ``Engine``: whole gradients are kept and added up; nothing is sent. Source: set_requires_gradient_sync."""
+        return _syncing(self._roots.get(id(model)), sync=False)
+
+    def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """See ``Engine``."""
+        return _syncing(self._roots.get(id(model)), sync=True)
+
+    def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        """Return an empty context: each layer of the other ranks needs this one's shard, so ranks cannot run out apart.
+
+        ``capabilities.joins_uneven`` says so, and uneven loaders end in an error that names the rank that ended first.
+        """
+        return nullcontext()
+
+    def backward(self, loss: torch.Tensor, model: nn.Module | None = None, **options: Any) -> None:
+        """See ``Engine``."""
+        self._stepper.scale(loss).backward(**options)  # type: ignore[no-untyped-call]
+
+    def backward_nothing(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], **options: Any) -> None:
+        """See ``Engine``: what autograd reaches are the whole parameters inside fully_shard, not the shards."""
+        if loss.grad_fn is None:
+            raise UsageError(
+                "the loss of a rank without items does not depend on the model, and the other ranks' do: their layers "
+                "wait for this rank's part in the backward pass",
+                where="backward(), engine fsdp2",
+                do="compute the loss from the model's outputs on every rank",
+            )
+        wanted = {id(p) for p in parameters}
+        inner = [
+            part._unsharded_param
+            for root in self._roots.values()
+            for part in _fsdp_params(root)
+            if id(part.sharded_param) in wanted and hasattr(part, "_unsharded_param")
+        ]
+        plain = [p for strays in self._strays.values() for p in strays if id(p) in wanted]
+        with zeros_for([*inner, *plain]):
+            self.backward(loss, **options)
+
+    # ---- step --------------------------------------------------------------------------------------------------------
+
+    def step(self, optimizer: Optimizer, *, closure: Any = None, unsynced: bool = False) -> bool:
+        """See ``Engine``."""
+        if not unsynced:
+            self._guard()
+        return self._stepper.step(optimizer, closure)
+
+    def settle(self) -> None:
+        """See ``Engine``."""
+        self._stepper.settle()
+
+    def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
+        """See ``Engine``; what was not reduced is gone with the gradients."""
+        optimizer.zero_grad(set_to_none=set_to_none)
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for root in self._roots.values():
+            for part in _fsdp_params(root):
+                if id(part.sharded_param) in held and _is_unreduced(part):
+                    part.unsharded_accumulated_grad = part._unsharded_param.grad = None
+
+    def unscale(self, optimizer: Optimizer, *, unsynced: bool = False) -> None:
+        """See ``Engine``."""
+        if not unsynced:
+            self._guard()
+        self._stepper.unscale(optimizer)
+
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, unsynced: bool = False
+    ) -> torch.Tensor:
+        """See ``Engine``: the norm of the shards of all ranks together.
+
+        Collective: one small reduction.
+        """
+        if not unsynced:
+            self._guard()
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        sharded = [g for g in gradients if isinstance(g, DTensor)]
+        plain = [g for g in gradients if not isinstance(g, DTensor)]
+        norm = _total_norm(sharded, plain, float(norm_type), self._mesh, self._world.device)
+        if gradients:
+            scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+            for gradient in local_parts(gradients):
+                gradient.mul_(scale.to(gradient.device))
+        return norm
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float, *, unsynced: bool = False) -> None:
+        """See ``Engine``. Source: torch.nn.utils.clip_grad_value_."""
+        if not unsynced:
+            self._guard()
+        for gradient in local_parts([p.grad for p in parameters if p.grad is not None]):
+            gradient.clamp_(min=-clip_value, max=clip_value)
+
+    def finish_gradients(self, model: nn.Module, factor: float) -> None:
+        """See ``Engine``."""
+        gradients = local_parts([p.grad for p in model.parameters() if p.grad is not None])
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def reduced(self, model: nn.Module) -> bool:
+        """See ``Engine``."""
+        root = self._roots.get(id(model))
+        return root is None or not any(_is_unreduced(part) for part in _fsdp_params(root))
+
+    def _guard(self) -> None:
+        """Reduce what the other ranks have not seen: of an unsynchronised pass, and of parameters that torch leaves alone.
+
+        Collective: when something is to be reduced.
+        """
+        for key, root in self._roots.items():
+            if not self.reduced(root):  # type: ignore[arg-type]
+                self._warn()
+                _reduce_now(root)
+            if self._strays[key]:
+                _average(self._strays[key])
+
+    def _warn(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warn(
+                "the last backward pass was not synchronised between the ranks (a step inside no_sync()): echelon reduces "
+                "the gradients now, so the result is right, but slower. Step outside no_sync()."
+            )
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    def sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, Any]:
+        """Return this rank's parts: each sharded tensor as ``{"shape", "offset", "values"}``."""
+        names = {id(p): name for name, p in model.named_parameters()}
+        return {
+            "model": {name: parts_of(value) for name, value in model.state_dict().items()},
+            "optimizers": [
+                {
+                    "state": {
+                        names[id(p)]: {key: parts_of(value) for key, value in o.state[p].items()}
+                        for g in o.param_groups
+                        for p in g["params"]
+                        if p in o.state
+                    },
+                    "param_groups": [
+                        {**{k: v for k, v in g.items() if k != "params"}, "params": [names[id(p)] for p in g["params"]]}
+                        for g in o.param_groups
+                    ],
+                }
+                for o in optimizers
+            ],
+        }
+
+    def load_sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
+        """See ``Engine``: on ranks of the same number, that hold the same parts."""
+        with torch.no_grad():
+            for name, own in model.state_dict().items():
+                _fill(own, state["model"][name])
+        parameters = dict(model.named_parameters())
+        for optimizer, saved in zip(optimizers, state["optimizers"]):
+            for group, theirs in zip(optimizer.param_groups, saved["param_groups"]):
+                group.update({key: value for key, value in theirs.items() if key != "params"})
+            for name, values in saved["state"].items():
+                owner = parameters[name]
+                optimizer.state[owner] = {key: _as_own(value, owner) for key, value in values.items()}
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any] | None:
+        """Return the whole state dict on the host of rank zero, None elsewhere; one tensor is whole at a time.
+
+        Collective: every rank.
+        """
+        found = {}
+        for name, value in model.state_dict().items():
+            tensor = whole(value, keep=self._world.rank == 0)
+            found[name] = tensor
+        return found if self._world.rank == 0 else None
+
+    def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
+        """See ``Engine``; on the host."""
+        keep = self._world.rank == 0
+        state = optimizer.state_dict()
+        values = {
+            number: {key: whole(value, keep=keep) for key, value in entries.items()}
+            for number, entries in state["state"].items()
+        }
+        return {**state, "state": values} if keep else None
+
+    def load_full_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """See ``Engine``: each rank keeps its part of every tensor."""
+        owners = [p for group in optimizer.param_groups for p in group["params"]]
+        for group, theirs in zip(optimizer.param_groups, state["param_groups"], strict=True):
+            group.update({key: value for key, value in theirs.items() if key != "params"})
+        for number, entries in state["state"].items():
+            owner = owners[int(number)]
+            optimizer.state[owner] = {key: part_like(value, owner) for key, value in entries.items()}
+
+    def release(self) -> None:
+        """See ``Engine``."""
+        self._roots.clear()
+        self._strays.clear()
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return ``model``: fully_shard changes it in place."""
+        return model
+
+
+@contextmanager
+def _syncing(root: FSDPModule | None, *, sync: bool) -> Iterator[None]:
+    """Let backward passes in the block reduce gradients, or keep them; afterwards they reduce."""
+    if root is None:
+        yield
+        return
+    root.set_requires_gradient_sync(sync)
+    try:
+        yield
+    finally:
+        root.set_requires_gradient_sync(True)
+
+
+def _groups(root: FSDPModule) -> Iterator[Any]:
+    """Yield torch's parameter groups of ``root`` and the modules in it.
+
+    No public name of torch tells what was not reduced. torch 2.7 has one group in a state, later versions a list.
+    """
+    for module in root.modules():  # type: ignore[attr-defined]
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)
+            if groups is None:
+                groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+            yield from groups
+
+
+def _fsdp_params(root: FSDPModule) -> Iterator[Any]:
+    for group in _groups(root):
+        yield from group.fsdp_params
+
+
+def _is_unreduced(part: Any) -> bool:
+    """Does a parameter of torch's hold a whole gradient, which the other ranks have not seen?"""
+    own = getattr(part, "_unsharded_param", None)
+    return own is not None and (part.unsharded_accumulated_grad is not None or own.grad is not None)
+
+
+def _reduce_now(root: FSDPModule) -> None:
+    """Reduce what backward passes without reduction have added up.
+
+    Collective: every rank of the mesh.
+    """
+    root.set_requires_gradient_sync(True)
+    groups = [g for g in _groups(root) if any(map(_is_unreduced, g.fsdp_params))]
+    for group in reversed(groups):
+        group.post_backward()
+    for group in groups:
+        group.finalize_backward()
+        group._training_state = type(group._training_state).IDLE
+        group.comm_ctx.__dict__.get("reduce_scatter_states", []).clear()
+
+
+def _total_norm(
+    sharded: Sequence[DTensor], plain: Sequence[torch.Tensor], p: float, mesh: DeviceMesh | None, device: torch.device
+) -> torch.Tensor:
+    """Return the norm of all gradients: shards of all ranks, and those that every rank has whole.
+
+    Collective: where something is sharded.
+    """
+    is_max = math.isinf(p)
+    parts = local_parts(sharded)
+    own = _power_sum(parts, p, device)
+    if sharded and mesh is not None:
+        group = mesh.get_group(mesh.mesh_dim_names[-1]) if mesh.mesh_dim_names else mesh.get_group()
+        dist.all_reduce(own, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
+    rest = _power_sum(plain, p, device)
+    return torch.maximum(own, rest) if is_max else (own + rest) ** (1.0 / p)
+
+
+def _power_sum(tensors: Sequence[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
+    """Return the sum of the p-th powers (the largest size for p = inf), 0-d, at least in float32."""
+    filled = [t for t in tensors if t.numel()]
+    if not filled:
+        return torch.zeros((), device=device)
+    wide = max((t.dtype for t in filled), key=lambda dtype: torch.finfo(dtype).bits)
+    wide = torch.float32 if torch.finfo(wide).bits < 32 else wide
+    norms = torch.stack([norm.to(device=device, dtype=wide) for norm in torch._foreach_norm(filled, p)])
+    return norms.max() if math.isinf(p) else (norms**p).sum()
+
+
+def _average(parameters: Sequence[nn.Parameter]) -> None:
+    """Replace gradients of parameters that torch does not reduce by their mean over the ranks. Collective."""
+    world_size = dist.get_world_size()
+    for parameter in parameters:
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradient.div_(world_size)
+        dist.all_reduce(gradient)
+        parameter.grad = gradient
+
+
+def _share_from_rank_zero(model: nn.Module, device: torch.device) -> None:
+    """Give every rank the weights and buffers of rank zero, whatever each was seeded with.
+
+    Collective: every rank.
+    """
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.device.type == device.type:
+            dist.broadcast(tensor.data, src=0)
+        else:
+            sent = tensor.data.to(device)
+            dist.broadcast(sent, src=0)
+            tensor.data.copy_(sent)
+
+
+def _fill(own: Any, saved: Any) -> None:
+    local = own.to_local() if isinstance(own, DTensor) else own
+    local.copy_(saved["values"] if isinstance(saved, dict) else saved)
+
+
+def _as_own(saved: Any, owner: torch.Tensor) -> Any:
+    if not isinstance(saved, dict):
+        return saved
+    assert isinstance(owner, DTensor)
+    return DTensor.from_local(
+        saved["values"].to(owner.to_local().device),
+        owner.device_mesh,
+        owner.placements,
+        run_check=False,
+        shape=owner.shape,
+        stride=owner.stride(),
+    )
+
+
+def _repoint(optimizer: Optimizer, replaced: Mapping[int, nn.Parameter]) -> None:
+    """Give ``optimizer`` the sharded parameters in the place of those that it was made with, and its state in parts."""
+    for group in optimizer.param_groups:
+        group["params"] = [replaced.get(id(p), p) for p in group["params"]]
+        if len({isinstance(p, DTensor) for p in group["params"]}) > 1:  # one kernel does not take both kinds
+            group["foreach"] = False
+            if group.get("fused"):
+                group["fused"] = False
+    for old in list(optimizer.state):
+        new = replaced.get(id(old), old)
+        if new is not old:
+            entries = optimizer.state.pop(old)
+            optimizer.state[new] = {key: part_like(value, new) for key, value in entries.items()}

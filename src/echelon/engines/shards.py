@@ -1,0 +1,49 @@
+"""Whole tensors and the parts of them that ranks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+__all__ = ["local_parts", "part_like", "parts_of", "whole"]
+
+
+def local_parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return what this rank holds of each tensor, sharing its memory."""
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+def whole(value: Any, *, keep: bool) -> Any:
+    """Return ``value`` whole and on the host; None where ``keep`` is False and it is sharded.
+
+    Collective: of a sharded tensor.
+    """
+    if isinstance(value, DTensor):
+        full: torch.Tensor = value.full_tensor().detach()
+        return full.cpu() if keep else None
+    return value.detach().cpu() if isinstance(value, torch.Tensor) and keep else value
+
+
+def parts_of(value: Any) -> Any:
+    """Return plain data of what this rank holds: ``{"shape", "offset", "values"}`` of a sharded tensor."""
+    if not isinstance(value, DTensor):
+        return value
+    _, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    return {"shape": list(value.shape), "offset": list(offset), "values": value.to_local().detach()}
+
+
+def part_like(value: Any, like: torch.Tensor) -> Any:
+    """Return this rank's part of the whole tensor ``value``, sharded as ``like``; what has another shape stays whole."""
+    if not isinstance(like, DTensor) or not isinstance(value, torch.Tensor) or value.shape != like.shape:
+        return value.to(like.device) if isinstance(value, torch.Tensor) and value.dim() > 0 else value
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    for dim, (size, start) in enumerate(zip(shape, offset)):
+        value = value.narrow(dim, min(start, value.shape[dim]), size)
+    local = value.to(like.to_local().device).clone().contiguous()
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )

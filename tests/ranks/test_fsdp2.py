@@ -1,0 +1,250 @@
+"""The sharded engine: what it holds, and that it trains like one process."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from echelon import Accelerator
+from echelon.base.warnings import EchelonWarning
+from echelon.engines.fsdp2 import FSDP2Engine
+from echelon.engines.sharding import ShardingOptions
+from echelon.world.world import World
+from tests.harness import run_on_ranks
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + torch.tanh(self.layer(self.norm(x)))
+        return out
+
+
+class _Net(nn.Module):
+    """Embedding tied to the output, and blocks; widths that no number of ranks divides."""
+
+    _no_split_modules = ("_Block",)
+
+    def __init__(self, width: int = 7, vocabulary: int = 11) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(_Block(width) for _ in range(3))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        out: torch.Tensor = self.head(x) * self.scale
+        return out
+
+
+def _net(seed: int = 0) -> _Net:
+    torch.manual_seed(seed)
+    return _Net().double()
+
+
+def _ids() -> torch.Tensor:
+    """Return [updates, micro-steps, samples of all ranks, length]."""
+    return torch.randint(11, (4, 2, 12, 5), generator=torch.Generator().manual_seed(1))
+
+
+def _loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+_OPTIONS = {
+    "stage 3": ShardingOptions(),
+    "stage 2": ShardingOptions(reshard_after_forward=False),
+    "hybrid": ShardingOptions(replicas=2),
+    "offload": ShardingOptions(cpu_offload=True),
+    "checkpointing": ShardingOptions(activation_checkpointing=True),
+    "by size": ShardingOptions(min_num_params=60),
+    "ignored": ShardingOptions(ignored=r"blocks\.0\.norm"),
+    "integer": ShardingOptions(reshard_after_forward=2),
+}
+_RUNS = [("stage 3", 2), ("stage 2", 2), ("offload", 2), ("checkpointing", 2), ("by size", 2), ("ignored", 2)]
+_RUNS += [("stage 3", 4), ("hybrid", 4), ("integer", 4)]
+
+
+def _accelerator(kind: str, **settings: Any) -> Accelerator:
+    return Accelerator(engine=FSDP2Engine(World.current(), options=_OPTIONS[kind]), **settings)
+
+
+def _reference(optimizer: str) -> tuple[dict[str, torch.Tensor], list[float], list[list[torch.Tensor]]]:
+    model = _net()
+    stepper = _optimizer(optimizer, model)
+    norms, gradients = [], []
+    for window in _ids():
+        for ids in window:
+            (_loss(model, ids) / 2).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.05)))
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        stepper.step()
+        stepper.zero_grad()
+    return model.state_dict(), norms, gradients
+
+
+def _optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    if kind == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def _mine(ids: torch.Tensor) -> torch.Tensor:
+    share = len(ids) // dist.get_world_size()
+    return ids[dist.get_rank() * share : (dist.get_rank() + 1) * share]
+
+
+def _train(kind: str, optimizer: str, weighted: bool) -> tuple[Any, list[float], list[Any], bool]:
+    accelerator = _accelerator(kind, gradient_accumulation_steps=2)
+    model: Any = _net(seed=dist.get_rank())  # rank zero's weights count
+    stepper: Any
+    model, stepper = accelerator.prepare(model, _optimizer(optimizer, model))
+    sharded = all(isinstance(p, DTensor) for p in model.parameters())
+    norms, gradients = [], []
+    for window in _ids():
+        for ids in map(_mine, window):
+            with accelerator.accumulate(model):
+                accelerator.backward(_loss(model, ids), num_items=len(ids) if weighted else None)
+                if accelerator.sync_gradients:
+                    assert accelerator._engine.reduced(model)
+                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.05)))
+                    kept = [p.grad for p in model.parameters()]
+                    gradients.append([g.full_tensor() if isinstance(g, DTensor) else g.clone() for g in kept])
+                stepper.step()
+                stepper.zero_grad()
+    return accelerator.get_state_dict(model), norms, gradients, sharded
+
+
+@pytest.mark.parametrize(("kind", "world_size"), _RUNS)
+def test_it_trains_like_one_process(kind: str, world_size: int) -> None:
+    for optimizer, weighted in (("sgd", False), ("adamw", True)):
+        weights, norms, gradients = _reference(optimizer)
+        results = run_on_ranks(_train, kind, optimizer, weighted, world_size=world_size)
+        # Sums in another order: 1e-12 relative in float64; Adam divides by a gradient's size: 1e-9 for its weights.
+        rtol = 1e-12 if optimizer == "sgd" else 1e-9
+        for rank, (found, my_norms, my_gradients, sharded) in enumerate(results):
+            assert sharded == (kind != "ignored")
+            torch.testing.assert_close(my_norms, norms, rtol=1e-11 if optimizer == "sgd" else 1e-9, atol=0)
+            torch.testing.assert_close(my_gradients, gradients, rtol=rtol * 10, atol=1e-13)
+            if rank == 0:
+                assert list(found) == list(weights)
+                torch.testing.assert_close(found, dict(weights), rtol=rtol, atol=1e-13)
+            else:
+                assert found is None
+
+
+def _step_without_sync() -> tuple[Any, Any, int]:
+    weights = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for local in (True, False):
+            accelerator = _accelerator("stage 3")
+            model: Any = _net()
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+            with accelerator.no_sync(model) if local else nullcontext():
+                accelerator.backward(_loss(model, _mine(_ids()[0, 0])))
+                assert accelerator._engine.reduced(model) is not local
+                optimizer.step()
+            optimizer.zero_grad()
+            accelerator.backward(_loss(model, _mine(_ids()[0, 1])))  # torch's machinery goes on
+            optimizer.step()
+            weights.append(accelerator.get_state_dict(model))
+    return weights[0], weights[1], sum("was not synchronised" in str(w.message) for w in caught)
+
+
+def test_a_step_without_synchronisation_is_synchronised() -> None:
+    (guarded, plain, warned), (*_, on_other) = run_on_ranks(_step_without_sync, world_size=2)
+    assert (warned, on_other) == (1, 0)
+    torch.testing.assert_close(guarded, plain, rtol=1e-12, atol=1e-14)
+
+
+def _nothing_on_one() -> Any:
+    accelerator = _accelerator("stage 3", gradient_accumulation_steps=2)
+    model: Any = _net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    for ids in _ids()[0]:
+        with accelerator.accumulate(model):
+            mine = ids[:5] if dist.get_rank() == 0 else ids[:0]
+            # A mean over nothing: NaN.
+            loss = _loss(model, mine) if len(mine) else _loss(model, ids[:1]) * float("nan")
+            accelerator.backward(loss, num_items=len(mine))
+            optimizer.step()
+    return accelerator.get_state_dict(model)
+
+
+def test_a_rank_without_items_adds_nothing() -> None:
+    model = _net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    (sum(_loss(model, ids[:5]) for ids in _ids()[0]) / 2).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    found, *_ = run_on_ranks(_nothing_on_one, world_size=2)
+    torch.testing.assert_close(found, dict(model.state_dict()), rtol=1e-12, atol=1e-14)
+
+
+def _save(folder: Path, kind: str | None, load: bool) -> Any:
+    accelerator = Accelerator() if kind is None else _accelerator(kind)
+    model: Any = _net(seed=3 if load else 0)
+    model, optimizer = accelerator.prepare(model, _optimizer("adamw", model))
+    if load:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".* has random states of . processes", category=EchelonWarning)
+            accelerator.load_state(folder)
+    for ids in _ids()[2 if load else 0 : None if load else 2, 0]:
+        accelerator.backward(_loss(model, _mine(ids)))
+        optimizer.step()
+        optimizer.zero_grad()
+    if not load:
+        accelerator.save_state(folder)
+    state = accelerator.get_state_dict(model)
+    return None if state is None else copy.deepcopy(state)
+
+
+@pytest.mark.parametrize(("one", "other"), [("stage 3", "stage 2"), ("stage 3", None), (None, "stage 3")])
+def test_its_state_goes_on_elsewhere(tmp_path: Path, one: str | None, other: str | None) -> None:
+    model = _net()
+    optimizer = _optimizer("adamw", model)
+    for ids in _ids()[:, 0]:
+        _loss(model, ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run_on_ranks(_save, tmp_path / "state", one, False, world_size=2)
+    found, *_ = run_on_ranks(_save, tmp_path / "state", other, True, world_size=3 if other else 2)
+    torch.testing.assert_close(found, dict(model.state_dict()), rtol=1e-9, atol=1e-12)
+
+
+def _scaled() -> list[Any]:
+    accelerator = Accelerator(engine="fsdp2", mixed_precision="fp16")
+    torch.manual_seed(0)
+    model: Any = nn.Linear(4, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    seen = []
+    for factor in (1.0, float("inf") if dist.get_rank() == 1 else 1.0, 1.0):
+        accelerator.backward(model(torch.ones(3, 4)).square().mean() * factor)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(accelerator.optimizer_step_was_skipped)
+    return seen
+
+
+def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all() -> None:
+    assert run_on_ranks(_scaled, world_size=2) == [[False, True, False]] * 2
