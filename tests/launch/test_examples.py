@@ -53,9 +53,11 @@ STARTERS = {"python": (ALONE, 1, 10), "launch": (LAUNCH, 2, 5), "torchrun": (TOR
 @pytest.mark.parametrize(
     ("example", "starters"),
     [
-        ("mnist_ddp", ["python", "launch", "torchrun"]),
+        ("mnist_ddp", ["python"]),
         ("mnist_accelerator", ["launch", "torchrun"]),
-        ("mnist_trainer", ["launch", "torchrun"]),
+        ("mnist_trainer", ["launch"]),
+        pytest.param("mnist_ddp", ["launch", "torchrun"], marks=pytest.mark.soak),
+        pytest.param("mnist_trainer", ["launch", "torchrun"], marks=pytest.mark.soak),
     ],
 )
 def test_each_level_runs_under_each_starter(example: str, starters: list[str], tmp_path: Path) -> None:
@@ -72,7 +74,8 @@ def test_each_level_runs_under_each_starter(example: str, starters: list[str], t
         (told,) = re.findall(r"test accuracy ([\d.]+) %", output)
         assert float(told) == pytest.approx(_accuracy_by_a_plain_loop(weights), abs=0.006)  # two printed digits
         accuracies[name] = told
-    assert accuracies["launch"] == accuracies["torchrun"]  # the same two ranks, the same bits
+    if "torchrun" in starters:
+        assert accuracies["launch"] == accuracies["torchrun"]  # the same two ranks, the same bits
 
 
 def test_examples_are_short() -> None:

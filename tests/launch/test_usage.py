@@ -25,6 +25,11 @@ CASES = {
     "syntax error": (["syntax.py"], "syntax error", "correct this line"),
     "missing module": (["-m", "no_such_module"], "no module named 'no_such_module'", "check the name"),
     "missing program": (["--no_python", "./gone"], "./gone is not an executable program", "check the path"),
+    "tpu": (
+        ["--tpu", "ok.py"],
+        "echelon does not run on TPUs\n  where: flag --tpu",
+        "the entry point 'echelon.engines'",
+    ),
     "zero processes": (["--num_processes", "0", "ok.py"], "'0' is not a number of processes", "an integer from 1 on"),
     "negative processes": (["--num_processes=-2", "ok.py"], "'-2' is not a number", "an integer from 1 on"),
     "processes in words": (["--nproc_per_node", "two", "ok.py"], "'two' is not a number", "auto, gpu or cpu"),

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from echelon import Accelerator
+from echelon.base.errors import UsageError
 from echelon.base.warnings import EchelonWarning
 from echelon.engines.fsdp2 import FSDP2Engine
 from echelon.engines.sharding import ShardingOptions
@@ -114,9 +115,12 @@ def _mine(ids: torch.Tensor) -> torch.Tensor:
     return ids[dist.get_rank() * share : (dist.get_rank() + 1) * share]
 
 
-def _train(kind: str, optimizer: str, weighted: bool) -> tuple[Any, list[float], list[Any], bool]:
+def _train(
+    kind: str, optimizer: str, weighted: bool, on_meta: bool = False
+) -> tuple[Any, list[float], list[Any], bool]:
     accelerator = _accelerator(kind, gradient_accumulation_steps=2)
-    model: Any = _net(seed=dist.get_rank())  # rank zero's weights count
+    with torch.device("meta" if on_meta and dist.get_rank() else "cpu"):
+        model: Any = _net(seed=dist.get_rank())  # rank zero's weights count
     stepper: Any
     model, stepper = accelerator.prepare(model, _optimizer(optimizer, model))
     sharded = all(isinstance(p, DTensor) for p in model.parameters())
@@ -151,6 +155,61 @@ def test_it_trains_like_one_process(kind: str, world_size: int) -> None:
                 torch.testing.assert_close(found, dict(weights), rtol=rtol, atol=1e-13)
             else:
                 assert found is None
+
+
+def test_rank_zero_alone_needs_the_values() -> None:
+    weights, norms, _ = _reference("sgd")
+    (found, my_norms, _, _), *_ = run_on_ranks(_train, "stage 3", "sgd", False, on_meta=True, world_size=3)
+    assert my_norms == pytest.approx(norms, rel=1e-11)
+    torch.testing.assert_close(found, dict(weights), rtol=1e-12, atol=1e-13)
+
+
+def _no_values() -> str:
+    accelerator = _accelerator("stage 3")
+    with torch.device("meta"):
+        model = _net()
+    try:
+        accelerator.prepare(model)
+    except UsageError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_model_that_nobody_has_the_values_of_is_refused() -> None:
+    assert all("on the meta device on rank zero, too" in text for text in run_on_ranks(_no_values, world_size=2))
+
+
+def _exact(folder: Path) -> Any:
+    accelerator = _accelerator("stage 3", parity="exact", seed=4, max_micro_batch_size=2)
+    model: Any = _net()
+    model, optimizer, loader = accelerator.prepare(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.5),
+        torch.utils.data.DataLoader(_ids()[0, 0, :11], batch_size=5, shuffle=True),  # type: ignore[arg-type]
+    )
+    for _ in range(2):
+        for stop in (True, False):  # half an update, left and made again
+            for ids in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(_loss(model, ids))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if stop:
+                    break
+    return accelerator.get_state_dict(model)
+
+
+def test_exact_parity_holds_with_shards(tmp_path: Path) -> None:
+    model = _net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for epoch in range(2):
+        order = torch.randperm(11, generator=torch.Generator().manual_seed(4 + epoch))
+        for indices in order.split(5):
+            _loss(model, _ids()[0, 0, :11][indices]).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+    found, *_ = run_on_ranks(_exact, tmp_path, world_size=2)  # updates of 5, 5 and 1: one rank without any
+    torch.testing.assert_close(found, dict(model.state_dict()), rtol=1e-12, atol=1e-13)
 
 
 def _step_without_sync() -> tuple[Any, Any, int]:
@@ -248,3 +307,35 @@ def _scaled() -> list[Any]:
 
 def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all() -> None:
     assert run_on_ranks(_scaled, world_size=2) == [[False, True, False]] * 2
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size()
+
+
+def _held(kind: str) -> dict[str, int]:
+    accelerator = _accelerator(kind)
+    model: Any = _net()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.backward(_loss(model, _mine(_ids()[0, 0])))
+    gradients = sum(_num_bytes(p.grad) for p in model.parameters())
+    optimizer.step()
+    states = [value for entries in optimizer.state.values() for value in entries.values() if value.dim() > 0]
+    return {
+        "parameters": sum(map(_num_bytes, model.parameters())),
+        "gradients": gradients,
+        "optimizer": sum(map(_num_bytes, states)),
+    }
+
+
+@pytest.mark.parametrize(("kind", "world_size", "parts"), [("stage 3", 2, 2), ("stage 2", 4, 4), ("hybrid", 4, 2)])
+def test_each_rank_holds_its_part_of_everything(kind: str, world_size: int, parts: int) -> None:
+    # fully_shard cuts the first dimension into pieces of equal size, the last ones shorter or empty.
+    for rank, held in enumerate(run_on_ranks(_held, kind, world_size=world_size)):
+        part = rank % parts
+        own = 0
+        for parameter in _net().parameters():
+            rows = -(-len(parameter) // parts)
+            own += max(min(rows, len(parameter) - part * rows), 0) * parameter[0].numel() * parameter.element_size()
+        assert held == {"parameters": own, "gradients": own, "optimizer": 2 * own}

@@ -198,8 +198,10 @@ def _go_on(engine: str, state: Any, weights: list[torch.Tensor]) -> list[torch.T
         for parameter, value in zip(model.parameters(), weights):
             parameter.copy_(value)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(_groups(model), lr=0.3))
+    groups = optimizer.param_groups
     accelerator._engine.load_full_optimizer_state(optimizer.optimizer, state)
     assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.05]
+    assert engine != "zero1" or optimizer.param_groups is groups  # who holds them still sets them
     _steps(accelerator, model, optimizer, number=3)
     return _weights(accelerator.unwrap_model(model))
 
@@ -337,6 +339,11 @@ def _refusals() -> list[str]:
     with accelerator.no_sync(model, unsynced=True), pytest.raises(UsageError, match="gradients of one rank") as caught:
         optimizer.step()
     texts.append(str(caught.value))
+    larger = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
+    sum(p.sum() for p in larger.param_groups[0]["params"]).backward()
+    larger.step()
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict(larger.state_dict())
     return texts
 
 
@@ -363,16 +370,17 @@ def test_a_state_that_is_no_plain_data_is_named() -> None:
 def _group_added(engine: str) -> list[torch.Tensor]:
     accelerator = Accelerator(engine=engine)
     model = _model()
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(list(model.parameters())[:2], lr=0.1))
-    calls = []
-    optimizer.optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    optimizer = torch.optim.AdamW(list(model.parameters())[:2], lr=0.1)
+    calls: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))  # before prepare
+    model, optimizer = accelerator.prepare(model, optimizer)
     optimizer.add_param_group({"params": list(model.parameters())[2:], "lr": 0.01})
     _steps(accelerator, model, optimizer, number=3)
     assert len(calls) == 3
     return _weights(model)
 
 
-def test_groups_may_be_added_later() -> None:
+def test_groups_may_be_added_later_and_hooks_go_on() -> None:
     expected = run_on_ranks(_group_added, "ddp")[0]
     assert all(all(map(torch.equal, weights, expected)) for weights in run_on_ranks(_group_added, "zero1"))
 

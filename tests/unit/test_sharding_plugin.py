@@ -99,6 +99,8 @@ def test_version_two_reshards_by_a_bool_or_a_number(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
     assert _options().reshard_after_forward is False
     assert _options(reshard_after_forward=True).reshard_after_forward is True
+    alone = _options(fsdp_version=2, reshard_after_forward=3, on=_world(1, 1))  # without effect there, and no error
+    assert alone.reshard_after_forward == 3
     with pytest.raises(ConfigError, match="reshard_after_forward=3: 8 ranks, over which the model is sharded"):
         _options(reshard_after_forward=3)
 
@@ -168,6 +170,8 @@ def test_torchs_own_policies_are_read() -> None:
     assert set(_options(auto_wrap_policy=by_class).wrap_classes) == {nn.Linear, nn.Conv1d}
     by_size = functools.partial(size_based_auto_wrap_policy, min_num_params=9)
     assert _options(auto_wrap_policy=by_size).min_num_params == 9
+    everything = functools.partial(size_based_auto_wrap_policy, min_num_params=0)
+    assert _options(auto_wrap_policy=everything).min_num_params == 1
     assert _options(auto_wrap_policy=size_based_auto_wrap_policy).min_num_params == 100_000_000  # torch's default
 
 
@@ -253,8 +257,12 @@ def test_how_state_is_saved_is_kept_and_may_be_changed_later() -> None:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     assert plugin.state_dict_type is StateDictType.SHARDED_STATE_DICT
     assert FullyShardedDataParallelPlugin(state_dict_type="3").state_dict_type is StateDictType.SHARDED_STATE_DICT
-    plugin.activation_checkpointing = True
-    assert plugin.sharding_options(_world(), mixed_precision="no").activation_checkpointing is True
+    # What is set before the Accelerator is made counts, however it is written.
+    plugin.activation_checkpointing = plugin.cpu_offload = True
+    plugin.auto_wrap_policy = "no_wrap"
+    options = plugin.sharding_options(_world(), mixed_precision="no")
+    assert options == ShardingOptions(activation_checkpointing=True, cpu_offload=True, wrap_fn=wrap_nothing)
+    assert plugin.sharding_options(_world(), mixed_precision="no") == options  # of a second Accelerator
     plugin.set_state_dict_type("FULL_STATE_DICT")
     assert plugin.state_dict_type is StateDictType.FULL_STATE_DICT
     with pytest.raises(UsageError, match="auto_wrap_policy was set after the Accelerator had been made") as raised:

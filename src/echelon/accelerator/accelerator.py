@@ -477,10 +477,17 @@ class Accelerator(AcceleratorFacts):
             window=self._window,
             progress=self._progress,
             models=lambda: self._models,
+            drop_gradients=self._drop_gradients,
             max_micro_batch_size=config.max_micro_batch_size,
         )
         self.gradient_state.reading.driver = ledger
         return ledger
+
+    def _drop_gradients(self) -> None:
+        for optimizer in self._optimizers:
+            self._engine.zero_grad(optimizer.optimizer)
+        for model in self._models:
+            model.zero_grad(set_to_none=True)
 
     def _trained_models(self) -> list[nn.Module]:
         return list(self._accumulating or self._models)

@@ -89,7 +89,7 @@ class Checkpoints:
         with written_aside(target.resolve(), world=world, is_part=is_state_file) as aside:
             for hook in list(self.save_hooks.values()):
                 hook(models, weights, str(aside.folder))
-            is_gathered = any(one is None for one in weights)  # on rank zero alone
+            is_gathered = any(one is None for one in (*weights, *state.optimizers))  # on rank zero alone
             each = self._project.save_on_each_node and not is_gathered
             writes_shared = aside.is_owner if each else world.is_rank_zero
             write_state(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echelon.base.not_offered import not_offered_class, not_offered_function
+from echelon.base.not_offered import not_offered_class, not_offered_function, tpu_instead
 
 __all__ = [
     "AbstractTrainStep",
@@ -284,13 +284,13 @@ replace_with_bnb_layers = not_offered_function("replace_with_bnb_layers", instea
 _LAUNCH = "start the script with echelon launch, or use notebook_launcher"
 PrepareForLaunch = not_offered_class("PrepareForLaunch", instead=_LAUNCH)
 env_var_path_add = not_offered_function("env_var_path_add", instead=_LAUNCH)
-install_xla = not_offered_function("install_xla", instead=_LAUNCH)
+install_xla = not_offered_function("install_xla", instead=tpu_instead())
 prepare_deepspeed_cmd_env = not_offered_function("prepare_deepspeed_cmd_env", instead=_LAUNCH)
 prepare_extend_env_parallelism_config = not_offered_function("prepare_extend_env_parallelism_config", instead=_LAUNCH)
 prepare_multi_gpu_env = not_offered_function("prepare_multi_gpu_env", instead=_LAUNCH)
 prepare_sagemager_args_inputs = not_offered_function("prepare_sagemager_args_inputs", instead=_LAUNCH)
 prepare_simple_launcher_cmd_env = not_offered_function("prepare_simple_launcher_cmd_env", instead=_LAUNCH)
-prepare_tpu = not_offered_function("prepare_tpu", instead=_LAUNCH)
+prepare_tpu = not_offered_function("prepare_tpu", instead=tpu_instead())
 setup_fp8_env = not_offered_function("setup_fp8_env", instead=_LAUNCH)
 
 # Binding processes to cores.

@@ -41,6 +41,7 @@ class Ledger(Driver):
         window: Window,
         progress: Progress,
         models: Callable[[], Sequence[nn.Module]],
+        drop_gradients: Callable[[], None],
         max_micro_batch_size: int | None,
     ) -> None:
         self.seed = seed
@@ -50,6 +51,7 @@ class Ledger(Driver):
         self._window = window
         self._progress = progress
         self._models = models
+        self._drop_gradients = drop_gradients
         self._max_micro_batch_size = max_micro_batch_size
         self._losses: list[tuple[torch.Tensor, float]] = []  # of the update: each a mean over items of this rank
         self._num_items = 0.0  # of the update, this rank's
@@ -133,8 +135,7 @@ class Ledger(Driver):
     def _drop_half_an_update(self) -> None:
         """Forget the gradients of an update whose loop was left in its middle: its samples come again."""
         self._is_within = False
-        for model in self._models():
-            model.zero_grad(set_to_none=True)
+        self._drop_gradients()
 
     # ---- what checkpoints ask ----------------------------------------------------------------------------------------
 

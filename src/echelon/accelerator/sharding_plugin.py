@@ -64,7 +64,6 @@ _CHANGEABLE = frozenset({"state_dict_type", "state_dict_config", "optim_state_di
 
 _DTYPES = {"fp8": torch.bfloat16, "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _STRATEGIES = tuple(ShardingStrategy)  # in the order of FSDP_SHARDING_STRATEGY, numbered from 1 on
-_WORDS = ("true", "false", "yes", "no", "on", "off")
 _RESHARDING = frozenset({ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD})
 _HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2})
 
@@ -197,8 +196,10 @@ class FullyShardedDataParallelPlugin:
         policy = self.auto_wrap_policy if self.auto_wrap_policy is not None else _text("auto_wrap_policy")
         belongs = {"transformer_cls_names_to_wrap": "TRANSFORMER_BASED_WRAP", "min_num_params": "SIZE_BASED_WRAP"}
         kind = _shown(policy).upper()
-        if policy in (transformer_auto_wrap_policy, size_based_auto_wrap_policy):  # as the fields show them
-            kind = belongs["min_num_params" if policy is size_based_auto_wrap_policy else "transformer_cls_names_to_wrap"]
+        if policy is transformer_auto_wrap_policy:  # as the field shows it
+            kind = belongs["transformer_cls_names_to_wrap"]
+        elif policy is size_based_auto_wrap_policy:
+            kind = belongs["min_num_params"]
         used = [name for name in belongs if name in given and getattr(self, name)]
         if policy is None and len(used) > 1:
             raise ConfigError(f"{' and '.join(used)} both say what is a unit", do="give one of them")
@@ -347,11 +348,11 @@ class FullyShardedDataParallelPlugin:
         Raises:
             ConfigError: the ranks cannot be divided so.
         """
-        self._settle()  # fields may have been set since
+        if not self._is_used:
+            self._settle()  # fields may have been set since
         self._is_used = True
         policy = self.mixed_precision_policy
         dtype = None if mixed_precision == "no" else _DTYPES[mixed_precision]
-        cast = True
         if policy is None:
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=_summed_in(dtype))
         if isinstance(policy, MixedPrecision):
@@ -359,7 +360,8 @@ class FullyShardedDataParallelPlugin:
             policy = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, None, cast)
         offload, ignored = self.cpu_offload, self.ignored_modules
         replicas = self._replicas(world, replicas)
-        _check_group(self.reshard_after_forward, world.world_size // replicas)
+        if world.world_size > 1:
+            _check_group(self.reshard_after_forward, world.world_size // replicas)
         return ShardingOptions(
             reshard_after_forward=self.reshard_after_forward,
             replicas=replicas,
@@ -416,7 +418,7 @@ class FullyShardedDataParallelPlugin:
             return {"wrap_classes": tuple(sorted(classes, key=str))}
         if policy is size_based_auto_wrap_policy and keywords.keys() <= {"min_num_params"}:
             default = inspect.signature(size_based_auto_wrap_policy).parameters["min_num_params"].default
-            return {"min_num_params": keywords.get("min_num_params", self.min_num_params or default)}
+            return {"min_num_params": max(1, keywords.get("min_num_params", self.min_num_params or default))}
         return {"wrap_fn": _of_one_module(self.auto_wrap_policy)}
 
 
@@ -461,13 +463,12 @@ def _resharding(value: object, *, version: int) -> bool | int | ShardingStrategy
     if isinstance(value, bool | ShardingStrategy):
         return value
     text = str(value).lower()
-    if (version == 1 and text.isdigit()) or (
-        not text.isdigit() and text not in ("true", "false", "yes", "no", "on", "off")
-    ):
+    if text in ("true", "false", "yes", "no", "on", "off"):
+        return bool(str_to_bool(text))
+    if version == 1 or not text.isdigit():
         return _strategy("reshard_after_forward", value)
-    if isinstance(value, str) and not (text.isdigit() and int(text) > 1):
-        return bool(str_to_bool(text))  # "1" and "0" are words, too
-    return int(text)
+    is_word = isinstance(value, str) and int(text) < 2  # "1" and "0" of the environment
+    return text == "1" if is_word else int(text)
 
 
 def _check_group(reshard: bool | int, shards: int) -> None:

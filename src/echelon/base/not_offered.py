@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from echelon.base.errors import UsageError
 
-__all__ = ["NotOffered", "not_offered_class", "not_offered_function"]
+__all__ = ["NotOffered", "not_offered_class", "not_offered_function", "tpu_instead"]
 
 
 class NotOffered:
@@ -44,6 +44,15 @@ def not_offered_function(name: str, *, instead: str) -> Callable[..., Any]:
     refuse.__name__ = refuse.__qualname__ = name
     refuse.__doc__ = _doc(name, instead)
     return refuse
+
+
+def tpu_instead() -> str:
+    """Return what to do in the place of a run on TPUs."""
+    return (
+        "train on CPUs, or on the accelerators that torch.accelerator knows (CUDA, ROCm, XPU, NPU, MPS). A package that "
+        "brings an Engine for torch_xla can name it under the entry point 'echelon.engines', for "
+        "Accelerator(engine='its name'); an Engine of your own: Accelerator(engine=MyEngine(...))"
+    )
 
 
 def _doc(name: str, instead: str) -> str:

@@ -20,6 +20,7 @@ from click.core import ParameterSource
 
 from echelon.base.device import num_devices
 from echelon.base.errors import ConfigError, LaunchError
+from echelon.base.not_offered import tpu_instead
 from echelon.config.resolve import Resolved, resolve
 from echelon.config.schema import RunConfig
 from echelon.config.sources import from_environment, from_file, from_flags
@@ -52,6 +53,7 @@ class _LaunchCommand(click.Command):
 )
 @click.option("--cpu", "--use-cpu", "cpu", is_flag=True, help="Use the CPU even where there are accelerators.")
 @click.option("--multi-gpu", is_flag=True, help="One process for each accelerator (the default where there are some).")
+@click.option("--tpu", is_flag=True, hidden=True)
 @click.option("--mixed-precision", metavar="[no|fp16|bf16|fp8]", help="The dtype of autocast.")
 @click.option("--gradient-accumulation-steps", metavar="N", help="Micro-batches in one update.")
 @click.option(
@@ -151,6 +153,8 @@ def _kind(flags: dict[str, Any]) -> Any:
 def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupts: Interrupts) -> int:
     # First everything that can be wrong without torch, whose import takes a second or two.
     typed = _typed_flags(ctx)
+    if flags["tpu"]:
+        raise ConfigError("echelon does not run on TPUs", where=f"flag {typed['tpu']}", do=tpu_instead())
     check(script)
     _check_one_machine(flags, typed)
     port = _port(flags, typed)

@@ -19,6 +19,7 @@ from echelon.base.capabilities import Capabilities
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.warnings import warn
 from echelon.engines.base import Engine, Prepared
+from echelon.engines.meta import fill_from_rank_zero, take_values, tied_names
 from echelon.engines.sharding import ShardingOptions
 from echelon.engines.shards import local_parts, part_like, parts_of, whole
 from echelon.engines.stepping import Stepper, zeros_for
@@ -80,7 +81,7 @@ class FSDP2Engine(Engine):
     ) -> Prepared:
         """Shard each model in place, and give optimizers that were made before the sharded parameters, by name.
 
-        Rank zero's weights are sent to all first. A model without trainable parameters is sharded, too.
+        Rank zero's weights are sent to all first; the other ranks may have the model on the meta device. A model without trainable parameters is sharded, too.
 
         Collective: every rank, with the same objects in the same order.
         """
@@ -104,7 +105,10 @@ class FSDP2Engine(Engine):
             return
         device = self._world.device
         ignored = ignored_in(model, options.ignored)
-        _share_from_rank_zero(model, device)
+        ties = tied_names(model)
+        values = take_values(model)
+        if values is None:
+            _share_from_rank_zero(model, device)
         blocks = modules_to_shard(model, options)
         if options.activation_checkpointing:
             checkpoint_activations(blocks)
@@ -124,6 +128,8 @@ class FSDP2Engine(Engine):
         for block in blocks:
             fully_shard(block, **settings)
         fully_shard(model, **settings)
+        if values is not None:
+            fill_from_rank_zero(model, values, ties=ties, device=device)
         self._adopt(model)
 
     def _adopt(self, model: nn.Module) -> None:

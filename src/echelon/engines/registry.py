@@ -7,6 +7,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 from echelon.base.errors import ConfigError
+from echelon.base.not_offered import tpu_instead
 from echelon.engines.base import Engine
 
 __all__ = ["ENGINES", "SHARDING", "choose", "load"]
@@ -19,6 +20,9 @@ ENGINES = {
     "fsdp2": "echelon.engines.fsdp2:FSDP2Engine",
 }
 
+
+# What TPUs are asked for by.
+_TPU = frozenset({"tpu", "xla", "torch_xla", "torchxla"})
 
 # Those that take ``options["sharding"]``, a ``ShardingOptions``.
 SHARDING = frozenset({"fsdp2"})
@@ -38,11 +42,16 @@ def load(name: str) -> type[Engine]:
         ConfigError: there is none of that name; the nearest is given.
     """
     places = {**{point.name: point.value for point in entry_points(group="echelon.engines")}, **ENGINES}
+    if name not in places and name.lower() in _TPU:
+        raise ConfigError(f"there is no engine {name!r}: echelon does not run on TPUs", do=tpu_instead())
     if name not in places:
         near = get_close_matches(name, places, n=1)
         raise ConfigError(
             f"there is no engine {name!r}",
-            do=f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(sorted(places))}",
+            do=f"did you mean {near[0]!r}?"
+            if near
+            else f"choose one of {', '.join(sorted(places))}, give an Engine, or install a package that names its own under "
+            "the entry point 'echelon.engines'",
         )
     module, _, attribute = places[name].partition(":")
     engine: type[Engine] = getattr(import_module(module), attribute)

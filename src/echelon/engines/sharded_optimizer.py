@@ -59,9 +59,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
     def own_state(self) -> dict[str, Any]:
         """Return the state dict, numbered as torch does; of the state this rank's part only."""
         state = Optimizer.state_dict(self)
-        parameters = self._index_to_param
-        own = {i: value for i, value in state["state"].items() if self.owner(parameters[i]) == self.rank}
-        return {**state, "state": own}
+        return {**state, "state": self._own(state["state"])}
 
     def state_dict(self) -> dict[str, Any]:
         """Refuse: one rank cannot know it."""
@@ -72,15 +70,21 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's part of the state dict of the whole optimizer; what it has of the others is left out."""
-        parameters, groups = self._index_to_param, self.param_groups
-        own = {i: value for i, value in state_dict["state"].items() if self.owner(parameters[i]) == self.rank}
-        Optimizer.load_state_dict(self, {**state_dict, "state": own})
-        for group, part, loaded in zip(groups, self.optim.param_groups, self.param_groups):
-            settings = {name: value for name, value in loaded.items() if name != "params"}
-            group.update(settings)
-            part.update(settings)
+        groups = self.param_groups
+        Optimizer.load_state_dict(self, {**state_dict, "state": self._own(state_dict["state"])})
+        for group, loaded in zip(groups, self.param_groups):
+            group.update(loaded)
         self.param_groups = groups  # those that whoever made the optimizer may hold
         self.optim.__setstate__({"state": self.state, "param_groups": self.optim.param_groups})
+
+    def _own(self, state: Mapping[int, Any]) -> dict[int, Any]:
+        parameters = self._index_to_param
+        # Numbers that there are not stay in: torch says that the groups do not fit.
+        return {
+            number: value
+            for number, value in state.items()
+            if number >= len(parameters) or self.owner(parameters[number]) == self.rank
+        }
 
 
 def _part_of(optimizer: Optimizer, groups: list[dict[str, Any]], **_defaults: Any) -> Optimizer:

@@ -74,15 +74,19 @@ def _rebuild(value: Any, rank: int, own: Iterator[torch.Tensor] | None) -> Any:
 def _send(tensor: torch.Tensor) -> None:
     message = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if message.numel():
-        dist.send(message.to(wire_device(message.device, None)), dst=0)
+        dist.send(message.to(_wire()), dst=0)
 
 
 def _receive(described: list[Any], rank: int) -> torch.Tensor:
     dtype, shape = getattr(torch, described[0]), described[1]
     result = torch.empty(shape, dtype=dtype)
     if result.numel():
-        device = wire_device(torch.device("cpu"), None)
-        message = torch.empty(result.numel() * result.itemsize, dtype=torch.uint8, device=device)
+        message = torch.empty(result.numel() * result.itemsize, dtype=torch.uint8, device=_wire())
         dist.recv(message, src=rank)
         result.view(-1).view(torch.uint8).copy_(message)
     return result
+
+
+def _wire() -> torch.device:
+    """Return where messages must be, on both ends: a state has tensors on the CPU, too."""
+    return wire_device(torch.device("cpu"), None)
