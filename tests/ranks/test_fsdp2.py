@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from echelon import Accelerator
-from echelon.base.errors import UsageError
+from echelon.base.errors import DesyncError, UsageError
 from echelon.base.warnings import EchelonWarning
 from echelon.engines.fsdp2 import FSDP2Engine
 from echelon.engines.sharding import ShardingOptions
@@ -339,3 +339,28 @@ def test_each_rank_holds_its_part_of_everything(kind: str, world_size: int, part
             rows = -(-len(parameter) // parts)
             own += max(min(rows, len(parameter) - part * rows), 0) * parameter[0].numel() * parameter.element_size()
         assert held == {"parameters": own, "gradients": own, "optimizer": 2 * own}
+
+
+def _runs_out(rank_with_less: int) -> str:
+    accelerator = _accelerator("stage 3")
+    model: Any = _net()
+    model, optimizer, loader = accelerator.prepare(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        torch.utils.data.DataLoader(_ids()[0, 0, :5], batch_size=1),  # type: ignore[arg-type]
+    )
+    try:
+        with accelerator.join_uneven_inputs([model], even_batches=False):
+            for ids in loader:
+                accelerator.backward(_loss(model, ids))
+                optimizer.step()
+                optimizer.zero_grad()
+    except DesyncError as error:
+        return str(error)
+    return "ended" if dist.get_rank() == rank_with_less else "no error"
+
+
+def test_uneven_ends_name_the_rank_that_ended_first() -> None:
+    first, second = run_on_ranks(_runs_out, 1, world_size=2)  # 3 batches and 2
+    assert second == "ended"
+    assert "the forward pass in step 3 of this pass, and rank 1 ended after at most 2 batches" in first

@@ -529,6 +529,9 @@ class Accelerator(AcceleratorFacts):
         if loader is not None:
             loader.require_every_rank(operation)
 
+    def _before_forward(self, _model: nn.Module, _inputs: Any) -> None:
+        self._require_every_rank("the forward pass")
+
     def allow_unsharded(self, loader: DataLoader[T]) -> DataLoader[T]:
         """Let every process read all of ``loader``, on purpose; returns it."""
         self._unsharded.append(loader)
@@ -595,6 +598,8 @@ class Accelerator(AcceleratorFacts):
         prepared = self._engine.prepare(given, optimizers, schedulers)
         for (model, _), shaped, wrapped in zip(models, given, prepared.models):
             self._models.append(wrapped)
+            if self.capabilities.shards_parameters:  # its layers wait for every rank, in the forward pass already
+                wrapped.register_forward_pre_hook(self._before_forward, prepend=True)
             # Whole models are compiled around the engine's wrapper: torch then cuts the graph where DDP sends gradients.
             became = wrapped if is_compiled(shaped) else self._compile(wrapped, by_regions=False)
             if became is not wrapped:
