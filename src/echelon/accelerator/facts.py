@@ -20,6 +20,7 @@ from echelon.accelerator.handlers import (
 )
 from echelon.accelerator.parallelism import ParallelismConfig
 from echelon.accelerator.plugins import DataLoaderConfiguration
+from echelon.accelerator.process_facts import ProcessFacts
 from echelon.accelerator.profiling import ProfileKwargs
 from echelon.accelerator.project import ProjectConfiguration
 from echelon.base.capabilities import Capabilities
@@ -48,10 +49,9 @@ def _no_axis(name: str) -> UsageError:
     )
 
 
-class AcceleratorFacts:
+class AcceleratorFacts(ProcessFacts):
     """The base of ``Accelerator``: facts of the process, settings, and what this version does not have."""
 
-    _world: World
     _config: Resolved[RunConfig]
     _engine: Engine
     _handlers: tuple[KwargsHandler, ...]
@@ -76,46 +76,6 @@ class AcceleratorFacts:
     def capabilities(self) -> Capabilities:
         """What the engine can do."""
         return self._engine.capabilities
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this process."""
-        return self._world.device
-
-    @property
-    def num_processes(self) -> int:
-        """The number of processes, on all machines."""
-        return self._world.world_size
-
-    @property
-    def process_index(self) -> int:
-        """The rank."""
-        return self._world.rank
-
-    @property
-    def local_process_index(self) -> int:
-        """The rank on this machine."""
-        return self._world.local_rank
-
-    @property
-    def is_main_process(self) -> bool:
-        """True on rank zero."""
-        return self._world.rank == 0
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """True on one process of each machine."""
-        return self._world.local_rank == 0
-
-    @property
-    def is_last_process(self) -> bool:
-        """True on the highest rank."""
-        return self._world.rank == self._world.world_size - 1
-
-    @property
-    def use_distributed(self) -> bool:
-        """Is there more than one process?"""
-        return self._world.world_size > 1
 
     @property
     def multi_device(self) -> bool:

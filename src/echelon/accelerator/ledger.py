@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
@@ -21,7 +20,8 @@ from echelon.base.warnings import warn
 from echelon.data.exact import ExactOptions, PassPlan
 from echelon.data.keyed import key_of
 from echelon.data.loader import Driver, PreparedLoader
-from echelon.data.slices import Contribution
+from echelon.data.slices import Contribution, num_micro_steps
+from echelon.distributed.wire import gather_counts
 from echelon.world.world import World
 
 __all__ = ["Ledger"]
@@ -68,10 +68,14 @@ class Ledger(Driver):
         """Say once what a batch size means now."""
         if batch_size is None:
             return
-        micro = PassPlan(num_micro_steps=self._state.num_steps).num_micro(
-            batch_size, batch_size, world_size=self._world.world_size, options=self.options(DataLoaderConfiguration())
+        world_size = self._world.world_size
+        micro = num_micro_steps(
+            batch_size,
+            world_size=world_size,
+            wanted=self._state.num_steps,
+            max_micro_batch_size=self._max_micro_batch_size,
         )
-        line = describe_batch(batch_size, world_size=self._world.world_size, num_micro=micro)
+        line = describe_batch(batch_size, world_size=world_size, num_micro=micro)
         if line not in self._told:
             self._told.add(line)
             # At the level that is seen by default: a number of the script has another meaning now.
@@ -137,21 +141,6 @@ class Ledger(Driver):
         self._is_within = False
         self._drop_gradients()
 
-    # ---- what checkpoints ask ----------------------------------------------------------------------------------------
-
-    def close(self) -> dict[str, Any] | None:
-        """Make the progress complete, and return the random states of the place at which a resumed run goes on.
-
-        Half an update is not kept: it is made again, with the random numbers of its beginning. None: with those of now.
-        """
-        self._count_tokens()
-        return self._random_states if self._is_within else None
-
-    def reopen(self) -> None:
-        """Begin anew after progress was loaded."""
-        self._drop_half_an_update()
-        self._window.total = 0.0
-
     def _check_batch_norms(self, contribution: Contribution) -> None:
         training = [norm for norm in self._batch_norms if norm.training]
         idle = [] if contribution.step is None else [r for r, num in enumerate(contribution.step.real) if num == 0]
@@ -172,6 +161,21 @@ class Ledger(Driver):
                 "depends on how the batch is split, parity='exact' or not. GroupNorm or LayerNorm does not; "
                 "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) sees all ranks, without accumulation the same as one"
             )
+
+    # ---- what checkpoints ask ----------------------------------------------------------------------------------------
+
+    def close(self) -> dict[str, Any] | None:
+        """Make the progress complete, and return the random states of the place at which a resumed run goes on.
+
+        Half an update is not kept: it is made again, with the random numbers of its beginning. None: with those of now.
+        """
+        self._count_tokens()
+        return self._random_states if self._is_within else None
+
+    def reopen(self) -> None:
+        """Begin anew after progress was loaded."""
+        self._drop_half_an_update()
+        self._window.total = 0.0
 
     # ---- what the loop asks ------------------------------------------------------------------------------------------
 
@@ -266,8 +270,7 @@ def open_random_streams(world: World) -> None:
     """
     if world.world_size == 1:
         return
-    mine = torch.tensor([torch.initial_seed() & (2**62 - 1)], dtype=torch.int64, device=world.device)
-    seeds = [torch.empty_like(mine) for _ in range(world.world_size)]
-    dist.all_gather(seeds, mine)
-    if world.rank > 0 and any(torch.equal(mine, other) for other in seeds[: world.rank]):
-        torch.manual_seed(key_of(int(mine), world.rank) >> 2)
+    mine = torch.initial_seed() & (2**62 - 1)
+    (seeds,) = gather_counts(mine)
+    if mine in seeds[: world.rank]:
+        torch.manual_seed(key_of(mine, world.rank) >> 2)

@@ -16,6 +16,7 @@ from echelon.accelerator.current import current_accelerator, has_accelerator
 from echelon.accelerator.enums import DistributedType
 from echelon.accelerator.parallelism import ParallelismConfig
 from echelon.accelerator.plugins import TorchDynamoPlugin
+from echelon.accelerator.process_facts import ProcessFacts
 from echelon.accelerator.sharding_plugin import FullyShardedDataParallelPlugin
 from echelon.base import environ
 from echelon.base.capabilities import Capabilities
@@ -50,7 +51,7 @@ class _SharedState:
         return {} if known is None else {name: getattr(known, name) for name in kind._facts}
 
 
-class PartialState:
+class PartialState(ProcessFacts):
     """The process facts under Accelerate's names; two of them are equal, there is nothing to reset.
 
     Args:
@@ -78,49 +79,9 @@ class PartialState:
         self._world = World.current(cpu=use_cpu)
 
     @property
-    def device(self) -> torch.device:
-        """The device of this process."""
-        return self._world.device
-
-    @property
     def backend(self) -> str | None:
         """The backend of the process group; None without one."""
         return self._world.backend if self.use_distributed else None
-
-    @property
-    def num_processes(self) -> int:
-        """The number of processes, on all machines."""
-        return self._world.world_size
-
-    @property
-    def process_index(self) -> int:
-        """The rank."""
-        return self._world.rank
-
-    @property
-    def local_process_index(self) -> int:
-        """The rank on this machine."""
-        return self._world.local_rank
-
-    @property
-    def is_main_process(self) -> bool:
-        """True on rank zero."""
-        return self._world.rank == 0
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """True on one process of each machine."""
-        return self._world.local_rank == 0
-
-    @property
-    def is_last_process(self) -> bool:
-        """True on the highest rank."""
-        return self._world.rank == self._world.world_size - 1
-
-    @property
-    def use_distributed(self) -> bool:
-        """Is there more than one process?"""
-        return self._world.world_size > 1
 
     @property
     def debug(self) -> bool:

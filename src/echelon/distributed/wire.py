@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from echelon.distributed.checks import wire_device
 
-__all__ = ["broadcast_bytes", "gather_bytes", "gather_counts"]
+__all__ = ["broadcast_bytes", "gather_bytes", "gather_counts", "host_wire"]
 
 _HEAD = 256  # one message carries a short payload whole; a longer one takes a second
 
@@ -19,7 +19,7 @@ def gather_counts(*counts: int) -> list[list[int]]:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [[count] for count in counts]
-    mine = torch.tensor(counts, dtype=torch.int64, device=_host())
+    mine = torch.tensor(counts, dtype=torch.int64, device=host_wire())
     theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(theirs, mine)
     return torch.stack(theirs).T.tolist()
@@ -33,7 +33,7 @@ def gather_bytes(payload: bytes) -> list[bytes]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [payload]
     (lengths,) = gather_counts(len(payload))
-    mine = torch.frombuffer(bytearray(payload.ljust(max(max(lengths), 1), b"\0")), dtype=torch.uint8).to(_host())
+    mine = torch.frombuffer(bytearray(payload.ljust(max(max(lengths), 1), b"\0")), dtype=torch.uint8).to(host_wire())
     theirs = [torch.empty_like(mine) for _ in lengths]
     dist.all_gather(theirs, mine)
     return [their[:length].cpu().numpy().tobytes() for their, length in zip(theirs, lengths)]
@@ -44,7 +44,7 @@ def broadcast_bytes(payload: bytes | None, *, source: int = 0) -> bytes:
 
     Collective: every rank.
     """
-    device = _host()
+    device = host_wire()
     if payload is not None:
         head = len(payload).to_bytes(8, "little") + payload[: _HEAD - 8]
         message = torch.frombuffer(bytearray(head.ljust(_HEAD, b"\0")), dtype=torch.uint8).to(device)
@@ -63,5 +63,6 @@ def broadcast_bytes(payload: bytes | None, *, source: int = 0) -> bytes:
     return received[8:] + rest.cpu().numpy().tobytes()
 
 
-def _host() -> torch.device:
+def host_wire() -> torch.device:
+    """Return where messages that the host reads must be: on the CPU where a backend of the group serves it."""
     return wire_device(torch.device("cpu"), None)

@@ -20,6 +20,7 @@ from echelon.engines.base import Engine, Prepared
 from echelon.engines.comm_hooks import register_comm_hook
 from echelon.engines.stepping import (
     Stepper,
+    average_gradients,
     clip_gradients,
     load_state,
     multiply_gradients,
@@ -234,7 +235,7 @@ class DDPEngine(Engine):
                 self._share_strays(strays)
             known = self._strays[optimizer] = (count, strays)
         if known[1]:
-            _average_gradients(known[1])
+            average_gradients(known[1])
 
     def _guard(self, parameters: Iterable[torch.Tensor]) -> None:
         """Average the gradients of each dirty replica that holds one of ``parameters``.
@@ -248,7 +249,7 @@ class DDPEngine(Engine):
         for replica in self._replicas.values():
             if replica.is_dirty() and any(id(p) in ids for p in replica.parameters):
                 self._warn()
-                _average_gradients(replica.parameters)
+                average_gradients(replica.parameters)
                 replica.mark_reduced()
 
     def _share_strays(self, strays: list[torch.Tensor]) -> None:
@@ -358,21 +359,3 @@ class _NoSync:
     def __exit__(self, *_: object) -> None:
         if self._wrapper is not None:
             self._wrapper.require_backward_grad_sync = self._before
-
-
-def _average_gradients(parameters: Sequence[torch.Tensor]) -> None:
-    """Replace the gradient of each parameter by the mean over the ranks; where no rank has one it stays None.
-
-    Collective: every rank, with the same parameters.
-    """
-    world_size = dist.get_world_size()
-    device = parameters[0].device
-    present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=device)
-    dist.all_reduce(present, op=dist.ReduceOp.MAX)
-    for parameter, somewhere in zip(parameters, present.tolist()):
-        if not somewhere:
-            continue
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        parameter.grad.div_(world_size)  # before the sum, as DDP does: the same rounding
-        dist.all_reduce(parameter.grad)

@@ -18,15 +18,26 @@ from torch.optim import Optimizer
 from echelon.base.capabilities import Capabilities
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.warnings import warn
+from echelon.distributed.tree import map_tensors
 from echelon.engines.base import Engine, Prepared
 from echelon.engines.meta import fill_from_rank_zero, take_values, tied_names
 from echelon.engines.sharding import ShardingOptions
-from echelon.engines.shards import local_parts, part_like, parts_of, whole
-from echelon.engines.stepping import Stepper, zeros_for
+from echelon.engines.shards import from_parts, local_parts, part_like, parts_of, whole
+from echelon.engines.stepping import Stepper, average_gradients, load_state, plain_state_dict, state_of, zeros_for
 from echelon.engines.wrapping import checkpoint_activations, ignored_in, modules_to_shard
 from echelon.world.world import World
 
 __all__ = ["FSDP2Engine"]
+
+_CAPABILITIES = Capabilities(
+    name="fsdp2",
+    distributed_type="FSDP",
+    replicates=False,
+    shards_parameters=True,
+    shards_optimizer_state=True,
+    replaces_parameters=True,
+    joins_uneven=False,
+)
 
 
 class FSDP2Engine(Engine):
@@ -59,15 +70,7 @@ class FSDP2Engine(Engine):
     @property
     def capabilities(self) -> Capabilities:
         """See ``Engine``."""
-        return Capabilities(
-            name="fsdp2",
-            distributed_type="FSDP",
-            replicates=False,
-            shards_parameters=True,
-            shards_optimizer_state=True,
-            replaces_parameters=True,
-            joins_uneven=False,
-        )
+        return _CAPABILITIES
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -273,7 +276,7 @@ class FSDP2Engine(Engine):
                 self._warn()
                 _reduce_now(root)
             if self._strays[key]:
-                _average(self._strays[key])
+                average_gradients(self._strays[key])
 
     def _warn(self) -> None:
         if not self._warned:
@@ -287,49 +290,38 @@ class FSDP2Engine(Engine):
 
     def sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, Any]:
         """Return this rank's parts: each sharded tensor as ``{"shape", "offset", "values"}``."""
-        names = {id(p): name for name, p in model.named_parameters()}
-        return {
-            "model": {name: parts_of(value) for name, value in model.state_dict().items()},
-            "optimizers": [
-                {
-                    "state": {
-                        names[id(p)]: {key: parts_of(value) for key, value in o.state[p].items()}
-                        for g in o.param_groups
-                        for p in g["params"]
-                        if p in o.state
-                    },
-                    "param_groups": [
-                        {**{k: v for k, v in g.items() if k != "params"}, "params": [names[id(p)] for p in g["params"]]}
-                        for g in o.param_groups
-                    ],
-                }
-                for o in optimizers
-            ],
-        }
+        parts: Mapping[str, Any] = map_tensors(parts_of, state_of(model, optimizers))
+        return parts
 
     def load_sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
         """See ``Engine``: on ranks of the same number, that hold the same parts."""
-        with torch.no_grad():
-            for name, own in model.state_dict().items():
-                _fill(own, state["model"][name])
-        parameters = dict(model.named_parameters())
-        for optimizer, saved in zip(optimizers, state["optimizers"]):
-            for group, theirs in zip(optimizer.param_groups, saved["param_groups"]):
-                group.update({key: value for key, value in theirs.items() if key != "params"})
-            for name, values in saved["state"].items():
-                owner = parameters[name]
-                optimizer.state[owner] = {key: _as_own(value, owner) for key, value in values.items()}
+        own = plain_state_dict(model)
+        load_state(
+            model,
+            optimizers,
+            {
+                "model": {name: from_parts(value, own[name]) for name, value in state["model"].items()},
+                "optimizers": [
+                    {
+                        **saved,
+                        "state": {
+                            name: {key: from_parts(value, own[name]) for key, value in entries.items()}
+                            for name, entries in saved["state"].items()
+                        },
+                    }
+                    for saved in state["optimizers"]
+                ],
+            },
+        )
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any] | None:
         """Return the whole state dict on the host of rank zero, None elsewhere; one tensor is whole at a time.
 
         Collective: every rank.
         """
-        found = {}
-        for name, value in model.state_dict().items():
-            tensor = whole(value, keep=self._world.rank == 0)
-            found[name] = tensor
-        return found if self._world.rank == 0 else None
+        keep = self._world.rank == 0
+        found = {name: whole(value, keep=keep) for name, value in plain_state_dict(model).items()}
+        return found if keep else None
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
         """See ``Engine``; on the host."""
@@ -344,11 +336,11 @@ class FSDP2Engine(Engine):
     def load_full_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """See ``Engine``: each rank keeps its part of every tensor."""
         owners = [p for group in optimizer.param_groups for p in group["params"]]
-        for group, theirs in zip(optimizer.param_groups, state["param_groups"], strict=True):
-            group.update({key: value for key, value in theirs.items() if key != "params"})
-        for number, entries in state["state"].items():
-            owner = owners[int(number)]
-            optimizer.state[owner] = {key: part_like(value, owner) for key, value in entries.items()}
+        parts = {
+            number: {key: part_like(value, owners[number]) for key, value in entries.items()}
+            for number, entries in state["state"].items()
+        }
+        optimizer.load_state_dict({**state, "state": parts})
 
     def release(self) -> None:
         """See ``Engine``."""
@@ -441,16 +433,6 @@ def _power_sum(tensors: Sequence[torch.Tensor], p: float, device: torch.device) 
     return norms.max() if math.isinf(p) else (norms**p).sum()
 
 
-def _average(parameters: Sequence[nn.Parameter]) -> None:
-    """Replace gradients of parameters that torch does not reduce by their mean over the ranks. Collective."""
-    world_size = dist.get_world_size()
-    for parameter in parameters:
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        gradient.div_(world_size)
-        dist.all_reduce(gradient)
-        parameter.grad = gradient
-
-
 def _share_from_rank_zero(model: nn.Module, device: torch.device) -> None:
     """Give every rank the weights and buffers of rank zero, whatever each was seeded with.
 
@@ -463,25 +445,6 @@ def _share_from_rank_zero(model: nn.Module, device: torch.device) -> None:
             sent = tensor.data.to(device)
             dist.broadcast(sent, src=0)
             tensor.data.copy_(sent)
-
-
-def _fill(own: Any, saved: Any) -> None:
-    local = own.to_local() if isinstance(own, DTensor) else own
-    local.copy_(saved["values"] if isinstance(saved, dict) else saved)
-
-
-def _as_own(saved: Any, owner: torch.Tensor) -> Any:
-    if not isinstance(saved, dict):
-        return saved
-    assert isinstance(owner, DTensor)
-    return DTensor.from_local(
-        saved["values"].to(owner.to_local().device),
-        owner.device_mesh,
-        owner.placements,
-        run_check=False,
-        shape=owner.shape,
-        stride=owner.stride(),
-    )
 
 
 def _repoint(optimizer: Optimizer, replaced: Mapping[int, nn.Parameter]) -> None:

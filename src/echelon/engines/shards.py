@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-__all__ = ["local_parts", "part_like", "parts_of", "whole"]
+__all__ = ["from_parts", "local_parts", "part_like", "parts_of", "whole"]
 
 
 def local_parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -43,7 +43,16 @@ def part_like(value: Any, like: torch.Tensor) -> Any:
     shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
     for dim, (size, start) in enumerate(zip(shape, offset)):
         value = value.narrow(dim, min(start, value.shape[dim]), size)
-    local = value.to(like.to_local().device).clone().contiguous()
+    return _sharded(value.clone(), like)
+
+
+def from_parts(value: Any, like: torch.Tensor) -> Any:
+    """Return what ``parts_of`` took apart, on a rank that holds the same part of ``like``."""
+    return _sharded(value["values"], like) if isinstance(value, dict) and isinstance(like, DTensor) else value
+
+
+def _sharded(local: torch.Tensor, like: DTensor) -> DTensor:
+    local = local.to(like.to_local().device).contiguous()
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.base.errors import UsageError
-from echelon.distributed.checks import wire_device
-from echelon.distributed.wire import gather_bytes
+from echelon.distributed.wire import gather_bytes, host_wire
 
 __all__ = ["gather_parts"]
 
@@ -74,19 +73,14 @@ def _rebuild(value: Any, rank: int, own: Iterator[torch.Tensor] | None) -> Any:
 def _send(tensor: torch.Tensor) -> None:
     message = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if message.numel():
-        dist.send(message.to(_wire()), dst=0)
+        dist.send(message.to(host_wire()), dst=0)
 
 
 def _receive(described: list[Any], rank: int) -> torch.Tensor:
     dtype, shape = getattr(torch, described[0]), described[1]
     result = torch.empty(shape, dtype=dtype)
     if result.numel():
-        message = torch.empty(result.numel() * result.itemsize, dtype=torch.uint8, device=_wire())
+        message = torch.empty(result.numel() * result.itemsize, dtype=torch.uint8, device=host_wire())
         dist.recv(message, src=rank)
         result.view(-1).view(torch.uint8).copy_(message)
     return result
-
-
-def _wire() -> torch.device:
-    """Return where messages must be, on both ends: a state has tensors on the CPU, too."""
-    return wire_device(torch.device("cpu"), None)
