@@ -40,7 +40,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("plan",),
     ("accelerator",),
     ("trainer",),
-    ("verify",),
+    ("verify", "testing"),
     ("report", "convert"),
     ("cli",),
 )

@@ -309,38 +309,6 @@ def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all() -> None:
     assert run_on_ranks(_scaled, world_size=2) == [[False, True, False]] * 2
 
 
-def _num_bytes(tensor: torch.Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.numel() * local.element_size()
-
-
-def _held(kind: str) -> dict[str, int]:
-    accelerator = _accelerator(kind)
-    model: Any = _net()
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    accelerator.backward(_loss(model, _mine(_ids()[0, 0])))
-    gradients = sum(_num_bytes(p.grad) for p in model.parameters())
-    optimizer.step()
-    states = [value for entries in optimizer.state.values() for value in entries.values() if value.dim() > 0]
-    return {
-        "parameters": sum(map(_num_bytes, model.parameters())),
-        "gradients": gradients,
-        "optimizer": sum(map(_num_bytes, states)),
-    }
-
-
-@pytest.mark.parametrize(("kind", "world_size", "parts"), [("stage 3", 2, 2), ("stage 2", 4, 4), ("hybrid", 4, 2)])
-def test_each_rank_holds_its_part_of_everything(kind: str, world_size: int, parts: int) -> None:
-    # fully_shard cuts the first dimension into pieces of equal size, the last ones shorter or empty.
-    for rank, held in enumerate(run_on_ranks(_held, kind, world_size=world_size)):
-        part = rank % parts
-        own = 0
-        for parameter in _net().parameters():
-            rows = -(-len(parameter) // parts)
-            own += max(min(rows, len(parameter) - part * rows), 0) * parameter[0].numel() * parameter.element_size()
-        assert held == {"parameters": own, "gradients": own, "optimizer": 2 * own}
-
-
 def _runs_out(rank_with_less: int) -> str:
     accelerator = _accelerator("stage 3")
     model: Any = _net()

@@ -31,3 +31,5 @@ class Capabilities:
     """Devices of one rank that a forward pass runs on: a model that returns its loss returns one for each of them."""
     supports_multiple_models: bool = True
     """Several models may be prepared together."""
+    keeps_float64: bool = True
+    """A float64 model is trained in float64, its optimizer state included."""

@@ -1,0 +1,1 @@
+"""For the tests of those who extend echelon."""
