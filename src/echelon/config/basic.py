@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import get_args
 
-from echelon.base import environ
 from echelon.base.device import num_devices
 from echelon.base.errors import ConfigError
+from echelon.config.places import own_file
 from echelon.config.schema import Precision
+from echelon.config.write import write
 
 __all__ = ["default_config_file", "write_basic_config"]
 
-
-def default_config_file() -> Path:
-    """Return where ``write_basic_config`` writes when it is told nothing else."""
-    home = environ.get("XDG_CONFIG_HOME")
-    return (Path(home) if home else Path.home() / ".config") / "echelon" / "default_config.json"
+default_config_file = str(own_file())
+"""Where ``write_basic_config`` writes when it is told nothing else, as found when this was imported."""
 
 
 def write_basic_config(mixed_precision: str = "no", save_location: str | Path | None = None) -> Path | bool:
@@ -25,17 +22,18 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
 
     Args:
         mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8``.
-        save_location: the file; None: ``default_config_file()``.
+        save_location: the file, whose suffix says what kind: .toml, or .yaml or .json in accelerate's names; None: echelon's
+            own place, where the launcher finds it.
 
     Returns:
         The path; False when a file is there already, which stays.
 
     Raises:
-        ConfigError: no such precision.
+        ConfigError: no such precision, or no such kind of file.
 
-    Source: accelerate.utils.write_basic_config. Its settings that follow from these three are left out.
+    Source: accelerate.utils.write_basic_config.
     """
-    path = default_config_file() if save_location is None else Path(save_location)
+    path = own_file() if save_location is None else Path(save_location)
     if path.exists():
         print(f"{path} is there already and stays as it is; give another save_location for a new one")
         return False
@@ -44,8 +42,9 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
         raise ConfigError(
             f"mixed_precision={mixed_precision!r} is none", do=f"give one of {', '.join(get_args(Precision))}"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    settings = {"mixed_precision": precision, "num_processes": max(1, num_devices()), "debug": False}
-    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    print(f"wrote {path}; start with: echelon launch --config_file {path} SCRIPT")
+    count = num_devices()
+    values = {"mixed_precision": precision, "num_processes": max(1, count), "cpu": count == 0}
+    write(path, values)
+    how = "" if save_location is None else f" --config_file {path}"
+    print(f"wrote {path}; start with: echelon launch{how} SCRIPT")
     return path

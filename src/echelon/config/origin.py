@@ -12,10 +12,12 @@ class Source(IntEnum):
     """The layers of configuration; the higher one wins."""
 
     DEFAULT = 0
-    FILE = 1
-    ENV = 2
-    FLAG = 3
-    CODE = 4
+    DERIVED = 1
+    """It follows from other settings."""
+    FILE = 2
+    ENV = 3
+    FLAG = 4
+    CODE = 5
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from echelon.base.errors import ConfigError
 from echelon.config.origin import Origin, Setting, Source
-from echelon.config.schema import coerce, field_names
+from echelon.config.schema import coerce, field_names, field_types
 
 __all__ = ["Layer", "Resolved", "Shadowed", "resolve"]
 
@@ -50,13 +50,14 @@ def resolve(schema: type[T], layers: Iterable[Layer], *, strict: bool = False) -
             two layers that give one setting different values.
     """
     names = field_names(schema)
+    types = field_types(schema)
     best: dict[str, Setting] = {}
     shadowed: list[Shadowed] = []
     for layer in layers:
         for name, given in layer.items():
-            if name not in names:
+            if name not in types:
                 raise _unknown(name, given.origin, names)
-            setting = Setting(coerce(schema, name, given.value, where=str(given.origin)), given.origin)
+            setting = Setting(coerce(types[name], name, given.value, where=str(given.origin)), given.origin)
             current = best.get(name)
             if current is None:
                 best[name] = setting

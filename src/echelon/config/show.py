@@ -1,11 +1,15 @@
-"""A configuration as a table: value, origin, and what it overrode."""
+"""A configuration as a table: value, origin, and what it overrode; and two of them beside each other."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import MappingProxyType
+
+from echelon.config.documents import read
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig, field_names
 
-__all__ = ["show"]
+__all__ = ["differences", "show", "show_json"]
 
 
 def show(resolved: Resolved[RunConfig]) -> str:
@@ -15,5 +19,60 @@ def show(resolved: Resolved[RunConfig]) -> str:
         lost = [f"{s.value!r} from {s.origin}" for s in resolved.shadowed if s.name == name]
         note = f"  (overrides {', '.join(lost)})" if lost else ""
         rows.append((name, repr(getattr(resolved.value, name)), f"{resolved.origins[name]}{note}"))
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    return "\n".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {origin}" for name, value, origin in rows)
+    return _table(rows)
+
+
+def show_json(path: str, resolved: Resolved[RunConfig]) -> str:
+    """Return one line for each setting in a json of DeepSpeed: its name there, value and place; what fills in an "auto"."""
+    rows = []
+    for entry in read(path):
+        name = ".".join(entry.keys)
+        note = f"  (filled in from {_filled(name, resolved)})" if entry.value == "auto" else ""
+        rows.append((name, repr(entry.value), f"file {entry.place}{note}"))
+    return _table(rows)
+
+
+# What fills in an "auto" at the start of the run, beside the settings themselves.
+_FILLED = MappingProxyType(
+    {
+        "train_micro_batch_size_per_gpu": "the batch size of the loader",
+        "train_batch_size": "micro batch x accumulation x processes",
+        "zero_optimization.reduce_bucket_size": "the hidden size h of the model: h x h",
+        "zero_optimization.stage3_prefetch_bucket_size": "the hidden size h of the model: 0.9 x h x h",
+        "zero_optimization.stage3_param_persistence_threshold": "the hidden size h of the model: 10 x h",
+    }
+)
+_SETTINGS = MappingProxyType(
+    {
+        "gradient_accumulation_steps": "gradient_accumulation_steps",
+        "gradient_clipping": "gradient_clipping",
+        "fp16.enabled": "mixed_precision",
+        "bf16.enabled": "mixed_precision",
+        "zero_optimization.stage": "zero_stage",
+        "zero_optimization.offload_optimizer.device": "offload_optimizer_device",
+        "zero_optimization.offload_param.device": "offload_param_device",
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save": "zero3_save_16bit_model",
+    }
+)
+
+
+def _filled(name: str, resolved: Resolved[RunConfig]) -> str:
+    if (field := _SETTINGS.get(name)) is not None:
+        return f"{field}={getattr(resolved.value, field)!r}, {resolved.origins[field]}"
+    return _FILLED.get(name, "what the script makes at the start of the run")
+
+
+def differences(first: Resolved[RunConfig], second: Resolved[RunConfig]) -> str:
+    """Return one line for each setting that differs: name, and in both its value and origin; empty: none does."""
+    rows = []
+    for name in field_names(RunConfig):
+        values = [repr(getattr(resolved.value, name)) for resolved in (first, second)]
+        if values[0] != values[1]:
+            origins = [str(resolved.origins[name]) for resolved in (first, second)]
+            rows.append((name, f"{values[0]} ({origins[0]})", f"{values[1]} ({origins[1]})"))
+    return _table(rows)
+
+
+def _table(rows: Sequence[tuple[str, str, str]]) -> str:
+    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
+    return "\n".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {rest}".rstrip() for name, value, rest in rows)

@@ -1,37 +1,53 @@
-"""The layers: flags, environment variables, files, code, and the one JSON that the launcher hands to the ranks."""
+"""The layers: flags, environment variables, code, and the one JSON that the launcher hands to the ranks."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from echelon.base import environ
 from echelon.base.errors import ConfigError
+from echelon.base.variables import parse_flag_from_env, refuse_misspelled
 from echelon.config.origin import Origin, Setting, Source
 from echelon.config.resolve import Layer, Resolved, resolve
-from echelon.config.schema import RunConfig, coerce, field_names
+from echelon.config.schema import RunConfig, coerce, field_types
+from echelon.config.table import BY_FIELD, KEYS, OTHER_VARIABLES, USE, own_variable
 
-__all__ = ["CONFIG_VARIABLE", "current", "decode", "encode", "from_code", "from_environment", "from_file", "from_flags"]
+__all__ = [
+    "CONFIG_VARIABLE",
+    "current",
+    "decode",
+    "encode",
+    "fingerprint",
+    "from_code",
+    "from_environment",
+    "from_flags",
+    "is_debug",
+    "refuse_launchers_variables",
+]
 
 CONFIG_VARIABLE = "ECHELON_CONFIG"
 
-# Foreign variable -> our field. Compatibility is data (DESIGN: configuration); our own are ECHELON_<FIELD>.
-_FOREIGN_VARIABLES = {
-    "ACCELERATE_MIXED_PRECISION": "mixed_precision",
-    "ACCELERATE_USE_CPU": "cpu",
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
-    "ACCELERATE_DEBUG_MODE": "debug",
-    "ACCELERATE_DYNAMO_BACKEND": "dynamo_backend",
-    "ACCELERATE_DYNAMO_MODE": "dynamo_mode",
-    "ACCELERATE_DYNAMO_USE_FULLGRAPH": "dynamo_use_fullgraph",
-    "ACCELERATE_DYNAMO_USE_DYNAMIC": "dynamo_use_dynamic",
-    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "dynamo_use_regional_compilation",
+# A misspelt variable of the last two may be somebody else's: what reads them asks for the right ones.
+_PREFIXES = ("ACCELERATE_", "ECHELON_", "FSDP_", "PARALLELISM_CONFIG_")
+_FIELDS = MappingProxyType(
+    {
+        variable: key.field
+        for key in KEYS
+        for variable in (key.variable, own_variable(key.field))
+        if variable is not None
+    }
+)
+_OTHERS = OTHER_VARIABLES | {CONFIG_VARIABLE, "ECHELON_LOG_LEVEL"}
+_BY_LAUNCHER = frozenset(key.field for key in KEYS if key.section not in (None, "dynamo_config") and not key.shared) | {
+    "sharded_by",
+    "use_parallelism_config",
 }
-# How many processes to start is the launcher's question; a variable of that name must not follow a run into its ranks.
-_OWN_VARIABLES = {f"ECHELON_{name.upper()}": name for name in field_names(RunConfig)}
+# What a machine may have of its own.
+_PER_MACHINE = frozenset({"machine_rank", "gpu_ids"})
 
 
 def from_flags(values: Mapping[str, tuple[object, str]]) -> Layer:
@@ -49,40 +65,32 @@ def from_code(owner: str, values: Mapping[str, object]) -> Layer:
 
 
 def from_environment() -> Layer:
-    """Make a layer of the ``ECHELON_*`` variables, and of those of other libraries that mean the same."""
-    layer: dict[str, Setting] = {}
-    for variable, name in (*_FOREIGN_VARIABLES.items(), *_OWN_VARIABLES.items()):  # ours last: they win over foreign
-        text = environ.get(variable)
-        if text is not None:
-            layer[name] = Setting(text, Origin(Source.ENV, variable))
-    return layer
-
-
-def from_file(path: str | Path) -> Layer:
-    """Make a layer of a YAML or JSON file: one mapping of settings; each keeps its line.
+    """Make a layer of the ``ECHELON_*`` variables, and of those of accelerate that mean the same.
 
     Raises:
-        ConfigError: the file is missing, is no YAML, or holds something else than one mapping.
+        ConfigError: a variable with one of these prefixes is misspelt, or both ways to shard a model are asked for.
     """
-    import yaml  # noqa: PLC0415 - 20 ms that `echelon --help` and a run without a file need not pay
-
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        data = yaml.safe_load(text)
-    except OSError as error:
-        raise ConfigError(f"cannot read the config file {path}: {error.strerror}", do="check the path") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}", do="mend the file at the place named above") from error
-    if root is None:
-        return {}
-    if not isinstance(root, yaml.MappingNode) or not isinstance(data, dict):
-        raise ConfigError(f"{path} holds no mapping of settings", do="write lines of the form `name: value`")
-    lines = {str(key.value): key.start_mark.line + 1 for key, _ in root.value}
-    return {
-        str(name): Setting(value, Origin(Source.FILE, f"{path}:{lines[str(name)]}")) for name, value in data.items()
-    }
+    layer: dict[str, Setting] = {}
+    use = []
+    for variable, text in environ.snapshot().items():
+        if not variable.startswith(_PREFIXES) or not text:
+            continue
+        field = _FIELDS.get(variable)
+        if field is not None:
+            if field not in layer or variable == own_variable(field):  # ours wins over the foreign one
+                layer[field] = Setting(text, Origin(Source.ENV, variable))
+        elif variable in USE:
+            use += [variable] if parse_flag_from_env(variable) else []
+        elif variable not in _OTHERS:
+            for prefix in _PREFIXES[:2]:
+                refuse_misspelled(prefix, [*_FIELDS, *_OTHERS, *USE])
+    if use and "sharded_by" not in layer:
+        if len(use) > 1:
+            raise ConfigError(
+                f"{' and '.join(use)} are both true", where=f"env {', '.join(use)}", do="set one of them to false"
+            )
+        layer["sharded_by"] = Setting(USE[use[0]], Origin(Source.ENV, use[0]))
+    return layer
 
 
 def encode(resolved: Resolved[RunConfig]) -> str:
@@ -127,6 +135,49 @@ def current(code: Layer | None = None) -> Resolved[RunConfig]:
     return resolve(RunConfig, [handed, later, code or {}])
 
 
+def is_debug() -> bool:
+    """Return ``current().value.debug``; the other settings, which collectives need not, are not looked at."""
+    text = environ.get(CONFIG_VARIABLE)
+    handed = decode(text).get("debug") if text else None
+    key = BY_FIELD["debug"]
+    variables = (own_variable(key.field), str(key.variable))
+    found = [Setting(text, Origin(Source.ENV, name)) for name in variables if (text := environ.get(name)) is not None]
+    setting = found[0] if found else handed
+    if setting is None:
+        return False
+    return bool(coerce(field_types(RunConfig)["debug"], "debug", setting.value, where=str(setting.origin)))
+
+
+def fingerprint(resolved: Resolved[RunConfig]) -> dict[str, tuple[object, str]]:
+    """Return what all ranks must have in common: of each setting that is not at its default the value and origin."""
+    default = RunConfig()
+    return {
+        name: (value, str(origin))
+        for name, origin in resolved.origins.items()
+        if name not in _PER_MACHINE and (value := getattr(resolved.value, name)) != getattr(default, name)
+    }
+
+
+def refuse_launchers_variables(resolved: Resolved[RunConfig]) -> None:
+    """Refuse ``ECHELON_*`` variables that only ``echelon launch`` translates, in a process that it did not start.
+
+    Raises:
+        ConfigError: there is one; what reads these settings in a process reads accelerate's variables.
+    """
+    if environ.get(CONFIG_VARIABLE) is not None:
+        return
+    for name, origin in resolved.origins.items():
+        if origin.source is Source.ENV and origin.detail == own_variable(name) and name in _BY_LAUNCHER:
+            other = BY_FIELD[name].variable or ", ".join(USE)
+            raise ConfigError(
+                f"{origin.detail} is for echelon launch, and this process was not started by it",
+                where=str(origin),
+                do=f"start by echelon launch, or set {other}",
+            )
+
+
 def _says(handed: Setting | None, name: str, setting: Setting) -> bool:
     """Tell whether ``setting`` repeats what the launcher handed over."""
-    return handed is not None and handed.value == coerce(RunConfig, name, setting.value, where=str(setting.origin))
+    if handed is None:
+        return False
+    return handed.value == coerce(field_types(RunConfig)[name], name, setting.value, where=str(setting.origin))

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from echelon.base.errors import DesyncError, RankTimeoutError
+from echelon.base.errors import DesyncError
 from echelon.base.rank import known_rank
 from echelon.distributed.checks import ranks_of, wire_device
+from echelon.distributed.meeting import meet
 from echelon.world.environment import detect
 from echelon.world.group import DEFAULT_TIMEOUT
 
@@ -88,33 +89,10 @@ def barrier(timeout: timedelta | float | None = None, *, mesh: DeviceMesh | None
 
     Raises:
         RankTimeoutError: the time is over; the missing ranks are in the message.
+        DesyncError: a rank will not come: it has run past this place, or has ended (see ``meet``).
     """
-    if not dist.is_initialized():
-        return
-    group = None if mesh is None else mesh.get_group()
-    ranks = ranks_of(group)
-    if len(ranks) == 1:
-        return
-    store = _store(group)
     limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else (timeout or DEFAULT_TIMEOUT)
-    turn = store.add(f"barrier/turn/{dist.get_rank()}", 1)  # how often this rank has been at a barrier
-    arrived = store.add(f"barrier/{turn}/arrived", 1)
-    store.set(f"barrier/{turn}/here/{dist.get_rank()}", "1")
-    if arrived == len(ranks):
-        store.set(f"barrier/{turn}/open", "1")
-    if not _appears(store, f"barrier/{turn}/open", within=limit):
-        missing = [rank for rank in ranks if not store.check([f"barrier/{turn}/here/{rank}"])]
-        if missing:  # else the last one came while we looked
-            raise RankTimeoutError(
-                f"barrier: {'ranks' if len(missing) > 1 else 'rank'} {', '.join(map(str, missing))} "
-                f"did not arrive within {limit.total_seconds():g} s",
-                do="look at what these ranks do: they wait elsewhere, are slower than the timeout, or have ended",
-            )
-    if turn > 1 and arrived == len(ranks):  # every rank has left the barrier before this one: nobody reads its keys
-        for rank in ranks:
-            store.delete_key(f"barrier/{turn - 1}/here/{rank}")
-        store.delete_key(f"barrier/{turn - 1}/arrived")
-        store.delete_key(f"barrier/{turn - 1}/open")
+    meet("barrier", group=None if mesh is None else mesh.get_group(), timeout=limit)
 
 
 @contextmanager

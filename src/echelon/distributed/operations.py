@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.base.errors import DesyncError
-from echelon.config.sources import current
+from echelon.config.sources import is_debug
 from echelon.distributed import collectives
 from echelon.distributed.checks import check_same
 from echelon.distributed.structure import recursively_apply
@@ -169,7 +169,7 @@ def verify_operation(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def verified(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not _alone() and current().value.debug:
+        if not _alone() and is_debug():
             data = kwargs["tensor"] if "tensor" in kwargs else args[0]
             check_same(f"{function.__module__}.{function.__name__}", describe(data), group=None)
         return function(*args, **kwargs)

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -280,8 +281,23 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
 def GatheredParameters(
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
 ) -> Iterator[None]:
-    """Give access to whole parameters; no engine of this version takes them apart, so there is nothing to do."""
-    yield
+    """Give access to whole parameters where DeepSpeed has taken them apart (ZeRO stage 3); elsewhere there is nothing to do.
+
+    Args:
+        params: one parameter, or several.
+        modifier_rank: the rank whose changes in the block count; None: nobody changes them.
+        fwd_module: as for DeepSpeed.
+        enabled: False: do nothing.
+
+    Collective: in ZeRO stage 3.
+    """
+    given = [params] if isinstance(params, torch.Tensor) else list(params)
+    if not enabled or not any(hasattr(parameter, "ds_id") for parameter in given):
+        yield
+        return
+    zero: Any = import_module("deepspeed.runtime.zero")
+    with zero.GatheredParameters(given, modifier_rank=modifier_rank, fwd_module=fwd_module):
+        yield
 
 
 def _name(function: Any) -> str:

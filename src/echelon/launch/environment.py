@@ -9,24 +9,13 @@ from echelon.base import environ
 from echelon.config.origin import Source
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
+from echelon.config.settle import SHARDING, section_in_use
 from echelon.config.sources import CONFIG_VARIABLE, encode
+from echelon.config.table import KEYS, USE
 
 __all__ = ["loopback_variables", "rank_variables"]
 
 _LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
-
-# For scripts that use accelerate itself; field -> its variable.
-_ACCELERATE = {
-    "mixed_precision": "ACCELERATE_MIXED_PRECISION",
-    "cpu": "ACCELERATE_USE_CPU",
-    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-    "debug": "ACCELERATE_DEBUG_MODE",
-    "dynamo_backend": "ACCELERATE_DYNAMO_BACKEND",
-    "dynamo_mode": "ACCELERATE_DYNAMO_MODE",
-    "dynamo_use_fullgraph": "ACCELERATE_DYNAMO_USE_FULLGRAPH",
-    "dynamo_use_dynamic": "ACCELERATE_DYNAMO_USE_DYNAMIC",
-    "dynamo_use_regional_compilation": "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
-}
 
 
 def loopback_variables() -> dict[str, str]:
@@ -49,7 +38,7 @@ def rank_variables(
     variables = {**loopback_variables(), CONFIG_VARIABLE: encode(resolved), **_for_accelerate(resolved)}
     if num_processes > 1 and not has_accelerator:
         # accelerate runs every process alone on a machine without accelerators unless it is told this.
-        variables[_ACCELERATE["cpu"]] = "true"
+        variables["ACCELERATE_USE_CPU"] = "true"
     if num_threads is not None:
         variables["OMP_NUM_THREADS"] = str(num_threads)
     elif num_processes > 1 and environ.get("OMP_NUM_THREADS") is None:
@@ -58,9 +47,28 @@ def rank_variables(
 
 
 def _for_accelerate(resolved: Resolved[RunConfig]) -> Mapping[str, str]:
+    """Return what accelerate's launcher would tell its ranks; the plugins of echelon read it, too."""
+    used = section_in_use(resolved)
     # Defaults are left out: in a rank that reads them they would look like a choice of the user's.
-    return {
-        variable: str(value).lower()
-        for name, variable in _ACCELERATE.items()
-        if resolved.origins[name].source is not Source.DEFAULT and (value := getattr(resolved.value, name)) is not None
+    variables = {
+        key.variable: str(value).lower() if value is None or isinstance(value, bool) else str(value)
+        for key in KEYS
+        if key.variable is not None
+        and resolved.origins[key.field].source is not Source.DEFAULT
+        # What the user's own variable says must not come through where a stronger layer says nothing.
+        and ((value := getattr(resolved.value, key.field)) is not None or environ.get(key.variable) is not None)
+        and (key.section not in SHARDING or key.section == used or key.shared)
     }
+    if used is not None:
+        # Also the loser's: a weaker layer may have set it.
+        variables.update({name: str(kind == resolved.value.sharded_by).lower() for name, kind in USE.items()})
+    if "ACCELERATE_DEEPSPEED_CONFIG_FILE" in variables:
+        # By this accelerate refuses settings that the json has, too.
+        fields = [
+            key.field
+            for key in KEYS
+            if key.section == used or key.field == "mixed_precision"
+            if resolved.origins[key.field].source is Source.FILE
+        ]
+        variables["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(fields)
+    return variables

@@ -105,11 +105,12 @@ class Workers:
 
     def _command(self, directory: Path, local_rank: int) -> list[str]:
         script = self._script
+        args = script.args_of(local_rank)
         if script.kind == "program":
-            return [script.target, *script.args]
+            return [script.target, *args]
         buffering = "line" if self._outputs.place(local_rank, "stdout") == "both" else "default"
         # By its path, not `-m`: with `-m` a json.py in the current directory would be found before the real one.
-        return [sys.executable, worker.__file__, str(directory), buffering, script.kind, script.target, *script.args]
+        return [sys.executable, worker.__file__, str(directory), buffering, script.kind, script.target, *args]
 
     def ends(self) -> list[RankEnd]:
         """Return how each rank ended so far, in the order of the ranks."""

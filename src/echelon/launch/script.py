@@ -26,6 +26,12 @@ class Script:
     """``python file``, ``python -m module``, or any executable."""
     target: str
     args: tuple[str, ...]
+    has_local_rank: bool = False
+    """Put ``--local_rank=N`` before ``args``, as DeepSpeed's launcher does."""
+
+    def args_of(self, local_rank: int) -> tuple[str, ...]:
+        """Return the arguments of one process."""
+        return (f"--local_rank={local_rank}", *self.args) if self.has_local_rank else self.args
 
 
 def check(script: Script) -> None:

@@ -146,8 +146,10 @@ def main(argv: list[str]) -> None:
         error = _without_worker(error)
         recorder.add(error, where="main")
         # Not re-raised: the traceback would begin with this file. The hook may be the user's own (rich, IPython).
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         sys.excepthook(type(error), error, error.__traceback__)
-        sys.exit(1)
+        # Errors of ours may say how the process is to end (checkpoints that cannot be written: 74).
+        sys.exit(error.exit_code if type(error).__module__.startswith("echelon.") else 1)  # type: ignore[attr-defined]
 
 
 def die_with_parent() -> None:

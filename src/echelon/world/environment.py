@@ -1,4 +1,4 @@
-"""What started this process: torchrun, Slurm, MPI, or nothing; read from the environment, without torch."""
+"""What started this process: torchrun (or DeepSpeed's launcher), Slurm, MPI, or nothing; read from the environment, without torch."""
 
 from __future__ import annotations
 
@@ -79,7 +79,10 @@ def _from_torchrun() -> LaunchEnvironment:
     rank, world_size = _integer("RANK"), _integer("WORLD_SIZE")
     check_rank(rank, world_size, rank_from="env RANK", world_size_from="env WORLD_SIZE")
     local_rank = _integer("LOCAL_RANK", rank)
-    local_world_size = _integer("LOCAL_WORLD_SIZE", world_size)
+    # DeepSpeed's launcher says these two in other words; CROSS_SIZE tells them from a variable of somebody else's.
+    deepspeed = environ.get("CROSS_SIZE") is not None
+    local_size, node = ("LOCAL_SIZE", "CROSS_RANK") if deepspeed else ("LOCAL_WORLD_SIZE", "NODE_RANK")
+    local_world_size = _integer("LOCAL_WORLD_SIZE", _integer(local_size, world_size))
     check_rank(local_rank, local_world_size, rank_from="env LOCAL_RANK", world_size_from="env LOCAL_WORLD_SIZE")
     return LaunchEnvironment(
         starter="torchrun",
@@ -87,7 +90,7 @@ def _from_torchrun() -> LaunchEnvironment:
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=local_world_size,
-        node_rank=_integer("GROUP_RANK", _integer("NODE_RANK", rank // local_world_size)),
+        node_rank=_integer("GROUP_RANK", _integer(node, rank // local_world_size)),
         master_addr=environ.get("MASTER_ADDR"),
         master_port=_integer("MASTER_PORT") if environ.get("MASTER_PORT") else None,
     )

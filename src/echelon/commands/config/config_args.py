@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from echelon.accelerator.later import BaseConfig, ClusterConfig, SageMakerConfig, load_config_from_file
+from echelon.accelerator.later import BaseConfig, SageMakerConfig
 from echelon.config.basic import default_config_file
+from echelon.config.cluster import ClusterConfig, load_config_from_file
 
 __all__ = [
     "BaseConfig",

@@ -1,0 +1,97 @@
+"""``ClusterConfig`` and ``load_config_from_file``: a file of settings under accelerate's names, for scripts that read one."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from echelon.base.errors import ConfigError
+from echelon.config.files import from_file
+from echelon.config.places import find
+from echelon.config.resolve import resolve
+from echelon.config.schema import RunConfig
+from echelon.config.settle import settle
+from echelon.config.write import chosen, for_accelerate, write_mapping
+
+__all__ = ["ClusterConfig", "load_config_from_file"]
+
+
+@dataclass
+class ClusterConfig:
+    """The settings in a file, as accelerate names them; sections are dicts, empty where the file has none."""
+
+    compute_environment: str
+    distributed_type: str
+    mixed_precision: str
+    use_cpu: bool
+    debug: bool
+    num_processes: int = -1
+    machine_rank: int = 0
+    num_machines: int = 1
+    gpu_ids: str | None = None
+    main_process_ip: str | None = None
+    main_process_port: int | None = None
+    rdzv_backend: str | None = "static"
+    same_network: bool | None = False
+    main_training_function: str = "main"
+    enable_cpu_affinity: bool = False
+    fp8_config: dict[str, Any] | None = None
+    deepspeed_config: dict[str, Any] | None = None
+    fsdp_config: dict[str, Any] | None = None
+    parallelism_config: dict[str, Any] | None = None
+    megatron_lm_config: dict[str, Any] | None = None
+    mpirun_config: dict[str, Any] | None = None
+    downcast_bf16: bool = False
+    tpu_name: str | None = None
+    tpu_zone: str | None = None
+    tpu_use_cluster: bool = False
+    tpu_use_sudo: bool = False
+    command_file: str | None = None
+    commands: list[str] | None = None
+    tpu_vm: list[str] | None = None
+    tpu_env: list[str] | None = None
+    dynamo_config: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.name.endswith("_config") and getattr(self, field.name) is None:
+                setattr(self, field.name, {})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what is there: neither None nor an empty section."""
+        return {name: value for name, value in asdict(self).items() if value is not None and value != {}}
+
+    def to_yaml_file(self, yaml_file: str | Path) -> None:
+        """Write YAML."""
+        write_mapping(Path(yaml_file), self.to_dict(), suffix=".yaml")
+
+    def to_json_file(self, json_file: str | Path) -> None:
+        """Write JSON."""
+        write_mapping(Path(json_file), self.to_dict(), suffix=".json")
+
+    @classmethod
+    def from_yaml_file(cls, yaml_file: str | Path | None = None) -> ClusterConfig:
+        """Read a file; None: the one that the launcher would find."""
+        return load_config_from_file(yaml_file)
+
+    @classmethod
+    def from_json_file(cls, json_file: str | Path | None = None) -> ClusterConfig:
+        """Read a file; None: the one that the launcher would find."""
+        return load_config_from_file(json_file)
+
+
+def load_config_from_file(config_file: str | Path | None) -> ClusterConfig:
+    """Return the settings in ``config_file``, in any format that the launcher reads; None: in the one that it would find.
+
+    Raises:
+        ConfigError: there is none, or it asks for what is not offered.
+
+    Source: accelerate.commands.config.load_config_from_file. What only echelon knows (engine, parity, ...) is left out.
+    """
+    path = config_file if config_file is not None else find()
+    if path is None:
+        raise ConfigError("there is no config file", do="name one, or make one by echelon config")
+    values = chosen(settle(resolve(RunConfig, [from_file(path)])))
+    known = {field.name for field in fields(ClusterConfig)}
+    return ClusterConfig(**{name: value for name, value in for_accelerate(values).items() if name in known})

@@ -1,0 +1,132 @@
+"""Files of settings - YAML, JSON, TOML - as one flat list of entries, each with its line."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from echelon.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from yaml import Node
+
+__all__ = ["Entry", "read"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One value of a file."""
+
+    keys: tuple[str, ...]
+    """The names that lead to it, outermost first."""
+    value: Any
+    """No mapping, unless an empty one."""
+    place: str
+    """``path:line``."""
+
+
+def read(path: str | Path) -> list[Entry]:
+    """Return what the file ``path`` holds, in its order; by its suffix TOML, JSON, else YAML.
+
+    Raises:
+        ConfigError: it is missing, is not what its suffix says, gives one name twice, or holds no mapping.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {path}: {error.strerror}", do="check the path") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not valid text: {error}", do="save it as UTF-8") from error
+    entries = _read_toml(path, text) if path.suffix == ".toml" else _read_yaml(path, text)
+    seen: dict[tuple[str, ...], str] = {}
+    for entry in entries:
+        if entry.keys in seen:
+            raise ConfigError(
+                f"{'.'.join(entry.keys)} stands twice",
+                where=f"file {seen[entry.keys]} and {entry.place}",
+                do="remove one of the two",
+            )
+        seen[entry.keys] = entry.place
+    return entries
+
+
+def _read_yaml(path: Path, text: str) -> list[Entry]:
+    import yaml  # noqa: PLC0415 - 20 ms that `echelon --help` and a run without a file need not pay
+
+    is_json = path.suffix == ".json"
+    try:
+        if is_json:
+            data = json.loads(text)
+            text = text.expandtabs()  # JSON may be indented by tabs, YAML may not; in its strings there are none
+        else:
+            data = yaml.safe_load(text)
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, ValueError) as error:
+        kind = "JSON" if is_json else "YAML"
+        raise ConfigError(
+            f"{path} is not valid {kind}: {error}", do="mend the file at the place named above"
+        ) from error
+    if root is None:
+        return []
+    if not isinstance(root, yaml.MappingNode) or not isinstance(data, dict):
+        raise ConfigError(f"{path} holds no mapping of settings", do="write lines of the form `name: value`")
+    return list(_flat(path, root, data, ()))
+
+
+def _flat(path: Path, node: Node, data: dict[Any, Any], keys: tuple[str, ...]) -> Iterator[Entry]:
+    # The nodes know the lines and what stands twice; the parser knows the values.
+    values = {str(key): value for key, value in data.items()}
+    for key, child in node.value:
+        name = str(key.value)
+        if name not in values:  # `<<: *other`, or a name that is no text to YAML (`on: 1`)
+            raise ConfigError(
+                f"{name!r} is no name of a setting", where=f"file {path}:{key.start_mark.line + 1}", do="write it out"
+            )
+        value = values[name]
+        here = (*keys, name)
+        if isinstance(value, dict) and value and child.id == "mapping":
+            yield from _flat(path, child, value, here)
+        else:
+            yield Entry(keys=here, value=value, place=f"{path}:{key.start_mark.line + 1}")
+
+
+def _read_toml(path: Path, text: str) -> list[Entry]:
+    if sys.version_info >= (3, 11):
+        import tomllib  # noqa: PLC0415 - needed for such a file only
+    else:
+        import tomli as tomllib  # noqa: PLC0415 - the same parser, before Python 3.11
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}", do="mend the file at the place named above") from error
+    lines = _lines_of_toml(text)
+
+    def flat(table: dict[str, Any], keys: tuple[str, ...]) -> Iterator[Entry]:
+        for name, value in table.items():
+            here = (*keys, name)
+            if isinstance(value, dict) and value:
+                yield from flat(value, here)
+            else:
+                line = next((lines[here[:n]] for n in range(len(here), 0, -1) if here[:n] in lines), 1)
+                yield Entry(keys=here, value=value, place=f"{path}:{line}")
+
+    return list(flat(data, ()))
+
+
+def _lines_of_toml(text: str) -> dict[tuple[str, ...], int]:
+    """Return the line of each name at the beginning of a line; tomllib tells none."""
+    lines: dict[tuple[str, ...], int] = {}
+    table: tuple[str, ...] = ()
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := re.match(r"\s*\[+\s*([^\]]+?)\s*\]", line):
+            table = tuple(part.strip(" \"'") for part in header[1].split("."))
+            lines.setdefault(table, number)
+        elif name := re.match(r"\s*([\w.\"'-]+)\s*=", line):
+            lines.setdefault((*table, *(part.strip("\"'") for part in name[1].split("."))), number)
+    return lines

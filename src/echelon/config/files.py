@@ -1,0 +1,170 @@
+"""From a file of settings - echelon's own, accelerate's, or DeepSpeed's json - to a layer."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from echelon.base.errors import ConfigError
+from echelon.base.not_offered import tpu_instead
+from echelon.config.documents import Entry, read
+from echelon.config.origin import Origin, Setting, Source
+from echelon.config.resolve import Layer
+from echelon.config.table import BY_FIELD, KEYS, SECTIONS
+
+__all__ = ["from_file"]
+
+# accelerate's `distributed_type`: the fields that it sets. What is not here says nothing: devices are found out.
+_TYPES = MappingProxyType(
+    {
+        "FSDP": ("sharded_by", "fsdp"),
+        "DEEPSPEED": ("sharded_by", "deepspeed"),
+        "MULTI_CPU": ("cpu", True),
+        "NO": None,
+        "MPS": None,
+        **{f"MULTI_{device}": None for device in ("GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")},
+    }
+)
+_MEGATRON = "shard the model by distributed_type: FSDP or DEEPSPEED"
+_MPI = "leave it out, and start by mpirun itself: its ranks are recognised"
+_SAGEMAKER = "run echelon launch inside the machine that SageMaker starts"
+# Names of accelerate that set no field: what to do where one asks for something. What is empty, false or "no" asks for
+# nothing, and neither do these, outside of TPUs.
+_SILENT = frozenset({"main_training_function", "use_mps_device", "use_xpu"})
+_REFUSED = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("tpu_use_cluster", "tpu_use_sudo", "tpu_name", "tpu_zone", "tpu_vm", "tpu_env"), tpu_instead()
+        ),
+        **dict.fromkeys(("commands", "command_file", "downcast_bf16"), tpu_instead()),
+        "megatron_lm_config": _MEGATRON,
+        "mpirun_config": _MPI,
+        "ipex_config": "leave it out: PyTorch has these optimizations itself",
+        "use_megatron_lm": _MEGATRON,
+        **dict.fromkeys(
+            ("ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name"), _SAGEMAKER
+        ),
+        **dict.fromkeys(("pytorch_version", "transformers_version", "py_version"), _SAGEMAKER),
+        **dict.fromkeys(("sagemaker_inputs_file", "sagemaker_metrics_file", "additional_args"), _SAGEMAKER),
+    }
+)
+_OTHER_FP8 = frozenset(
+    f"fp8_{name}"
+    for name in (
+        *("margin", "interval", "format", "amax_history_length", "amax_history_len", "amax_compute_algorithm"),
+        *("amax_compute_algo", "override_linear_precision", "use_autocast_during_eval"),
+        *("optimization_level", "opt_level"),
+    )
+)
+_FIRST = ("compute_environment", "distributed_type")  # the reason for what else a file of that kind has
+# What no file of settings has at its top, and DeepSpeed's have.
+_DEEPSPEED = frozenset({"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "steps_per_print"})
+
+
+def from_file(path: str | Path) -> Layer:
+    """Make a layer of the settings in a file; each keeps its line.
+
+    The names are echelon's or accelerate's, in YAML, JSON or TOML; a json of DeepSpeed is taken as ``deepspeed_config_file``.
+
+    Raises:
+        ConfigError: the file cannot be read, has a name that is not known, or asks for what is not offered.
+    """
+    entries = read(path)
+    if Path(path).suffix == ".json" and _DEEPSPEED & {entry.keys[0] for entry in entries}:
+        origin = Origin(Source.FILE, str(path))
+        return {"deepspeed_config_file": Setting(str(path), origin), "sharded_by": Setting("deepspeed", origin)}
+    layer: dict[str, Setting] = {}
+    for entry in sorted(entries, key=lambda entry: entry.keys[0] not in _FIRST):
+        if entry.value is not None and not (entry.value == {} and _section(entry.keys[0]) is not None):
+            _add(layer, entry)
+    return layer
+
+
+def _add(layer: dict[str, Setting], entry: Entry) -> None:
+    origin = Origin(Source.FILE, entry.place)
+    first, value = entry.keys[0], entry.value
+    if first in _REFUSED or first in _SILENT:
+        _refuse(entry)
+    elif first == "compute_environment":
+        if str(value) not in ("LOCAL_MACHINE", "0"):
+            raise _impossible(entry, do=_SAGEMAKER)
+    elif first == "distributed_type":
+        known = str(value).upper()
+        if known not in _TYPES:
+            do = tpu_instead() if known in ("TPU", "XLA") else _MEGATRON if known == "MEGATRON_LM" else None
+            raise _impossible(entry, do=do or f"give one of {', '.join(_TYPES)}")
+        if (sets := _TYPES[known]) is not None:
+            layer.setdefault(
+                sets[0], Setting(sets[1], Origin(Source.FILE, f"{entry.place} (distributed_type: {value})"))
+            )
+    elif first == "fp16" and len(entry.keys) == 1:  # before there was mixed_precision
+        origin = Origin(Source.FILE, f"{entry.place} (fp16: {value})")
+        layer.setdefault("mixed_precision", Setting("fp16" if value else "no", origin))
+    elif (field := _field(entry)) is not None and not _is_nothing(field, value):
+        if isinstance(value, (list, tuple)):
+            value = ",".join(str(part) for part in value)
+        layer[field] = Setting(value, origin)
+
+
+def _refuse(entry: Entry) -> None:
+    do = _REFUSED.get(entry.keys[0])
+    if entry.keys[-1] == "mpirun_ccl":  # a detail of mpirun, without a hostfile for it
+        return
+    asks = str(entry.value).strip("[]' ").lower() not in ("", "no", "none", "false", "0", "{}")
+    if asks and do is not None:
+        raise _impossible(entry, do=do)
+
+
+def _field(entry: Entry) -> str | None:
+    """Return the field that the name in a file stands for; None: one that has no meaning here."""
+    section, name = _section(entry.keys[0]), entry.keys[-1]
+    if len(entry.keys) > (1 if section is None else 2):
+        raise _unknown(entry, ())
+    if section is None or len(entry.keys) == 1:
+        names = {other: key.field for key in KEYS for other in (key.field, *key.names)}
+        if name in names:
+            return names[name]
+        raise _unknown(entry, [*names, *SECTIONS, *_FIRST, *_SILENT, *_REFUSED])
+    prefix = SECTIONS[section]
+    names = {other: key.field for key in KEYS if key.section == section for other in (key.field, *key.names)}
+    # accelerate's `deepspeed_config: {fsdp_version: 2}` would set that, too: here a name belongs to its section.
+    for candidate in (name, prefix + name):
+        if candidate in names:
+            return names[candidate]
+    if section == "fp8_config" and {name, prefix + name} & _OTHER_FP8:
+        return None  # it belongs to another library, and the refusal is about fp8_backend, which names that
+    raise _unknown(entry, names)
+
+
+def _section(name: str) -> str | None:
+    for candidate in (name, f"{name}_config"):
+        if candidate in SECTIONS:
+            return candidate
+    return None
+
+
+def _is_nothing(field: str, value: Any) -> bool:
+    """Tell what accelerate writes where nothing was asked for."""
+    return (field == "num_processes" and value == -1) or (field == "gpu_ids" and str(value).lower() in ("all", ""))
+
+
+def _impossible(entry: Entry, *, do: str) -> ConfigError:
+    return ConfigError(
+        f"{'.'.join(entry.keys)}: {entry.value} asks for what echelon does not offer",
+        where=f"file {entry.place}",
+        do=do,
+    )
+
+
+def _unknown(entry: Entry, names: Any) -> ConfigError:
+    known = [name for name in names if name not in _REFUSED] if len(entry.keys) == 1 else list(names)
+    near = get_close_matches(entry.keys[-1], known, n=1)
+    if not near and len(entry.keys) > 1:  # right, in another section
+        near = [f"{BY_FIELD[name].section or 'the top'}: {name}" for name in BY_FIELD if name == entry.keys[-1]]
+    return ConfigError(
+        f"unknown setting {'.'.join(entry.keys)!r}",
+        where=f"file {entry.place}",
+        do=f"did you mean {near[0]!r}?" if near else "see docs/configuration.md for the names of all settings",
+    )

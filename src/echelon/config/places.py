@@ -1,0 +1,36 @@
+"""Where settings are looked for when no file is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from echelon.base import environ
+
+__all__ = ["PROJECT_FILE", "accelerate_file", "find", "own_file"]
+
+PROJECT_FILE = "echelon.toml"
+
+
+def own_file() -> Path:
+    """Return echelon's file for all projects of this user."""
+    home = environ.get("XDG_CONFIG_HOME")
+    return (Path(home) if home else Path.home() / ".config") / "echelon" / "default_config.toml"
+
+
+def accelerate_file() -> Path:
+    """Return the file that ``accelerate config`` writes."""
+    home = environ.get("HF_HOME")
+    if home is None:
+        home = f"{environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    return Path(home).expanduser() / "accelerate" / "default_config.yaml"
+
+
+def find() -> Path | None:
+    """Return the first file that is there: this folder's, echelon's for this user, accelerate's. None: there is none."""
+    own, theirs = own_file(), accelerate_file()
+    candidates = (
+        Path(PROJECT_FILE),
+        *(own.with_suffix(suffix) for suffix in (".toml", ".yaml", ".json")),
+        *(theirs.with_suffix(suffix) for suffix in (".yaml", ".json")),
+    )
+    return next((path for path in candidates if path.is_file()), None)

@@ -1,0 +1,63 @@
+"""What a run was started with: the settings, their origins and what these overrode, as a file in its folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from echelon.base.errors import ConfigError
+from echelon.config.origin import Origin, Setting, Source
+from echelon.config.resolve import Resolved, Shadowed, resolve
+from echelon.config.schema import RunConfig
+
+__all__ = ["RUN_FILE", "of_run", "to_run_file"]
+
+RUN_FILE = "config.json"
+
+
+def to_run_file(resolved: Resolved[RunConfig]) -> str:
+    """Return the text of a run's file."""
+    chosen = {
+        name: [getattr(resolved.value, name), *_plain(origin)]
+        for name, origin in resolved.origins.items()
+        if origin.source is not Source.DEFAULT
+    }
+    shadowed = [[lost.name, lost.value, *_plain(lost.origin), *_plain(lost.winner)] for lost in resolved.shadowed]
+    return json.dumps({"settings": chosen, "shadowed": shadowed}, indent=2) + "\n"
+
+
+def of_run(folder: str | Path) -> Resolved[RunConfig]:
+    """Return the settings of the run in ``folder``, or of the last one below it (``--log_dir``).
+
+    Raises:
+        ConfigError: there is no run, or its file is spoilt.
+    """
+    path = Path(folder) / RUN_FILE
+    if not path.is_file():
+        # The names of folders below --log_dir begin with the time.
+        path = max(Path(folder).glob(f"*/{RUN_FILE}"), default=path)
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        layer = {name: Setting(value, _origin(*place)) for name, (value, *place) in data["settings"].items()}
+        shadowed = tuple(
+            Shadowed(name=name, value=value, origin=_origin(*place[:2]), winner=_origin(*place[2:]))
+            for name, value, *place in data["shadowed"]
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"there is no run in {folder}: {path.name} is missing",
+            do="name a folder made by echelon launch --log_dir DIR",
+        ) from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{path} is not the file of a run: {error}", do="name another folder") from error
+    resolved = resolve(RunConfig, [layer])
+    return Resolved(value=resolved.value, origins=resolved.origins, shadowed=shadowed)
+
+
+def _plain(origin: Origin) -> tuple[str, str]:
+    return origin.source.name, origin.detail
+
+
+def _origin(source: str, detail: str) -> Origin:
+    return Origin(Source[source], detail)

@@ -1,0 +1,221 @@
+"""The one table of names: each setting's field, accelerate's variable, its place in accelerate's files, its flags.
+
+Compatibility is data: files, environment, flags, what the launcher exports and docs/configuration.md all read it here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+__all__ = ["BY_FIELD", "KEYS", "OTHER_VARIABLES", "SECTIONS", "USE", "Key", "own_variable"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """The names of one setting."""
+
+    field: str
+    """In ``RunConfig``; every key has the variable ``ECHELON_<FIELD>`` too."""
+    variable: str | None = None
+    """The variable by which accelerate's launcher tells its ranks."""
+    section: str | None = None
+    """The part of accelerate's file in which it stands; None: the top."""
+    names: tuple[str, ...] = ()
+    """Its other names in files: old ones, and the one that accelerate writes first where it is not the field's."""
+    flags: tuple[str, ...] = ()
+    """Its flags; none: it has no meaning on a command line."""
+    shared: bool = False
+    """It stands in a section of accelerate's file, and means the same without what the section is about."""
+
+    @property
+    def written(self) -> str:
+        """The name that accelerate gives it in a file."""
+        return self.names[0] if self.field in _RENAMED else self.field
+
+
+# Sections of a file: accelerate's name -> the prefix that the names in it may be given without.
+SECTIONS = MappingProxyType(
+    {
+        "fsdp_config": "fsdp_",
+        "deepspeed_config": "",
+        "dynamo_config": "dynamo_",
+        "parallelism_config": "parallelism_config_",
+        "fp8_config": "fp8_",
+    }
+)
+_RENAMED = frozenset({"cpu"})
+
+# `sharded_by` is three names in accelerate: a variable (or flag --use_...) of its own for each value.
+USE = MappingProxyType({"ACCELERATE_USE_FSDP": "fsdp", "ACCELERATE_USE_DEEPSPEED": "deepspeed"})
+
+
+def own_variable(field: str) -> str:
+    """Return echelon's variable of a field."""
+    return f"ECHELON_{field.upper()}"
+
+
+def _flag(field: str, *others: str) -> tuple[str, ...]:
+    return (f"--{field.replace('_', '-')}", *others)
+
+
+def _keys(section: str, variables: str, *fields: str) -> tuple[Key, ...]:
+    """Return keys whose variable is ``variables`` followed by the field without the section's prefix."""
+    prefix = SECTIONS[section]
+    return tuple(
+        Key(
+            field=prefix + name,
+            variable=variables + name.removeprefix("deepspeed_").upper(),
+            section=section,
+            flags=_flag(prefix + name),
+        )
+        for name in fields
+    )
+
+
+KEYS = (
+    Key(field="num_processes", flags=("--num-processes", "--nproc-per-node", "--num-gpus", "--num-accelerators")),
+    Key(field="num_machines", flags=("--num-machines", "--nnodes", "--num-nodes")),
+    Key(field="machine_rank", flags=("--machine-rank", "--node-rank")),
+    Key(field="main_process_ip", flags=("--main-process-ip", "--master-addr")),
+    Key(field="main_process_port", flags=("--main-process-port", "--master-port")),
+    Key(field="rdzv_backend", flags=_flag("rdzv_backend")),
+    Key(field="same_network", flags=_flag("same_network")),
+    Key(field="gpu_ids", flags=_flag("gpu_ids")),
+    Key(field="enable_cpu_affinity", flags=_flag("enable_cpu_affinity")),
+    Key(field="engine", flags=_flag("engine")),
+    Key(field="sharded_by"),
+    Key(field="cpu", variable="ACCELERATE_USE_CPU", names=("use_cpu",), flags=("--cpu", "--use-cpu")),
+    Key(field="mixed_precision", variable="ACCELERATE_MIXED_PRECISION", flags=_flag("mixed_precision")),
+    Key(
+        field="gradient_accumulation_steps",
+        variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+        section="deepspeed_config",
+        flags=_flag("gradient_accumulation_steps"),
+        shared=True,
+    ),
+    Key(
+        field="gradient_clipping",
+        variable="ACCELERATE_GRADIENT_CLIPPING",
+        section="deepspeed_config",
+        flags=_flag("gradient_clipping"),
+    ),
+    *_keys(
+        "dynamo_config",
+        "ACCELERATE_DYNAMO_",
+        *("backend", "mode", "use_fullgraph", "use_dynamic", "use_regional_compilation"),
+    ),
+    Key(field="parity", flags=_flag("parity")),
+    Key(field="max_micro_batch_size", flags=_flag("max_micro_batch_size")),
+    Key(field="canonical_shards", flags=_flag("canonical_shards")),
+    Key(field="seed"),
+    Key(field="debug", variable="ACCELERATE_DEBUG_MODE", flags=_flag("debug")),
+    *_keys(
+        "fsdp_config",
+        "FSDP_",
+        *("version", "sharding_strategy", "reshard_after_forward", "offload_params", "auto_wrap_policy"),
+    ),
+    Key(
+        field="fsdp_transformer_layer_cls_to_wrap",
+        variable="FSDP_TRANSFORMER_CLS_TO_WRAP",
+        section="fsdp_config",
+        names=("fsdp_transformer_cls_names_to_wrap",),
+        flags=_flag("fsdp_transformer_layer_cls_to_wrap"),
+    ),
+    Key(
+        field="fsdp_backward_prefetch",
+        variable="FSDP_BACKWARD_PREFETCH",
+        section="fsdp_config",
+        names=("fsdp_backward_prefetch_policy",),
+        flags=_flag("fsdp_backward_prefetch", "--fsdp-backward-prefetch-policy"),
+    ),
+    *_keys(
+        "fsdp_config",
+        "FSDP_",
+        *("min_num_params", "forward_prefetch", "state_dict_type", "use_orig_params", "cpu_ram_efficient_loading"),
+        *("sync_module_states", "activation_checkpointing", "activation_checkpointing_offload", "ignored_modules"),
+    ),
+    Key(
+        field="deepspeed_config_file",
+        variable="ACCELERATE_DEEPSPEED_CONFIG_FILE",
+        section="deepspeed_config",
+        flags=_flag("deepspeed_config_file", "--deepspeed"),
+    ),
+    *_keys(
+        "deepspeed_config",
+        "ACCELERATE_DEEPSPEED_",
+        *("zero_stage", "offload_optimizer_device", "offload_param_device"),
+        *("offload_optimizer_nvme_path", "offload_param_nvme_path"),
+    ),
+    Key(
+        field="zero3_init_flag",
+        variable="ACCELERATE_DEEPSPEED_ZERO3_INIT",
+        section="deepspeed_config",
+        flags=_flag("zero3_init_flag"),
+    ),
+    *_keys("deepspeed_config", "ACCELERATE_DEEPSPEED_", "zero3_save_16bit_model", "deepspeed_moe_layer_cls_names"),
+    Key(
+        field="deepspeed_hostfile",
+        section="deepspeed_config",
+        flags=_flag("deepspeed_hostfile", "--hostfile", "-H"),
+        shared=True,
+    ),
+    Key(
+        field="deepspeed_multinode_launcher",
+        section="deepspeed_config",
+        flags=_flag("deepspeed_multinode_launcher", "--launcher"),
+        shared=True,
+    ),
+    Key(
+        field="deepspeed_inclusion_filter",
+        section="deepspeed_config",
+        flags=_flag("deepspeed_inclusion_filter", "--include", "-i"),
+        shared=True,
+    ),
+    Key(
+        field="deepspeed_exclusion_filter",
+        section="deepspeed_config",
+        flags=_flag("deepspeed_exclusion_filter", "--exclude", "-e"),
+        shared=True,
+    ),
+    Key(
+        field="use_parallelism_config",
+        variable="ACCELERATE_USE_PARALLELISM_CONFIG",
+        flags=_flag("use_parallelism_config"),
+    ),
+    *_keys(
+        "parallelism_config",
+        "PARALLELISM_CONFIG_",
+        *("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "cp_backend", "cp_comm_strategy", "sp_size"),
+        *("sp_backend", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation"),
+    ),
+    *_keys("fp8_config", "ACCELERATE_FP8_", *("backend", "enable_fsdp_float8_all_gather", "pad_inner_dim")),
+)
+
+BY_FIELD = MappingProxyType({key.field: key for key in KEYS})
+
+# Variables of accelerate that are no settings of this table: a misspelt one of the table is told by its likeness.
+OTHER_VARIABLES = frozenset(
+    {
+        "ACCELERATE_ALLOW_CP_STANDALONE",
+        "ACCELERATE_BYPASS_DEVICE_MAP",
+        "ACCELERATE_CONFIG_DS_FIELDS",
+        "ACCELERATE_CPU_AFFINITY",
+        "ACCELERATE_DEBUG_RDV_FILE",
+        "ACCELERATE_DISABLE_RICH",
+        "ACCELERATE_DOWNCAST_BF16",
+        "ACCELERATE_ENABLE_RICH",
+        "ACCELERATE_IN_TPU_POD",
+        "ACCELERATE_LOG_LEVEL",
+        "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE",
+        "ACCELERATE_TORCH_DEVICE",
+        "ACCELERATE_USE_IPEX",
+        "ACCELERATE_USE_MEGATRON_LM",
+        "ACCELERATE_USE_MPS_DEVICE",
+        "ACCELERATE_USE_SAGEMAKER",
+        "ACCELERATE_USE_XPU",
+        *(f"ACCELERATE_FP8_{name}" for name in ("MARGIN", "INTERVAL", "FORMAT", "AMAX_HISTORY_LEN", "OPT_LEVEL")),
+        *(f"ACCELERATE_FP8_{name}" for name in ("AMAX_COMPUTE_ALGO", "USE_AUTOCAST_DURING_EVAL")),
+        *(f"ACCELERATE_FP8_OVERRIDE_{name}" for name in ("FPROP", "DGRAD", "WGRAD", "LINEAR_PRECISION")),
+    }
+)

@@ -1,0 +1,109 @@
+"""Settings to a file: TOML in echelon's names; YAML or JSON as accelerate has them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from echelon.base.errors import ConfigError
+from echelon.config.resolve import Resolved
+from echelon.config.schema import RunConfig
+from echelon.config.settle import given
+from echelon.config.table import BY_FIELD, KEYS, SECTIONS
+
+__all__ = ["chosen", "for_accelerate", "unknown_to_accelerate", "write", "write_mapping"]
+
+# What accelerate's file has no name for. Ours are read from its top, too; accelerate itself refuses such a file.
+_OWN = ("engine", "parity", "max_micro_batch_size", "canonical_shards", "seed")
+_TYPES = MappingProxyType({"fsdp": "FSDP", "deepspeed": "DEEPSPEED"})
+
+
+def chosen(resolved: Resolved[RunConfig]) -> dict[str, Any]:
+    """Return the settings that somebody gave and that differ from the defaults."""
+    default = RunConfig()
+    values = {key.field: getattr(resolved.value, key.field) for key in KEYS if given(resolved, key.field)}
+    return {name: value for name, value in values.items() if value != getattr(default, name)}
+
+
+def write(path: str | Path, values: Mapping[str, Any]) -> None:
+    """Write ``values`` (field -> value) to ``path``, in the format of its suffix.
+
+    Raises:
+        ConfigError: another suffix, or the file cannot be written.
+    """
+    write_mapping(Path(path), _sections(values) if Path(path).suffix == ".toml" else for_accelerate(values))
+
+
+def write_mapping(path: Path, data: Mapping[str, Any], *, suffix: str | None = None) -> None:
+    """Write ``data`` to ``path``, in the format of ``suffix``; None: of its own.
+
+    Raises:
+        ConfigError: another suffix, or the file cannot be written.
+    """
+    suffix = suffix or path.suffix
+    if suffix == ".toml":
+        import tomli_w  # noqa: PLC0415 - the launcher, which imports this floor, writes none
+
+        text = tomli_w.dumps(data)
+    elif suffix == ".json":
+        text = json.dumps(data, indent=2) + "\n"
+    elif suffix in (".yaml", ".yml"):
+        import yaml  # noqa: PLC0415 - as above
+
+        text = yaml.safe_dump(data)
+    else:
+        raise ConfigError(f"{path}: a file of which kind?", do="give a name that ends in .toml, .yaml or .json")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}", do="name another file") from error
+
+
+def unknown_to_accelerate(values: Mapping[str, Any]) -> list[str]:
+    """Return the names among ``values`` at which accelerate would stop."""
+    alone = ["gradient_accumulation_steps"] if values.get("sharded_by") not in _DEEPSPEED else []
+    return [name for name in (*_OWN, *alone) if name in values]
+
+
+def _sections(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return TOML's tables: ``fsdp_version`` is ``version`` in ``[fsdp]``."""
+    tables: dict[str, Any] = {}
+    for name, value in values.items():
+        key = BY_FIELD[name]
+        if key.section is None or key.shared:
+            tables[name] = value
+        else:
+            table = tables.setdefault(key.section.removesuffix("_config"), {})
+            table[name.removeprefix(SECTIONS[key.section])] = value
+    return dict(sorted(tables.items(), key=lambda item: isinstance(item[1], dict)))  # plain values first, or not at all
+
+
+def for_accelerate(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``values`` (field -> value) under the names of accelerate's file, and what such a file must have."""
+    several = values.get("num_processes", 2) > 1
+    plain = ("MULTI_CPU" if values.get("cpu") else "MULTI_GPU") if several else "NO"
+    sharded_by = values.get("sharded_by")
+    file: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": _TYPES[sharded_by] if sharded_by else plain,
+        "mixed_precision": "no",
+        "use_cpu": False,
+        "num_machines": 1,
+        "machine_rank": 0,
+        "debug": False,
+    }
+    for name, value in values.items():
+        key = BY_FIELD[name]
+        if name == "sharded_by":
+            continue
+        at_top = key.section is None or name in unknown_to_accelerate(values)
+        place = file if at_top else file.setdefault(str(key.section), {})
+        place[key.written] = value
+    return file
+
+
+_DEEPSPEED = frozenset(name for name, kind in _TYPES.items() if kind == "DEEPSPEED")

@@ -1,0 +1,1 @@
+"""What each rank is doing, as others may see it."""

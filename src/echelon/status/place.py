@@ -1,0 +1,81 @@
+"""Where a thread of a rank is: the user's line that it is in, and whether it is in a call that talks to other ranks."""
+
+from __future__ import annotations
+
+import json
+import linecache
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+
+__all__ = ["Place", "here", "place_of_thread"]
+
+_NOT_THE_USERS = (str(Path(__file__).resolve().parent.parent), str(Path(json.__file__).parent.parent), "<frozen")
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+# Autograd calls the others, from native code in part.
+_COMMUNICATING = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/")
+_MODULE_CALL = "/torch/nn/modules/module.py"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A line of the user's program."""
+
+    file: str
+    line: int
+    source: str = ""
+    """The text of the line; empty where it cannot be read."""
+    communicates: bool = False
+    """Whether the thread is inside a call of torch that may wait for other ranks."""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" + (f": {self.source}" if self.source else "")
+
+    def to_json(self) -> str:
+        """Return what ``from_json`` reads."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Place:
+        """Read what ``to_json`` wrote."""
+        return cls(**json.loads(text))
+
+
+def here() -> Place:
+    """Return where the caller is."""
+    return _place_of(sys._getframe(1))
+
+
+def place_of_thread(ident: int) -> Place | None:
+    """Return where the thread ``ident`` of this process is; None: it has ended.
+
+    It costs that thread nothing: it need not have noted anything.
+    """
+    frame = sys._current_frames().get(ident)
+    return None if frame is None else _place_of(frame)
+
+
+def _place_of(innermost: FrameType) -> Place:
+    """Return the innermost line that is the user's own; of a forward pass, that which called the model."""
+    found: FrameType | None = None
+    last = innermost
+    is_inside, communicates = True, False  # still deeper than all that the user wrote
+    frame: FrameType | None = innermost
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if _is_users(name):
+            found, is_inside = found or frame, False
+        else:
+            communicates = communicates or (is_inside and any(part in name for part in _COMMUNICATING))
+            if name.endswith(_MODULE_CALL):  # what was found is a line of the model
+                found = None
+        last, frame = frame, frame.f_back
+    found = found or last
+    name = found.f_code.co_filename
+    source = linecache.getline(name, found.f_lineno).strip()
+    return Place(file=name, line=found.f_lineno, source=source, communicates=communicates)
+
+
+def _is_users(name: str) -> bool:
+    return not name.startswith(_NOT_THE_USERS) and not any(part in name for part in _INSTALLED)

@@ -1,0 +1,241 @@
+"""Settings on their way from files and flags to running processes, and the commands that explain them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from echelon.base import environ
+from echelon.cli.main import main
+from echelon.config.files import from_file
+from tests.launch.conftest import Command
+from tests.launch.test_launch import NOTE, notes
+
+CONFIGS = Path(__file__).parents[1] / "data" / "configs"
+
+
+def test_a_tutorial_yaml_starts_the_processes_asked_for_and_the_run_can_be_explained(command: Command) -> None:
+    command.write("note.py", NOTE)
+    shutil.copy(CONFIGS / "zero3_offload.yaml", command.directory)
+    result = command.launch("--config_file", "zero3_offload.yaml", "--num_processes", "2", "--log_dir=logs", "note.py")
+    assert result.code == 0, result.err
+    found = notes(command)
+    assert [note["env"]["RANK"] for note in found] == ["0", "1"]
+    for note in found:
+        assert note["env"]["ACCELERATE_USE_DEEPSPEED"] == "true"
+        assert note["env"]["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
+        assert note["env"]["ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE"] == "cpu"
+        handed = json.loads(note["env"]["ECHELON_CONFIG"])
+        assert handed["zero_stage"][::2] == [3, "zero3_offload.yaml:10"]
+        assert note["argv"] == ["note.py"]
+    told = "num_processes=2 (from flag --num_processes) overrides 8 (from file zero3_offload.yaml:17)"
+    assert told in result.err
+    explained = command.echelon("config", "explain", "--run", "logs")
+    rows = {line.split()[0]: line for line in explained.out.splitlines()}
+    assert "flag --num_processes  (overrides 8 from file zero3_offload.yaml:17)" in rows["num_processes"]
+    compared = command.echelon("config", "diff", "zero3_offload.yaml", "logs")
+    assert compared.code == 1
+    assert [line.split()[0] for line in compared.out.splitlines()] == ["num_processes"]
+
+
+def test_deepspeeds_flags_and_the_file_that_accelerate_config_wrote(command: Command) -> None:
+    command.write("package/__main__.py", NOTE)
+    default = Path(command.write(".huggingface/accelerate/default_config.yaml", ""))
+    shutil.copy(CONFIGS / "accelerate_config_default.yaml", command.directory / default)
+    flags = ["--include", "localhost:0,2", "--local_rank_arg", "--master_port=0", "--module"]
+    result = command.launch(*flags, "package", "--deepspeed")
+    assert result.code == 0, result.err
+    assert [note["argv"][1:] for note in notes(command)] == [
+        ["--local_rank=0", "--deepspeed"],
+        ["--local_rank=1", "--deepspeed"],
+    ]
+    assert f"settings from {command.directory / default}; --config_file names another file" in result.err
+
+
+@pytest.fixture
+def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in an empty folder, without files of settings elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("XDG_CONFIG_HOME", "HF_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+    return tmp_path
+
+
+def _echelon(*argv: str) -> int:
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    assert isinstance(stop.value.code, int)
+    return stop.value.code
+
+
+def _answer(monkeypatch: pytest.MonkeyPatch, *answers: str) -> None:
+    waiting = iter(answers)
+
+    def read(question: str) -> str:
+        answer = next(waiting, None)
+        if answer is None:
+            raise EOFError
+        return answer
+
+    monkeypatch.setattr("builtins.input", read)
+
+
+QUESTIONS = {
+    "nothing but defaults": ([""] * 6, "echelon.toml", {}),
+    "fsdp": (
+        ["yes", "2", "bf61", "bf16", "fsdp", "no", "yes", "LlamaDecoderLayer", "4", "yes", ""],
+        "echelon.toml",
+        {
+            "cpu": True,
+            "num_processes": 2,
+            "mixed_precision": "bf16",
+            "sharded_by": "fsdp",
+            "fsdp_version": 2,
+            "fsdp_reshard_after_forward": False,
+            "fsdp_offload_params": True,
+            "gradient_accumulation_steps": 4,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "dynamo_backend": "inductor",
+            "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+        },
+    ),
+    "deepspeed, for accelerate": (
+        ["no", "2", "", "deepspeed", "", "3", "nvme", "cpu", "yes", "", "", "1.0", "", ""],
+        "accelerate.yaml",
+        {
+            "num_processes": 2,
+            "sharded_by": "deepspeed",
+            "zero_stage": 3,
+            "offload_optimizer_device": "nvme",
+            "offload_optimizer_nvme_path": "/nvme",
+            "offload_param_device": "cpu",
+            "gradient_clipping": 1.0,
+            "zero3_init_flag": True,
+            "zero3_save_16bit_model": True,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", QUESTIONS)
+def test_the_answers_to_a_few_questions_become_a_file(
+    case: str, inside: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers, name, expected = QUESTIONS[case]
+    _answer(monkeypatch, *answers)
+    assert _echelon("config", *([] if name == "echelon.toml" else ["--config_file", name])) == 0
+    out = capsys.readouterr().out
+    assert f"wrote {name}" in out
+    assert ("bf61" in out) is ("bf61" in answers)  # asked again, with the reason
+    # accelerate's files say some things that are the defaults anyway.
+    values = {field: setting.value for field, setting in from_file(name).items()}
+    silent = {"mixed_precision": "no", "cpu": False, "num_machines": 1, "machine_rank": 0, "debug": False}
+    assert values == ({} if name == "echelon.toml" else silent) | expected
+
+
+def test_no_answers_are_an_error_and_a_file_is_not_overwritten_unasked(
+    inside: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _answer(monkeypatch)
+    assert _echelon("config") == 2
+    assert "echelon config default writes a file without questions" in capsys.readouterr().err
+    Path("echelon.toml").write_text("seed = 1\n")
+    _answer(monkeypatch, "")
+    assert _echelon("config") == 0
+    assert Path("echelon.toml").read_text() == "seed = 1\n"
+    assert _echelon("config", "convert", str(CONFIGS / "fsdp2.yaml"), "echelon.toml") == 2
+    assert "echelon.toml is there already" in capsys.readouterr().err
+
+
+def test_default_update_convert_and_diff(inside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _echelon("config", "update") == 2
+    assert "there is no config file" in capsys.readouterr().err
+    assert _echelon("config", "default", "--mixed_precision", "bf16") == 0
+    default = inside / "home" / "echelon" / "default_config.toml"
+    assert from_file(default)["mixed_precision"].value == "bf16"
+    assert _echelon("config", "explain") == 0
+    assert f"settings from {default}" in capsys.readouterr().out
+
+    shutil.copy(CONFIGS / "fsdp_2022.yaml", "old.yaml")
+    shutil.copy("old.yaml", "new.yaml")
+    assert _echelon("config", "update", "--config_file", "new.yaml") == 0
+    text = Path("new.yaml").read_text()
+    assert "fsdp_min_num_params: 2000" in text
+    assert "fsdp_backward_prefetch: BACKWARD_PRE" in text
+    assert "tpu" not in text
+    assert _echelon("config", "convert", "old.yaml", "new.toml") == 0
+    assert Path("new.toml").read_text().splitlines()[-8:] == [
+        *("", "[fsdp]", 'sharding_strategy = "1"', "offload_params = false"),
+        *('auto_wrap_policy = "SIZE_BASED_WRAP"', 'backward_prefetch = "BACKWARD_PRE"', "min_num_params = 2000"),
+        'state_dict_type = "FULL_STATE_DICT"',
+    ]
+    capsys.readouterr()
+    assert _echelon("config", "diff", "old.yaml", "new.toml") == 0
+    assert _echelon("config", "diff", "old.yaml", "new.yaml") == 0
+    assert capsys.readouterr().out == "no differences\n" * 2
+    Path("other.toml").write_text("[fsdp]\nversion = 2\n[unknown]\nx = 1\n")
+    assert _echelon("config", "diff", "old.yaml", "other.toml") == 2
+    Path("other.toml").write_text("num_processes = 4\n")
+    assert _echelon("config", "diff", "new.toml", "other.toml") == 1
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert " ".join(rows["num_processes"].split()[1:]) == "2 (file new.toml:1) 4 (file other.toml:1)"
+    assert "'fsdp' (file new.toml:3)" in rows["sharded_by"]
+
+
+def test_explain_shows_all_before_it_refuses(inside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.toml").write_text('engine = "ddp"\nsharded_by = "fsdp"\n[fsdp]\nversion = 2\n')
+    with environ.patch({"FSDP_VERSION": "1"}):
+        assert _echelon("config", "explain", "--config_file", "run.toml") == 2
+        out, err = capsys.readouterr()
+        assert "(overrides 2 from file run.toml:4)" in next(line for line in out.splitlines() if "fsdp_version" in line)
+        assert (
+            "sharded_by='fsdp' (from file run.toml:2) and engine='ddp' (from file run.toml:1) cannot both hold" in err
+        )
+        assert _echelon("config", "explain", "--config_file", "run.toml", "--strict") == 2
+        assert "fsdp_version is set twice" in capsys.readouterr().err
+    assert _echelon("config", "explain", "--run", "gone") == 2
+    assert "there is no run in gone" in capsys.readouterr().err
+
+
+def test_what_was_written_for_accelerate_names_what_accelerate_does_not_know(
+    inside: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run.toml").write_text('engine = "ddp"\ngradient_accumulation_steps = 2\n')
+    assert _echelon("config", "convert", "run.toml", "run.yaml") == 0
+    assert "accelerate does not know engine, gradient_accumulation_steps" in capsys.readouterr().out
+    assert {name: setting.value for name, setting in from_file("run.yaml").items()}.items() >= {
+        ("engine", "ddp"),
+        ("gradient_accumulation_steps", 2),
+    }
+    shutil.copy(CONFIGS / "ds_zero2.json", "ds.json")
+    assert _echelon("config", "update", "--config_file", "ds.json") == 2
+    assert json.loads(Path("ds.json").read_text())["zero_optimization"]["stage"] == 2
+    assert _echelon("config", "convert", "run.toml", "run.txt") == 2
+    assert "run.txt: a file of which kind?" in capsys.readouterr().err
+
+
+@pytest.mark.soak  # the launcher of DeepSpeed takes ten seconds to start
+def test_a_script_started_by_deepspeeds_own_launcher_finds_its_place(command: Command) -> None:
+    if find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    command.write(
+        "train.py",
+        "import sys\nfrom echelon import Accelerator\naccelerator = Accelerator(cpu=True)\n"
+        "print('PLACE', accelerator.process_index, accelerator.num_processes, accelerator.world.local_world_size, *sys.argv[1:])\n"
+        "accelerator.end_training()\n",
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = ["--num_gpus", "2", "--master_port", str(port), "train.py", "--epochs", "3"]
+    result = command.run([sys.executable, "-m", "deepspeed.launcher.runner", *flags], OMP_NUM_THREADS="1")
+    assert sorted(line for line in result.out.splitlines() if line.startswith("PLACE")) == [
+        "PLACE 0 2 2 --local_rank=0 --epochs 3",
+        "PLACE 1 2 2 --local_rank=1 --epochs 3",
+    ], result.err

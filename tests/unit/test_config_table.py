@@ -1,0 +1,209 @@
+"""Every setting from every source: which of two wins, that the loser is kept, and where each came from."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+
+from echelon.base import environ
+from echelon.base.errors import ConfigError
+from echelon.cli.launch import command
+from echelon.cli.launch_options import flag_layer, typed_flags
+from echelon.cli.main import cli
+from echelon.config.files import from_file
+from echelon.config.origin import Source
+from echelon.config.resolve import Layer, resolve
+from echelon.config.schema import RunConfig, field_docs, field_names, field_types
+from echelon.config.sources import from_code, from_environment
+from echelon.config.table import BY_FIELD, KEYS, SECTIONS, USE, Key, own_variable
+
+SHARDED_BY = {"fsdp": "FSDP", "deepspeed": "DEEPSPEED"}
+
+
+def two_values(key: Key) -> tuple[Any, Any]:
+    """Return two values of the field that differ from each other and from its default."""
+    kinds = field_types(RunConfig)[key.field]
+    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+    if choices:
+        different = [choice for choice in choices if choice not in ("none", getattr(RunConfig(), key.field))]
+        return different[0], different[1]
+    if bool in kinds:
+        return True, False
+    if int in kinds:
+        return 3, 4
+    return (0.5, 2.0) if float in kinds else ("one", "two")
+
+
+def by_file(key: Key, value: Any, folder: Path, *, kind: str = "yaml") -> tuple[Layer, str]:
+    name = key.written
+    if key.field == "sharded_by":
+        name, value = "distributed_type", SHARDED_BY[value]
+    settings = {name: value} if key.section is None else {key.section: {name: value}}
+    path = folder / f"settings.{kind}"
+    path.write_text(json.dumps(settings, indent=1))
+    return from_file(path), f"file {path}:{2 if key.section is None else 3}"
+
+
+def by_variable(key: Key, value: Any, variable: str) -> tuple[Layer, str]:
+    if key.field == "sharded_by" and variable in USE:
+        (variable,) = [name for name, kind in USE.items() if kind == value]
+        value = True
+    with environ.patch({variable: str(value)}):
+        return from_environment(), f"env {variable}"
+
+
+def by_flag(key: Key, value: Any, flag: str) -> tuple[Layer, str]:
+    if key.field == "sharded_by":
+        argv = [f"--use_{value}"]
+    elif value is True and command_option(flag).is_flag:
+        argv = [flag]
+    else:
+        argv = [flag, str(value)]
+    layer = flags_of(*argv)
+    return {name: setting for name, setting in layer.items() if name == key.field}, f"flag {argv[0]}"
+
+
+def flags_of(*argv: str) -> Layer:
+    """Parse a command line as ``echelon launch`` does, and run nothing."""
+    with cli.make_context("echelon", ["launch"]) as top:
+        with command.make_context("launch", [*argv, "train.py"], parent=top) as context:
+            return flag_layer(context.params, typed_flags(context))
+
+
+def command_option(flag: str) -> Any:
+    return next(param for param in command.params if flag.replace("_", "-") in param.opts)
+
+
+def by_code(key: Key, value: Any) -> tuple[Layer, str]:
+    return from_code("Accelerator", {key.field: value}), f"code Accelerator({key.field}=)"
+
+
+def sources(key: Key, folder: Path) -> list[tuple[Source, Callable[[Any], tuple[Layer, str]]]]:
+    """Return the places from which ``key`` can come."""
+    found: list[tuple[Source, Callable[[Any], tuple[Layer, str]]]] = [
+        (Source.FILE, lambda value: by_file(key, value, folder)),
+        (Source.FILE, lambda value: by_file(key, value, folder, kind="json")),
+        (Source.ENV, lambda value: by_variable(key, value, own_variable(key.field))),
+        (Source.CODE, lambda value: by_code(key, value)),
+    ]
+    foreign = next(iter(USE)) if key.field == "sharded_by" else key.variable
+    if foreign is not None:
+        found.append((Source.ENV, lambda value: by_variable(key, value, foreign)))
+    flags = [flag for flag in key.flags if flag.startswith("--")] or (["--use-"] if key.field == "sharded_by" else [])
+    for flag in flags:
+        spelt = f"--{flag[2:].replace('-', '_')}"
+        found.append((Source.FLAG, lambda value, spelt=spelt: by_flag(key, value, spelt)))
+    return found
+
+
+def test_the_table_has_every_field_once_and_each_says_what_it_means() -> None:
+    assert sorted(key.field for key in KEYS) == sorted(field_names(RunConfig))
+    assert field_docs(RunConfig).keys() == set(field_names(RunConfig))
+    for names in (
+        [key.variable for key in KEYS if key.variable],
+        [flag for key in KEYS for flag in key.flags],
+        [(key.section, name) for key in KEYS for name in (key.written, *key.names)],
+    ):
+        repeated = [name for name in names if names.count(name) > 1]
+        assert not repeated or {name[1] for name in repeated} == {"use_cpu"}
+
+
+@pytest.mark.parametrize("key", KEYS, ids=lambda key: key.field)
+def test_of_two_sources_the_stronger_wins_and_both_are_named(key: Key, tmp_path: Path) -> None:
+    values = two_values(key)
+    # A switch can only be switched on: by a flag, True is the only value of those.
+    is_switch = any(command_option(flag).is_flag for flag in key.flags)
+    given = [
+        (source, [give(value) if value or source is not Source.FLAG or not is_switch else None for value in values])
+        for source, give in sources(key, tmp_path)
+    ]
+    for (weak, by_weak), (strong, by_strong) in itertools.permutations(given, 2):
+        if weak >= strong:
+            continue
+        lower, upper = (0, 1) if strong is not Source.FLAG else (1, 0)
+        assert by_weak[lower] is not None
+        assert by_strong[upper] is not None
+        (lost, lost_at), (won, won_at) = by_weak[lower], by_strong[upper]
+        loser, winner = values[lower], values[upper]
+        for layers in ([lost, won], [won, lost]):
+            resolved = resolve(RunConfig, layers)
+            assert getattr(resolved.value, key.field) == winner
+            assert str(resolved.origins[key.field]).startswith(won_at)
+            (shadowed,) = resolved.shadowed
+            assert (shadowed.name, shadowed.value) == (key.field, loser)
+            assert str(shadowed.origin).startswith(lost_at)
+            with pytest.raises(ConfigError, match=f"{key.field} is set twice"):
+                resolve(RunConfig, layers, strict=True)
+
+
+@pytest.mark.parametrize("key", KEYS, ids=lambda key: key.field)
+def test_text_and_value_are_the_same_and_the_own_variable_wins(key: Key) -> None:
+    value, other = two_values(key)
+    for text in {str(value), str(value).lower() if not isinstance(value, str) else value}:
+        layers = [by_variable(key, text, own_variable(key.field))[0], by_code(key, value)[0]]
+        assert getattr(resolve(RunConfig, layers, strict=True).value, key.field) == value
+    if key.variable is not None:
+        with environ.patch({key.variable: str(other), own_variable(key.field): str(value)}):
+            assert getattr(resolve(RunConfig, [from_environment()]).value, key.field) == value
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key.field != "sharded_by"], ids=lambda key: key.field)
+def test_a_misspelt_name_is_told_with_the_right_one(key: Key, tmp_path: Path) -> None:
+    wrong = key.written[:-1] + "_" + key.written[-1]
+    path = tmp_path / "settings.yaml"
+    path.write_text(f"{key.section}: {{{wrong}: 1}}" if key.section else f"{wrong}: 1")
+    with pytest.raises(ConfigError) as raised:
+        from_file(path)
+    assert wrong in raised.value.what
+    assert raised.value.where == f"file {path}:1"
+    assert raised.value.do == f"did you mean {key.written!r}?"
+    for variable in filter(None, (key.variable, own_variable(key.field))):
+        if variable.startswith(("ACCELERATE_", "ECHELON_")):
+            with (
+                environ.patch({variable[:-1] + "_" + variable[-1]: "1"}),
+                pytest.raises(ConfigError, match=f"{variable}?"),
+            ):
+                from_environment()
+
+
+def test_names_in_a_section_may_leave_its_prefix_out_and_the_section_its_end(tmp_path: Path) -> None:
+    for section, prefix in SECTIONS.items():
+        for key in [key for key in KEYS if key.section == section and key.field.startswith(prefix)]:
+            value = two_values(key)[0]
+            short = {section.removesuffix("_config"): {key.field.removeprefix(prefix): value}}
+            path = tmp_path / "settings.yaml"
+            path.write_text(json.dumps(short))
+            assert [*from_file(path)] == [key.field]
+
+
+def test_two_flags_that_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="--use_fsdp and --use_deepspeed exclude each other"):
+        flags_of("--use_fsdp", "--use_deepspeed")
+    both = {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_DEEPSPEED": "1"}
+    with (
+        environ.patch(both),
+        pytest.raises(ConfigError, match="ACCELERATE_USE_FSDP and ACCELERATE_USE_DEEPSPEED are both"),
+    ):
+        from_environment()
+    with environ.patch({**both, "ACCELERATE_USE_FSDP": "false"}):
+        assert from_environment()["sharded_by"].value == "deepspeed"
+
+
+def test_a_json_of_deepspeed_by_flag_means_deepspeed() -> None:
+    layer = flags_of("--deepspeed", "ds.json")
+    assert {name: setting.value for name, setting in layer.items()} == {
+        "deepspeed_config_file": "ds.json",
+        "sharded_by": "deepspeed",
+    }
+    assert str(layer["deepspeed_config_file"].origin) == "flag --deepspeed"
+
+
+def test_the_fields_of_a_launcher_are_those_of_accelerate() -> None:
+    assert BY_FIELD["cpu"].written == "use_cpu"
+    assert flags_of("--num_gpus", "2")["num_processes"].value == "2"
+    assert flags_of("--nnodes", "1:4")["num_machines"].value == "4"
