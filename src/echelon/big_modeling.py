@@ -8,10 +8,8 @@ from echelon.accelerator.later import (
     cpu_offload_with_hook,
     disk_offload,
     dispatch_model,
-    init_empty_weights,
-    init_on_device,
-    load_checkpoint_and_dispatch,
 )
+from echelon.accelerator.pretrained import init_empty_weights, init_on_device, load_checkpoint_and_dispatch
 
 __all__ = [
     "attach_layerwise_casting_hooks",

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
+from echelon.accelerator.for_transformers import is_echelons_own
 from echelon.base import environ
 from echelon.base.constants import FSDP_AUTO_WRAP_POLICY, FSDP_SHARDING_STRATEGY, FSDP_STATE_DICT_TYPE
 from echelon.base.errors import ConfigError, UsageError
@@ -102,7 +103,8 @@ class FullyShardedDataParallelPlugin:
     ignored_modules: Any = None
     """Modules, or a regular expression for full names of modules or parameters: they stay whole on every rank."""
     state_dict_type: Any = None
-    """``FULL_STATE_DICT`` (default of version 1) or ``SHARDED_STATE_DICT`` (of version 2)."""
+    """``FULL_STATE_DICT`` (default of version 1) or ``SHARDED_STATE_DICT`` (of version 2). Both write whole tensors: shards
+    are not offered yet."""
     state_dict_config: Any = None
     optim_state_dict_config: Any = None
     limit_all_gathers: bool = True
@@ -114,7 +116,8 @@ class FullyShardedDataParallelPlugin:
     activation_checkpointing_offload: bool = None  # type: ignore[assignment]
     """Not offered yet."""
     cpu_ram_efficient_loading: bool = None  # type: ignore[assignment]
-    """Only rank zero has the weights; the others get theirs from it."""
+    """Only rank zero's weights are used, and sent in pieces: those of the other ranks need not be there, and each rank's are
+    freed on the way. transformers is told so, too, by the variables that it reads."""
     transformer_cls_names_to_wrap: list[str] | None = None
     """For ``transformer_based_wrap``, which they stand for where no policy is given; None: ``_no_split_modules``."""
     min_num_params: int | None = None
@@ -129,8 +132,9 @@ class FullyShardedDataParallelPlugin:
         if self.fsdp_version not in (1, 2):
             raise ConfigError(f"fsdp_version={self.fsdp_version!r} is not known", do="give 1 or 2")
         for name in _FLAGS:
-            if getattr(self, name) is None and environ.get(_variable(name)) is not None:
-                setattr(self, name, parse_flag_from_env(_variable(name)))
+            variable = _variable(name)
+            if getattr(self, name) is None and environ.get(variable) is not None and not is_echelons_own(variable):
+                setattr(self, name, parse_flag_from_env(variable))
         if self.backward_prefetch is None:
             self.backward_prefetch = _text("backward_prefetch")
         if self.ignored_modules is None:
@@ -309,10 +313,9 @@ class FullyShardedDataParallelPlugin:
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Choose how state is saved: whole or in shards; None: what was given, from the environment, or by the version."""
-        value = state_dict_type if state_dict_type is not None else self.state_dict_type
-        if value is None:
-            default = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
-            value = _text("state_dict_type") or default
+        asked = state_dict_type if state_dict_type is not None else self.state_dict_type
+        asked = _text("state_dict_type") if asked is None else asked
+        value = asked or ("FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT")
         kind = value
         if not isinstance(value, StateDictType):
             kind = _numbered("state_dict_type", value, FSDP_STATE_DICT_TYPE, tuple(StateDictType))
@@ -320,6 +323,11 @@ class FullyShardedDataParallelPlugin:
             raise ConfigError(
                 "state_dict_type='LOCAL_STATE_DICT' has no meaning in torch's fully_shard",
                 do="give SHARDED_STATE_DICT or FULL_STATE_DICT",
+            )
+        if asked is not None and kind is StateDictType.SHARDED_STATE_DICT:
+            _logger.warning(
+                "state_dict_type=SHARDED_STATE_DICT: this version writes whole tensors, which rank zero gathers one at a time "
+                "and which load on any number of ranks"
             )
         self.state_dict_type = kind
 

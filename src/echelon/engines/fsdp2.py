@@ -20,9 +20,9 @@ from echelon.base.errors import ConfigError, UsageError
 from echelon.base.warnings import warn
 from echelon.distributed.tree import map_tensors
 from echelon.engines.base import Engine, Prepared
-from echelon.engines.meta import fill_from_rank_zero, take_values, tied_names
+from echelon.engines.meta import fill_from_rank_zero, refuse_without_values, take_values
 from echelon.engines.sharding import ShardingOptions
-from echelon.engines.shards import from_parts, local_parts, part_like, parts_of, whole
+from echelon.engines.shards import from_parts, fsdp_groups, local_parts, part_like, parts_of, whole
 from echelon.engines.stepping import Stepper, average_gradients, load_state, plain_state_dict, state_of, zeros_for
 from echelon.engines.wrapping import checkpoint_activations, ignored_in, modules_to_shard
 from echelon.world.world import World
@@ -84,7 +84,8 @@ class FSDP2Engine(Engine):
     ) -> Prepared:
         """Shard each model in place, and give optimizers that were made before the sharded parameters, by name.
 
-        Rank zero's weights are sent to all first; the other ranks may have the model on the meta device. A model without trainable parameters is sharded, too.
+        Rank zero's weights are sent to all first; the other ranks may have the model on the meta device. What every rank has
+        there stays without values, until ``load_checkpoint_in_model``. A model without trainable parameters is sharded, too.
 
         Collective: every rank, with the same objects in the same order.
         """
@@ -107,9 +108,9 @@ class FSDP2Engine(Engine):
             self._adopt(model)
             return
         device = self._world.device
-        ignored = ignored_in(model, options.ignored)
-        ties = tied_names(model)
-        values = take_values(model)
+        left_whole = set(map(id, ignored_in(model, options.ignored)))
+        ignored = [name for name, p in model.named_parameters() if id(p) in left_whole]
+        values = take_values(model, only_rank_zero=options.ram_efficient_loading)
         if values is None:
             _share_from_rank_zero(model, device)
         blocks = modules_to_shard(model, options)
@@ -127,12 +128,14 @@ class FSDP2Engine(Engine):
             "offload_policy": self._offload_policy(),
         }
         if ignored:
-            settings["ignored_params"] = set(ignored)
+            settings["ignored_params"] = {model.get_parameter(name) for name in ignored}
         for block in blocks:
             fully_shard(block, **settings)
         fully_shard(model, **settings)
         if values is not None:
-            fill_from_rank_zero(model, values, ties=ties, device=device)
+            fill_from_rank_zero(model, values, device=device)
+            if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
+                model.register_forward_pre_hook(refuse_without_values, prepend=True)
         self._adopt(model)
 
     def _adopt(self, model: nn.Module) -> None:
@@ -319,6 +322,7 @@ class FSDP2Engine(Engine):
 
         Collective: every rank.
         """
+        refuse_without_values(model)
         keep = self._world.rank == 0
         found = {name: whole(value, keep=keep) for name, value in plain_state_dict(model).items()}
         return found if keep else None
@@ -365,22 +369,8 @@ def _syncing(root: FSDPModule | None, *, sync: bool) -> Iterator[None]:
         root.set_requires_gradient_sync(True)
 
 
-def _groups(root: FSDPModule) -> Iterator[Any]:
-    """Yield torch's parameter groups of ``root`` and the modules in it.
-
-    No public name of torch tells what was not reduced. torch 2.7 has one group in a state, later versions a list.
-    """
-    for module in root.modules():  # type: ignore[attr-defined]
-        if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)
-            if groups is None:
-                groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-            yield from groups
-
-
 def _fsdp_params(root: FSDPModule) -> Iterator[Any]:
-    for group in _groups(root):
+    for group in fsdp_groups(root):
         yield from group.fsdp_params
 
 
@@ -396,7 +386,7 @@ def _reduce_now(root: FSDPModule) -> None:
     Collective: every rank of the mesh.
     """
     root.set_requires_gradient_sync(True)
-    groups = [g for g in _groups(root) if any(map(_is_unreduced, g.fsdp_params))]
+    groups = [g for g in fsdp_groups(root) if any(map(_is_unreduced, g.fsdp_params))]
     for group in reversed(groups):
         group.post_backward()
     for group in groups:

@@ -6,10 +6,37 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-__all__ = ["from_parts", "local_parts", "part_like", "parts_of", "whole"]
+__all__ = ["from_parts", "fsdp_groups", "local_parts", "part_like", "parts_of", "slices_of", "whole"]
+
+
+def fsdp_groups(root: Any) -> list[Any]:
+    """Return torch's parameter groups of ``root`` and the modules in it.
+
+    No public name of torch tells what was not reduced. torch 2.7 has one group in a state, later versions a list.
+    """
+    found: list[Any] = []
+    modules: Iterable[nn.Module] = root.modules()
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)
+            if groups is None:
+                groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+            found += groups
+    return found
+
+
+def slices_of(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """Return which part of the whole tensor this rank holds, by dim."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape))
 
 
 def local_parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

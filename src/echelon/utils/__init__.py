@@ -13,6 +13,14 @@ from echelon.accelerator.compiling import (
     has_compiled_regions,
     is_compiled_module,
 )
+from echelon.accelerator.deepspeed_plugin import (
+    DeepSpeedEngineWrapper,
+    DeepSpeedOptimizerWrapper,
+    DeepSpeedPlugin,
+    DeepSpeedSchedulerWrapper,
+    get_active_deepspeed_plugin,
+    map_pytorch_optim_to_deepspeed,
+)
 from echelon.accelerator.enums import (
     ComputeEnvironment,
     CustomDtype,
@@ -24,6 +32,7 @@ from echelon.accelerator.enums import (
     RNGType,
     SageMakerDistributedType,
 )
+from echelon.accelerator.for_transformers import disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading
 from echelon.accelerator.handlers import (
     AORecipeKwargs,
     AutocastKwargs,
@@ -37,16 +46,9 @@ from echelon.accelerator.later import (
     AbstractTrainStep,
     BertTrainStep,
     BnbQuantizationConfig,
-    DeepSpeedEngineWrapper,
-    DeepSpeedOptimizerWrapper,
-    DeepSpeedPlugin,
-    DeepSpeedSchedulerWrapper,
     DeepSpeedSequenceParallelConfig,
-    DummyOptim,
-    DummyScheduler,
     FP8RecipeKwargs,
     GPTTrainStep,
-    HfDeepSpeedConfig,
     MegatronEngine,
     MegatronLMDummyDataLoader,
     MegatronLMDummyScheduler,
@@ -71,8 +73,6 @@ from echelon.accelerator.later import (
     check_tied_parameters_on_same_device,
     contextual_fp8_autocast,
     convert_model,
-    disable_fsdp_ram_efficient_loading,
-    enable_fsdp_ram_efficient_loading,
     ensure_weights_retied,
     extract_submodules_state_dict,
     fsdp2_apply_ac,
@@ -81,7 +81,6 @@ from echelon.accelerator.later import (
     fsdp2_prepare_model,
     fsdp2_switch_optimizer_parameters,
     gather_across_data_parallel_groups,
-    get_active_deepspeed_plugin,
     get_balanced_memory,
     get_fsdp2_grad_scaler,
     get_max_layer_size,
@@ -92,18 +91,15 @@ from echelon.accelerator.later import (
     infer_auto_device_map,
     install_xla,
     load_and_quantize_model,
-    load_checkpoint_in_model,
     load_fsdp_model,
     load_fsdp_optimizer,
     load_offloaded_weight,
     load_offloaded_weights,
-    map_pytorch_optim_to_deepspeed,
     megatron_lm_initialize,
     megatron_lm_prepare_data_loader,
     megatron_lm_prepare_model_optimizer_scheduler,
     megatron_lm_prepare_optimizer,
     megatron_lm_prepare_scheduler,
-    merge_fsdp_weights,
     offload_state_dict,
     offload_weight,
     prepare_deepspeed_cmd_env,
@@ -118,6 +114,7 @@ from echelon.accelerator.later import (
     set_numa_affinity,
 )
 from echelon.accelerator.memory import find_executable_batch_size, release_memory
+from echelon.accelerator.merging import merge_fsdp_weights
 from echelon.accelerator.modules import (
     check_tied_parameters_in_config,
     compute_module_sizes,
@@ -137,6 +134,7 @@ from echelon.accelerator.modules import (
 )
 from echelon.accelerator.parallelism import ParallelismConfig
 from echelon.accelerator.plugins import DataLoaderConfiguration, GradientAccumulationPlugin, TorchDynamoPlugin
+from echelon.accelerator.pretrained import load_checkpoint_in_model
 from echelon.accelerator.profiling import PROFILE_PATTERN_NAME
 from echelon.accelerator.progress_bar import tqdm
 from echelon.accelerator.project import ProjectConfiguration
@@ -252,6 +250,9 @@ from echelon.base.variables import (
 )
 from echelon.base.versions import compare_versions, is_torch_version
 from echelon.config.basic import write_basic_config
+from echelon.config.deepspeed_json import (
+    HfDeepSpeedConfig,
+)
 from echelon.data.rng import synchronize_rng_state, synchronize_rng_states
 from echelon.distributed.control import barrier as wait_for_everyone
 from echelon.distributed.operations import (
@@ -284,6 +285,10 @@ from echelon.distributed.structure import (
     recursively_apply,
     send_to_device,
     slice_tensors,
+)
+from echelon.engines.deepspeed_options import (
+    DummyOptim,
+    DummyScheduler,
 )
 from echelon.precision.float8 import convert_model_to_fp8_ao, filter_first_and_last_linear_layers, has_ao_layers
 from echelon.world.seed import set_seed

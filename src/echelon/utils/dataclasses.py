@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from echelon.accelerator.deepspeed_plugin import (
+    DeepSpeedPlugin,
+)
 from echelon.accelerator.enums import (
     BaseEnum,
     ComputeEnvironment,
@@ -28,7 +31,6 @@ from echelon.accelerator.handlers import (
 )
 from echelon.accelerator.later import (
     BnbQuantizationConfig,
-    DeepSpeedPlugin,
     DeepSpeedSequenceParallelConfig,
     FP8RecipeKwargs,
     MegatronLMPlugin,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from echelon.accelerator.later import (
+from echelon.accelerator.deepspeed_plugin import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
-    DummyOptim,
-    DummyScheduler,
-    HfDeepSpeedConfig,
     get_active_deepspeed_plugin,
     map_pytorch_optim_to_deepspeed,
+)
+from echelon.config.deepspeed_json import (
+    HfDeepSpeedConfig,
+)
+from echelon.engines.deepspeed_options import (
+    DummyOptim,
+    DummyScheduler,
 )
 
 __all__ = [

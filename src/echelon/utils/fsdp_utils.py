@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from echelon.accelerator.for_transformers import disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading
 from echelon.accelerator.later import (
-    disable_fsdp_ram_efficient_loading,
-    enable_fsdp_ram_efficient_loading,
     ensure_weights_retied,
     fsdp2_apply_ac,
     fsdp2_canonicalize_names,
@@ -16,10 +15,10 @@ from echelon.accelerator.later import (
     get_parameters_from_modules,
     load_fsdp_model,
     load_fsdp_optimizer,
-    merge_fsdp_weights,
     save_fsdp_model,
     save_fsdp_optimizer,
 )
+from echelon.accelerator.merging import merge_fsdp_weights
 
 __all__ = [
     "disable_fsdp_ram_efficient_loading",

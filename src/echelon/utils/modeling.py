@@ -17,7 +17,6 @@ from echelon.accelerator.later import (
     get_state_dict_offloaded_model,
     has_offloaded_params,
     infer_auto_device_map,
-    load_checkpoint_in_model,
     load_offloaded_weights,
     set_module_tensor_to_device,
 )
@@ -38,6 +37,7 @@ from echelon.accelerator.modules import (
     named_module_tensors,
     retie_parameters,
 )
+from echelon.accelerator.pretrained import load_checkpoint_in_model
 from echelon.accelerator.saving import id_tensor_storage
 from echelon.base.constants import WEIGHTS_INDEX_NAME
 
