@@ -22,14 +22,25 @@ from echelon.accelerator.state_files import (
     write_custom_state,
     write_state,
 )
+from echelon.accelerator.training_state import content_of, load_content, model_prefix
 from echelon.accelerator.weights import write_shards
-from echelon.base.errors import UsageError
+from echelon.base import environ
+from echelon.base.errors import CheckpointError, UsageError
+from echelon.base.logging import get_logger
 from echelon.base.protocols import SupportsStateDict
 from echelon.base.warnings import warn
+from echelon.checkpoint import typed_json
 from echelon.checkpoint.aside import written_aside
+from echelon.checkpoint.background import BackgroundSaver, SaveFailures
+from echelon.checkpoint.commit import clean, place_of
+from echelon.checkpoint.lock import RunLock
+from echelon.checkpoint.manifest import MANIFEST, is_part
 from echelon.checkpoint.numbered import numbered, remove_oldest
+from echelon.checkpoint.reading import Checkpoint, newest, open_verified
+from echelon.checkpoint.save import Save, SaveFailedError, begin_save
+from echelon.checkpoint.storage import LocalStorage
 from echelon.distributed.collectives import gather_object
-from echelon.distributed.control import fail_together
+from echelon.distributed.control import agree, fail_together
 from echelon.world.world import World
 
 if TYPE_CHECKING:
@@ -38,6 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoints"]
 
 _PREFIX = "checkpoint_"
+_logger = get_logger(__name__)
 
 
 class Checkpoints:
@@ -49,6 +61,9 @@ class Checkpoints:
         """Saved and loaded beside what was prepared."""
         self.save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self.load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self._background = BackgroundSaver()
+        self._failures = SaveFailures(project.max_failed_saves)
+        self._lock: RunLock | None = None
 
     def register(self, objects: Sequence[Any]) -> None:
         """See ``Accelerator.register_for_checkpointing``."""
@@ -59,7 +74,10 @@ class Checkpoints:
                 do="give it both, or store what it holds in an object that has them",
             )
         for one in objects:
-            require_plain(one)
+            if self._chosen_format() == "echelon":
+                _require_savable(one)
+            else:
+                require_plain(one)
         self.custom_objects.extend(objects)
 
     def add_hook(self, hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any]) -> RemovableHandle:
@@ -68,11 +86,20 @@ class Checkpoints:
         hooks[handle.id] = hook
         return handle
 
-    def save(self, accelerator: Accelerator, output_dir: Any, *, safe_serialization: bool) -> Path:
+    def save(
+        self, accelerator: Accelerator, output_dir: Any, *, safe_serialization: bool, blocking: bool = True
+    ) -> Path:
         """See ``Accelerator.save_state``."""
         world = accelerator.world
         target = self._next(_one_folder(output_dir, world, "save_state"))
         accelerator._engine.settle()
+        if self._writes_own_format(accelerator, safe_serialization=safe_serialization):
+            return self._save_own(accelerator, target.resolve(), blocking=blocking)
+        if not blocking:
+            raise UsageError(
+                "save_state(blocking=False) needs echelon's own checkpoint format",
+                do="leave out checkpoint_format='accelerate' and safe_serialization=False, or blocking=False",
+            )
         models = _bare_models(accelerator)
         weights = [accelerator.get_state_dict(model) for model in accelerator._models]
         random_states = accelerator._close_books()
@@ -86,7 +113,7 @@ class Checkpoints:
             progress={**accelerator.progress.to_json(), "micro_step": 0},
             random_states=random_states,
         )
-        with written_aside(target.resolve(), world=world, is_part=is_state_file) as aside:
+        with written_aside(target.resolve(), world=world, is_part=_is_ours) as aside:
             for hook in list(self.save_hooks.values()):
                 hook(models, weights, str(aside.folder))
             is_gathered = any(one is None for one in (*weights, *state.optimizers))  # on rank zero alone
@@ -106,7 +133,7 @@ class Checkpoints:
         if self._project.automatic_checkpoint_naming and limit is not None:
             with fail_together("deleting old checkpoints"):
                 if aside.is_owner:
-                    remove_oldest(target.parent, prefix=_PREFIX, limit=limit, keep=target)
+                    remove_oldest(target.parent, prefix=_PREFIX, limit=limit, keep=[target])
         self._project.iteration += 1
         return target
 
@@ -115,8 +142,14 @@ class Checkpoints:
     ) -> None:
         """See ``Accelerator.load_state``."""
         accelerator._engine.settle()
+        self.wait()
         map_location = options.pop("map_location", None)
         input_dir = _one_folder(input_dir, accelerator.world, "load_state")
+        checkpoint = self._own_checkpoint(input_dir, accelerator.world)
+        if checkpoint is not None:
+            with fail_together("load_state"):
+                self._load_own(accelerator, checkpoint, strict=options.pop("strict", True), others=options)
+            return
         with fail_together("load_state"):
             folder = self._source(input_dir)
             require_custom_states(folder, len(self.custom_objects))
@@ -139,6 +172,178 @@ class Checkpoints:
             accelerator._reopen_books(changes.get("progress"))
             for i, one in enumerate(self.custom_objects):
                 load_custom_state(one, folder, i)
+
+    def resume(self, accelerator: Accelerator, path: Any, *, strict: bool) -> bool:
+        """See ``Accelerator.resume``."""
+        is_named = self._project.automatic_checkpoint_naming
+        if path is None and not is_named:
+            raise UsageError(
+                "resume() was given no folder",
+                do="give it the folder that save_state is given, or use ProjectConfiguration(automatic_checkpoint_naming=True)",
+            )
+        self.wait()
+        found = numbered(self._folder(), prefix=_PREFIX) if is_named else []
+        folder = _one_folder(path, accelerator.world, "resume")
+        is_there = bool(found) if folder is None else place_of(LocalStorage(), Path(folder).expanduser()).is_dir()
+        if not agree(is_there):
+            _logger.info("resume(): %s holds no checkpoint, so this is a new run", folder or self._folder())
+            return False
+        self.load(accelerator, folder, None, {"strict": strict})
+        with fail_together("resume"):
+            accelerator._go_on()
+        if is_named:  # also those that were passed over have a number
+            last = max(int(one.name.removeprefix(_PREFIX)) for one in found) if found else -1
+            self._project.iteration = max(gather_object([last])) + 1
+        return True
+
+    # ---- echelon's own format ----------------------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Return when no checkpoint is being written; one that the disk did not take is reported.
+
+        Raises:
+            TooManyFailedSavesError: it was the last that is borne.
+        """
+        if self._background.is_idle:
+            return
+        try:
+            self._background.wait()
+        except SaveFailedError as error:
+            self._failures.failed(error)
+        else:
+            self._failures.succeeded()
+
+    def close(self) -> None:
+        """Wait for what is being written, and let other runs write here."""
+        self.wait()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _chosen_format(self) -> str:
+        chosen = self._project.checkpoint_format or environ.get("ECHELON_CHECKPOINT_FORMAT") or "echelon"
+        if chosen not in ("echelon", "accelerate"):
+            raise UsageError(
+                f"checkpoint_format={chosen!r} is not one of 'echelon', 'accelerate'", do="give one of them"
+            )
+        return chosen
+
+    def _writes_own_format(self, accelerator: Accelerator, *, safe_serialization: bool) -> bool:
+        is_own = self._chosen_format() == "echelon"
+        return is_own and safe_serialization and accelerator.capabilities.exposes_state
+
+    def _save_own(self, accelerator: Accelerator, target: Path, *, blocking: bool) -> Path:
+        world, each = accelerator.world, self._project.save_on_each_node
+        self.wait()
+        is_first = world.rank == 0 or (each and world.is_local_rank_zero)
+        with fail_together("locking the folder of the checkpoints"):
+            if is_first and self._project.automatic_checkpoint_naming and self._lock is None:
+                self._lock = RunLock(target.parent / ".lock")
+                clean(LocalStorage(), target.parent, belongs=_is_numbered)
+        models = _bare_models(accelerator)
+        random_states = accelerator._close_books()
+        with fail_together("collecting the state"):
+            content = content_of(accelerator, models, custom_objects=self.custom_objects, random_states=random_states)
+        try:
+            save = begin_save(
+                target,
+                content,
+                world=world,
+                is_part=_is_ours,
+                fence=None if self._lock is None else self._lock.require,
+                on_each_node=each,
+            )
+            if self.save_hooks:
+                self._run_save_hooks(accelerator, models, save)
+            if blocking:
+                save.finish()
+                self._failures.succeeded()
+                self._rotate(target, is_first)
+            else:
+                self._background.start(save, afterwards=lambda folder: self._rotate(folder, is_first))
+        except SaveFailedError as error:
+            self._failures.failed(error)
+            return target
+        self._project.iteration += 1
+        return target
+
+    def _run_save_hooks(self, accelerator: Accelerator, models: list[nn.Module], save: Save) -> None:
+        """Let the hooks write files of their own; models whose weights they take out of the list are not written.
+
+        Collective: where parameters are sharded.
+        """
+        weights = [accelerator.get_state_dict(model) or {} for model in accelerator._models]
+        given = list(weights)
+        try:
+            with fail_together("a hook of save_state"):
+                for hook in list(self.save_hooks.values()):
+                    hook(models, weights, str(save.folder))
+        except BaseException:
+            save.give_up()
+            raise
+        for i, one in enumerate(given):
+            if not any(one is kept for kept in weights):
+                save.leave_out(model_prefix(i))
+
+    def _rotate(self, target: Path, is_first: bool) -> None:
+        limit = self._project.total_limit
+        if not (is_first and self._project.automatic_checkpoint_naming and limit is not None):
+            return
+        try:
+            remove_oldest(target.parent, prefix=_PREFIX, limit=limit, keep=[target])
+        except OSError as error:
+            warn(f"{target} is saved, but older checkpoints could not be deleted: {error}")
+
+    def _own_checkpoint(self, input_dir: Any, world: World) -> Checkpoint | None:
+        """Return the verified checkpoint to load; None when it is not of echelon's own format.
+
+        Collective: every rank.
+        """
+        storage = LocalStorage()
+
+        def is_own(folder: Path) -> bool:
+            return storage.kind(place_of(storage, folder) / MANIFEST) is not None
+
+        if input_dir is not None:
+            folder = Path(input_dir).expanduser().resolve()
+            return open_verified(folder, world=world) if agree(is_own(folder)) else None
+        if not self._project.automatic_checkpoint_naming:
+            return None
+        candidates = [path.resolve() for path in reversed(numbered(self._folder(), prefix=_PREFIX))]
+        if not agree(any(is_own(path) for path in candidates)):
+            return None
+        found = newest(candidates, world=world)
+        skipped = "\n".join(f"    {path.name}: {why}" for path, why in found.skipped)
+        if found.checkpoint is None:
+            raise CheckpointError(
+                f"{self._folder()} holds no whole checkpoint\n{skipped}", do="load one from elsewhere, or begin anew"
+            )
+        if skipped:
+            warn(f"{found.checkpoint.folder} is loaded; newer ones are not whole and were passed over:\n{skipped}")
+        return found.checkpoint
+
+    def _load_own(
+        self, accelerator: Accelerator, checkpoint: Checkpoint, *, strict: bool, others: dict[str, Any]
+    ) -> None:
+        if others:
+            raise UsageError(
+                f"load_state() was given {', '.join(others)}, which a checkpoint of echelon's own format does not need",
+                do="leave it out",
+            )
+        models = _bare_models(accelerator)
+        left = list(models)
+        for hook in list(self.load_hooks.values()):
+            hook(left, str(checkpoint.folder))
+        changes = load_content(
+            accelerator,
+            checkpoint,
+            [model if any(model is one for one in left) else None for model in models],
+            custom_objects=self.custom_objects,
+            strict=strict,
+        )
+        accelerator.step = changes["step"]
+        accelerator._reopen_books(changes["progress"])
+        _logger.info("%s is loaded", checkpoint.folder)
 
     def save_model(
         self, accelerator: Accelerator, model: nn.Module, folder: Path, *, max_shard_size: int | str, safe: bool
@@ -202,6 +407,29 @@ class Checkpoints:
                 do="use Accelerator(project_dir=...), or give it to the configuration",
             )
         return Path(os.fspath(self._project.project_dir)) / "checkpoints"
+
+
+def _require_savable(one: Any) -> None:
+    """Raise when the state of ``one`` is no plain data.
+
+    Raises:
+        UsageError: what it holds is named.
+    """
+    try:
+        typed_json.encode(one.state_dict(), name=f"the state of {type(one).__name__}", put_tensor=lambda *_: None)
+    except CheckpointError as error:
+        raise UsageError(
+            error.what, where="register_for_checkpointing", do=f"in its state_dict(), {error.do}"
+        ) from error
+
+
+def _is_ours(name: str) -> bool:
+    """Does a file in a checkpoint belong to it, in whichever format it was written?"""
+    return is_part(name) or is_state_file(name)
+
+
+def _is_numbered(name: str) -> bool:
+    return name.startswith(_PREFIX) and name.removeprefix(_PREFIX).isdigit()
 
 
 def _one_folder(given: Any, world: World, operation: str) -> Any:

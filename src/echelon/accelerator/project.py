@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Literal
 
 __all__ = ["ProjectConfiguration"]
 
@@ -24,6 +25,11 @@ class ProjectConfiguration:
     """The number of the next checkpoint."""
     save_on_each_node: bool = False
     """Save on every machine, not on the main one only."""
+    checkpoint_format: Literal["echelon", "accelerate"] | None = None
+    """How ``save_state`` writes: crash-safe, verified and layout-free, or as Accelerate; None: as
+    ECHELON_CHECKPOINT_FORMAT says, else ``echelon``. ``load_state`` reads both."""
+    max_failed_saves: int = 3
+    """So many checkpoints in a row that the disk did not take end the run; fewer are reported."""
 
     def __post_init__(self) -> None:
         self.set_directories(self.project_dir)

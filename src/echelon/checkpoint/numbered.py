@@ -1,30 +1,68 @@
-"""Checkpoints that are numbered in one folder: the newest, and how many are kept."""
+"""Checkpoints that are numbered in one folder: the newest, and which are kept."""
 
 from __future__ import annotations
 
 import re
-import secrets
-import shutil
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-__all__ = ["numbered", "remove_oldest"]
+from echelon.checkpoint.commit import discard, new_token, place_of
+from echelon.checkpoint.manifest import MANIFEST
+from echelon.checkpoint.storage import LocalStorage, Storage
+
+__all__ = ["numbered", "remove_oldest", "surplus"]
+
+_OLD = r"(?:\.old-[0-9a-f]{16})?"  # where a crash between two renames leaves a checkpoint
 
 
-def numbered(folder: Path, *, prefix: str) -> list[Path]:
+def numbered(folder: Path, *, prefix: str, storage: Storage | None = None) -> list[Path]:
     """Return the folders ``prefix`` + number in ``folder`` by number; others (half-written ones, too) do not count."""
-    if not folder.is_dir():
+    storage = storage or LocalStorage()
+    if storage.kind(folder) != "folder":
         return []
-    name = re.compile(re.escape(prefix) + r"(\d+)")
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := name.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    name = re.compile(re.escape(prefix) + r"(\d+)" + _OLD)
+    found = {int(match[1]) for entry in storage.entries(folder) if (match := name.fullmatch(entry))}
+    return [folder / f"{prefix}{number}" for number in sorted(found)]
 
 
-def remove_oldest(folder: Path, *, prefix: str, limit: int, keep: Path) -> None:
-    """Delete the lowest numbers until ``limit`` folders are left; never ``keep``."""
-    all_of_them = numbered(folder, prefix=prefix)
-    surplus = [path for path in all_of_them if path.name != keep.name][: max(len(all_of_them) - max(limit, 1), 0)]
-    for path in surplus:
-        # Renamed first: when the deletion is interrupted, the rest is not taken for a checkpoint.
-        doomed = path.with_name(f"{path.name}.old-{secrets.token_hex(4)}")
-        path.rename(doomed)
-        shutil.rmtree(doomed)
+def surplus(
+    numbers: Sequence[int], *, limit: int | None, keep: Collection[int] = (), keep_every: int | None = None
+) -> list[int]:
+    """Return which of the checkpoints ``numbers`` may go, the lowest first.
+
+    Args:
+        numbers: of all that are there.
+        limit: how many stay at most, those of ``keep_every`` not counted; None: all.
+        keep: never go (the newest, the best), but count.
+        keep_every: multiples of it stay for good.
+    """
+    if limit is None:
+        return []
+    counted = [number for number in sorted(numbers) if not (keep_every and number % keep_every == 0)]
+    return [number for number in counted if number not in keep][: max(len(counted) - max(limit, 1), 0)]
+
+
+def remove_oldest(
+    folder: Path,
+    *,
+    prefix: str,
+    limit: int | None,
+    keep: Collection[Path] = (),
+    keep_every: int | None = None,
+    storage: Storage | None = None,
+) -> list[Path]:
+    """Delete the lowest numbers until ``limit`` folders are left, never ``keep``; return what is gone."""
+    storage = storage or LocalStorage()
+    paths = {int(path.name[len(prefix) :]): path for path in numbered(folder, prefix=prefix, storage=storage)}
+    kept = {number for number, path in paths.items() if path.name in {one.name for one in keep}}
+    doomed = [paths[number] for number in surplus(list(paths), limit=limit, keep=kept, keep_every=keep_every)]
+    for path in doomed:
+        place = place_of(storage, path)
+        if (
+            storage.kind(place / MANIFEST) is None
+        ):  # another layout: the rest of its deletion would look like a checkpoint
+            aside = path.with_name(f"{path.name}.tmp-{new_token()}")
+            storage.rename(place, aside)
+            place = aside
+        discard(storage, place)
+    return doomed

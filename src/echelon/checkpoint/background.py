@@ -1,0 +1,211 @@
+"""Saving beside the training: a copy on the host, a thread that writes it, and what happens when the disk says no."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from echelon.base.errors import CheckpointError
+from echelon.base.warnings import warn
+from echelon.checkpoint.save import Gather, Save
+
+__all__ = ["EXIT_CODE", "BackgroundSaver", "HostBuffers", "SaveFailures", "TooManyFailedSavesError", "store_gather"]
+
+EXIT_CODE = 74
+"""Of a process that ends because its checkpoints cannot be written: EX_IOERR of sysexits.h."""
+
+_POLL_S = 0.02
+
+
+class TooManyFailedSavesError(CheckpointError):
+    """Checkpoints could not be written several times in a row; a run that cannot be resumed is not gone on with."""
+
+    exit_code = EXIT_CODE
+
+
+class SaveFailures:
+    """How many saves in a row have failed, the same on every rank: one is reported, several end the run.
+
+    Args:
+        limit: the failure that ends the run.
+    """
+
+    def __init__(self, limit: int = 3) -> None:
+        self._limit = limit
+        self.in_a_row = 0
+
+    def succeeded(self) -> None:
+        """Forget the failures."""
+        self.in_a_row = 0
+
+    def failed(self, error: CheckpointError) -> None:
+        """Report ``error``, which every rank has met.
+
+        Raises:
+            TooManyFailedSavesError: it was the last that is borne.
+        """
+        self.in_a_row += 1
+        if self.in_a_row >= self._limit:
+            raise TooManyFailedSavesError(
+                f"{self.in_a_row} checkpoints in a row could not be written; the last one:\n{error.what}",
+                do=f"{error.do}. The process ends with exit code {EXIT_CODE} where a launcher passes it on",
+            ) from error
+        warn(f"{error.what}\n  The training goes on ({self.in_a_row} of at most {self._limit} failures in a row).")
+
+
+class HostBuffers:
+    """Memory on the host for one copy of what this rank writes; allocated once, as long as the shapes stay."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def copy(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+        """Return copies of ``tensors`` on the host, in memory that the next call uses again."""
+        kept: dict[str, torch.Tensor] = {}
+        devices = set()
+        for name, tensor in tensors:
+            buffer = self._buffers.get(name)
+            if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+                # Page-locked where there is a device: only then does a copy run beside the others.
+                buffer = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type not in ("cpu", "meta")
+                )
+            kept[name] = buffer.copy_(tensor.detach(), non_blocking=True)
+            devices.add(tensor.device)
+        for device in devices:
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+        self._buffers = kept  # what is not saved any more is given back
+        return list(kept.items())
+
+
+class BackgroundSaver:
+    """Writes one checkpoint at a time in a thread; the training waits for a copy in memory only.
+
+    An error of the thread is raised by the next call of ``start`` or ``wait``. A thread that still writes when the program
+    ends is waited for, by Python itself.
+    """
+
+    def __init__(self) -> None:
+        self._buffers = HostBuffers()
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        atexit.register(_report, weakref.ref(self))
+
+    @property
+    def is_busy(self) -> bool:
+        """Tell whether a checkpoint is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def is_idle(self) -> bool:
+        """Tell whether ``wait`` has nothing to wait for and nothing to tell."""
+        return self._thread is None and self._error is None
+
+    def start(self, save: Save, *, afterwards: Callable[[Path], None] | None = None) -> None:
+        """Copy what ``save`` writes, and write it in a thread; first wait for the one before.
+
+        Args:
+            save: it has begun; it is given up when the one before has failed.
+            afterwards: is called in the thread when the checkpoint is in its place (rotation); it must not communicate.
+
+        Collective: every rank.
+
+        Raises:
+            CheckpointError: the one before could not be written.
+        """
+        try:
+            self.wait()
+        except BaseException:
+            save.give_up()
+            raise
+        save.tensors = self._buffers.copy(save.tensors)
+        gather = store_gather(save.token)
+
+        def work() -> None:
+            try:
+                target = save.finish(gather)
+                if afterwards is not None:
+                    afterwards(target)
+            except Exception as error:  # noqa: BLE001 - raised by the next wait()
+                self._error = error
+
+        # No daemon: Python waits for it at exit, so that a checkpoint that was begun is finished.
+        self._thread = threading.Thread(target=work, name=f"checkpoint {save.target.name}")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when nothing is being written.
+
+        Raises:
+            CheckpointError: what was written last could not be.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+def _report(saver: weakref.ref[BackgroundSaver]) -> None:
+    """Show an error for which no next call has come. Threads have ended before."""
+    found = saver()
+    if found is not None and found._error is not None:
+        traceback.print_exception(found._error)
+
+
+def store_gather(token: str, *, timeout: timedelta = timedelta(minutes=30)) -> Gather:
+    """Return a ``gather`` that may run in a thread: it goes through the group's store, and meets no collective.
+
+    Args:
+        token: keeps the keys of one save apart from all others.
+        timeout: for the slowest rank to write its part.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return lambda payload: [payload]
+    group = dist.group.WORLD
+    assert group is not None
+    store = dist.PrefixStore(f"echelon/save/{token}", group.get_group_store())
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    turn = 0
+
+    def wait_until(is_there: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + timeout.total_seconds()
+        while not is_there():  # never store.wait(): it would keep other threads from the store
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"{what} within {timeout.total_seconds():g} s",
+                    do="look at what the other ranks do, and at their disks",
+                )
+            time.sleep(_POLL_S)
+
+    def gather(payload: bytes) -> list[bytes]:
+        nonlocal turn
+        turn += 1
+        here = turn
+        store.set(f"{here}/{rank}", payload.decode("ascii"))
+        found = []
+        for other in range(world_size):
+            key = f"{here}/{other}"
+            wait_until(lambda key=key: store.check([key]), f"rank {other} has not written its part")  # type: ignore[misc]
+            found.append(bytes(store.get(key)))
+        # The store lives in rank zero, which must not end before the others have read; then nobody needs the keys.
+        if store.add(f"{here}/read", 1) == world_size:
+            store.set(f"{here}/all", "1")
+        if rank == 0:
+            wait_until(lambda: store.check([f"{here}/all"]), "some ranks have not read what the others wrote")
+            for key in (*(f"{here}/{other}" for other in range(world_size)), f"{here}/read", f"{here}/all"):
+                store.delete_key(key)
+        return found
+
+    return gather

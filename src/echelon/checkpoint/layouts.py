@@ -1,0 +1,129 @@
+"""Which program's layout a folder has, and which files in it hold the weights of a model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from echelon.base.constants import (
+    FSDP_MODEL_NAME,
+    MODEL_NAME,
+    OPTIMIZER_NAME,
+    RNG_STATE_NAME,
+    SAFE_MODEL_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    WEIGHTS_INDEX_NAME,
+)
+from echelon.base.errors import CheckpointError, UsageError
+from echelon.checkpoint.commit import place_of
+from echelon.checkpoint.manifest import MANIFEST
+from echelon.checkpoint.storage import LocalStorage
+from echelon.checkpoint.typed_json import from_bytes
+
+__all__ = ["TRAINER_STATE", "Layout", "json_of", "layout_of", "require_layout", "require_whole", "weight_files"]
+
+Layout = Literal["echelon", "accelerate", "transformers", "sharded"]
+"""``sharded``: the folders of torch.distributed.checkpoint, as Accelerate writes them for FSDP."""
+
+TRAINER_STATE = "trainer_state.json"
+_OF_ACCELERATE = re.compile(
+    rf"{SAFE_MODEL_NAME}(-\d+-of-\d+)?\.safetensors|{MODEL_NAME}(-\d+-of-\d+)?\.bin|{FSDP_MODEL_NAME}\.bin"
+    rf"|{RNG_STATE_NAME}_0\.pkl|{OPTIMIZER_NAME}\.bin"
+)
+_SHARDED = re.compile(rf"\.metadata|.*\.distcp|{FSDP_MODEL_NAME}_\d+|{OPTIMIZER_NAME}_\d+")
+_MAX_JSON_BYTES = 1 << 28
+
+
+def layout_of(folder: Path) -> Layout | None:
+    """Return whose layout ``folder`` has, by the names in it; None when it is no checkpoint."""
+    storage = LocalStorage()
+    if storage.kind(place_of(storage, folder) / MANIFEST) is not None:
+        return "echelon"
+    names = storage.entries(folder) if folder.is_dir() else []
+    if any(_SHARDED.fullmatch(name) for name in names):
+        return "sharded"
+    if TRAINER_STATE in names:
+        return "transformers"
+    return "accelerate" if any(_OF_ACCELERATE.fullmatch(name) for name in names) else None
+
+
+def require_layout(folder: Path) -> Layout:
+    """Return whose layout ``folder`` has.
+
+    Raises:
+        UsageError: there is no such folder.
+        CheckpointError: it is no checkpoint.
+    """
+    layout = layout_of(folder)
+    if layout is None:
+        if not folder.is_dir():
+            raise UsageError(f"there is no folder {folder}", do="give the folder of a checkpoint")
+        raise CheckpointError(
+            f"{folder} is no checkpoint: it has no {MANIFEST}, and no weights of Accelerate's or transformers' layout",
+            do="give the folder of a checkpoint; a folder of several is listed by echelon checkpoint ls",
+        )
+    return layout
+
+
+def require_whole(folder: Path) -> Layout:
+    """Return whose layout ``folder`` has, unless its parts could only be found by unpickling.
+
+    Raises:
+        UsageError: there is no such folder.
+        CheckpointError: it is no checkpoint, or one of torch.distributed.checkpoint.
+    """
+    layout = require_layout(folder)
+    if layout == "sharded":
+        raise CheckpointError(
+            f"{folder} was written by torch.distributed.checkpoint: where its parts are is told by a pickle (.metadata), and "
+            "unpickling runs whatever code it holds",
+            do="if you trust it, run `accelerate merge-weights` on it where it was written and use what that makes; or save "
+            "with FSDP_STATE_DICT_TYPE=FULL_STATE_DICT there",
+        )
+    return layout
+
+
+def weight_files(folder: Path, model: int = 0) -> list[Path]:
+    """Return the files with the weights of a model in Accelerate's or transformers' layout; none when there is no such model.
+
+    Raises:
+        CheckpointError: the index of several files is damaged, or names files elsewhere.
+    """
+    ending = f"_{model}" if model else ""
+    single = (f"{SAFE_MODEL_NAME}{ending}.safetensors", f"{MODEL_NAME}{ending}.bin", f"{FSDP_MODEL_NAME}{ending}.bin")
+    for name in single:
+        if (folder / name).is_file():
+            return [folder / name]
+    for name in () if model else (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
+        if (folder / name).is_file():
+            weights = json_of(folder / name).get("weight_map")
+            files = sorted(set(weights.values())) if isinstance(weights, dict) else []
+            if not files or not all(isinstance(file, str) and Path(file).name == file for file in files):
+                raise CheckpointError(
+                    f"{folder / name} names no files of weights beside it", do="use another copy of the checkpoint"
+                )
+            return [folder / file for file in files]
+    return []
+
+
+def json_of(path: Path) -> dict[str, Any]:
+    """Return the object in a file of JSON.
+
+    Raises:
+        CheckpointError: it is missing, or holds something else.
+    """
+    storage = LocalStorage()
+    try:
+        handle = storage.open(path)
+        try:
+            text = bytearray(min(storage.size(handle), _MAX_JSON_BYTES))
+            storage.read(handle, 0, memoryview(text))
+        finally:
+            storage.close(handle)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}", do="use another copy of the checkpoint") from error
+    content = from_bytes(bytes(text), source=str(path))
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds no object", do="use another copy of the checkpoint")
+    return content

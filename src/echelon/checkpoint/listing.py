@@ -1,0 +1,156 @@
+"""What lies in a folder of checkpoints: which are whole, how far they are, and what interrupted saves have left."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Literal
+
+from echelon.base.errors import CheckpointError
+from echelon.checkpoint.commit import place_of
+from echelon.checkpoint.layouts import TRAINER_STATE, Layout, json_of, layout_of
+from echelon.checkpoint.reading import Checkpoint
+from echelon.checkpoint.storage import LocalStorage
+
+__all__ = ["Entry", "Leftover", "Listing", "Reading", "list_folder", "problems_of"]
+
+Reading = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+"""Shows how far a long work is: given a label and the bytes of all of it, takes the bytes of each part."""
+State = Literal["complete", "verified", "damaged", "unknown"]
+
+_ASIDE = re.compile(r"(.+)\.(tmp|old)-[0-9a-f]{8,16}")
+_NUMBERED = re.compile(r".*[-_](\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A checkpoint in a folder."""
+
+    name: str
+    place: str
+    """The name that it has now: a crash between two renames leaves it under another."""
+    layout: Layout | None
+    """None: it is named as a checkpoint, and is none."""
+    state: State
+    """``complete``: the manifest is right, and all files have their sizes; ``unknown``: its layout has no checksums."""
+    problems: Sequence[str]
+    step: int | None
+    epoch: float | None
+    world_size: int | None
+    num_bytes: int
+    created: datetime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leftover:
+    """What an interrupted save or deletion has left."""
+
+    name: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """What is in a folder, checkpoints newest first."""
+
+    entries: Sequence[Entry]
+    leftovers: Sequence[Leftover]
+
+
+def list_folder(folder: Path, *, verify: Reading | None = None) -> Listing:
+    """Return what is in ``folder``; with ``verify``, every file of echelon's own checkpoints is read.
+
+    Args:
+        folder: of checkpoints.
+        verify: how the reading is shown; None: only names, sizes and manifests are looked at.
+    """
+    storage = LocalStorage()
+    entries, leftovers = [], []
+    for name in storage.entries(folder):
+        path = folder / name
+        if storage.kind(path) != "folder":
+            continue
+        match = _ASIDE.fullmatch(name)
+        if match is None:
+            layout = layout_of(path)
+            if layout is not None or re.fullmatch(r"checkpoint[-_]\d+", name):
+                entries.append(_entry(path, path, layout, verify))
+        elif place_of(storage, folder / match[1]) == path:
+            entries.append(_entry(folder / match[1], path, "echelon", verify))
+        else:
+            leftovers.append(Leftover(name=name, num_bytes=_num_bytes(path)))
+    entries.sort(key=lambda entry: (entry.created, _number(entry.name)), reverse=True)
+    return Listing(entries=entries, leftovers=leftovers)
+
+
+def problems_of(checkpoint: Checkpoint, reading: Reading) -> list[str]:
+    """Read every file of ``checkpoint``, and return what is wrong, naming the files."""
+    files = sorted(checkpoint.manifest.files.items())
+    found = []
+    with reading(f"verifying {checkpoint.folder.name}", sum(facts.size for _, facts in files)) as tell:
+        for i, (_, facts) in enumerate(files):
+            found += checkpoint.problems(share=i, num_shares=len(files))
+            tell(facts.size)
+    return found
+
+
+def _entry(path: Path, place: Path, layout: Layout | None, verify: Reading | None) -> Entry:
+    changed = datetime.fromtimestamp(place.stat().st_mtime, timezone.utc)
+    step: int | None = None
+    epoch: float | None = None
+    world_size: int | None = None
+    state: State = "unknown"
+    problems: list[str] = []
+    try:
+        if layout == "echelon":
+            checkpoint = Checkpoint(path)
+            manifest = checkpoint.manifest
+            problems = _wrong_sizes(checkpoint) if verify is None else problems_of(checkpoint, verify)
+            state = "damaged" if problems else "complete" if verify is None else "verified"
+            progress = manifest.progress or {}
+            step, epoch, world_size = progress.get("step"), progress.get("epoch"), manifest.world_size
+            changed = datetime.fromisoformat(manifest.created)
+        elif layout == "transformers":
+            trainer = json_of(place / TRAINER_STATE)
+            step, epoch = trainer.get("global_step"), trainer.get("epoch")
+        elif layout is None:
+            state, problems = "damaged", [f"{place} has no manifest, and no weights of a known layout"]
+    except (CheckpointError, ValueError) as error:
+        state, problems = "damaged", [error.what if isinstance(error, CheckpointError) else str(error)]
+    return Entry(
+        name=path.name,
+        place=place.name,
+        layout=layout,
+        state=state,
+        problems=problems,
+        step=step,
+        epoch=epoch,
+        world_size=world_size,
+        num_bytes=_num_bytes(place),
+        created=changed,
+    )
+
+
+def _wrong_sizes(checkpoint: Checkpoint) -> list[str]:
+    storage = LocalStorage()
+    found = []
+    for name, facts in sorted(checkpoint.manifest.files.items()):
+        path = checkpoint.folder / name
+        if storage.kind(path) != "file":
+            found.append(f"{path} is missing")
+        elif path.stat().st_size != facts.size:
+            found.append(f"{path} has another size than the {facts.size:,} bytes that were written")
+    return found
+
+
+def _num_bytes(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _number(name: str) -> int:
+    match = _NUMBERED.fullmatch(name)
+    return int(match[1]) if match else -1

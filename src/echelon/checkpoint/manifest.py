@@ -1,0 +1,226 @@
+"""The manifest: what is in a checkpoint, with the size and checksum of every file, and of itself."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from echelon.base.errors import CheckpointError
+from echelon.checkpoint import typed_json
+from echelon.checkpoint.regions import Box, Chunk, TensorLayout, uncovered
+from echelon.checkpoint.storage import Storage
+from echelon.checkpoint.tensor_file import FileFacts, itemsize
+
+__all__ = [
+    "MANIFEST",
+    "OBJECTS",
+    "VERSION",
+    "Manifest",
+    "chunk_key",
+    "is_part",
+    "rank_objects_file",
+    "read_manifest",
+    "tensors_file",
+]
+
+VERSION = 1
+MANIFEST = "manifest.json"
+OBJECTS = "objects.json"
+MAX_MANIFEST_BYTES = 1 << 30
+
+_FORMAT = "echelon checkpoint"
+_HEAD = b'{"xxh3_128":"%s","manifest":'
+_TAIL = b"}\n"
+_PART = re.compile(r"manifest\.json|objects\.json|rank_\d{5,7}\.(safetensors|json)")
+_CHECKSUM = re.compile(r"[0-9a-f]{32}")
+_TOKEN = re.compile(r"[0-9a-f]{16}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a checkpoint says of itself."""
+
+    token: str
+    """Of the save that wrote it: 16 hexadecimal digits."""
+    created: str
+    """UTC, ISO 8601."""
+    written_by: str
+    """The program and its version."""
+    world_size: int
+    progress: Mapping[str, Any] | None
+    """Where the run was."""
+    config: Any
+    """The choices of the run with their origins: plain data, for people."""
+    layout: Any
+    """How the state was spread over the ranks: plain data, for people."""
+    files: Mapping[str, FileFacts]
+    tensors: Mapping[str, TensorLayout]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Further names of tensors (tied weights)."""
+
+    def to_bytes(self) -> bytes:
+        """Return the file."""
+        body = typed_json.to_bytes(
+            {
+                "format": _FORMAT,
+                "version": VERSION,
+                "token": self.token,
+                "created": self.created,
+                "written_by": self.written_by,
+                "world_size": self.world_size,
+                "progress": typed_json.encode(self.progress, name="progress"),
+                "config": typed_json.encode(self.config, name="config"),
+                "layout": typed_json.encode(self.layout, name="layout"),
+                "files": {
+                    name: {"size": facts.size, "xxh3_128": facts.xxh3_128} for name, facts in sorted(self.files.items())
+                },
+                "tensors": {
+                    name: {
+                        "dtype": layout.dtype,
+                        "shape": layout.shape,
+                        "chunks": [[chunk.rank, chunk.box.offset, chunk.box.lengths] for chunk in layout.chunks],
+                    }
+                    for name, layout in sorted(self.tensors.items())
+                },
+                "aliases": dict(sorted(self.aliases.items())),
+            }
+        )
+        return _HEAD % xxhash.xxh3_128_hexdigest(body).encode() + body + _TAIL
+
+    def of(self, name: str) -> TensorLayout | None:
+        """Return the tensor ``name``, by any of its names; None when there is none."""
+        return self.tensors.get(self.aliases.get(name, name))
+
+
+def tensors_file(rank: int) -> str:
+    """Return the name of the file with the tensors that ``rank`` wrote."""
+    return f"rank_{rank:05}.safetensors"
+
+
+def rank_objects_file(rank: int) -> str:
+    """Return the name of the file with what is ``rank``'s own."""
+    return f"rank_{rank:05}.json"
+
+
+def chunk_key(name: str, layout: TensorLayout, chunk: Chunk) -> str:
+    """Return the name of a chunk in its file: of a whole tensor its own, else with the offset behind."""
+    return name if chunk.box.lengths == layout.shape else f"{name}|{','.join(map(str, chunk.box.offset))}"
+
+
+def is_part(name: str) -> bool:
+    """Tell whether a file of this name in a checkpoint belongs to the format."""
+    return _PART.fullmatch(name) is not None
+
+
+def read_manifest(storage: Storage, folder: Path) -> Manifest:
+    """Read the manifest of ``folder``; nothing in it is believed before it was checked.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it contradicts itself.
+    """
+    path = folder / MANIFEST
+    if storage.kind(path) is None:
+        what = "no checkpoint" if storage.kind(folder) == "folder" else "no folder"
+        raise CheckpointError(f"{folder} is {what}: it has no {MANIFEST}", do="give the folder of a checkpoint")
+    try:
+        handle = storage.open(path)
+        try:
+            size = storage.size(handle)
+            if size > MAX_MANIFEST_BYTES:
+                raise _damaged(path, f"it has {size} bytes")
+            text = bytearray(size)
+            storage.read(handle, 0, memoryview(text))
+        finally:
+            storage.close(handle)
+    except OSError as error:
+        raise _damaged(path, str(error)) from error
+    return _parse(bytes(text), path)
+
+
+def _parse(text: bytes, path: Path) -> Manifest:
+    start = len(_HEAD % (b"0" * 32))
+    body = text[start : -len(_TAIL)]
+    if text != _HEAD % xxhash.xxh3_128_hexdigest(body).encode() + body + _TAIL:
+        raise _damaged(path, "its checksum is another, or it is incomplete")
+    content = typed_json.from_bytes(body, source=str(path))
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise _damaged(path, f"it is no {_FORMAT}")
+    if content.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path} has version {content.get('version')!r} of the format, and this program reads version {VERSION}",
+            do="use the version of echelon that wrote it, or a newer one",
+        )
+    try:
+        files = {name: _facts(name, facts) for name, facts in content["files"].items()}
+        tensors = {name: _layout(name, entry, files) for name, entry in content["tensors"].items()}
+        manifest = Manifest(
+            token=content["token"],
+            created=_text(content["created"]),
+            written_by=_text(content["written_by"]),
+            world_size=content["world_size"],
+            progress=typed_json.decode(content["progress"], source=str(path)),
+            config=typed_json.decode(content["config"], source=str(path)),
+            layout=typed_json.decode(content["layout"], source=str(path)),
+            files=files,
+            tensors=tensors,
+            aliases={name: _text(target) for name, target in content["aliases"].items()},
+        )
+        _require(_TOKEN.fullmatch(_text(manifest.token)), "token")
+        _require(type(manifest.world_size) is int and manifest.world_size > 0, "world_size")
+        _require(manifest.progress is None or isinstance(manifest.progress, dict), "progress")
+        _require(all(a not in tensors and name in tensors for a, name in manifest.aliases.items()), "aliases")
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise _damaged(path, f"{type(error).__name__} {error}") from error
+    return manifest
+
+
+def _facts(name: str, entry: Any) -> FileFacts:
+    size, checksum = entry["size"], _text(entry["xxh3_128"])
+    # No other names: a path would lead out of the folder.
+    _require(is_part(name) and name != MANIFEST, f"the file name {name!r}")
+    _require(type(size) is int and 0 <= size < 1 << 62 and _CHECKSUM.fullmatch(checksum), f"the file {name}")
+    return FileFacts(size, checksum)
+
+
+def _layout(name: str, entry: Any, files: Mapping[str, FileFacts]) -> TensorLayout:
+    dtype, shape = _text(entry["dtype"]), _sizes(entry["shape"])
+    chunks = []
+    for rank, offset, lengths in entry["chunks"]:
+        box = Box(_sizes(offset), _sizes(lengths))
+        _require(type(rank) is int and tensors_file(rank) in files, f"the rank {rank!r} of {name}")
+        _require(len(box.offset) == len(box.lengths) == len(shape), f"a chunk of {name}")
+        _require(box.volume * itemsize(dtype) <= files[tensors_file(rank)].size, f"the size of {name}")
+        chunks.append(Chunk(rank, box))
+    layout = TensorLayout(dtype, shape, tuple(chunks))
+    # A shape with a zero in it has no elements, and its other sizes must be possible all the same.
+    _require(math.prod(size for size in shape if size) * itemsize(dtype) < 1 << 62, f"the shape of {name}")
+    problem = uncovered(layout)
+    _require(problem is None, f"the tensor {name}: {problem}")
+    return layout
+
+
+def _sizes(numbers: Any) -> tuple[int, ...]:
+    _require(isinstance(numbers, list) and len(numbers) <= 64, f"the sizes {str(numbers)[:40]}")
+    _require(all(type(number) is int and 0 <= number < 1 << 62 for number in numbers), f"the sizes {str(numbers)[:40]}")
+    return tuple(numbers)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"text is expected, not {str(value)[:40]!r}")
+    return value
+
+
+def _require(is_right: Any, what: str) -> None:
+    if not is_right:
+        raise ValueError(f"{what} is wrong")
+
+
+def _damaged(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged: {why}", do="use another checkpoint")

@@ -1,0 +1,196 @@
+"""Which part of a tensor is where: boxes in a global shape, who writes each, and what is read to fill another box.
+
+Boxes are all that a layout is: a rank holds boxes, a checkpoint holds boxes, and a loading rank asks for boxes, whatever
+engine and number of ranks made them. ``torch.distributed.checkpoint``'s planners do the same sums on objects that hold file
+formats and pickled metadata; here they are sums on integers, which travel as JSON and are tested without processes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from echelon.base.errors import CheckpointError, DesyncError
+from echelon.checkpoint.tensor_file import itemsize
+
+__all__ = ["Box", "Chunk", "Overlap", "Part", "Piece", "TensorLayout", "box_of", "overlaps", "share_out", "uncovered"]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A part of a tensor: ``offset[d] <= index < offset[d] + lengths[d]`` in every dimension."""
+
+    offset: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def volume(self) -> int:
+        """Return the number of elements."""
+        return math.prod(self.lengths)
+
+    @staticmethod
+    def whole(shape: Sequence[int]) -> Box:
+        """Return the box that is all of a tensor."""
+        return Box((0,) * len(shape), tuple(shape))
+
+    def common(self, other: Box) -> Box | None:
+        """Return what both hold; None when that is nothing."""
+        offset = tuple(map(max, self.offset, other.offset))
+        ends = [min(a + n, b + m) for a, n, b, m in zip(self.offset, self.lengths, other.offset, other.lengths)]
+        lengths = tuple(end - start for start, end in zip(offset, ends))
+        return None if any(length <= 0 for length in lengths) else Box(offset, lengths)
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """Return the slices that cut this box out of a tensor that holds ``outer``."""
+        starts = [own - base for own, base in zip(self.offset, outer.offset)]
+        return tuple(slice(start, start + length) for start, length in zip(starts, self.lengths))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one rank has of one tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor, and the rank whose file holds it."""
+
+    rank: int
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """A tensor in a checkpoint: every element is in one chunk."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """What a chunk has of a box that is wanted: copy ``source`` of the chunk to ``target`` of the box."""
+
+    chunk: Chunk
+    source: tuple[slice, ...]
+    target: tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A rank's part of a tensor, for state that is no DTensor."""
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    values: torch.Tensor
+
+
+def box_of(tensor: torch.Tensor | Part) -> tuple[tuple[int, ...], Box, torch.Tensor]:
+    """Return the global shape of ``tensor``, the box of it that this rank has, and its values (sharing their memory).
+
+    Raises:
+        CheckpointError: a DTensor that is neither sharded into boxes nor replicated.
+    """
+    if isinstance(tensor, Part):
+        return tensor.shape, Box(tensor.offset, tuple(tensor.values.shape)), tensor.values.detach()
+    if not isinstance(tensor, DTensor):
+        return tuple(tensor.shape), Box.whole(tensor.shape), tensor.detach()
+    others = [placement for placement in tensor.placements if type(placement) not in (Shard, Replicate)]
+    if others:
+        raise CheckpointError(
+            f"a tensor of shape {tuple(tensor.shape)} is placed as {others[0]}: what this rank has of it is no box",
+            do="redistribute it to Shard or Replicate before it is saved",
+        )
+    local = tensor.to_local().detach()
+    lengths, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    assert tuple(local.shape) == tuple(lengths), (local.shape, lengths)
+    return tuple(tensor.shape), Box(tuple(offset), tuple(lengths)), local
+
+
+def share_out(pieces: Mapping[int, Iterable[Piece]]) -> dict[str, TensorLayout]:
+    """Decide which rank writes which box, each once: of equal ones, the rank that has the least to write.
+
+    Args:
+        pieces: of each rank; equal on all ranks, so that all decide the same.
+
+    Raises:
+        DesyncError: ranks disagree about the shape or dtype of a tensor.
+        CheckpointError: the boxes of a tensor overlap, or do not cover it.
+    """
+    first: dict[str, tuple[int, Piece]] = {}
+    holders: dict[tuple[str, Box], list[int]] = {}
+    for rank, own in sorted(pieces.items()):
+        for piece in own:
+            known_rank, known = first.setdefault(piece.name, (rank, piece))
+            if (known.dtype, known.shape) != (piece.dtype, piece.shape):
+                raise DesyncError(
+                    f"the tensor {piece.name} is {known.dtype} {list(known.shape)} on rank {known_rank} and "
+                    f"{piece.dtype} {list(piece.shape)} on rank {rank}",
+                    do="give every rank the same model and optimizer",
+                )
+            if piece.box.volume:  # ranks with nothing of a tensor are no holders of it
+                holders.setdefault((piece.name, piece.box), []).append(rank)
+
+    def num_bytes(item: tuple[tuple[str, Box], list[int]]) -> int:
+        (name, box), _ = item
+        return box.volume * itemsize(first[name][1].dtype)
+
+    load = dict.fromkeys(pieces, 0)
+    chunks: dict[str, list[Chunk]] = {name: [] for name in first}
+    # Boxes that one rank has, first; then the largest: what is left evens out.
+    for item in sorted(holders.items(), key=lambda item: (len(item[1]) > 1, -num_bytes(item))):
+        (name, box), ranks = item
+        writer = min(ranks, key=lambda rank: (load[rank], rank))
+        load[writer] += num_bytes(item)
+        chunks[name].append(Chunk(writer, box))
+    layouts = {}
+    for name, (_, piece) in sorted(first.items()):
+        ordered = tuple(sorted(chunks[name], key=lambda chunk: (chunk.box.offset, chunk.rank)))
+        layouts[name] = TensorLayout(piece.dtype, piece.shape, ordered)
+        problem = uncovered(layouts[name])
+        if problem is not None:
+            raise CheckpointError(
+                f"the tensor {name} of shape {list(piece.shape)} cannot be saved: {problem}",
+                do="save on all ranks, the same state on each; to save on each machine, every machine must have all of it",
+            )
+    return layouts
+
+
+def uncovered(layout: TensorLayout) -> str | None:
+    """Return what is wrong when the chunks do not hold every element once; None when they do."""
+    shape = Box.whole(layout.shape)
+    boxes = [chunk.box for chunk in layout.chunks]
+    for box in boxes:
+        if len(box.offset) != len(layout.shape) or box.common(shape) != box:
+            return f"the box at {list(box.offset)} of {list(box.lengths)} is not inside it"
+    # A sweep along the dimension that is cut most: only boxes that it crosses at once can overlap.
+    dims = range(len(layout.shape))
+    cut = max(dims, key=lambda dim: len({box.offset[dim] for box in boxes}), default=None)
+    crossed: list[Box] = []
+    for box in boxes if cut is None else sorted(boxes, key=lambda box: box.offset[cut]):
+        if cut is not None:
+            crossed = [other for other in crossed if other.offset[cut] + other.lengths[cut] > box.offset[cut]]
+        if any(other.common(box) is not None for other in crossed):
+            return f"the box at {list(box.offset)} of {list(box.lengths)} is there twice, in part or whole"
+        crossed.append(box)
+    held = sum(box.volume for box in boxes)
+    return None if held == shape.volume else f"{held} of its {shape.volume} elements are held"
+
+
+def overlaps(layout: TensorLayout, box: Box) -> Iterator[Overlap]:
+    """Yield what each chunk has of ``box``; together it is all of it."""
+    for chunk in layout.chunks:
+        common = chunk.box.common(box)
+        if common is not None:
+            yield Overlap(chunk, common.within(chunk.box), common.within(box))

@@ -1,0 +1,406 @@
+"""Saving: what each rank writes, and the steps that all ranks take together."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from echelon._version import __version__
+from echelon.base.errors import CheckpointError, EchelonError
+from echelon.checkpoint import typed_json
+from echelon.checkpoint.commit import begin, commit, discard, new_token, require_replaceable
+from echelon.checkpoint.manifest import (
+    OBJECTS,
+    Manifest,
+    chunk_key,
+    is_part,
+    rank_objects_file,
+    read_manifest,
+    tensors_file,
+)
+from echelon.checkpoint.regions import Box, Part, Piece, TensorLayout, box_of, share_out
+from echelon.checkpoint.storage import LocalStorage, Storage
+from echelon.checkpoint.tensor_file import FileFacts, require_dtype, write_file, write_tensors
+from echelon.distributed.wire import gather_bytes
+from echelon.world.world import World
+
+__all__ = ["Content", "Gather", "Save", "SaveFailedError", "begin_save", "save", "together"]
+
+Gather = Callable[[bytes], list[bytes]]
+"""Brings the bytes of each rank to all, in rank order."""
+
+
+class SaveFailedError(CheckpointError):
+    """The file system of some rank said no; every rank raises it, and the checkpoints that were there are untouched."""
+
+
+_PATIENCE_S = 5.0  # what a network file system may need to show a new folder to another machine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """What is saved."""
+
+    tensors: Mapping[str, torch.Tensor | Part] = field(default_factory=dict)
+    """This rank's: whole tensors, DTensors, or parts; equal names are one tensor on all ranks."""
+    objects: Mapping[str, Any] = field(default_factory=dict)
+    """Plain data and tensors, one for all ranks; those of the first rank count."""
+    rank_objects: Mapping[str, Any] = field(default_factory=dict)
+    """Plain data and tensors of this rank alone."""
+    progress: Mapping[str, Any] | None = None
+    config: Any = None
+    layout: Any = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Save:
+    """A save that has begun: everything is decided, nothing of the state is written yet."""
+
+    target: Path
+    folder: Path
+    token: str
+    rank: int
+    crew: Sequence[int]
+    """The ranks that write into this folder; the first makes it a checkpoint."""
+    tensors: list[tuple[str, torch.Tensor]]
+    """What this rank writes, by the names in its file: the tensors themselves, which must not change until it is done."""
+    objects: dict[str, bytes]
+    """The other files that this rank writes."""
+    manifest: Manifest
+    """Without the files."""
+    storage: Storage
+    is_part: Callable[[str], bool]
+    fence: Callable[[], None] | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Return what this rank writes, about."""
+        return sum(t.numel() * t.element_size() for _, t in self.tensors) + sum(map(len, self.objects.values()))
+
+    def finish(self, gather: Gather = gather_bytes) -> Path:
+        """Write, and make the folder the checkpoint; return its path when it is on the disks.
+
+        Collective: every rank; by ``gather`` alone, so that it may run in a thread with a ``gather`` of its own.
+
+        Raises:
+            CheckpointError: a rank could not write; they are named, and what was there before is untouched.
+        """
+        try:
+            files = together(f"writing {self.target}", self._or_checkpoint_error(self._write), gather)
+            together(f"renaming {self.folder}", self._or_checkpoint_error(lambda: self._commit(files)), gather)
+        except BaseException:
+            self.give_up()
+            raise
+        return self.target
+
+    def _write(self) -> dict[str, list[Any]]:
+        files = {}
+        if self.tensors:
+            name = tensors_file(self.rank)
+            files[name] = write_tensors(self.storage, self.folder / name, self.tensors)
+        for name, content in self.objects.items():
+            files[name] = write_file(self.storage, self.folder / name, [content])
+        return {name: [facts.size, facts.xxh3_128] for name, facts in files.items()}
+
+    def _commit(self, files: Sequence[dict[str, list[Any]]]) -> None:
+        if self.rank != self.crew[0]:
+            return
+        merged = {name: FileFacts(*facts) for rank in self.crew for name, facts in files[rank].items()}
+        commit(
+            self.storage,
+            self.folder,
+            self.target,
+            manifest=replace(self.manifest, files=merged).to_bytes(),
+            is_part=self.is_part,
+            fence=self.fence,
+        )
+
+    def _or_checkpoint_error(self, action: Callable[[], Any]) -> Callable[[], Any]:
+        """Return ``action`` with the file system's errors in words that say how much is missing."""
+
+        def run() -> Any:
+            try:
+                return action()
+            except OSError as error:
+                raise SaveFailedError(
+                    f"{self.target} could not be saved: {error}{self._missing_bytes()}",
+                    do="free space on the disk, or look at what the system says of it; the checkpoints that were there "
+                    "are untouched",
+                ) from error
+
+        return run
+
+    def _missing_bytes(self) -> str:
+        try:
+            free = self.storage.free_bytes(self.folder.parent)
+        except OSError:
+            return ""
+        names = [tensors_file(self.rank), *self.objects]
+        missing = self.num_bytes - sum(self._written_bytes(self.folder / name) for name in names) - free
+        lacks = f": {missing:,} bytes are missing" if missing > 0 else ""
+        return f" (rank {self.rank} writes {self.num_bytes:,} bytes, {free:,} are free{lacks})"
+
+    def _written_bytes(self, path: Path) -> int:
+        try:
+            handle = self.storage.open(path)
+        except OSError:
+            return 0
+        try:
+            return self.storage.size(handle)
+        finally:
+            self.storage.close(handle)
+
+    def leave_out(self, prefix: str) -> None:
+        """Do not write the tensors whose names begin with ``prefix``. The same on every rank."""
+        kept = {name: layout for name, layout in self.manifest.tensors.items() if not name.startswith(prefix)}
+        aliases = {name: target for name, target in self.manifest.aliases.items() if target in kept}
+        self.manifest = replace(self.manifest, tensors=kept, aliases=aliases)
+        self.tensors = [(name, tensor) for name, tensor in self.tensors if not name.startswith(prefix)]
+
+    def give_up(self) -> None:
+        """Remove what was written, unless the names have changed already: then the folder may hold the old checkpoint."""
+        if self.rank == self.crew[0] and not self._is_in_place():
+            _remove(self.storage, self.folder)
+
+    def _is_in_place(self) -> bool:
+        try:
+            return read_manifest(self.storage, self.target).token == self.token
+        except CheckpointError:
+            return False
+
+
+def together(what: str, action: Callable[[], Any], gather: Gather) -> list[Any]:
+    """Do ``action`` on every rank and return the results (plain JSON) of all; where some ranks fail, all raise.
+
+    Collective: every rank, by ``gather`` alone; ``action`` must not communicate.
+
+    Raises:
+        CheckpointError: other ranks failed, and they are named; a rank that failed raises its own error.
+    """
+    failure: Exception | None = None
+    result = None
+    try:
+        result = action()
+    except Exception as error:  # noqa: BLE001 - raised below, when the other ranks know
+        failure = error
+    note = None if failure is None else failure.what if isinstance(failure, EchelonError) else repr(failure)
+    mine = {"result": result, "failure": note, "is_storage": isinstance(failure, SaveFailedError)}
+    outcomes = [json.loads(told) for told in gather(json.dumps(mine).encode())]
+    failed = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome["failure"] is not None}
+    if not failed:
+        return [outcome["result"] for outcome in outcomes]
+    is_storage = all(outcome["is_storage"] for outcome in failed.values())
+    if failure is not None and isinstance(failure, SaveFailedError) == is_storage:
+        raise failure
+    listing = "\n".join(f"    rank {rank}: {outcome['failure']}" for rank, outcome in failed.items())
+    kind = SaveFailedError if is_storage else CheckpointError
+    raise kind(f"{what} failed on other ranks\n{listing}", do="mend the error of the ranks named") from failure
+
+
+def save(target: Path, content: Content, *, world: World, **options: Any) -> Path:
+    """Save ``content`` as the checkpoint ``target`` and return its path when it is on the disks; options: ``begin_save``.
+
+    Collective: every rank.
+    """
+    begun = begin_save(target, content, world=world, **options)
+    return begun.finish(options.get("gather", gather_bytes))
+
+
+def begin_save(
+    target: Path,
+    content: Content,
+    *,
+    world: World,
+    storage: Storage | None = None,
+    is_part: Callable[[str], bool] = is_part,
+    fence: Callable[[], None] | None = None,
+    on_each_node: bool = False,
+    gather: Gather = gather_bytes,
+) -> Save:
+    """Decide with all ranks what each writes, and make the folder.
+
+    Args:
+        target: where the checkpoint goes; one that is there is replaced when the new one is whole.
+        content: of this rank.
+        world: of this process.
+        storage: where; None: the file systems of this machine.
+        is_part: tells by its name whether a file in an old ``target`` belongs to it; other files are kept.
+        fence: raises when this run may not write here any more (``RunLock.require``); asked on the first rank.
+        on_each_node: every machine keeps a checkpoint of its own; for machines that share no files.
+        gather: how the ranks talk.
+
+    Collective: every rank.
+
+    Raises:
+        CheckpointError: something cannot be saved, or the ranks do not see one folder.
+        UsageError: ``target`` cannot be replaced.
+        DesyncError: the ranks have different tensors under one name.
+    """
+    storage = storage or LocalStorage()
+    target = target.resolve()
+    is_first = world.rank == 0 or (on_each_node and world.is_local_rank_zero)
+    own = _Own()
+    announced = together(f"saving {target}", lambda: own.collect(content, world, is_first=is_first), gather)
+    nodes = [each["node"] for each in announced]
+    crew = [rank for rank, node in enumerate(nodes) if node == world.node_rank or not on_each_node]
+    token: str = announced[0]["token"]
+    aliases = _common_aliases([announced[rank] for rank in crew])
+    layouts: dict[str, TensorLayout] = {}
+    folder = target.parent / f"{target.name}.tmp-{token}"
+
+    def make_folder() -> None:
+        layouts.update(share_out({rank: _pieces(announced[rank], without=aliases) for rank in crew}))
+        require_replaceable(storage, target)
+        if is_first:
+            begin(storage, target, token)
+
+    try:
+        together(f"making {folder}", make_folder, gather)
+        _require_shared(storage, folder, announced, crew, gather)
+    except BaseException:
+        if is_first:
+            _remove(storage, folder)
+        raise
+    return Save(
+        target=target,
+        folder=folder,
+        token=token,
+        rank=world.rank,
+        crew=crew,
+        tensors=own.to_write(layouts, world.rank),
+        objects={
+            **({OBJECTS: own.objects} if is_first else {}),
+            **({rank_objects_file(world.rank): own.rank_objects} if content.rank_objects else {}),
+        },
+        manifest=Manifest(
+            token=token,
+            created=announced[0]["created"],
+            written_by=f"echelon {__version__}",
+            world_size=world.world_size,
+            progress=content.progress,
+            config=content.config,
+            layout=content.layout,
+            files={},
+            tensors=layouts,
+            aliases=aliases,
+        ),
+        storage=storage,
+        is_part=is_part,
+        fence=fence,
+    )
+
+
+class _Own:
+    """What this rank has."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+        self.objects = self.rank_objects = b""
+
+    def collect(self, content: Content, world: World, *, is_first: bool) -> dict[str, Any]:
+        """Take ``content`` apart, and return what the other ranks must know of it."""
+        tensors: dict[str, torch.Tensor | Part] = dict(content.tensors)
+
+        def put_tensor(name: str, tensor: torch.Tensor) -> None:
+            if name in tensors:
+                raise CheckpointError(f"two tensors are named {name!r}", do="give one of them another name")
+            tensors[name] = tensor
+
+        # What is one for all ranks is the first one's; of the others it is only looked at.
+        objects = {
+            name: typed_json.encode(value, name=name, put_tensor=put_tensor if is_first else lambda *_: None)
+            for name, value in content.objects.items()
+        }
+        rank_objects = {
+            name: typed_json.encode(value, name=f"rank {world.rank} {name}", put_tensor=put_tensor)
+            for name, value in content.rank_objects.items()
+        }
+        for name in ("progress", "config", "layout"):  # of the manifest, which is written when everything else is
+            typed_json.encode(getattr(content, name), name=name)
+        self.objects, self.rank_objects = typed_json.to_bytes(objects), typed_json.to_bytes(rank_objects)
+        pieces, aliases = [], {}
+        seen: dict[Any, str] = {}
+        for name, tensor in tensors.items():
+            shape, box, values = box_of(tensor)
+            dtype = str(values.dtype).removeprefix("torch.")
+            require_dtype(dtype)
+            if values.device.type == "meta":
+                raise CheckpointError(f"{name} has no values: it is on the meta device", do="load the weights first")
+            self._tensors[name] = values
+            pieces.append([name, dtype, shape, box.offset, box.lengths])
+            view = (values.device, values.data_ptr(), dtype, shape, box, values.stride())
+            if values.numel() and seen.setdefault(view, name) != name:
+                aliases[name] = seen[view]
+        return {
+            "token": new_token(),
+            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "node": world.node_rank,
+            "host": socket.gethostname(),
+            "pieces": pieces,
+            "aliases": aliases,
+        }
+
+    def to_write(self, layouts: Mapping[str, TensorLayout], rank: int) -> list[tuple[str, torch.Tensor]]:
+        """Return what ``rank`` writes, by the names in its file."""
+        return [
+            (chunk_key(name, layout, chunk), self._tensors[name])
+            for name, layout in layouts.items()
+            for chunk in layout.chunks
+            if chunk.rank == rank
+        ]
+
+
+def _common_aliases(announced: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Return the further names of tensors on which all ranks that have them agree."""
+    has = [{piece[0] for piece in each["pieces"]} for each in announced]
+    return {
+        name: target
+        for name, target in announced[0]["aliases"].items()
+        if all(each["aliases"].get(name) == target for each, names in zip(announced, has) if name in names)
+    }
+
+
+def _pieces(announced: dict[str, Any], *, without: Mapping[str, str]) -> list[Piece]:
+    return [
+        Piece(name, dtype, tuple(shape), Box(tuple(offset), tuple(lengths)))
+        for name, dtype, shape, offset, lengths in announced["pieces"]
+        if name not in without
+    ]
+
+
+def _require_shared(
+    storage: Storage, folder: Path, announced: Sequence[dict[str, Any]], crew: Sequence[int], gather: Gather
+) -> None:
+    """Raise on every rank unless all ranks of the crew see the folder that the first has made.
+
+    Collective: every rank.
+    """
+    deadline = time.monotonic() + _PATIENCE_S
+    while storage.kind(folder) is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    seen = gather(b"1" if storage.kind(folder) == "folder" else b"0")
+    blind = [rank for rank in crew if seen[rank] != b"1"]
+    if blind:
+        hosts = ", ".join(f"rank {rank} on {announced[rank]['host']}" for rank in blind)
+        raise CheckpointError(
+            f"{folder.parent} is not one folder for all ranks: rank {crew[0]} on {announced[crew[0]]['host']} has made "
+            f"{folder.name} in it, and these do not see it: {hosts}",
+            do="give a folder that all machines share, or save_on_each_node=True (ProjectConfiguration) when every machine "
+            "has the whole state",
+        )
+
+
+def _remove(storage: Storage, folder: Path) -> None:
+    try:
+        if storage.kind(folder) == "folder":
+            discard(storage, folder)
+    except OSError:
+        return  # the error that brought us here is the one to show; the next start of the run removes the rest

@@ -1,0 +1,230 @@
+"""Tensors in one file, in the safetensors format: written as a stream, checksummed on the way, read in slices.
+
+The library safetensors writes files itself, so that they could be neither synced nor counted; its format is eight bytes
+of length, a JSON header, and the tensors' bytes. Files written here are read by it, and by every other reader.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from echelon.base.errors import CheckpointError
+from echelon.checkpoint.storage import Storage
+from echelon.checkpoint.typed_json import from_bytes
+
+__all__ = [
+    "FileFacts",
+    "Stored",
+    "checksum_of",
+    "itemsize",
+    "read_header",
+    "require_dtype",
+    "write_file",
+    "write_tensors",
+]
+
+BLOCK_BYTES = 4 << 20  # a block that was just written is still in the processor's cache when it is hashed
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of safetensors' own reader."""
+
+_NAMES: Mapping[str, str] = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+# The format has no name for these in all of its versions: their bytes, with one more dimension.
+_AS_BYTES = frozenset({"complex32", "complex64", "complex128", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"})
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """What is known of a file when it was written."""
+
+    size: int
+    xxh3_128: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where a tensor is in its file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    """In bytes from the start of the file."""
+
+
+def itemsize(dtype: str) -> int:
+    """Return the bytes of one element of a torch dtype, by its name."""
+    return int(require_dtype(dtype).itemsize)
+
+
+def require_dtype(name: str) -> torch.dtype:
+    """Return the dtype of torch with this name.
+
+    Raises:
+        CheckpointError: a checkpoint holds no such tensors.
+    """
+    if name not in _NAMES and name not in _AS_BYTES:
+        raise CheckpointError(f"a checkpoint holds no tensors of dtype {name!r}", do="convert it to another dtype")
+    dtype: torch.dtype | None = getattr(torch, name, None)
+    if dtype is None:
+        raise CheckpointError(f"this version of torch has no dtype {name!r}", do="use a newer torch")
+    return dtype
+
+
+def stored_form(dtype: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+    """Return the dtype and shape that stand in the header for a tensor."""
+    return (_NAMES[dtype], tuple(shape)) if dtype in _NAMES else ("U8", (*shape, itemsize(dtype)))
+
+
+def write_tensors(storage: Storage, path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> FileFacts:
+    """Write ``tensors`` by name to a new file, and return when it is on the disk.
+
+    A tensor on another device is brought to the host alone, one after the other.
+    """
+    # The widest first: then each starts at a multiple of its element's size, as readers that map files like it.
+    ordered = sorted(tensors, key=lambda item: (-item[1].element_size(), item[0]))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in ordered:
+        kind, shape = stored_form(str(tensor.dtype).removeprefix("torch."), tensor.shape)
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+    if len(header) != len(ordered) + 1:
+        raise CheckpointError(
+            f"two tensors in {path.name} would have one name", do="leave out '|' and '__metadata__' in names of tensors"
+        )
+    text = json.dumps(header, separators=(",", ":")).encode("utf-8")
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{path.name} would hold {len(ordered)} tensors, more than its header can name", do="use more ranks"
+        )
+    return write_file(storage, path, (struct.pack("<Q", len(text)) + text, *map(_Bytes, (t for _, t in ordered))))
+
+
+class _Bytes:
+    """The bytes of a tensor, made when they are asked for."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def get(self) -> memoryview:
+        on_host = self._tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+        return on_host.reshape(-1).view(torch.uint8).numpy().data
+
+
+def write_file(storage: Storage, path: Path, contents: Iterable[bytes | _Bytes]) -> FileFacts:
+    """Write a new file, and return when it is on the disk."""
+    checksum = xxhash.xxh3_128()
+    size = 0
+    handle = storage.create(path)
+    try:
+        for content in contents:
+            data = memoryview(content) if isinstance(content, bytes) else content.get()
+            for start in range(0, len(data), BLOCK_BYTES):
+                block = data[start : start + BLOCK_BYTES]
+                storage.write(handle, block)
+                checksum.update(block)
+            size += len(data)
+        storage.sync(handle)
+    finally:
+        storage.close(handle)
+    return FileFacts(size, checksum.hexdigest())
+
+
+def checksum_of(storage: Storage, path: Path, *, expected_bytes: int) -> str | None:
+    """Return the checksum of a file; None when its size is another than expected, and then nothing is read."""
+    handle = storage.open(path)
+    try:
+        if storage.size(handle) != expected_bytes:
+            return None
+        checksum = xxhash.xxh3_128()
+        buffer = memoryview(bytearray(min(BLOCK_BYTES, expected_bytes)))
+        for start in range(0, expected_bytes, BLOCK_BYTES):
+            block = buffer[: min(BLOCK_BYTES, expected_bytes - start)]
+            storage.read(handle, start, block)
+            checksum.update(block)
+        return checksum.hexdigest()
+    finally:
+        storage.close(handle)
+
+
+def read_header(storage: Storage, handle: int, *, source: str) -> dict[str, Stored]:
+    """Return where each tensor of an open file is.
+
+    Raises:
+        CheckpointError: it is no safetensors file, or its tensors overlap or do not fill it.
+    """
+    size = storage.size(handle)
+    start = bytearray(8)
+    if size >= 8:
+        storage.read(handle, 0, memoryview(start))
+    (length,) = struct.unpack("<Q", start)
+    if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+        raise _malformed(source, f"its header has {length} bytes, and the file {size}")
+    text = bytearray(length)
+    storage.read(handle, 8, memoryview(text))
+    header = from_bytes(bytes(text), source=source)
+    if not isinstance(header, dict):
+        raise _malformed(source, "its header is no object")
+    header.pop("__metadata__", None)
+    found: dict[str, Stored] = {}
+    spans = []
+    for name, entry in header.items():
+        stored, end = _entry(entry, source, base=8 + length)
+        found[name] = stored
+        spans.append((stored.begin, end))
+    position = 8 + length
+    for begin, end in sorted(spans):
+        if begin != position:
+            raise _malformed(
+                source, f"bytes {min(begin, position)} to {max(begin, position)} are in no tensor, or in two"
+            )
+        position = end
+    if position != size:
+        raise _malformed(source, f"its tensors end at byte {position}, and the file at {size}")
+    return found
+
+
+def _entry(entry: Any, source: str, *, base: int) -> tuple[Stored, int]:
+    try:
+        kind, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        width = _WIDTHS[kind]
+        numbers = [*shape, begin, end]
+    except (KeyError, TypeError, ValueError) as error:
+        raise _malformed(source, f"an entry of its header is {str(entry)[:80]}") from error
+    if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
+        raise _malformed(source, f"an entry of its header is {str(entry)[:80]}")
+    if end - begin != math.prod(shape) * width:
+        raise _malformed(source, f"a {kind} of shape {shape} has {end - begin} bytes")
+    return Stored(kind, tuple(shape), base + begin), base + end
+
+
+def _malformed(source: str, why: str) -> CheckpointError:
+    return CheckpointError(f"{source} is no file of tensors: {why}", do="use another checkpoint")
+
+
+_WIDTHS: Mapping[str, int] = {name: itemsize(dtype) for dtype, name in _NAMES.items() if hasattr(torch, dtype)}

@@ -1,0 +1,310 @@
+"""Plain data of Python as JSON that keeps its types: reading it back makes values, and can run no code."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import datetime
+import json
+import math
+import re
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+import torch
+
+from echelon.base.errors import CheckpointError
+
+__all__ = ["MAX_DEPTH", "decode", "encode", "from_bytes", "to_bytes"]
+
+MAX_DEPTH = 64
+"""How deep lists and dicts may be nested in what is saved."""
+
+_MAX_BITS = 4096  # Python reads and writes no numbers of more than 4300 digits
+_ARRAY_DTYPE = re.compile(r"[<>|=]?(b1|[biufcSU]\d{1,9}|[mM]8(\[\d{0,9}[a-zA-Z]{1,2}\])?)")
+_FACTORIES: Mapping[str, Callable[[], Any]] = {kind.__name__: kind for kind in (int, float, str, list, dict, set)}
+_PLAIN = "numbers, text, bytes, lists, tuples, sets, dicts, dates, paths, numpy arrays and tensors"
+
+
+def to_bytes(encoded: Any) -> bytes:
+    """Return JSON text in UTF-8, the same for equal values; ``encoded`` is what ``encode`` returned."""
+    return json.dumps(encoded, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode("ascii")
+
+
+def from_bytes(text: bytes, *, source: str) -> Any:
+    """Return what JSON text says, before ``decode``; ``source`` names it in errors.
+
+    Raises:
+        CheckpointError: it is no JSON, says one key twice, or is nested too deep.
+    """
+    try:
+        return json.loads(text.decode("utf-8"), object_pairs_hook=_object, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        why = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
+        raise CheckpointError(f"{source} cannot be read: {why}", do="use another checkpoint") from error
+
+
+def encode(value: Any, *, name: str, put_tensor: Callable[[str, torch.Tensor], None] | None = None) -> Any:
+    """Return ``value`` as JSON knows it; tensors go to ``put_tensor``, by the names that stand in their place.
+
+    Args:
+        value: plain data.
+        name: of the value, in errors and in the names of its tensors.
+        put_tensor: keeps a tensor under a name; None: tensors are refused.
+
+    Raises:
+        CheckpointError: something in it is no plain data; the error says where.
+    """
+    return _encode(value, name, 0, put_tensor)
+
+
+def decode(value: Any, *, source: str, get_tensor: Callable[[str], torch.Tensor] | None = None) -> Any:
+    """Return what ``encode`` was given.
+
+    Args:
+        value: as ``from_bytes`` returned it.
+        source: names the file in errors.
+        get_tensor: returns a tensor by its name; None: there are none.
+
+    Raises:
+        CheckpointError: it is not of this form.
+    """
+    try:
+        return _decode(value, get_tensor)
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError, binascii.Error) as error:
+        raise CheckpointError(f"{source} cannot be read: {error}", do="use another checkpoint") from error
+
+
+# ---- encode ----------------------------------------------------------------------------------------------------------
+
+
+def _encode(value: Any, name: str, depth: int, put_tensor: Callable[[str, torch.Tensor], None] | None) -> Any:
+    # By the exact type: a subclass (an enum, a named tuple) would come back as something else.
+    kind = type(value)
+    if value is None or kind in (bool, str) or (kind is int and value.bit_length() <= _MAX_BITS):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if depth > MAX_DEPTH:
+        raise CheckpointError(
+            f"{name} is nested deeper than {MAX_DEPTH} levels, or holds itself", do="save a flatter structure"
+        )
+
+    def inner(item: Any, step: str) -> Any:
+        return _encode(item, f"{name}{step}", depth + 1, put_tensor)
+
+    if kind is list:
+        return [inner(item, f"[{i}]") for i, item in enumerate(value)]
+    if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
+        return {key: inner(item, f"[{key!r}]") for key, item in value.items()}
+    if kind in _PAIRS:
+        return {_PAIRS[kind]: [[inner(key, ".keys()"), inner(item, f"[{key!r}]")] for key, item in value.items()]}
+    if kind is defaultdict and (value.default_factory is None or value.default_factory in _FACTORIES.values()):
+        factory = None if value.default_factory is None else value.default_factory.__name__
+        return {"$default_dict": [factory, inner(dict(value), "")]}
+    if kind in (tuple, torch.Size):
+        return {_NAMES[kind]: [inner(item, f"[{i}]") for i, item in enumerate(value)]}
+    if kind in (set, frozenset):
+        return {_NAMES[kind]: sorted((inner(item, " (an item)") for item in value), key=to_bytes)}
+    if kind is deque:
+        return {"$deque": [value.maxlen, [inner(item, f"[{i}]") for i, item in enumerate(value)]]}
+    if put_tensor is not None and isinstance(value, torch.Tensor):
+        put_tensor(name, value)
+        return {"$tensor": name}
+    encoded = _encode_leaf(value)
+    if encoded is None:
+        what = "a tensor" if isinstance(value, torch.Tensor) else f"a {kind.__module__}.{kind.__qualname__}"
+        raise CheckpointError(
+            f"{name} is {what}, which is not plain data: it could not be read back without running code",
+            do=f"save {_PLAIN}",
+        )
+    return encoded
+
+
+def _encode_leaf(value: Any) -> dict[str, Any] | None:
+    kind = type(value)
+    if kind is bytes:
+        return {"$bytes": base64.b64encode(value).decode("ascii")}
+    if kind is complex:
+        return {"$complex": [_encode(part, "", 0, None) for part in (value.real, value.imag)]}
+    if isinstance(value, np.generic) and _ARRAY_DTYPE.fullmatch(value.dtype.str):
+        return {"$scalar": [value.dtype.str, base64.b64encode(value.tobytes()).decode("ascii")]}
+    if kind is np.ndarray and _ARRAY_DTYPE.fullmatch(value.dtype.str):
+        data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode("ascii")
+        return {"$array": [value.dtype.str, list(value.shape), data]}
+    if kind is torch.dtype:
+        return {"$torch_dtype": str(value).removeprefix("torch.")}
+    if kind is torch.device:
+        return {"$device": str(value)}
+    if kind in (datetime.datetime, datetime.date, datetime.time):
+        return {f"${kind.__name__}": value.isoformat()}
+    if kind is datetime.timedelta:
+        return {"$timedelta": [value.days, value.seconds, value.microseconds]}
+    if isinstance(value, PurePath):
+        return {"$path": str(value)}
+    return None
+
+
+# ---- decode ----------------------------------------------------------------------------------------------------------
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is there twice")
+    return found
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _decode(value: Any, get_tensor: Callable[[str], torch.Tensor] | None) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, get_tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    typed = [key for key in value if key.startswith("$")]
+    if not typed:
+        return {key: _decode(item, get_tensor) for key, item in value.items()}
+    if len(value) != 1:
+        raise ValueError(f"{typed[0]!r} stands beside other keys")
+    kind, content = typed[0], value[typed[0]]
+    if kind == "$tensor":
+        if get_tensor is None or not isinstance(content, str):
+            raise ValueError("it names a tensor where there is none")
+        return get_tensor(content)
+    if kind not in _DECODERS:
+        raise ValueError(f"there is no type {kind!r}")
+    if kind in _CONTAINERS:
+        content = _decode(content, get_tensor)
+    return _DECODERS[kind](content)
+
+
+def _list(content: Any, *, of: int | None = None) -> list[Any]:
+    if not isinstance(content, list) or (of is not None and len(content) != of):
+        raise ValueError(f"a list{'' if of is None else f' of {of}'} is expected, not {str(content)[:60]!r}")
+    return content
+
+
+def _pairs(content: Any) -> Iterable[tuple[Any, Any]]:
+    for pair in _list(content):
+        key, item = _list(pair, of=2)
+        yield key, item
+
+
+def _text(content: Any) -> str:
+    if not isinstance(content, str):
+        raise ValueError(f"text is expected, not {str(content)[:60]!r}")
+    return content
+
+
+def _raw(content: Any) -> bytes:
+    return base64.b64decode(_text(content), validate=True)
+
+
+def _special_float(content: Any) -> float:
+    if content not in ("nan", "inf", "-inf"):
+        raise ValueError(f"{content!r} is no float of this form")
+    return float(content)
+
+
+def _default_dict(content: Any) -> defaultdict[Any, Any]:
+    factory, items = _list(content, of=2)
+    if not isinstance(items, dict):
+        raise ValueError("a default_dict holds a dict")
+    return defaultdict(None if factory is None else _FACTORIES[factory], items)
+
+
+def _deque(content: Any) -> deque[Any]:
+    limit, items = _list(content, of=2)
+    return deque(_list(items), maxlen=limit)
+
+
+def _numpy_dtype(content: Any) -> np.dtype[Any]:
+    if not _ARRAY_DTYPE.fullmatch(_text(content)):
+        raise ValueError(f"{content!r} is no dtype of plain data")
+    dtype: np.dtype[Any] = np.dtype(content)
+    return dtype
+
+
+def _array(content: Any) -> np.ndarray[Any, Any]:
+    dtype, shape, data = _list(content, of=3)
+    if not all(type(size) is int and size >= 0 for size in _list(shape)):
+        raise ValueError(f"{shape!r} is no shape")
+    return np.frombuffer(_raw(data), dtype=_numpy_dtype(dtype)).reshape(shape).copy()
+
+
+def _scalar(content: Any) -> Any:
+    dtype, data = _list(content, of=2)
+    (scalar,) = np.frombuffer(_raw(data), dtype=_numpy_dtype(dtype))
+    return scalar
+
+
+def _complex(content: Any) -> complex:
+    real, imaginary = _list(content, of=2)
+    return complex(real, imaginary)
+
+
+def _torch_dtype(content: Any) -> torch.dtype:
+    dtype = getattr(torch, _text(content), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{content!r} is no dtype")
+    return dtype
+
+
+def _device(content: Any) -> torch.device:
+    try:
+        return torch.device(_text(content))
+    except RuntimeError as error:
+        raise ValueError(f"{content!r} is no device") from error
+
+
+def _timedelta(content: Any) -> datetime.timedelta:
+    days, seconds, microseconds = _list(content, of=3)
+    return datetime.timedelta(days=days, seconds=seconds, microseconds=microseconds)
+
+
+_PAIRS: Mapping[type, str] = {dict: "$dict", OrderedDict: "$ordered_dict", Counter: "$counter"}
+_NAMES: Mapping[type, str] = {tuple: "$tuple", torch.Size: "$size", set: "$set", frozenset: "$frozenset"}
+_DECODERS: Mapping[str, Callable[[Any], Any]] = {
+    "$dict": lambda content: dict(_pairs(content)),
+    "$ordered_dict": lambda content: OrderedDict(_pairs(content)),
+    "$counter": lambda content: Counter(dict(_pairs(content))),
+    "$default_dict": _default_dict,
+    "$tuple": lambda content: tuple(_list(content)),
+    "$size": lambda content: torch.Size(_list(content)),
+    "$set": lambda content: set(_list(content)),
+    "$frozenset": lambda content: frozenset(_list(content)),
+    "$deque": _deque,
+    "$float": _special_float,
+    "$complex": _complex,
+    "$bytes": _raw,
+    "$scalar": _scalar,
+    "$array": _array,
+    "$torch_dtype": _torch_dtype,
+    "$device": _device,
+    "$datetime": lambda content: datetime.datetime.fromisoformat(_text(content)),
+    "$date": lambda content: datetime.date.fromisoformat(_text(content)),
+    "$time": lambda content: datetime.time.fromisoformat(_text(content)),
+    "$timedelta": _timedelta,
+    "$path": lambda content: Path(_text(content)),
+}
+_CONTAINERS = frozenset(
+    {
+        "$dict",
+        "$ordered_dict",
+        "$counter",
+        "$default_dict",
+        "$tuple",
+        "$size",
+        "$set",
+        "$frozenset",
+        "$deque",
+        "$complex",
+    }
+)

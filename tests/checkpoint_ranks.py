@@ -1,0 +1,113 @@
+"""Ranks of a checkpoint as threads of one process, and a guard against code and files that a checkpoint must not touch."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from echelon.checkpoint.save import Content, Gather, save
+from echelon.checkpoint.storage import Storage
+from echelon.world.world import World
+
+_WATCHED: list[Callable[[str, tuple[Any, ...]], None]] = []
+_INSTALLED: list[bool] = []
+
+
+def world_of_threads(rank: int, world_size: int) -> World:
+    return World(
+        rank=rank,
+        local_rank=rank,
+        world_size=world_size,
+        local_world_size=world_size,
+        node_rank=0,
+        device=torch.device("cpu"),
+        backend="gloo",
+    )
+
+
+def gathers(world_size: int) -> list[Gather]:
+    """Return how ranks talk that are threads."""
+    barrier = threading.Barrier(world_size, timeout=30)
+    told: list[bytes] = [b""] * world_size
+
+    def of(rank: int) -> Gather:
+        def gather(payload: bytes) -> list[bytes]:
+            told[rank] = payload
+            barrier.wait()
+            result = list(told)
+            barrier.wait()
+            return result
+
+        return gather
+
+    return [of(rank) for rank in range(world_size)]
+
+
+def on_threads(run: Callable[[World, Gather], Any], world_size: int) -> list[Any]:
+    """Call ``run`` on each rank, and return the results; the first error is raised."""
+    results: list[Any] = [None] * world_size
+    errors: dict[int, BaseException] = {}
+
+    def one(rank: int, gather: Gather) -> None:
+        try:
+            results[rank] = run(world_of_threads(rank, world_size), gather)
+        except BaseException as error:  # noqa: BLE001 - raised below, in the test's own thread
+            errors[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank, gather)) for rank, gather in enumerate(gathers(world_size))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[min(errors)]
+    return results
+
+
+def content_of(step: int, rank: int) -> Content:
+    """Return a small state that tells the step and the rank that it is of."""
+    return Content(
+        tensors={"w": torch.full((3,), float(step)), f"of_rank_{rank}": torch.full((2,), float(step))},
+        objects={"step": step},
+        rank_objects={"mine": (step, rank)},
+        progress={"step": step},
+    )
+
+
+def save_on_threads(target: Path, step: int, *, world_size: int = 2, storage: Storage | None = None) -> None:
+    on_threads(
+        lambda world, gather: save(target, content_of(step, world.rank), world=world, storage=storage, gather=gather),
+        world_size,
+    )
+
+
+@contextmanager
+def no_code_and_no_other_files(folder: Path) -> Iterator[None]:
+    """Fail the block when it unpickles a name, starts something, or opens a file that is not in ``folder``."""
+    touched: list[str] = []
+    allowed = (str(folder), sys.prefix, sys.base_prefix, "/proc/self/", str(Path(__file__).parent.parent / "src"))
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in ("pickle.find_class", "os.system", "subprocess.Popen", "os.exec"):
+            touched.append(f"{event} {arguments}")
+            raise RuntimeError(f"{event} {arguments}")
+        if event == "open" and isinstance(arguments[0], (str, bytes)):
+            path = arguments[0].decode() if isinstance(arguments[0], bytes) else arguments[0]
+            if not path.startswith(allowed):
+                touched.append(f"open {path}")
+
+    if not _INSTALLED:  # an audit hook stays for the life of the process
+        sys.addaudithook(lambda event, arguments: [each(event, arguments) for each in list(_WATCHED)] and None)
+        _INSTALLED.append(True)
+    _WATCHED.append(watch)
+    try:
+        yield
+    finally:
+        _WATCHED.remove(watch)
+    assert not touched, touched

@@ -1,0 +1,145 @@
+"""A program for tests/unit/test_checkpoint_killed.py: saves of several ranks, of which one is killed at one file operation.
+
+The ranks are forked from this process, which has imported torch and done nothing with it, and talk through pipes. Like a
+launcher, this process kills the others when one has died.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from echelon.checkpoint.commit import clean
+from echelon.checkpoint.numbered import numbered, remove_oldest
+from echelon.checkpoint.reading import newest
+from echelon.checkpoint.save import save
+from echelon.checkpoint.storage import LocalStorage, Storage
+from tests.checkpoint_ranks import content_of, world_of_threads
+
+WORLD_SIZE = 4
+CHANGES = ["create", "write", "sync", "close", "make_folder", "sync_folder", "link", "rename", "exchange"]
+CHANGES += ["remove_file", "remove_folder"]
+
+
+def _counted(name: str) -> Any:
+    def method(self: Any, *arguments: Any) -> Any:
+        self.left -= name in CHANGES
+        if name in CHANGES and self.left == 0:
+            if name == "write":  # in the middle of it
+                self.inner.write(arguments[0], memoryview(arguments[1])[: len(arguments[1]) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return getattr(self.inner, name)(*arguments)
+
+    return method
+
+
+class Killing(Storage):
+    """Kills its process at the ``at``-th operation that changes something; 0: never."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+        self.inner = LocalStorage()
+
+    locals().update({name: _counted(name) for name in Storage.__abstractmethods__})
+
+
+def _rank(rank: int, hub: Connection, scenario: str, folder: Path, at: int) -> None:
+    def gather(payload: bytes) -> list[bytes]:
+        hub.send_bytes(payload)
+        return [hub.recv_bytes() for _ in range(WORLD_SIZE)]
+
+    storage = Killing(at)
+    world = world_of_threads(rank, WORLD_SIZE)
+    target = folder / ("checkpoint_1" if scenario == "rotate" else "checkpoint_0")
+    save(target, content_of(1 if scenario == "first" else 2, rank), world=world, storage=storage, gather=gather)
+    if scenario == "rotate" and rank == 0:
+        remove_oldest(folder, prefix="checkpoint_", limit=1, storage=storage)
+
+
+def _run(scenario: str, folder: Path, victim: int, at: int) -> bool:
+    """Fork the ranks; return whether the victim died."""
+    hubs, pids = [], []
+    for rank in range(WORLD_SIZE):
+        ours, theirs = Pipe()
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            for hub in hubs:
+                hub.close()
+            code = 1
+            try:
+                _rank(rank, theirs, scenario, folder, at if rank == victim else 0)
+                code = 0
+            except BaseException:  # noqa: BLE001 - the process ends here
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        theirs.close()
+        hubs.append(ours)
+        pids.append(pid)
+    try:
+        while True:
+            told = [hub.recv_bytes() for hub in hubs]
+            for hub in hubs:
+                for each in told:
+                    hub.send_bytes(each)
+    except (EOFError, ConnectionResetError, BrokenPipeError):
+        pass
+    status = os.waitpid(pids[victim], 0)[1] if at else 0
+    for pid in pids:
+        if at and pid == pids[victim]:
+            continue
+        if status:
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    for hub in hubs:
+        hub.close()
+    return os.WIFSIGNALED(status)
+
+
+def _found(folder: Path) -> int | None:
+    found = newest(list(reversed(numbered(folder, prefix="checkpoint_"))), world=world_of_threads(0, 1))
+    if found.checkpoint is None:
+        return None
+    step: int = found.checkpoint.objects()["step"]
+    assert torch.equal(found.checkpoint.read("w"), torch.full((3,), float(step)))
+    return step
+
+
+def main(scratch: Path, every: int) -> None:
+    """Kill each of two ranks at each ``every``-th operation; print how often, and fail when nothing can be loaded."""
+    template = scratch / "template"
+    template.mkdir()
+    _run("first", template, 0, 0)
+    assert _found(template) == 1
+    kills = 0
+    for scenario, victim in itertools.product(("again", "rotate"), (0, 1)):
+        at = 1
+        while True:
+            folder = scratch / "run"
+            shutil.copytree(template, folder)
+            died = _run(scenario, folder, victim, at)
+            step = _found(folder)
+            assert step in ((1, 2) if died else (2,)), (scenario, victim, at, os.listdir(folder))
+            clean(LocalStorage(), folder, belongs=lambda name: True)
+            assert _found(folder) == step, (scenario, victim, at, "cleaned", os.listdir(folder))
+            assert not [name for name in os.listdir(folder) if ".tmp-" in name or ".old-" in name]
+            shutil.rmtree(folder)
+            if not died:
+                break
+            kills += 1
+            at += every
+    print(kills)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

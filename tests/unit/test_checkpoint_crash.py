@@ -1,0 +1,230 @@
+"""What a power cut leaves at any instant of a save: a whole verified checkpoint, the old one or the new one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from echelon.base.errors import CheckpointError
+from echelon.checkpoint.background import BackgroundSaver
+from echelon.checkpoint.commit import clean
+from echelon.checkpoint.numbered import numbered, remove_oldest
+from echelon.checkpoint.reading import Checkpoint
+from echelon.checkpoint.save import begin_save
+from tests.checkpoint_ranks import content_of, save_on_threads, world_of_threads
+from tests.toy_storage import ToyStorage, WithoutExchange, crash_states, fingerprint
+
+FOLDER = Path("/toy/run")
+Muted = Callable[[str, str], bool]
+
+
+def _saved(storage: ToyStorage, target: Path) -> int | None:
+    """Return the step that is in ``target``, whole to the last value; None when there is no checkpoint."""
+    try:
+        checkpoint = Checkpoint(target, storage=storage)
+        if checkpoint.problems():
+            return None
+    except CheckpointError:
+        return None
+    step: int = checkpoint.objects()["step"]
+    assert torch.equal(checkpoint.read("w"), torch.full((3,), float(step)))
+    for rank in range(checkpoint.manifest.world_size):
+        assert torch.equal(checkpoint.read(f"of_rank_{rank}"), torch.full((2,), float(step)))
+        assert checkpoint.rank_objects(rank) == {"mine": (step, rank)}
+    assert checkpoint.manifest.progress == {"step": step}
+    return step
+
+
+@dataclass
+class Scenario:
+    """What was done to a storage, and what a crash in it must leave."""
+
+    storage: ToyStorage
+    found: Callable[[ToyStorage], int | None]
+    start: int
+    """The first operations that surely were done."""
+    returned: int
+    """After so many, the save had returned, and only the new checkpoint is good enough."""
+    old: int | None
+    new: int
+
+    def check(self, *, max_pending: int) -> int:
+        """Look at every crash state, and return how many there are."""
+        known: dict[object, tuple[int | None, int | None]] = {}
+        for done, state in crash_states(self.storage, start=self.start, max_pending=max_pending):
+            mark = fingerprint(state)
+            if mark not in known:
+                known[mark] = (self.found(state), self._found_after_cleaning(state))
+            allowed = {self.new} if done >= self.returned else {self.old, self.new}
+            assert set(known[mark]) <= allowed, f"after {done} operations, and after cleaning: {known[mark]}"
+        return len(known)
+
+    def _found_after_cleaning(self, state: ToyStorage) -> int | None:
+        clean(state, FOLDER, belongs=lambda name: True)
+        if state.kind(FOLDER) == "folder":
+            assert not [name for name in state.entries(FOLDER) if ".tmp-" in name or ".old-" in name]
+        return self.found(state)
+
+
+def _saved_in_a(storage: ToyStorage) -> int | None:
+    return _saved(storage, FOLDER / "a")
+
+
+def _nothing(operation: str, name: str) -> bool:
+    return False
+
+
+def _first(muted: Muted = _nothing) -> Scenario:
+    storage = ToyStorage(muted)
+    save_on_threads(FOLDER / "a", 1, storage=storage)
+    return Scenario(storage, _saved_in_a, start=0, returned=len(storage.operations), old=None, new=1)
+
+
+def _again(muted: Muted = _nothing, kind: type[ToyStorage] = ToyStorage) -> Scenario:
+    """Save into a path that has a checkpoint, and beside it what others have put there."""
+    storage = kind()
+    target = FOLDER / "a"
+    save_on_threads(target, 1, storage=storage)
+    storage.make_folder(target / "notes")
+    for path in (target / "notes" / "n.txt", target / "README"):
+        handle = storage.create(path)
+        storage.write(handle, b"mine")
+        storage.sync(handle)
+        storage.close(handle)
+    for path in (target / "notes", target):
+        storage.sync_folder(path)
+    start = len(storage.operations)
+    storage._muted = muted
+    save_on_threads(target, 2, storage=storage)
+    returned = len(storage.operations)
+
+    def found(state: ToyStorage) -> int | None:
+        step = _saved(state, target)
+        if step is not None:
+            folder = Checkpoint(target, storage=state).folder
+            for path in (folder / "notes" / "n.txt", folder / "README"):
+                assert state.kind(path) == "file", f"{path} is lost"
+                assert bytes(state.files[state._find(path)]) == b"mine"  # type: ignore[index]
+        return step
+
+    return Scenario(storage, found, start=start, returned=returned, old=1, new=2)
+
+
+def _rotated(muted: Muted = _nothing) -> Scenario:
+    """Save checkpoint_1, then delete checkpoint_0."""
+    storage = ToyStorage()
+    save_on_threads(FOLDER / "checkpoint_0", 1, storage=storage)
+    start = len(storage.operations)
+    storage._muted = muted
+    save_on_threads(FOLDER / "checkpoint_1", 2, storage=storage)
+    returned = len(storage.operations)
+    remove_oldest(FOLDER, prefix="checkpoint_", limit=1, storage=storage)
+
+    def found(state: ToyStorage) -> int | None:
+        steps = [_saved(state, path) for path in reversed(numbered(FOLDER, prefix="checkpoint_", storage=state))]
+        return next((step for step in steps if step is not None), None)
+
+    return Scenario(storage, found, start=start, returned=returned, old=1, new=2)
+
+
+def _in_background(muted: Muted = _nothing) -> Scenario:
+    storage = ToyStorage(muted)
+    saver = BackgroundSaver()
+    for step in (1, 2):
+        content = content_of(step, 0)
+        saver.start(begin_save(FOLDER / "a", content, world=world_of_threads(0, 1), storage=storage))
+        for tensor in content.tensors.values():
+            assert isinstance(tensor, torch.Tensor)
+            tensor.fill_(-1)  # the training goes on
+        if step == 1:
+            saver.wait()
+            start = len(storage.operations)
+    saver.wait()
+    return Scenario(storage, _saved_in_a, start=start, returned=len(storage.operations), old=1, new=2)
+
+
+SCENARIOS: dict[str, Callable[..., Scenario]] = {
+    "first": _first,
+    "again": _again,
+    "again, by two renames": lambda muted=_nothing: _again(muted, WithoutExchange),
+    "rotated": _rotated,
+    "in the background": _in_background,
+}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_every_crash_state_has_a_whole_checkpoint(scenario: str) -> None:
+    assert SCENARIOS[scenario]().check(max_pending=7) > 30
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_every_crash_state_of_all_subsets_has_a_whole_checkpoint(scenario: str) -> None:
+    assert SCENARIOS[scenario]().check(max_pending=12) > 50
+
+
+# Every sync and rename of a save: (scenario that needs it, operation, name).
+GUARDS = [
+    ("first", "sync", "rank_00000.safetensors"),
+    ("first", "sync", "rank_00001.safetensors"),
+    ("first", "sync", "rank_00000.json"),
+    ("first", "sync", "rank_00001.json"),
+    ("first", "sync", "objects.json"),
+    ("first", "sync", "manifest.json"),
+    ("first", "sync_folder", "toy"),
+    ("first", "sync_folder", "a.tmp"),
+    ("first", "sync_folder", "run"),
+    ("first", "rename", "a.tmp"),
+    ("again", "sync_folder", "notes"),
+    ("again", "sync_folder", "a.tmp"),
+    ("again", "sync_folder", "run"),
+    ("again", "exchange", "a.tmp"),
+    ("again, by two renames", "sync_folder", "run"),
+    ("again, by two renames", "rename", "a"),
+    ("again, by two renames", "rename", "a.tmp"),
+    ("rotated", "sync_folder", "run"),
+]
+
+
+@pytest.mark.parametrize(("scenario", "operation", "name"), GUARDS)
+def test_no_sync_and_no_rename_can_be_left_out(scenario: str, operation: str, name: str) -> None:
+    left_out = []
+
+    def muted(this: str, of: str) -> bool:
+        is_it = (this, of) == (operation, name)
+        left_out.append(is_it)
+        return is_it
+
+    with pytest.raises((AssertionError, OSError, CheckpointError)):
+        SCENARIOS[scenario](muted).check(max_pending=7)
+    assert any(left_out)
+
+
+def test_every_sync_and_rename_of_a_save_is_among_them() -> None:
+    found = set()
+    for scenario in ("first", "again", "again, by two renames"):
+        calls: list[tuple[str, str]] = []
+
+        def muted(operation: str, name: str, calls: list[tuple[str, str]] = calls) -> bool:
+            calls.append((operation, name))
+            return False
+
+        SCENARIOS[scenario](muted)
+        found |= set(calls)
+    assert found == {(operation, name) for _, operation, name in GUARDS}
+
+
+def test_a_crash_between_two_renames_is_healed_by_cleaning() -> None:
+    storage = WithoutExchange()
+    save_on_threads(FOLDER / "a", 1, storage=storage)
+    folder = storage._folder(FOLDER)
+    storage.rename(FOLDER / "a", FOLDER / f"a.old-{'0' * 16}")
+    assert _saved(storage, FOLDER / "a") == 1
+    assert clean(storage, FOLDER, belongs=lambda name: name == "b") == []
+    assert clean(storage, FOLDER, belongs=lambda name: name == "a") == [f"a.old-{'0' * 16}"]
+    assert list(storage.folders[folder]) == ["a"]
+    assert _saved(storage, FOLDER / "a") == 1

@@ -1,0 +1,501 @@
+"""What saving promises beside its format: what is kept, who may write, a full disk, and saving in the background."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tracemalloc
+import warnings
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from echelon.base.errors import CheckpointError, UsageError
+from echelon.base.warnings import EchelonWarning
+from echelon.checkpoint.background import BackgroundSaver, SaveFailures, TooManyFailedSavesError
+from echelon.checkpoint.lock import Owner, RunLock, is_over
+from echelon.checkpoint.numbered import numbered, remove_oldest, surplus
+from echelon.checkpoint.reading import Checkpoint, newest
+from echelon.checkpoint.regions import Box
+from echelon.checkpoint.save import Content, begin_save, save
+from echelon.checkpoint.storage import LocalStorage, Storage
+from tests.checkpoint_ranks import on_threads, save_on_threads, world_of_threads
+from tests.toy_storage import ToyStorage
+
+WORLD = world_of_threads(0, 1)
+
+
+def _forwarded(name: str) -> Any:
+    return lambda self, *arguments: getattr(self.inner, name)(*arguments)
+
+
+class Wrapped(Storage):
+    """The local file systems, with what a test changes of them."""
+
+    def __init__(self) -> None:
+        self.inner = LocalStorage()
+
+    locals().update({name: _forwarded(name) for name in Storage.__abstractmethods__})
+
+
+class Full(Wrapped):
+    """A disk with so much room."""
+
+    def __init__(self, room_bytes: int) -> None:
+        super().__init__()
+        self.room_bytes = room_bytes
+
+    def write(self, handle: int, data: bytes | memoryview) -> None:
+        fits = min(len(data), self.room_bytes)
+        self.inner.write(handle, memoryview(data)[:fits])
+        self.room_bytes -= fits
+        if fits < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def free_bytes(self, folder: Path) -> int:
+        return self.room_bytes
+
+
+# ---- what is written -------------------------------------------------------------------------------------------------
+
+
+def test_the_files_are_those_that_every_reader_of_safetensors_knows(tmp_path: Path) -> None:
+    tensors = {
+        "w": torch.randn(5, 7),
+        "t": torch.randn(4, 3).t(),
+        "half": torch.randn(3).bfloat16(),
+        "flag": torch.tensor([True, False]),
+        "zero": torch.tensor(2.5, dtype=torch.float64),
+        "none": torch.zeros(0, 3),
+        "eight": torch.randn(8).to(torch.float8_e4m3fn),
+        "complex": torch.randn(2, dtype=torch.complex64).conj(),
+    }
+    folder = save(tmp_path / "c", Content(tensors=tensors), world=WORLD)
+    read = load_file(folder / "rank_00000.safetensors")
+    assert read.keys() == tensors.keys() - {"none"}
+    for name in read.keys() - {"complex", "eight"}:
+        assert torch.equal(read[name], tensors[name]), name
+    assert torch.equal(read["complex"].view(torch.complex64).squeeze(-1), tensors["complex"])
+    checkpoint = Checkpoint(folder)
+    assert checkpoint.problems() == []
+    for name, tensor in tensors.items():
+        found = checkpoint.read(name)
+        assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(
+            found.view(torch.uint8) if name == "eight" else found,
+            tensor.view(torch.uint8) if name == "eight" else tensor,
+        )
+
+
+def test_tied_tensors_are_written_once_and_read_by_both_names(tmp_path: Path) -> None:
+    w = torch.randn(3)
+    folder = save(tmp_path / "c", Content(tensors={"a": w, "b": w, "part": w[:2]}), world=WORLD)
+    assert json.loads((folder / "manifest.json").read_text())["manifest"]["aliases"] == {"b": "a"}
+    checkpoint = Checkpoint(folder)
+    assert checkpoint.names() == ["a", "b", "part"]
+    assert torch.equal(checkpoint.read("b"), w)
+    assert torch.equal(checkpoint.read("part"), w[:2])
+
+
+def test_a_part_is_read_without_the_rest(tmp_path: Path) -> None:
+    w = torch.randn(1000, 500)
+    folder = save(tmp_path / "c", Content(tensors={"w": w}), world=WORLD)
+    checkpoint = Checkpoint(folder)
+    checkpoint.read("w", Box((0, 0), (1, 1)))
+    tracemalloc.start()
+    rows = checkpoint.read("w", Box((10, 0), (20, 500)))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert torch.equal(rows, w[10:30])
+    assert peak < 20 * 500 * 4 + 20_000  # the rows once, beside the tensor itself; the whole has 2 MB
+    assert torch.equal(checkpoint.read("w", Box((3, 7), (4, 5))), w[3:7, 7:12])
+
+
+def test_what_is_missing_or_has_another_shape_is_named_before_anything_is_copied(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(
+        save(tmp_path / "c", Content(tensors={"a": torch.ones(2), "b": torch.ones(3)}), world=WORLD)
+    )
+    a = torch.zeros(2)
+    with pytest.raises(CheckpointError, match="has no c\n"):
+        checkpoint.read_into({"a": a, "c": torch.zeros(1)})
+    with pytest.raises(CheckpointError, match=r"b is \[3\] in .*, and \[4\] here"):
+        checkpoint.read_into({"a": a, "b": torch.zeros(4)})
+    assert torch.equal(a, torch.zeros(2))
+    assert checkpoint.read_into({"a": a, "c": torch.zeros(1)}, optional=["c"]) == ["c"]
+    assert torch.equal(a, torch.ones(2))
+
+
+def test_what_others_have_put_into_a_checkpoint_stays(tmp_path: Path) -> None:
+    target = tmp_path / "c"
+    save_on_threads(target, 1)
+    (target / "notes").mkdir()
+    (target / "notes" / "n.txt").write_text("mine")
+    (target / "rank_00007.json").write_text("a part of a save of more ranks")
+    save_on_threads(target, 2, world_size=1)
+    assert sorted(path.name for path in target.iterdir()) == [
+        "manifest.json",
+        "notes",
+        "objects.json",
+        "rank_00000.json",
+        "rank_00000.safetensors",
+    ]
+    assert (target / "notes" / "n.txt").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
+
+
+def test_what_cannot_be_saved_is_an_error_that_changes_nothing(tmp_path: Path) -> None:
+    save_on_threads(tmp_path / "c", 1, world_size=1)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"ema\['f'\] is a builtins.object"):
+        save(tmp_path / "c", Content(objects={"ema": {"f": object()}}), world=WORLD)
+    with pytest.raises(CheckpointError, match="has no values: it is on the meta device"):
+        save(tmp_path / "c", Content(tensors={"w": torch.empty(1, device="meta")}), world=WORLD)
+    with pytest.raises(CheckpointError, match=r"two tensors in .* would have one name"):
+        save(tmp_path / "c", Content(tensors={"__metadata__": torch.ones(1)}), world=WORLD)
+    with pytest.raises(UsageError, match="file is a file, and a folder is to be there"):
+        save(tmp_path / "file", Content(), world=WORLD)
+    with pytest.raises(UsageError, match="is a mount point, and cannot be replaced"):
+        save(Path("/"), Content(), world=WORLD)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "file"]
+    assert Checkpoint(tmp_path / "c").objects() == {"step": 1}
+
+
+# ---- ranks that do not agree, or do not see each other's files -------------------------------------------------------
+
+
+def test_a_rank_that_cannot_save_is_an_error_of_all(tmp_path: Path) -> None:
+    def run(world: Any, gather: Any) -> str:
+        content = Content(rank_objects={"mine": object() if world.rank == 1 else 1})
+        with pytest.raises(CheckpointError) as caught:
+            save(tmp_path / "c", content, world=world, gather=gather)
+        return str(caught.value)
+
+    other, own = on_threads(run, 2)
+    assert "rank 1 mine is a builtins.object" in own
+    assert "failed on other ranks\n    rank 1: rank 1 mine is a builtins.object" in other
+    assert list(tmp_path.iterdir()) == []
+
+
+class _Elsewhere(Wrapped):
+    """The files of a machine that does not see those of the others."""
+
+    def kind(self, path: Path) -> Any:
+        return None if ".tmp-" in path.name else self.inner.kind(path)
+
+
+def test_machines_without_a_shared_folder_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echelon.checkpoint.save._PATIENCE_S", 0.0)
+
+    def run(world: Any, gather: Any) -> str:
+        storage = _Elsewhere() if world.rank == 1 else LocalStorage()
+        with pytest.raises(CheckpointError) as caught:
+            save(tmp_path / "c", Content(), world=world, storage=storage, gather=gather)
+        return str(caught.value)
+
+    for text in on_threads(run, 2):
+        assert "is not one folder for all ranks: rank 0 on " in text
+        assert "these do not see it: rank 1 on " in text
+        assert "save_on_each_node=True" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_machine_may_keep_a_checkpoint_of_its_own(tmp_path: Path) -> None:
+    def place(world: Any) -> Any:
+        return replace(world, node_rank=world.rank, local_rank=0, local_world_size=1)
+
+    def whole(world: Any, gather: Any) -> Path:
+        folder = tmp_path / f"machine{world.rank}"
+        content = Content(tensors={"w": torch.arange(4.0)}, objects={"step": 1}, rank_objects={"mine": world.rank})
+        return save(folder / "c", content, world=place(world), gather=gather, on_each_node=True)
+
+    for rank, folder in enumerate(on_threads(whole, 2)):
+        checkpoint = Checkpoint(folder)
+        assert checkpoint.problems() == []
+        assert torch.equal(checkpoint.read("w"), torch.arange(4.0))
+        assert checkpoint.rank_objects(rank) == {"mine": rank}
+
+    def sharded(world: Any, gather: Any) -> str:
+        from echelon.checkpoint.regions import Part
+
+        content = Content(tensors={"w": Part((4,), (2 * world.rank,), torch.zeros(2))})
+        with pytest.raises(CheckpointError) as caught:
+            save(tmp_path / "d", content, world=place(world), gather=gather, on_each_node=True)
+        return str(caught.value)
+
+    for text in on_threads(sharded, 2):
+        assert "2 of its 4 elements are held" in text
+        assert "to save on each machine, every machine must have all of it" in text
+
+
+# ---- a disk that says no ---------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_and_says_what_is_missing(tmp_path: Path) -> None:
+    save_on_threads(tmp_path / "c", 1, world_size=1)
+    storage = Full(3000)
+    with pytest.raises(CheckpointError) as caught:
+        save(tmp_path / "c", Content(tensors={"w": torch.zeros(2000)}, objects={"s": 1}), world=WORLD, storage=storage)
+    # 8000 bytes of the tensor and 7 of {"s":1}; of the 3000 that there were, the file has all, and its header some.
+    assert f"{tmp_path / 'c'} could not be saved: [Errno 28] No space left on device" in str(caught.value)
+    assert "(rank 0 writes 8,007 bytes, 0 are free: 5,007 bytes are missing)" in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+    assert Checkpoint(tmp_path / "c").objects() == {"step": 1}
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounting needs root")
+def test_a_small_file_system_that_fills_up(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)], capture_output=True).returncode:
+        pytest.skip("this container may not mount")
+    try:
+        save(small / "c", Content(objects={"step": 1}), world=WORLD)
+        with pytest.raises(CheckpointError, match=r"No space left on device.* bytes are missing"):
+            save(small / "c", Content(tensors={"w": torch.zeros(100_000)}), world=WORLD)
+        assert Checkpoint(small / "c").objects() == {"step": 1}
+        assert [path.name for path in small.iterdir()] == ["c"]
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_failures_are_reported_until_there_are_too_many() -> None:
+    failures = SaveFailures(limit=3)
+    error = CheckpointError("c could not be saved", do="free space")
+    for _ in range(2):
+        with pytest.warns(EchelonWarning, match="c could not be saved\n  The training goes on"):
+            failures.failed(error)
+    failures.succeeded()
+    for _ in range(2):
+        with pytest.warns(EchelonWarning):
+            failures.failed(error)
+    with pytest.raises(TooManyFailedSavesError, match="3 checkpoints in a row could not be written") as caught:
+        failures.failed(error)
+    assert caught.value.exit_code == 74
+
+
+# ---- in the background -----------------------------------------------------------------------------------------------
+
+
+class _Slow(Wrapped):
+    """Waits before the first write until it is told."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._go = folder / "go"
+
+    def write(self, handle: int, data: bytes | memoryview) -> None:
+        deadline = time.monotonic() + 30
+        while not self._go.exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        self.inner.write(handle, data)
+
+
+def test_the_background_writes_what_was_there_when_it_was_asked(tmp_path: Path) -> None:
+    saver, w, storage = BackgroundSaver(), torch.arange(4.0), _Slow(tmp_path)
+    rotated: list[Path] = []
+    for step in range(3):
+        w.fill_(step)
+        content = Content(tensors={"w": w}, objects={"step": step})
+        begun = begin_save(tmp_path / f"c_{step}", content, world=WORLD, storage=storage)
+        saver.start(begun, afterwards=rotated.append)  # waits for the one before
+        if step == 0:
+            assert saver.is_busy
+            address = saver._buffers._buffers["w"].data_ptr()
+            w.fill_(-1)
+            (tmp_path / "go").touch()
+        assert saver._buffers._buffers["w"].data_ptr() == address
+    saver.wait()
+    assert not saver.is_busy
+    for step in range(3):
+        assert torch.equal(Checkpoint(tmp_path / f"c_{step}").read("w"), torch.full((4,), float(step)))
+    assert rotated == [tmp_path / f"c_{step}" for step in range(3)]
+
+
+def test_an_error_of_the_background_is_raised_by_the_next_call(tmp_path: Path) -> None:
+    saver = BackgroundSaver()
+    content = Content(tensors={"w": torch.zeros(100)})
+    saver.start(begin_save(tmp_path / "c", content, world=WORLD, storage=Full(10)))
+    with pytest.raises(CheckpointError, match="No space left"):
+        saver.start(begin_save(tmp_path / "d", content, world=WORLD))
+    assert list(tmp_path.iterdir()) == []
+    saver.wait()  # it is raised once
+    saver.start(begin_save(tmp_path / "d", content, world=WORLD))
+    saver.wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
+
+
+def test_a_program_that_ends_finishes_its_last_save(tmp_path: Path) -> None:
+    program = f"""
+import time, torch
+from pathlib import Path
+from echelon.checkpoint.background import BackgroundSaver
+from echelon.checkpoint.save import Content, begin_save
+from echelon.checkpoint.storage import LocalStorage
+from echelon.world.world import World
+write = LocalStorage.write
+LocalStorage.write = lambda self, handle, data: (time.sleep(0.2), write(self, handle, data))
+content = Content(tensors={{"w": torch.arange(4.0)}})
+saver = BackgroundSaver()
+saver.start(begin_save(Path({str(tmp_path)!r}) / "c", content, world=World.current(cpu=True)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert torch.equal(Checkpoint(tmp_path / "c").read("w"), torch.arange(4.0))
+
+
+# ---- which stay ------------------------------------------------------------------------------------------------------
+
+
+def test_which_checkpoints_go() -> None:
+    assert surplus([1, 2, 3, 4], limit=None) == []
+    assert surplus([4, 1, 3, 2], limit=2) == [1, 2]
+    assert surplus([1, 2, 3, 4], limit=0) == [1, 2, 3]
+    assert surplus([1, 2, 3, 4], limit=2, keep=[1, 4]) == [2, 3]
+    assert surplus([1, 2, 3, 4], limit=1, keep=[1, 4]) == [2, 3]
+    assert surplus([10, 15, 20, 25, 30], limit=1, keep_every=10) == [15]
+
+
+def test_the_oldest_go_and_others_stay(tmp_path: Path) -> None:
+    for name in ("checkpoint_1", "checkpoint_2", "checkpoint_10", "checkpoint_9.tmp-0123456789abcdef", "checkpoints"):
+        (tmp_path / name).mkdir()
+    save_on_threads(tmp_path / "checkpoint_3", 1, world_size=1)
+    found = numbered(tmp_path, prefix="checkpoint_")
+    assert [path.name for path in found] == ["checkpoint_1", "checkpoint_2", "checkpoint_3", "checkpoint_10"]
+    gone = remove_oldest(tmp_path, prefix="checkpoint_", limit=2, keep=[tmp_path / "checkpoint_1"])
+    assert [path.name for path in gone] == ["checkpoint_2", "checkpoint_3"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "checkpoint_1",
+        "checkpoint_10",
+        "checkpoint_9.tmp-0123456789abcdef",
+        "checkpoints",
+    ]
+
+
+# ---- who may write ---------------------------------------------------------------------------------------------------
+
+ME = Owner(token="a" * 16, host="h", machine="boot", processes="p", pid=5, started="100", run="", attempt=0, since="")
+
+
+@pytest.mark.parametrize(
+    ("owner", "silent_for", "owner_lives", "over"),
+    [
+        (ME, timedelta(0), True, True),
+        (replace(ME, pid=6), timedelta(days=1), True, False),
+        (replace(ME, pid=6), timedelta(0), False, True),
+        (replace(ME, started="99"), timedelta(0), False, True),
+        (replace(ME, processes="other"), timedelta(0), False, True),
+        (replace(ME, processes="other", host="other"), timedelta(minutes=9), False, False),
+        (replace(ME, machine="other"), timedelta(minutes=9), False, False),
+        (replace(ME, machine="other"), timedelta(minutes=11), False, True),
+        (replace(ME, machine=""), timedelta(minutes=9), False, False),
+    ],
+)
+def test_when_a_lock_may_be_taken(owner: Owner, silent_for: timedelta, owner_lives: bool, over: bool) -> None:
+    assert is_over(owner, ME, silent_for=silent_for, owner_lives=owner_lives) is over
+
+
+@pytest.mark.parametrize(("mine", "theirs", "over"), [(1, 0, True), (0, 0, False), (0, 1, False)])
+def test_a_later_attempt_of_a_run_takes_the_lock_of_the_earlier_one(mine: int, theirs: int, over: bool) -> None:
+    me, owner = replace(ME, run="r", attempt=mine), replace(ME, run="r", attempt=theirs, pid=6)
+    assert is_over(owner, me, silent_for=timedelta(0), owner_lives=True) is over
+    assert not is_over(replace(owner, run="s"), me, silent_for=timedelta(0), owner_lives=True)
+
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from echelon.checkpoint.lock import RunLock
+lock = RunLock(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def _holder(path: Path, **environ: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environ},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_second_run_is_refused_until_the_first_is_over(tmp_path: Path) -> None:
+    path = tmp_path / ".lock"
+    with _holder(path) as process:
+        with pytest.raises(CheckpointError) as caught:
+            RunLock(path)
+        assert f"process {process.pid} on " in str(caught.value)
+        assert "last seen 0 s ago" in str(caught.value)
+        process.kill()
+        process.wait()
+    lock = RunLock(path)
+    lock.require()
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_was_left_over_cannot_replace_what_the_next_attempt_has_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "r")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    old = RunLock(tmp_path / ".lock")
+    zombie = begin_save(tmp_path / "c", Content(objects={"step": 1}), world=WORLD, fence=old.require)
+    with _holder(tmp_path / ".lock", TORCHELASTIC_RESTART_COUNT="1") as process:
+        save_on_threads(tmp_path / "c", 2, world_size=1)
+        with pytest.raises(CheckpointError, match=r"may not write checkpoints to .* any more") as caught:
+            zombie.finish()
+        assert f"now process {process.pid} on " in str(caught.value)
+        assert "r, attempt 1" in str(caught.value)
+        old.release()  # not its own any more
+        assert (tmp_path / ".lock").exists()
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert Checkpoint(tmp_path / "c").objects() == {"step": 2}
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "c"]
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[1]", b"{}", b'{"token": 1}', b"\xff" * 10_000])
+def test_a_lock_file_that_is_none_is_replaced(text: bytes, tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_bytes(text)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        RunLock(tmp_path / ".lock").require()
+
+
+def test_of_a_checkpoint_that_is_deleted_the_manifest_goes_first() -> None:
+    storage, folder = ToyStorage(), Path("/toy/run")
+    for number in (1, 2):
+        save_on_threads(folder / f"checkpoint_{number}", number, world_size=1, storage=storage)
+    num_before = len(storage.calls)
+    remove_oldest(folder, prefix="checkpoint_", limit=1, storage=storage)
+    assert storage.calls[num_before] == ("remove_file", "manifest.json")
+    assert storage.calls[-1] == ("remove_folder", "checkpoint_1")
+
+
+def test_machines_that_hold_different_checkpoints_of_one_name_do_not_load_them() -> None:
+    machines = [ToyStorage(), ToyStorage()]
+    for step, machine in enumerate(machines):
+        save_on_threads(Path("/toy/c"), step, world_size=1, storage=machine)
+
+    def run(world: Any, gather: Any) -> list[str]:
+        found = newest([Path("/toy/c")], world=world, storage=machines[world.rank], gather=gather)
+        assert found.checkpoint is None
+        return [why for _, why in found.skipped]
+
+    assert on_threads(run, 2) == [["the machines hold different checkpoints of this name"]] * 2
