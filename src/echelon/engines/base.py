@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from echelon.base.capabilities import Capabilities
+from echelon.base.errors import UsageError
+from echelon.engines.canonical import ShardedUpdate
 from echelon.world.world import World
 
 __all__ = ["Engine", "Prepared"]
@@ -138,6 +140,21 @@ class Engine(ABC):
     @abstractmethod
     def reduced(self, model: nn.Module) -> bool:
         """Tell whether the other ranks have seen all gradients of ``model``."""
+
+    def open_shards(self, num_shards: int, parameters: Callable[[], Sequence[torch.Tensor]]) -> ShardedUpdate:
+        """Leave gradients alone from now on: what is returned sums those of ``num_shards`` shards in a fixed order.
+
+        Not of every engine: ``Capabilities.sums_shards``.
+
+        Args:
+            num_shards: of an update, on all ranks together.
+            parameters: returns those that get gradients.
+        """
+        raise UsageError(
+            f"the engine {self.capabilities.name} cannot sum the gradients of shards in a fixed order",
+            where="parity='bitwise'",
+            do="use engine='ddp', or parity='exact'",
+        )
 
     @abstractmethod
     def sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from echelon.base.capabilities import Capabilities
 from echelon.base.warnings import warn
 from echelon.engines.base import Engine, Prepared
+from echelon.engines.canonical import ReplicatedUpdate
 from echelon.engines.comm_hooks import register_comm_hook
 from echelon.engines.stepping import (
     Stepper,
@@ -32,7 +33,7 @@ from echelon.world.world import World
 
 __all__ = ["DDPEngine"]
 
-_CAPABILITIES = Capabilities(name="ddp", replicates=True)
+_CAPABILITIES = Capabilities(name="ddp", replicates=True, sums_shards=True)
 
 
 class DDPEngine(Engine):
@@ -56,6 +57,7 @@ class DDPEngine(Engine):
         # By optimizer: what was counted when it was looked up, and its parameters that no prepared model holds.
         self._strays: WeakKeyDictionary[Optimizer, tuple[tuple[int, int], list[torch.Tensor]]] = WeakKeyDictionary()
         self._warned = False
+        self._reduces = True  # False: gradients are left alone (open_shards)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without the models, which it knows by their identity: a copy has prepared nothing.
@@ -99,7 +101,8 @@ class DDPEngine(Engine):
         state_options = options.pop("comm_state_option", None)
         wrapper = DistributedDataParallel(model, device_ids=ids, **options)
         register_comm_hook(wrapper, hook=hook, wrapper=outer, state_options=state_options)
-        self._replicas[id(wrapper)] = _Replica(wrapper)
+        wrapper.require_backward_grad_sync = self._reduces
+        self._replicas[id(wrapper)] = _Replica(wrapper, reduces=self._reduces)
         self._owned.update(id(parameter) for parameter in model.parameters())
         return wrapper
 
@@ -184,6 +187,13 @@ class DDPEngine(Engine):
         replica = self._replicas.get(id(model))
         return replica is None or not replica.is_dirty()
 
+    def open_shards(self, num_shards: int, parameters: Callable[[], Sequence[torch.Tensor]]) -> ReplicatedUpdate:
+        """See ``Engine``: DDP never reduces."""
+        self._reduces = False
+        return ReplicatedUpdate(
+            parameters, num_shards=num_shards, rank=self._world.rank, world_size=self._world.world_size
+        )
+
     def sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, Any]:
         """Return the whole state: every rank has it all."""
         return state_of(self.unwrap(model), optimizers)
@@ -234,7 +244,7 @@ class DDPEngine(Engine):
             if strays:
                 self._share_strays(strays)
             known = self._strays[optimizer] = (count, strays)
-        if known[1]:
+        if known[1] and self._reduces:
             average_gradients(known[1])
 
     def _guard(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -274,8 +284,9 @@ class DDPEngine(Engine):
 class _Replica:
     """One wrapped model, and whether its gradients hold something that the other ranks have not seen."""
 
-    def __init__(self, wrapper: DistributedDataParallel) -> None:
+    def __init__(self, wrapper: DistributedDataParallel, *, reduces: bool) -> None:
         self.wrapper = wrapper
+        self._reduces = reduces
         self.parameters = [p for p in wrapper.module.parameters() if p.requires_grad]
         self._touched = False  # a gradient was accumulated since the last settle()
         self._will_reduce = False  # the forward pass told DDP to reduce in the backward pass that follows
@@ -329,7 +340,7 @@ class _Replica:
         """After a backward pass: were the gradients that it made reduced?"""
         if not self._touched:
             return
-        self._dirty = not self._will_reduce
+        self._dirty = self._reduces and not self._will_reduce
         self._touched = self._will_reduce = False
 
     def is_dirty(self) -> bool:

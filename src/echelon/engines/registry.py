@@ -10,7 +10,7 @@ from echelon.base.errors import ConfigError
 from echelon.base.not_offered import tpu_instead
 from echelon.engines.base import Engine
 
-__all__ = ["ENGINES", "SHARDING", "choose", "load"]
+__all__ = ["BY_DEEPSPEED", "ENGINES", "GROUPLESS", "SHARDING", "choose", "load"]
 
 ENGINES = {
     "single": "echelon.engines.single:SingleEngine",
@@ -18,14 +18,21 @@ ENGINES = {
     "ddp": "echelon.engines.ddp:DDPEngine",
     "zero1": "echelon.engines.zero1:Zero1Engine",
     "fsdp2": "echelon.engines.fsdp2:FSDP2Engine",
+    "deepspeed": "echelon.engines.deepspeed:DeepSpeedEngine",
 }
 
 
 # What TPUs are asked for by.
 _TPU = frozenset({"tpu", "xla", "torch_xla", "torchxla"})
 
+# Those that need no process group; in a lone process the others get one of one rank.
+GROUPLESS = frozenset({"single", "dp"})
+
 # Those that take ``options["sharding"]``, a ``ShardingOptions``.
 SHARDING = frozenset({"fsdp2"})
+
+# Those that take ``options["deepspeed"]``, a ``DeepSpeedOptions``.
+BY_DEEPSPEED = frozenset({"deepspeed"})
 
 
 def choose(*, world_size: int, shard: bool = False) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from echelon.base.capabilities import Capabilities
 from echelon.engines.base import Engine, Prepared
+from echelon.engines.canonical import ReplicatedUpdate
 from echelon.engines.stepping import (
     Stepper,
     clip_gradients,
@@ -25,7 +26,7 @@ from echelon.world.world import World
 
 __all__ = ["SingleEngine"]
 
-_CAPABILITIES = Capabilities(name="single", replicates=False)
+_CAPABILITIES = Capabilities(name="single", replicates=False, sums_shards=True)
 
 
 class SingleEngine(Engine):
@@ -112,6 +113,10 @@ class SingleEngine(Engine):
     def reduced(self, model: nn.Module) -> bool:
         """Always: there are no other ranks."""
         return True
+
+    def open_shards(self, num_shards: int, parameters: Callable[[], Sequence[torch.Tensor]]) -> ReplicatedUpdate:
+        """See ``Engine``."""
+        return ReplicatedUpdate(parameters, num_shards=num_shards, rank=0, world_size=1)
 
     def sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, Any]:
         """Return the whole state: one rank has it all."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from echelon.base.capabilities import Capabilities
 from echelon.base.errors import UsageError
 from echelon.engines.base import Engine, Prepared
+from echelon.engines.canonical import ReplicatedUpdate
 from echelon.engines.ddp import DDPEngine
 from echelon.engines.joining import join_sharded
 from echelon.engines.repoint import follow
@@ -25,7 +26,7 @@ from echelon.world.world import World
 
 __all__ = ["Zero1Engine"]
 
-_CAPABILITIES = Capabilities(name="zero1", replicates=True, shards_optimizer_state=True)
+_CAPABILITIES = Capabilities(name="zero1", replicates=True, shards_optimizer_state=True, sums_shards=True)
 
 
 class Zero1Engine(Engine):
@@ -160,6 +161,10 @@ class Zero1Engine(Engine):
     def reduced(self, model: nn.Module) -> bool:
         """As ddp."""
         return self._ddp.reduced(model)
+
+    def open_shards(self, num_shards: int, parameters: Callable[[], Sequence[torch.Tensor]]) -> ReplicatedUpdate:
+        """As ddp."""
+        return self._ddp.open_shards(num_shards, parameters)
 
     def sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, Any]:
         """See ``Engine``: the whole model, and of the optimizers what this rank keeps."""

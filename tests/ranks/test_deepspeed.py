@@ -1,0 +1,422 @@
+"""The engine deepspeed, stages 0 to 3, beside a plain loop on one process."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon import Accelerator
+from echelon.base import environ
+from echelon.base.errors import ConfigError, UsageError
+from echelon.testing import engine_contract
+from echelon.utils import (
+    DeepSpeedPlugin,
+    DummyOptim,
+    DummyScheduler,
+    GatheredParameters,
+    map_pytorch_optim_to_deepspeed,
+)
+from tests.harness import run_on_ranks
+
+pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.deepspeed
+
+# Stage, and where the optimizer's state is.
+LAYOUTS = [(0, "none"), (1, "none"), (2, "none"), (2, "cpu"), (3, "none"), (3, "cpu")]
+STAGES = [0, 1, 2, 3]
+
+
+def _plugin(stage: int, offload: str = "none", **more: Any) -> DeepSpeedPlugin:
+    zero: dict[str, Any] = {"stage": stage}
+    if stage == 3:
+        zero["stage3_param_persistence_threshold"] = 0  # small parameters would otherwise stay whole
+    if offload != "none":
+        zero["offload_optimizer"] = {"device": offload}
+    return DeepSpeedPlugin(hf_ds_config={"zero_optimization": zero, "gradient_accumulation_steps": "auto", **more})
+
+
+def _accelerator(stage: int, offload: str = "none", **more: Any) -> Accelerator:
+    return Accelerator(deepspeed_plugin=_plugin(stage, offload), **more)
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def _data() -> torch.Tensor:
+    """Return [updates, micro-steps, samples of all ranks, features]."""
+    return torch.randn(6, 2, 12, 5, generator=torch.Generator().manual_seed(1))
+
+
+def _mine(x: torch.Tensor) -> torch.Tensor:
+    share = len(x) // dist.get_world_size()
+    return x[dist.get_rank() * share : (dist.get_rank() + 1) * share]
+
+
+def _reference(updates: int = 6, max_norm: float = 0.05) -> tuple[dict[str, torch.Tensor], list[float]]:
+    model = _model()
+    optimizer = _adam(model)
+    norms = []
+    for window in _data()[:updates]:
+        optimizer.zero_grad()
+        for x in window:
+            (model(x).square().mean() / 2).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
+        optimizer.step()
+    return dict(model.state_dict()), norms
+
+
+def _assert_like(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    torch.testing.assert_close(state, expected, rtol=1e-5, atol=1e-5)  # float32, sums in another order
+
+
+@contextmanager
+def _fp16(is_supported: bool) -> Iterator[None]:
+    """Let DeepSpeed have fp16, or not, whatever this CPU has fast instructions for: torch computes in it anyway."""
+    from deepspeed.accelerator import get_accelerator
+
+    device = get_accelerator()
+    device.is_fp16_supported = lambda: is_supported
+    try:
+        yield
+    finally:
+        del device.is_fp16_supported
+
+
+def _check(check: engine_contract.Check, stage: int) -> None:
+    with _fp16(True):
+        check(partial(_accelerator, stage))
+
+
+@pytest.mark.parametrize("check", engine_contract.CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_contract(stage: int, check: engine_contract.Check) -> None:
+    run_on_ranks(_check, check, stage, world_size=2)
+
+
+def _train(stage: int, offload: str, weighted: bool) -> tuple[dict[str, torch.Tensor] | None, list[float], str]:
+    accelerator = _accelerator(stage, offload, gradient_accumulation_steps=2)
+    model = _model()
+    model, optimizer = accelerator.prepare(model, _adam(model))
+    norms = []
+    for window in _data():
+        for x in map(_mine, window):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).square().mean(), num_items=len(x) if weighted else None)
+                if accelerator.sync_gradients:
+                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.05)))
+                optimizer.step()
+                optimizer.zero_grad()
+    assert isinstance(accelerator.unwrap_model(model), nn.Sequential)
+    assert accelerator.capabilities.shards_optimizer_state == (stage > 0)
+    return accelerator.get_state_dict(model), norms, str(accelerator.distributed_type)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_it_trains_like_one_process_with_the_state_on_the_host(stage: int) -> None:
+    weights, norms = _reference()
+    results = run_on_ranks(_train, stage, "cpu", True, world_size=2)
+    assert [state is None for state, _, _ in results] == [False, stage == 3]
+    for state, my_norms, kind in results:
+        assert kind == "DistributedType.DEEPSPEED"
+        assert my_norms == pytest.approx(norms, rel=1e-5)
+        if state is not None:
+            _assert_like(state, weights)
+
+
+def _odd_loops(stage: int, offload: str) -> tuple[dict[str, torch.Tensor] | None, float]:
+    """Loops that DeepSpeed itself would train wrongly: two backward passes before a step, gradients dropped."""
+    accelerator = _accelerator(stage, offload)
+    model = _model()
+    model, optimizer = accelerator.prepare(model, _adam(model))
+    optimizer.step()  # without gradients it does nothing, as in torch
+    for window in _data():
+        accelerator.backward(model(_mine(window[1]) * 3).square().mean())
+        optimizer.zero_grad()  # thrown away
+        losses = [model(_mine(x)).square().mean() for x in window]  # both forward passes come first
+        for loss in losses:
+            accelerator.backward(loss / 2)
+        accelerator.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+    with pytest.raises(UsageError, match="backward\\(\\) came between clipping and the step") if stage else _nothing():
+        accelerator.backward(model(_mine(_data()[0, 0])).square().mean())
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        accelerator.backward(model(_mine(_data()[0, 0])).square().mean())
+    optimizer.zero_grad()
+    with GatheredParameters(model.parameters()):
+        assert [tuple(p.shape) for p in model.parameters()] == [(8, 5), (8,), (3, 8), (3,)]
+    model.eval()
+    with torch.no_grad():
+        output = model(_data()[0, 0]).sum().item()
+    return accelerator.get_state_dict(model), output
+
+
+class _nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize(("stage", "offload"), LAYOUTS)
+def test_loops_as_people_write_them(stage: int, offload: str) -> None:
+    weights, _ = _reference()
+    plain = _model()
+    plain.load_state_dict(weights)
+    results = run_on_ranks(_odd_loops, stage, offload, world_size=2)
+    assert results[0][0] is not None
+    _assert_like(results[0][0], weights)
+    for _, output in results:
+        assert output == pytest.approx(plain(_data()[0, 0]).sum().item(), rel=1e-4)
+
+
+def _steps(accelerator: Accelerator, model: nn.Module, optimizer: Any, windows: torch.Tensor) -> None:
+    for window in windows:
+        accelerator.backward(model(_mine(window[0])).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _state(stage: int, offload: str, precision: str, folder: Path) -> list[bool]:
+    with _fp16(True):
+        return _continued(stage, offload, precision, folder)
+
+
+def _continued(stage: int, offload: str, precision: str, folder: Path) -> list[bool]:
+    """Train, keep the state in three ways, train on; models with these states must go the same way, bit for bit."""
+    equal = []
+    ends = []
+    kept: Any = None
+    for kind in ("first", "sharded", "whole", "files"):
+        accelerator = _accelerator(stage, offload, mixed_precision=precision)
+        model = _model()
+        model, optimizer = accelerator.prepare(model, _adam(model))
+        engine = accelerator._engine
+        if kind == "first":
+            _steps(accelerator, model, optimizer, _data()[:3])
+            part = io.BytesIO()
+            torch.save(engine.sharded_state(model, [optimizer.optimizer]), part)
+            weights = accelerator.get_state_dict(model)
+            objects = copy.deepcopy([weights, engine.full_optimizer_state(optimizer.optimizer)])
+            dist.broadcast_object_list(objects)
+            kept = part, *objects
+            accelerator.save_state(folder)
+        elif kind == "sharded":
+            kept[0].seek(0)
+            state = torch.load(kept[0], weights_only=True)
+            engine.load_sharded_state(model, [optimizer.optimizer], state)
+        elif kind == "whole":
+            accelerator.unwrap_model(model).load_state_dict(kept[1])
+            engine.load_full_optimizer_state(optimizer.optimizer, copy.deepcopy(kept[2]))
+        else:
+            accelerator.load_state(folder)
+        _steps(accelerator, model, optimizer, _data()[3:])
+        ends.append(accelerator.get_state_dict(model))
+        accelerator.free_memory()
+        if dist.get_rank() == 0:
+            equal.append(all(torch.equal(value, ends[0][name]) for name, value in ends[-1].items()))
+    if dist.get_rank() == 0:
+        plain = _model()
+        optimizer = _adam(plain)
+        optimizer.load_state_dict(kept[2])  # numbered and shaped as torch's own
+        equal.append(float(optimizer.state_dict()["state"][0]["step"]) == 3.0)
+    return equal
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "precision"),
+    [
+        (0, "none", "no"),
+        (1, "none", "bf16"),
+        (2, "cpu", "bf16"),
+        (2, "none", "fp16"),
+        (3, "none", "bf16"),
+        (3, "cpu", "no"),
+    ],
+)
+def test_its_state_continues_where_it_was(stage: int, offload: str, precision: str, tmp_path: Path) -> None:
+    results = run_on_ranks(_state, stage, offload, precision, tmp_path / "state", world_size=2)
+    assert results[0] == [True] * 5
+
+
+def _refusals() -> list[str]:
+    """Return what is said to what DeepSpeed cannot do."""
+    said = []
+
+    def refused(kind: type[Exception], run: Any, *args: Any, **kwargs: Any) -> None:
+        with pytest.raises(kind) as caught:
+            run(*args, **kwargs)
+        said.append(str(caught.value))
+
+    first, second = _model(), nn.Linear(5, 3)
+    both = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    refused(UsageError, _accelerator(2).prepare, first, second, both)
+    refused(UsageError, _accelerator(2).prepare, first, _adam(first), _adam(first))
+    refused(UsageError, _accelerator(2).prepare, _adam(first))
+    refused(UsageError, _accelerator(2).prepare, first.double(), _adam(first))
+    with _fp16(False):
+        refused(ConfigError, _accelerator(2, mixed_precision="fp16").prepare, second, _adam(second))
+    refused(ConfigError, _accelerator(2).prepare, second, DummyOptim(second.parameters()))
+    configured = {"type": "AdamW", "params": {"lr": 0.1}}
+    refused(ConfigError, Accelerator(deepspeed_plugin=_plugin(2, optimizer=configured)).prepare, second, _adam(second))
+    refused(ConfigError, Accelerator(engine="ddp").prepare, second, DummyOptim(second.parameters()))
+    accelerator = _accelerator(2)
+    model, optimizer, _ = accelerator.prepare(second, _adam(second), nn.Linear(2, 2))  # the last one is for evaluation
+    accelerator.backward(model(torch.ones(2, 5)).sum())
+    refused(UsageError, accelerator.clip_grad_norm_, list(model.parameters())[:1], 1.0)
+    refused(UsageError, accelerator.clip_grad_norm_, model.parameters(), 1.0, norm_type=1)
+    refused(UsageError, accelerator.clip_grad_value_, model.parameters(), 1.0)
+    refused(UsageError, optimizer.step, lambda: None)
+    with accelerator.no_sync(model, unsynced=True):
+        refused(UsageError, optimizer.step)
+    return said
+
+
+def test_what_it_cannot_do_is_said() -> None:
+    said = run_on_ranks(_refusals, world_size=2)[0]
+    expected = [
+        "2 models would be trained, and DeepSpeed trains one",
+        "2 optimizers were given",
+        "belong to none of the models beside it",
+        "keeps weights in float32, and the model has float64",
+        "DeepSpeed has no fp16 on this device (cpu)",
+        "has no optimizer that it could stand for",
+        "has an optimizer (AdamW), and prepare() was given AdamW",
+        "prepare() was given a DummyOptim, which stands for an entry of DeepSpeed's config",
+        "was given 1 parameters, and DeepSpeed clips all 2",
+        "clips by the second norm",
+        "no clipping by value",
+        "cannot step with a closure",
+        "cannot step with the gradients of one rank",
+    ]
+    assert [part in text for part, text in zip(expected, said, strict=True)] == [True] * len(expected), said
+
+
+def _by_config() -> tuple[list[float], list[Any], dict[str, Any]]:
+    """Train by the optimizer and the schedule of a config in which all is "auto"."""
+    config = {
+        **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"),
+        "gradient_clipping": "auto",
+        "fp16": {"enabled": "auto"},
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {
+                "warmup_min_lr": "auto",
+                "warmup_max_lr": "auto",
+                "warmup_num_steps": "auto",
+                "warmup_type": "linear",
+            },
+        },
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu", "pin_memory": False},
+            "offload_param": {"device": "cpu", "pin_memory": False},
+            "reduce_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+            "stage3_gather_16bit_weights_on_model_save": "auto",
+        },
+    }
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), mixed_precision="bf16")
+    model = _model()
+    model.config = type("Config", (), {"hidden_size": 8})()  # type: ignore[assignment]
+    optimizer: Any = DummyOptim(model.parameters(), lr=0.05, weight_decay=0.01)
+    schedule: Any = DummyScheduler(optimizer, warmup_num_steps=4)
+    loader: Any = torch.utils.data.DataLoader(_data()[0, 0], batch_size=3)  # type: ignore[arg-type]
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    losses, rates = [], []
+    for _ in range(3):
+        for x in loader:
+            loss = model(x).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+            rates.append(schedule.get_last_lr()[0])
+    assert accelerator.deepspeed_plugin is not None
+    shown = accelerator.deepspeed_plugin.deepspeed_config
+    return losses, rates, {**shown["zero_optimization"], **shown["optimizer"]["params"], **shown}
+
+
+def test_a_config_full_of_auto_trains_by_its_own_optimizer_and_schedule() -> None:
+    losses, rates, shown = run_on_ranks(_by_config, world_size=2)[0]
+    assert losses[-1] < losses[0] / 2
+    assert rates == pytest.approx([0.0, 0.0125, 0.025, 0.0375, 0.05, 0.05], abs=1e-9)  # one step with each update
+    assert (shown["train_batch_size"], shown["train_micro_batch_size_per_gpu"]) == (6, 3)
+    assert (shown["gradient_accumulation_steps"], shown["gradient_clipping"]) == (1, 1.0)
+    assert (shown["reduce_bucket_size"], shown["stage3_prefetch_bucket_size"]) == (64, 57)
+    assert (shown["lr"], shown["weight_decay"], shown["bf16"]) == (0.05, 0.01, {"enabled": True})
+
+
+def _compiled(folder: Path) -> tuple[dict[str, torch.Tensor] | None, str, list[str]]:
+    """Train with the state on the host by DeepSpeed's own optimizer, which it compiles."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("echelon").addHandler(handler)
+    with environ.patch({"TORCH_EXTENSIONS_DIR": str(folder)}):
+        plugin = _plugin(2, "cpu", zero_force_ds_cpu_optimizer=True)
+        accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=2)
+        model = _model()
+        model, optimizer = accelerator.prepare(model, _adam(model))
+        for window in _data():
+            for x in map(_mine, window):
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(x).square().mean())
+                    accelerator.clip_grad_norm_(model.parameters(), 0.05)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert type(map_pytorch_optim_to_deepspeed(_adam(_model()))).__name__ == "DeepSpeedCPUAdam"
+    logging.getLogger("echelon").removeHandler(handler)
+    return accelerator.get_state_dict(model), type(optimizer.optimizer).__name__, said
+
+
+@pytest.mark.soak
+def test_deepspeed_compiles_its_own_optimizers(tmp_path: Path) -> None:
+    state, kind, said = run_on_ranks(_compiled, tmp_path, world_size=2, timeout=600)[0]
+    assert state is not None
+    _assert_like(state, _reference()[0])
+    assert kind == "DeepSpeedCPUAdam"
+    assert any(
+        f"DeepSpeed compiles cpu_adam now, which takes minutes; the result is kept in {tmp_path}" in line
+        for line in said
+    )
+
+
+def _alone() -> tuple[bool, float]:
+    """One process: DeepSpeed needs a group all the same."""
+    accelerator = _accelerator(2, "cpu", cpu=True)
+    model = _model()
+    model, optimizer = accelerator.prepare(model, _adam(model))
+    x = _data()[0, 0]
+    first = model(x).square().mean().item()
+    for _ in range(5):
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+    last = model(x).square().mean().item()
+    accelerator.end_training()
+    return dist.is_initialized(), last / first
+
+
+def test_one_process_trains_without_a_launcher() -> None:
+    still_there, ratio = run_on_ranks(_alone, world_size=1, init_group=False)[0]
+    assert not still_there
+    assert ratio < 0.5

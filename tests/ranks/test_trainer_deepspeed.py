@@ -1,0 +1,132 @@
+"""``TrainingArguments(deepspeed=)``: a config full of "auto", with and without an optimizer and a schedule of its own."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from echelon import Trainer, TrainingArguments
+from echelon.base.errors import ConfigError
+from tests.harness import run_on_ranks
+
+pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.deepspeed
+
+CONFIG: dict[str, Any] = {
+    **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"),
+    "gradient_clipping": "auto",
+    "fp16": {"enabled": "auto", "loss_scale": 0},
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": False},
+        "offload_param": {"device": "cpu", "pin_memory": False},
+        "overlap_comm": True,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+    },
+}
+OPTIMIZER = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
+SCHEDULE = {
+    "type": "WarmupDecayLR",
+    "params": {
+        **dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"),
+        "warmup_type": "linear",
+    },
+}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.config = type("Config", (), {"hidden_size": 16})()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        output = self.layers(x)
+        return {"loss": nn.functional.mse_loss(output, labels), "logits": output}
+
+
+def _samples() -> list[dict[str, torch.Tensor]]:
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
+    return [{"x": one, "labels": one.sum(0, keepdim=True)} for one in x]
+
+
+def _train(folder: Path) -> tuple[float, float, list[float], float | None]:
+    """Return the loss before and after, the learning rates, and how far a fresh model with the saved weights is off."""
+    path = folder / "ds.json"
+    arguments = TrainingArguments(
+        output_dir=str(folder / "out"),
+        use_cpu=True,
+        bf16=True,
+        deepspeed=str(path),
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        num_train_epochs=2,
+        learning_rate=0.05,
+        warmup_steps=2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of DeepSpeed's, about torch
+        trainer = Trainer(model=Model(), args=arguments, train_dataset=_samples(), eval_dataset=_samples())  # type: ignore[arg-type]
+        trainer.train()
+        rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        loss = trainer.evaluate()["eval_loss"]
+        state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    off = None
+    if state is not None:
+        fresh = Model()
+        fresh.load_state_dict(state)
+        with torch.no_grad():
+            whole = torch.stack([fresh(s["x"][None], s["labels"][None])["loss"] for s in _samples()]).mean()
+        off = abs(float(whole) / loss - 1)
+    return losses[0], loss, rates, off
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"optimizer": OPTIMIZER}, {"optimizer": OPTIMIZER, "scheduler": SCHEDULE}],
+    ids=["own optimizer", "its optimizer", "its optimizer and schedule"],
+)
+def test_a_trainer_trains_under_a_config_full_of_auto(more: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({**CONFIG, **more}))
+    results = run_on_ranks(_train, tmp_path, world_size=2, timeout=120)
+    before, after, seen, off = results[0]
+    assert after < before / 2
+    assert len(seen) == 8  # 64 samples / (4 x 2 x 2 processes), twice
+    assert seen[-1] < 0.01
+    assert max(seen) == pytest.approx(0.05, rel=0.2)
+    assert off is not None
+    assert off < 0.05  # bf16 on one side, float32 on the other
+
+
+def test_a_config_that_contradicts_the_arguments_is_an_error(tmp_path: Path) -> None:
+    for config, parts in (
+        ({"gradient_accumulation_steps": 8}, ("gradient_accumulation_steps=8", "2 (from code TrainingArguments.grad")),
+        ({"train_micro_batch_size_per_gpu": 3}, ("train_micro_batch_size_per_gpu=3", "4 (from derived DataLoader")),
+        ({"optimizer": {"params": {"lr": 1.0}}}, ("optimizer.params.lr=1.0", "TrainingArguments.learning_rate")),
+    ):
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path),
+            use_cpu=True,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+            report_to="none",
+            deepspeed={"zero_optimization": {"stage": 2}, **config},
+        )
+        with pytest.raises(ConfigError) as caught:
+            Trainer(model=Model(), args=arguments)
+        assert all(part in str(caught.value) for part in parts), str(caught.value)
