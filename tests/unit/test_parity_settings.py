@@ -54,14 +54,6 @@ def test_a_micro_batch_size_without_exact_parity_is_an_error_that_names_its_plac
         Accelerator(cpu=True)
 
 
-@pytest.mark.parametrize(
-    ("given", "origin"), [(_by_launcher, "flag --parity"), (_by_environment, "env ECHELON_PARITY")]
-)
-def test_bitwise_is_not_offered_yet_and_the_error_names_its_place(given: Any, origin: str) -> None:
-    with environ.patch(given(parity="bitwise")), pytest.raises(ConfigError, match=f"where: {origin}"):
-        Accelerator(cpu=True)
-
-
 def test_the_trainer_refuses_what_it_does_not_offer_yet(tmp_path: Path) -> None:
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
     with environ.patch(_by_launcher(parity="exact")), pytest.raises(ConfigError, match="where: flag --parity"):

@@ -18,10 +18,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from echelon.accelerator.agreement import agree_on_models
+from echelon.accelerator.agreement import agree_on_models, agree_on_settings
+from echelon.accelerator.bitwise import CanonicalLedger, open_canonical, outside_of_shards, refuse_batch_norms
 from echelon.accelerator.checkpoints import Checkpoints
 from echelon.accelerator.compiling import compile_regions, compile_whole, compiles, is_compiled, moved_to, uncompiled
 from echelon.accelerator.current import living_accelerators, note_accelerator
+from echelon.accelerator.deepspeed_opening import open_deepspeed, refuse_stand_ins
+from echelon.accelerator.deepspeed_plugin import DeepSpeedPlugin
+from echelon.accelerator.epochs import Epochs
 from echelon.accelerator.facts import AcceleratorFacts
 from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.handlers import (
@@ -52,26 +56,31 @@ from echelon.accelerator.parallelism import ParallelismConfig
 from echelon.accelerator.plugins import DataLoaderConfiguration, GradientAccumulationPlugin, TorchDynamoPlugin
 from echelon.accelerator.profiling import ProfileKwargs, profile
 from echelon.accelerator.project import ProjectConfiguration
-from echelon.accelerator.saving import save
+from echelon.accelerator.saving import save, without_wrappers
 from echelon.accelerator.scheduler import AcceleratedScheduler
 from echelon.accelerator.sharding_plugin import FullyShardedDataParallelPlugin
 from echelon.accelerator.state import AcceleratorState, only_if
 from echelon.accelerator.tracking import Tracking
 from echelon.accelerator.unprepared import refuse_unprepared_loader
+from echelon.accelerator.watching import watched
 from echelon.accelerator.window import Window
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.logging import get_logger
 from echelon.base.progress import Progress
 from echelon.base.protocols import HasDeviceMap
-from echelon.config.origin import Source
+from echelon.config.origin import Setting, Source
 from echelon.data.loader import LoaderOptions, PreparedLoader, prepare_loader
 from echelon.data.split import split_between_processes
 from echelon.distributed import collectives, control
 from echelon.distributed.collectives import broadcast_object_list
+from echelon.distributed.meeting import meet
 from echelon.distributed.setup import cleanup
+from echelon.distributed.watcher import Watcher
 from echelon.engines.base import Engine
+from echelon.engines.deepspeed_options import DrivenScheduler, DummyOptim, DummyScheduler
 from echelon.precision.float8 import convert_model_to_fp8_ao
 from echelon.precision.policy import PrecisionPolicy, unwrap_forward
+from echelon.status.place import here
 from echelon.world.seed import set_seed
 
 __all__ = ["Accelerator"]
@@ -94,6 +103,8 @@ class Accelerator(AcceleratorFacts):
         gradient_accumulation_steps: micro-batches in one update.
         cpu: use the CPU even where accelerators are present.
         dataloader_config: how loaders are cut for the processes.
+        deepspeed_plugin: train by the DeepSpeed library (or, with ``engine="fsdp2"``, by torch what it asks for); None: from
+            the environment (``ACCELERATE_USE_DEEPSPEED``).
         fsdp_plugin: shard the model over the ranks, in this way; None: from the environment (``ACCELERATE_USE_FSDP``).
         gradient_accumulation_plugin: instead of ``gradient_accumulation_steps``.
         step_scheduler_with_optimizer: advance prepared schedulers with the optimizer's steps, num_processes times each;
@@ -102,14 +113,17 @@ class Accelerator(AcceleratorFacts):
         dynamo_backend: compile prepared models by this backend of ``torch.compile``; None: from the environment or the
             launcher, else they are not compiled.
         dynamo_plugin: instead of ``dynamo_backend``, with more options.
+        deepspeed_plugins: another name of ``deepspeed_plugin``.
         parallelism_config: over how many ranks the model is sharded, and how many such groups there are; None: from the
             environment (``ACCELERATE_USE_PARALLELISM_CONFIG``).
         engine: the name of an engine, or an ``Engine``; None: by the number of processes and whether the model is sharded.
         parity: ``off``: the meaning of Accelerate, more processes are a larger batch. ``exact``: a loader's batch is that
-            of all processes together, and the update is that of one process (docs/parity.md). None: from the
-            environment or the launcher, else ``off``.
+            of all processes together, and the update is that of one process (docs/parity.md). ``bitwise``: also to the
+            last bit. None: from the environment or the launcher, else ``off``.
         seed: of ``random``, numpy and torch, set here; in the exact modes also of the order of the data. None: the
             script's own (``set_seed``), that of rank zero counts.
+        canonical_shards: with ``parity="bitwise"``, the shards of an update, whose gradients are summed in a fixed order:
+            at least the number of processes. None: 8.
         max_micro_batch_size: in the exact modes, the most samples of one process in one forward pass: fewer processes
             accumulate over more of them.
 
@@ -124,10 +138,11 @@ class Accelerator(AcceleratorFacts):
         nothing: dict[str, Any] = {
             name: [] for name in ("_models", "_optimizers", "_schedulers", "_dataloaders", "_unsharded")
         }
-        return {**vars(self), **nothing, "_originals": {}, "_compiled": {}}
+        return {**vars(self), **nothing, "_originals": {}, "_compiled": {}, "_watcher": None, "_epochs": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+        self._epochs = self._open_epochs()
         note_accelerator(self)  # in a process that was given it, AcceleratorState() looks at it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
@@ -142,7 +157,7 @@ class Accelerator(AcceleratorFacts):
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
-        deepspeed_plugin: Any = None,
+        deepspeed_plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         torch_tp_plugin: Any = None,
         megatron_lm_plugin: Any = None,
@@ -155,19 +170,18 @@ class Accelerator(AcceleratorFacts):
         kwargs_handlers: list[KwargsHandler] | None = None,
         dynamo_backend: Any = None,
         dynamo_plugin: Any = None,
-        deepspeed_plugins: Any = None,
+        deepspeed_plugins: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
         parallelism_config: ParallelismConfig | None = None,
         *,
         engine: Engine | str | None = None,
         parity: str | None = None,
         seed: int | None = None,
         max_micro_batch_size: int | None = None,
+        canonical_shards: int | None = None,
     ) -> None:
         refuse_what_is_not_offered(
-            deepspeed_plugin=deepspeed_plugin,
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
-            deepspeed_plugins=deepspeed_plugins,
         )
         self._config = resolve_settings(
             mixed_precision,
@@ -176,14 +190,25 @@ class Accelerator(AcceleratorFacts):
             gradient_accumulation_plugin,
             more={
                 **dynamo_settings(dynamo_backend, dynamo_plugin),
+                "engine": engine if isinstance(engine, str) else None,
                 "parity": parity,
                 "seed": seed,
                 "max_micro_batch_size": max_micro_batch_size,
+                "canonical_shards": canonical_shards,
             },
         )
         self._handlers = tuple(kwargs_handlers or ())
         handlers = handlers_by_kind(self._handlers)
-        self._world = open_world(self._config.value, handlers[InitProcessGroupKwargs])
+        self._deepspeed, self._config = open_deepspeed(
+            deepspeed_plugin,
+            deepspeed_plugins,
+            self._config,
+            engine=engine if isinstance(engine, Engine) else self._config.value.engine,
+            fsdp_plugin=fsdp_plugin,
+        )
+        chosen = self._deepspeed.engine
+        self._world = open_world(self._config.value, handlers[InitProcessGroupKwargs], chosen)
+        agree_on_settings()
 
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
@@ -212,14 +237,26 @@ class Accelerator(AcceleratorFacts):
             handlers.get(AORecipeKwargs), precision=self.mixed_precision, device=self._world.device
         )
         self.dynamo_plugin: TorchDynamoPlugin = dynamo_plugin or dynamo_plugin_of(self._config.value)
-        self.scaler = self._precision.make_scaler(handlers[GradScalerKwargs].to_kwargs())
+        scaling = handlers[GradScalerKwargs] if self.scaler_handler else self._deepspeed.scaling or GradScalerKwargs()
+        self.scaler = self._precision.make_scaler(scaling.to_kwargs())
         self.fsdp_plugin, sharding, self._layout = open_sharding(
-            fsdp_plugin, parallelism_config, world=self._world, mixed_precision=self.mixed_precision, engine=engine
+            self._deepspeed.fsdp_plugin,
+            parallelism_config,
+            world=self._world,
+            mixed_precision=self.mixed_precision,
+            engine=chosen,
         )
         if self._layout is not None:
             self._layout.get_device_mesh(self._world.device.type)
-        self._engine = make_engine(engine, self._world, self.scaler, handlers[DistributedDataParallelKwargs], sharding)
-        self._window = Window(world_size=self._world.world_size, total_of=self._total_of)
+        of_ddp = handlers[DistributedDataParallelKwargs]
+        options, origin = self._deepspeed.options, self._config.origins["engine"]
+        self._engine = make_engine(chosen, self._world, self.scaler, of_ddp, sharding, options, engine_from=origin)
+        if self.capabilities.owns_loss_scaling:
+            self.scaler = None
+        is_canonical = self.parity == "bitwise"  # gradients are summed, elsewhere averaged
+        self._window = Window(
+            world_size=1 if is_canonical else self.num_processes, total_of=self._total_of, is_redone=is_canonical
+        )
         self._progress = Progress()
         self._steps_before = 0  # optimizer steps that self._optimizers have not counted
         self._accumulating: tuple[nn.Module, ...] | None = None  # of the accumulate() that we are in; () = all
@@ -232,7 +269,10 @@ class Accelerator(AcceleratorFacts):
         self._dataloaders: list[PreparedLoader] = []
         self._originals: dict[int, tuple[object, Any]] = {}  # id of what was given -> (it, what it became)
         self._ledger = self._open_ledger()
+        self._canonical = self._ledger if isinstance(self._ledger, CanonicalLedger) else None
+        self._epochs = self._open_epochs()
         self._compiled: dict[int, nn.Module] = {}  # id of a whole compiled model -> the engine's model in it
+        self._watcher: Watcher | None = None
         self._told: set[type] = set()  # classes of schedulers of which was said how often they advance
         note_accelerator(self)
 
@@ -329,10 +369,14 @@ class Accelerator(AcceleratorFacts):
         if self.gradient_state.sync_gradients:
             self._require_every_rank("backward()")
         scale, factor = self._weigh(loss, num_items)
+        if self._canonical is not None:
+            self._canonical.update.before_backward()
         if scale == 0.0:
             self._engine.backward_nothing(loss, self._parameters(), **kwargs)
         else:
             self._engine.backward(loss if scale == 1.0 else loss * scale, **kwargs)
+        if self._canonical is not None and self.gradient_state.sync_gradients:
+            self._canonical.finish()
         if factor != 1.0:
             self._finish_gradients(factor)
 
@@ -340,6 +384,8 @@ class Accelerator(AcceleratorFacts):
         """Return the factor of ``loss``, and that of the gradients after it. Collective: as ``backward``."""
         state, window = self.gradient_state, self._window
         contribution = None if self._ledger is None else self._ledger.contribution()
+        if self._canonical is not None and contribution is None:
+            raise outside_of_shards()
         inside = self._accumulating is not None or contribution is not None
         if contribution is None or self._ledger is None:
             if num_items is None:
@@ -347,7 +393,9 @@ class Accelerator(AcceleratorFacts):
         else:
             num_items, is_counted = (0.0 if contribution.is_loan else num_items), num_items is not None
             items = contribution.num_items if num_items is None else num_items
-            self._ledger.note_loss(loss, items, num_postponed=sum(o.num_postponed for o in self._optimizers))
+            postponed = sum(o.num_postponed for o in self._optimizers)
+            taken = self._num_steps() if self._canonical is not None else 0
+            self._ledger.note_loss(loss, items, num_postponed=postponed + taken)
             if not is_counted:
                 return self._ledger.weigh(contribution), 1.0
         assert num_items is not None
@@ -389,6 +437,7 @@ class Accelerator(AcceleratorFacts):
         """Go on from the counters of a checkpoint; None: it has none."""
         if self._ledger is not None:
             self._ledger.reopen()
+        self._epochs.end_update()
         if progress is not None:
             self._progress.load_json(progress)
             self._steps_before = self._progress.step - self._num_steps()
@@ -416,6 +465,8 @@ class Accelerator(AcceleratorFacts):
             norm = self._engine.clip_grad_norm(_as_iterable(parameters), math.inf, norm_type, unsynced=True)
             return norm if self.scaler is None else norm / self.scaler.get_scale()
         self.unscale_gradients()
+        for optimizer in self._optimizers:
+            optimizer.is_clipped = True
         return self._engine.clip_grad_norm(_as_iterable(parameters), max_norm, norm_type, unsynced=self._is_local())
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
@@ -463,25 +514,33 @@ class Accelerator(AcceleratorFacts):
                     do="give parity='exact', too, or leave max_micro_batch_size out",
                 )
             return None
-        if config.parity == "bitwise":
-            raise ConfigError(
-                "parity='bitwise' is not offered yet by this version of echelon",
-                where=str(self._config.origins["parity"]),
-                do="use parity='exact': the same update up to the order of floating-point sums",
-            )
         seed = config.seed if config.seed is not None else torch.initial_seed() & (2**62 - 1)
-        ledger = Ledger(
-            world=self._world,
-            seed=broadcast_object_list([seed])[0] if self.num_processes > 1 else seed,
-            state=self.gradient_state,
-            window=self._window,
-            progress=self._progress,
-            models=lambda: self._models,
-            drop_gradients=self._drop_gradients,
-            max_micro_batch_size=config.max_micro_batch_size,
-        )
+        book: dict[str, Any] = {
+            "world": self._world,
+            "seed": broadcast_object_list([seed])[0] if self.num_processes > 1 else seed,
+            "state": self.gradient_state,
+            "window": self._window,
+            "progress": self._progress,
+            "models": lambda: self._models,
+            "drop_gradients": self._drop_gradients,
+            "max_micro_batch_size": config.max_micro_batch_size,
+        }
+        if config.parity == "exact":
+            ledger = Ledger(**book)
+        else:
+            hook = handlers_by_kind(self._handlers)[DistributedDataParallelKwargs].comm_hook
+            ledger = open_canonical(self._engine, self._parameters, self._config, comm_hook=hook, book=book)
         self.gradient_state.reading.driver = ledger
         return ledger
+
+    def _open_epochs(self) -> Epochs:
+        return Epochs(
+            state=self.gradient_state,
+            progress=self._progress,
+            models=self._models,
+            loaders=self._dataloaders,
+            is_exact=self._ledger is not None,
+        )
 
     def _drop_gradients(self) -> None:
         for optimizer in self._optimizers:
@@ -499,7 +558,7 @@ class Accelerator(AcceleratorFacts):
         return list({id(parameter): parameter for parameter in [*held, *owned]}.values())
 
     def _finish_gradients(self, factor: float) -> None:
-        for model in self._trained_models():
+        for model in self._models if self._canonical is not None else self._trained_models():
             self._engine.finish_gradients(model, factor)
         held = {id(parameter) for model in self._models for parameter in model.parameters()}
         strays = [p for o in self._optimizers for g in o.param_groups for p in g["params"] if id(p) not in held]
@@ -577,8 +636,12 @@ class Accelerator(AcceleratorFacts):
             if isinstance(loader, DataLoader) and not isinstance(loader, PreparedLoader):
                 self._note(loader, self._prepare_loader(loader, place))
         models = [(o, place) for o, place in new if isinstance(o, nn.Module) and o not in self._models]
-        optimizers = [o for o, _ in new if isinstance(o, Optimizer) and not isinstance(o, AcceleratedOptimizer)]
-        schedulers = [o for o, _ in new if isinstance(o, LRScheduler)]
+        optimizers: list[Any] = [
+            o for o, _ in new if isinstance(o, (Optimizer, DummyOptim)) and not isinstance(o, AcceleratedOptimizer)
+        ]
+        schedulers = [o for o, _ in new if isinstance(o, (LRScheduler, DummyScheduler))]
+        if not self._deepspeed.options:
+            refuse_stand_ins([*optimizers, *schedulers])
         for model, place in models:
             if self.use_distributed and self.verify_device_map(model):
                 raise UsageError(
@@ -586,16 +649,22 @@ class Accelerator(AcceleratorFacts):
                     "the ranks cannot each train a copy",
                     do="load it on one device: leave device_map out",
                 )
-            if place and self.device.type != "cpu":
+            arrives_later = self._arrives_later(model)
+            if place and self.device.type != "cpu" and not arrives_later:
                 model.to(self.device)
             if self.ao_recipe_handler is not None:
                 recipe = self.ao_recipe_handler
                 convert_model_to_fp8_ao(uncompiled(model), recipe.config, recipe.module_filter_func)
             self._precision.wrap_forward(model)
+        if self._canonical is not None:
+            refuse_batch_norms([model for model, _ in models])
         if self._ledger is not None and self.use_distributed:
             agree_on_models([model for model, _ in models])
+        if models:
+            self._fill_deepspeed([model for model, _ in models], optimizers, schedulers)
         given = [self._compile(model, by_regions=True) for model, _ in models]
         prepared = self._engine.prepare(given, optimizers, schedulers)
+        self._watcher = watched(prepared.models, world=self._world)
         for (model, _), shaped, wrapped in zip(models, given, prepared.models):
             self._models.append(wrapped)
             if self.capabilities.shards_parameters:  # its layers wait for every rank, in the forward pass already
@@ -608,12 +677,46 @@ class Accelerator(AcceleratorFacts):
                 self._note(one, became)
         for optimizer, inner in zip(optimizers, prepared.optimizers):
             self._optimizers.append(
-                AcceleratedOptimizer(inner, engine=self._engine, gradient_state=self.gradient_state, scaler=self.scaler)
+                AcceleratedOptimizer(
+                    inner,
+                    engine=self._engine,
+                    gradient_state=self.gradient_state,
+                    scaler=self.scaler,
+                    clipping=self._deepspeed.clipping,
+                )
             )
             self._note(optimizer, self._optimizers[-1])
         for scheduler, inner in zip(schedulers, prepared.schedulers):
             self._schedulers.append(self._wrap_scheduler(inner))
             self._note(scheduler, self._schedulers[-1])
+
+    def _fill_deepspeed(self, models: list[nn.Module], optimizers: list[Any], schedulers: list[Any]) -> None:
+        """Give DeepSpeed's config the numbers of this run."""
+        sizes = [loader.batch_size for loader in self._dataloaders]
+        shares = self.num_processes if self.split_batches or self._ledger is not None else 1
+        origin = self._config.origins["gradient_accumulation_steps"]
+        self._deepspeed.fill(
+            world_size=self.num_processes,
+            accumulation=Setting(self.gradient_accumulation_steps, origin),
+            batch_sizes=[size // shares or 1 for size in sizes if size],
+            models=models,
+            optimizers=optimizers,
+            schedulers=schedulers,
+            split_batches=self.split_batches,
+        )
+
+    def _arrives_later(self, model: nn.Module) -> bool:
+        """Tell whether the engine brings values to ``model``, part by part: on the device it would not have room whole."""
+        on_meta = any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+        if self.capabilities.shards_parameters:
+            return on_meta or (self.fsdp_plugin is not None and self.fsdp_plugin.cpu_ram_efficient_loading)
+        if on_meta and self.device.type != "meta":
+            raise UsageError(
+                f"{type(model).__name__} is on the meta device: it has no values",
+                where=f"prepare(), engine {self.capabilities.name}",
+                do="call load_checkpoint_in_model(model, folder) before prepare(); where parameters are sharded, after it",
+            )
+        return False
 
     def _compile(self, model: nn.Module, *, by_regions: bool) -> nn.Module:
         plugin = self.dynamo_plugin
@@ -657,7 +760,8 @@ class Accelerator(AcceleratorFacts):
     def _wrap_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
         owner = getattr(scheduler, "optimizer", None)
         own = [o for o in self._optimizers if o is owner or o.optimizer is owner]
-        self._tell_factor(type(scheduler))
+        if not isinstance(scheduler, DrivenScheduler):
+            self._tell_factor(type(scheduler))
         return AcceleratedScheduler(
             scheduler,
             own or self._optimizers,
@@ -883,7 +987,7 @@ class Accelerator(AcceleratorFacts):
             keep_fp32_wrapper: leave its forward under autocast; False: give it its own forward back.
             keep_torch_compile: leave a compiled module compiled.
         """
-        inner = self._engine.unwrap(self._engine_model(model))
+        inner: nn.Module = without_wrappers(self._engine.unwrap(self._engine_model(model)))
         bare = uncompiled(inner)
         if not keep_fp32_wrapper:
             unwrap_forward(inner)
@@ -901,7 +1005,11 @@ class Accelerator(AcceleratorFacts):
 
         Collective: where parameters are sharded.
         """
-        return self._engine.full_state_dict(self._engine_model(model)) if unwrap else model.state_dict()
+        if not unwrap:
+            return model.state_dict()
+        if self.capabilities.shards_parameters:
+            meet("get_state_dict()", advice="It returns the state on rank zero, and None on the others.")
+        return self._engine.full_state_dict(self._engine_model(model))
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write ``obj`` to ``f`` on rank zero (``save_on_each_node``: of each machine). Call it on every rank.
@@ -930,6 +1038,7 @@ class Accelerator(AcceleratorFacts):
 
         Collective: every rank.
         """
+        meet("save_model()", advice="Rank zero writes.")
         folder = Path(save_directory).expanduser()
         self._checkpoints.save_model(self, model, folder, max_shard_size=max_shard_size, safe=safe_serialization)
 
@@ -967,16 +1076,20 @@ class Accelerator(AcceleratorFacts):
         self,
         output_dir: str | os.PathLike[str] | None = None,
         safe_serialization: bool = True,
+        *,
+        blocking: bool = True,
         **save_model_func_kwargs: Any,
     ) -> Path:
         """Write everything that resuming needs: what was prepared or registered, random states, ``step``. Returns where.
 
-        An error on any rank is raised on all, and leaves what was there before as it was.
+        An error on any rank is raised on all, and leaves what was there before as it was. A disk that is full, or fails,
+        is reported, and does not end the run until ``max_failed_saves`` in a row (docs/checkpoints.md).
 
         Args:
             output_dir: a folder. An older state in it is replaced whole; other files stay. With
                 ``automatic_checkpoint_naming`` it is ``project_dir/checkpoints/checkpoint_<iteration>`` instead.
-            safe_serialization: weights as safetensors; False: by ``torch.save``.
+            safe_serialization: weights as safetensors; False: by ``torch.save``, in Accelerate's layout.
+            blocking: False: return when the state is copied, and write it in a thread; the next save waits for it.
             save_model_func_kwargs: of engines that write by themselves; none of this version does.
 
         Collective: every rank.
@@ -992,8 +1105,9 @@ class Accelerator(AcceleratorFacts):
                 f"{self.capabilities.name} does not know",
                 do="leave it out",
             )
+        meet("save_state()", advice="Each rank writes its part; rank zero what is one for all.")
         self.gradient_state.reading.asked.judge()
-        return self._checkpoints.save(self, output_dir, safe_serialization=safe_serialization)
+        return self._checkpoints.save(self, output_dir, safe_serialization=safe_serialization, blocking=blocking)
 
     def load_state(
         self,
@@ -1003,9 +1117,12 @@ class Accelerator(AcceleratorFacts):
     ) -> None:
         """Load what ``save_state`` wrote, here or in Accelerate. No code of the files runs.
 
+        In echelon's own format every file is verified before anything is loaded, and the checkpoint may be of another
+        engine and another number of processes (docs/checkpoints.md).
+
         Args:
-            input_dir: the folder; None: the highest number of the automatically named ones.
-            load_kwargs: of ``torch.load``, for everything but the models.
+            input_dir: the folder; None: of the automatically named ones the newest that is whole; what was passed over is told.
+            load_kwargs: of ``torch.load``, for everything but the models; in Accelerate's layout.
             load_model_func_kwargs: ``map_location`` (``cpu`` or ``on_device``), and ``strict`` and others of
                 ``load_state_dict``, for the models.
 
@@ -1016,7 +1133,49 @@ class Accelerator(AcceleratorFacts):
             CheckpointError: a file is missing, damaged, holds code, or is another model's.
             DesyncError: some ranks failed; they are named.
         """
+        meet("load_state()")
         self._checkpoints.load(self, input_dir, load_kwargs, load_model_func_kwargs)
+
+    def resume(self, path: str | os.PathLike[str] | None = None, *, strict: bool = True) -> bool:
+        """Go on where an earlier start of the run has saved; call it after ``prepare``. False: nothing is there to go on with.
+
+        What ``load_state`` loads, and then: the next pass of a training loader begins in the middle of its epoch where
+        the checkpoint is of that, evaluations begin at their beginning, and ``save_state`` numbers on. A training loader
+        is one whose last pass began with gradients on and a prepared model in training mode. Half an update is made again
+        (docs/checkpoints.md, "Going on").
+
+        Args:
+            path: a folder that ``save_state`` was given; None: of the automatically named ones the newest that is whole,
+                and what was passed over is told.
+            strict: a model has every weight of the checkpoint, and the other way round.
+
+        Collective: every rank.
+
+        Raises:
+            UsageError: no path, and checkpoints are not named automatically.
+            CheckpointError: there are checkpoints and none is whole, it is another model's, or (``parity="off"``) of the
+                middle of an epoch on another number of processes.
+            DesyncError: some ranks failed; they are named.
+        """
+        meet("resume()")
+        return self._checkpoints.resume(self, path, strict=strict)
+
+    def epochs(self, num_epochs: int) -> Iterator[int]:
+        """Iterate over the epochs that the run still has to make, up to ``num_epochs`` in all: ``range(num_epochs)`` at first.
+
+        The loop goes on where the run is, after ``resume`` as after a ``break`` out of it: in the middle of an epoch, the
+        first pass of each training loader is the rest of its pass. An epoch is over when the loop comes back here.
+        ``progress.epoch`` is the present one, and each loader's order is that of it (or of a later one, if it has had more
+        passes).
+        """
+        yield from self._epochs.loop(self._go_on(), num_epochs)
+
+    def _go_on(self) -> int:
+        """Let loaders go on where the run is; return its epoch."""
+        epoch, is_half = self._epochs.go_on()
+        if is_half:
+            self.step -= self.step % self.gradient_accumulation_steps
+        return epoch
 
     def free_memory(self, *objects: Any) -> Any:
         """Forget everything that was prepared, and empty the device's cache; returns a None for each of ``objects``."""
@@ -1074,7 +1233,10 @@ class Accelerator(AcceleratorFacts):
     def end_training(self) -> None:
         """Finish the trackers and end the process group. Collective."""
         self.gradient_state.reading.asked.judge()
+        self._checkpoints.close()
         self._tracking.finish()
+        if self._watcher is not None:
+            self._watcher.close(f"end_training() at {here()}")
         cleanup()
 
 
@@ -1102,6 +1264,7 @@ class _MicroStep:
         accelerator._accumulating = None
         if accelerator.gradient_state.sync_gradients and not (accelerator._ledger and accelerator._ledger.drives):
             accelerator._window.end_window()
+            accelerator._epochs.end_update()
         if self._stack is not None:
             self._stack.close()
 

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from echelon.accelerator.deepspeed_opening import DeepSpeedUse
+from echelon.accelerator.deepspeed_plugin import DeepSpeedPlugin
 from echelon.accelerator.enums import DistributedType, FP8BackendType
 from echelon.accelerator.handlers import (
     AORecipeKwargs,
@@ -54,6 +56,7 @@ class AcceleratorFacts(ProcessFacts):
 
     _config: Resolved[RunConfig]
     _engine: Engine
+    _deepspeed: DeepSpeedUse
     _handlers: tuple[KwargsHandler, ...]
     ao_recipe_handler: AORecipeKwargs | None
     dataloader_config: DataLoaderConfiguration
@@ -127,12 +130,12 @@ class AcceleratorFacts(ProcessFacts):
     @property
     def is_composable_parallelism_enabled(self) -> bool:
         """As ``is_fsdp2``, in Accelerate's words: may sharding be combined with other axes?"""
-        return self.capabilities.shards_parameters
+        return self.capabilities.replaces_parameters
 
     @property
-    def deepspeed_plugin(self) -> None:
-        """None: DeepSpeed does not run."""
-        return None
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """DeepSpeed's settings; None: nothing asks for it."""
+        return self._deepspeed.plugin
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:

@@ -10,18 +10,10 @@ __all__ = [
     "BaseConfig",
     "BertTrainStep",
     "BnbQuantizationConfig",
-    "ClusterConfig",
     "CpuOffload",
-    "DeepSpeedEngineWrapper",
-    "DeepSpeedOptimizerWrapper",
-    "DeepSpeedPlugin",
-    "DeepSpeedSchedulerWrapper",
     "DeepSpeedSequenceParallelConfig",
-    "DummyOptim",
-    "DummyScheduler",
     "FP8RecipeKwargs",
     "GPTTrainStep",
-    "HfDeepSpeedConfig",
     "LayerwiseCastingHook",
     "MSAMPRecipeKwargs",
     "MegatronEngine",
@@ -60,10 +52,8 @@ __all__ = [
     "convert_model",
     "cpu_offload",
     "cpu_offload_with_hook",
-    "disable_fsdp_ram_efficient_loading",
     "disk_offload",
     "dispatch_model",
-    "enable_fsdp_ram_efficient_loading",
     "ensure_weights_retied",
     "env_var_path_add",
     "extract_submodules_state_dict",
@@ -78,7 +68,6 @@ __all__ = [
     "fsdp2_switch_optimizer_parameters",
     "gather_across_data_parallel_groups",
     "generate_device_map",
-    "get_active_deepspeed_plugin",
     "get_balanced_memory",
     "get_fsdp2_grad_scaler",
     "get_keys_to_not_convert",
@@ -95,24 +84,17 @@ __all__ = [
     "has_offloaded_params",
     "has_transformer_engine_layers",
     "infer_auto_device_map",
-    "init_empty_weights",
-    "init_on_device",
     "install_xla",
     "load_and_quantize_model",
-    "load_checkpoint_and_dispatch",
-    "load_checkpoint_in_model",
-    "load_config_from_file",
     "load_fsdp_model",
     "load_fsdp_optimizer",
     "load_offloaded_weight",
     "load_offloaded_weights",
-    "map_pytorch_optim_to_deepspeed",
     "megatron_lm_initialize",
     "megatron_lm_prepare_data_loader",
     "megatron_lm_prepare_model_optimizer_scheduler",
     "megatron_lm_prepare_optimizer",
     "megatron_lm_prepare_scheduler",
-    "merge_fsdp_weights",
     "model_provider_func",
     "offload_state_dict",
     "offload_weight",
@@ -178,10 +160,6 @@ get_state_dict_from_offload = not_offered_function("get_state_dict_from_offload"
 get_state_dict_offloaded_model = not_offered_function("get_state_dict_offloaded_model", instead=_BIG)
 has_offloaded_params = not_offered_function("has_offloaded_params", instead=_BIG)
 infer_auto_device_map = not_offered_function("infer_auto_device_map", instead=_BIG)
-init_empty_weights = not_offered_function("init_empty_weights", instead=_BIG)
-init_on_device = not_offered_function("init_on_device", instead=_BIG)
-load_checkpoint_and_dispatch = not_offered_function("load_checkpoint_and_dispatch", instead=_BIG)
-load_checkpoint_in_model = not_offered_function("load_checkpoint_in_model", instead=_BIG)
 load_offloaded_weight = not_offered_function("load_offloaded_weight", instead=_BIG)
 load_offloaded_weights = not_offered_function("load_offloaded_weights", instead=_BIG)
 offload_state_dict = not_offered_function("offload_state_dict", instead=_BIG)
@@ -199,21 +177,12 @@ generate_device_map = not_offered_function("generate_device_map", instead=_PIPEL
 pippy_forward = not_offered_function("pippy_forward", instead=_PIPELINE)
 prepare_pippy = not_offered_function("prepare_pippy", instead=_PIPELINE)
 
-# Sharded data parallelism and DeepSpeed.
+# Sharded data parallelism.
 _SHARD = "leave it out: ddp runs on any number of processes"
-DeepSpeedEngineWrapper = not_offered_class("DeepSpeedEngineWrapper", instead=_SHARD)
-DeepSpeedOptimizerWrapper = not_offered_class("DeepSpeedOptimizerWrapper", instead=_SHARD)
-DeepSpeedPlugin = not_offered_class("DeepSpeedPlugin", instead=_SHARD)
-DeepSpeedSchedulerWrapper = not_offered_class("DeepSpeedSchedulerWrapper", instead=_SHARD)
 DeepSpeedSequenceParallelConfig = not_offered_class("DeepSpeedSequenceParallelConfig", instead=_SHARD)
-DummyOptim = not_offered_class("DummyOptim", instead=_SHARD)
-DummyScheduler = not_offered_class("DummyScheduler", instead=_SHARD)
-HfDeepSpeedConfig = not_offered_class("HfDeepSpeedConfig", instead=_SHARD)
 TorchContextParallelConfig = not_offered_class("TorchContextParallelConfig", instead=_SHARD)
 TorchTensorParallelConfig = not_offered_class("TorchTensorParallelConfig", instead=_SHARD)
 TorchTensorParallelPlugin = not_offered_class("TorchTensorParallelPlugin", instead=_SHARD)
-disable_fsdp_ram_efficient_loading = not_offered_function("disable_fsdp_ram_efficient_loading", instead=_SHARD)
-enable_fsdp_ram_efficient_loading = not_offered_function("enable_fsdp_ram_efficient_loading", instead=_SHARD)
 ensure_weights_retied = not_offered_function("ensure_weights_retied", instead=_SHARD)
 fsdp2_apply_ac = not_offered_function("fsdp2_apply_ac", instead=_SHARD)
 fsdp2_canonicalize_names = not_offered_function("fsdp2_canonicalize_names", instead=_SHARD)
@@ -221,14 +190,11 @@ fsdp2_load_full_state_dict = not_offered_function("fsdp2_load_full_state_dict", 
 fsdp2_prepare_auto_wrap_policy = not_offered_function("fsdp2_prepare_auto_wrap_policy", instead=_SHARD)
 fsdp2_prepare_model = not_offered_function("fsdp2_prepare_model", instead=_SHARD)
 fsdp2_switch_optimizer_parameters = not_offered_function("fsdp2_switch_optimizer_parameters", instead=_SHARD)
-get_active_deepspeed_plugin = not_offered_function("get_active_deepspeed_plugin", instead=_SHARD)
 get_fsdp2_grad_scaler = not_offered_function("get_fsdp2_grad_scaler", instead=_SHARD)
 get_module_class_from_name = not_offered_function("get_module_class_from_name", instead=_SHARD)
 get_parameters_from_modules = not_offered_function("get_parameters_from_modules", instead=_SHARD)
 load_fsdp_model = not_offered_function("load_fsdp_model", instead=_SHARD)
 load_fsdp_optimizer = not_offered_function("load_fsdp_optimizer", instead=_SHARD)
-map_pytorch_optim_to_deepspeed = not_offered_function("map_pytorch_optim_to_deepspeed", instead=_SHARD)
-merge_fsdp_weights = not_offered_function("merge_fsdp_weights", instead=_SHARD)
 save_fsdp_model = not_offered_function("save_fsdp_model", instead=_SHARD)
 save_fsdp_optimizer = not_offered_function("save_fsdp_optimizer", instead=_SHARD)
 
@@ -301,6 +267,4 @@ set_numa_affinity = not_offered_function("set_numa_affinity", instead=_CORES)
 # Accelerate's config file.
 _CONFIG = "write the settings as flags of echelon launch, or into a file for its --config_file"
 BaseConfig = not_offered_class("BaseConfig", instead=_CONFIG)
-ClusterConfig = not_offered_class("ClusterConfig", instead=_CONFIG)
 SageMakerConfig = not_offered_class("SageMakerConfig", instead=_CONFIG)
-load_config_from_file = not_offered_function("load_config_from_file", instead=_CONFIG)

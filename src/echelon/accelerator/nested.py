@@ -12,13 +12,16 @@ from torch.utils.data import DataLoader
 
 from echelon.accelerator.scheduler import AcceleratedScheduler
 from echelon.distributed.tree import rebuild_like
+from echelon.engines.deepspeed_options import DummyOptim, DummyScheduler
 
 __all__ = ["collect_known", "replace_prepared"]
+
+_KNOWN = (nn.Module, Optimizer, LRScheduler, DataLoader, AcceleratedScheduler, DummyOptim, DummyScheduler)
 
 
 def collect_known(argument: Any, place: bool, found: list[tuple[Any, bool]]) -> None:
     """List every object of a known kind in ``argument``, each once."""
-    if isinstance(argument, (nn.Module, Optimizer, LRScheduler, DataLoader, AcceleratedScheduler)):
+    if isinstance(argument, _KNOWN):
         if all(argument is not known for known, _ in found):
             found.append((argument, place))
     elif isinstance(argument, (tuple, list)):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from echelon.accelerator.for_transformers import is_echelons_own, tell_transformers
 from echelon.accelerator.handlers import (
     AORecipeKwargs,
     AutocastKwargs,
@@ -24,12 +26,13 @@ from echelon.accelerator.sharding_plugin import FullyShardedDataParallelPlugin
 from echelon.base.errors import ConfigError
 from echelon.base.variables import parse_flag_from_env
 from echelon.base.warnings import warn
+from echelon.config.origin import Origin
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
-from echelon.config.sources import current, from_code
+from echelon.config.sources import current, from_code, refuse_launchers_variables
 from echelon.distributed.setup import setup
 from echelon.engines.base import Engine
-from echelon.engines.registry import SHARDING, choose, load
+from echelon.engines.registry import GROUPLESS, SHARDING, choose, load
 from echelon.engines.sharding import ShardingOptions
 from echelon.world.environment import detect
 from echelon.world.world import World
@@ -78,7 +81,9 @@ def resolve_settings(
         "cpu": cpu or None,
         **more,
     }
-    return current(from_code("Accelerator", given))
+    resolved = current(from_code("Accelerator", given))
+    refuse_launchers_variables(resolved)
+    return resolved
 
 
 def dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> dict[str, object]:
@@ -136,9 +141,10 @@ def handlers_by_kind(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
     return {kind: found.get(kind) or kind() for kind in kinds if kind is not AORecipeKwargs or kind in found}
 
 
-def open_world(config: RunConfig, options: InitProcessGroupKwargs) -> World:
-    """Make the process group where there are several processes and none has been made by hand."""
-    if dist.is_initialized() or detect().world_size == 1:
+def open_world(config: RunConfig, options: InitProcessGroupKwargs, engine: Engine | str | None = None) -> World:
+    """Make the process group where there are several processes, or ``engine`` needs one, and none has been made by hand."""
+    needs_group = isinstance(engine, str) and engine not in GROUPLESS and load(engine) is not None
+    if dist.is_initialized() or (detect().world_size == 1 and not needs_group):
         return World.current(cpu=config.cpu)
     return setup(**options.to_kwargs())  # its defaults ("nccl") stand for the backend of the device, as in Accelerate
 
@@ -174,7 +180,8 @@ def open_sharding(
                 where=f"code Accelerator({name}=)",
                 do=f"give a {kind.__name__}, or leave it out",
             )
-    if plugin is None and parse_flag_from_env("ACCELERATE_USE_FSDP"):
+    is_asked = parse_flag_from_env("ACCELERATE_USE_FSDP") and not is_echelons_own("ACCELERATE_USE_FSDP")
+    if plugin is None and is_asked:
         plugin = FullyShardedDataParallelPlugin()
     if config is None and parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
         config = ParallelismConfig()
@@ -187,6 +194,8 @@ def open_sharding(
     sharding = None
     if plugin is not None:
         sharding = plugin.sharding_options(world, mixed_precision=mixed_precision, replicas=replicas)
+        if sharding.ram_efficient_loading and world.world_size > 1:
+            tell_transformers()
     if config is not None and config.total_size == 1:
         groups = sharding.replicas if sharding is not None else world.world_size
         config = replace(config, dp_replicate_size=groups, dp_shard_size=world.world_size // groups)
@@ -199,13 +208,19 @@ def make_engine(
     scaler: torch.amp.GradScaler | None,
     ddp_options: DistributedDataParallelKwargs,
     sharding: ShardingOptions | None = None,
+    more: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    engine_from: Origin | None = None,
 ) -> Engine:
-    """Return ``engine``, or make the one of that name; None: by the number of processes and whether to shard."""
+    """Return ``engine``, or make the one of that name; None: by the number of processes and whether to shard.
+
+    ``more``: options of engines that no other knows. ``engine_from``: who gave the name.
+    """
     if sharding is not None and engine is not None and engine not in SHARDING:
         shown = f"{type(engine).__name__}()" if isinstance(engine, Engine) else repr(engine)
         raise ConfigError(
             f"engine={shown} and settings of sharding (fsdp_plugin, parallelism_config or ACCELERATE_USE_FSDP) are both given",
-            where="code Accelerator(engine=)",
+            where="code Accelerator(engine=)" if isinstance(engine, Engine) else str(engine_from),
             do="leave engine out to shard the model, or those settings to use the engine",
         )
     if isinstance(engine, Engine):
@@ -220,7 +235,7 @@ def make_engine(
         "comm_wrapper": str(ddp_options.comm_wrapper),
         "comm_state_option": ddp_options.comm_state_option,
     }
-    options = {**ddp_options.to_kwargs(), **hook}
+    options = {**ddp_options.to_kwargs(), **hook, **more}
     if sharding is not None and name in SHARDING:
         options["sharding"] = sharding
     return kind.from_options(world, scaler=scaler, options=options)  # type: ignore[no-any-return]

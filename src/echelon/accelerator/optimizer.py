@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from echelon.accelerator.gradient_state import GradientState
+from echelon.distributed.meeting import meet
 from echelon.engines.base import Engine
 
-__all__ = ["AcceleratedOptimizer"]
+__all__ = ["AcceleratedOptimizer", "Clipping"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clipping:
+    """What DeepSpeed's ``gradient_clipping`` asks of an engine that does not clip by itself."""
+
+    max_norm: float
+    gives_way: bool
+    """A default: where the loop clips, this does not."""
 
 
 class AcceleratedOptimizer(Optimizer):
@@ -27,12 +38,16 @@ class AcceleratedOptimizer(Optimizer):
         engine: Engine,
         gradient_state: GradientState,
         scaler: torch.amp.GradScaler | None,
+        clipping: Clipping | None = None,
     ) -> None:
         # Optimizer's own __init__ is not called: groups, state and hooks are those of the wrapped one.
         self.optimizer = optimizer
         self.engine = engine
         self.gradient_state = gradient_state
         self.scaler = scaler
+        self.clipping = clipping
+        self.is_clipped = False
+        """Has the loop clipped the gradients of this update?"""
         self.unsynced = False
         self._skipped = False
         self._is_used = False  # a step was taken with the gradients that are there
@@ -80,12 +95,21 @@ class AcceleratedOptimizer(Optimizer):
         Collective: where the step guard has to reduce.
         """
         if self.gradient_state.sync_gradients:
+            if self.clipping is not None:
+                self._clip(self.clipping)
             self._skipped = not self.engine.step(self.optimizer, closure=closure, unsynced=self.unsynced)
             self.num_steps += not self._skipped
             self._is_used = True
         else:
             self.num_postponed += 1
         self._is_postponed = not self.gradient_state.sync_gradients
+
+    def _clip(self, clipping: Clipping) -> None:
+        if not (clipping.gives_way and self.is_clipped):
+            self.engine.unscale(self.optimizer, unsynced=self.unsynced)
+            parameters = [p for group in self.param_groups for p in group["params"]]
+            self.engine.clip_grad_norm(parameters, clipping.max_norm, 2.0, unsynced=self.unsynced)
+        self.is_clipped = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, unless they are of micro-steps whose update is still to come."""
@@ -113,10 +137,15 @@ class AcceleratedOptimizer(Optimizer):
 
     def full_state_dict(self) -> Any:
         """Return the whole state on rank zero; None elsewhere where it is sharded. Collective: where it is sharded."""
+        if self.engine.capabilities.shards_optimizer_state:
+            advice = "It returns the state on rank zero, and None on the others."
+            meet("the optimizer's full_state_dict()", advice=advice)
         return self.engine.full_optimizer_state(self.optimizer)
 
     def load_full_state_dict(self, state_dict: Any) -> None:
         """Load what ``full_state_dict`` returned on rank zero; every rank gives it. Collective: where it is sharded."""
+        if self.engine.capabilities.shards_optimizer_state:
+            meet("the optimizer's load_full_state_dict()")
         self.engine.load_full_optimizer_state(self.optimizer, state_dict)
 
     def train(self) -> Any:

@@ -30,6 +30,7 @@ __all__ = [
     "load",
     "refused_in",
     "save",
+    "without_wrappers",
     "write_tensors",
 ]
 
@@ -187,8 +188,8 @@ def extract_model_from_parallel(
         recursive: also unwrap its submodules that have a ``module``.
     """
     compiled = model if is_compiled_module(model) else None
-    inner = _without_wrappers(model if compiled is None else model._orig_mod)
-    bare = uncompiled(_without_wrappers(uncompiled(model)))
+    inner = without_wrappers(model if compiled is None else model._orig_mod)
+    bare = uncompiled(without_wrappers(uncompiled(model)))
     if recursive:
         inner, bare = _without_modules(inner), _without_modules(bare)
     if not keep_fp32_wrapper:
@@ -201,7 +202,8 @@ def extract_model_from_parallel(
     return compiled if compiled._orig_mod is inner else moved_to(inner, compiled)
 
 
-def _without_wrappers(model: Any) -> Any:
+def without_wrappers(model: Any) -> Any:
+    """Return the model inside of DDP and DataParallel, whoever wrapped it."""
     while isinstance(model, _WRAPPERS):
         model = model.module
     return model

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from echelon.accelerator.current import current_accelerator, has_accelerator
+from echelon.accelerator.deepspeed_plugin import DeepSpeedPlugin
 from echelon.accelerator.enums import DistributedType
 from echelon.accelerator.parallelism import ParallelismConfig
 from echelon.accelerator.plugins import TorchDynamoPlugin
@@ -260,10 +261,19 @@ class AcceleratorState(PartialState):
     _facts = (*_FACTS, "mixed_precision")
 
     # What this version does not have is None, as in Accelerate when it was not asked for.
-    deepspeed_plugin: None = None
-    deepspeed_plugins: None = None
     megatron_lm_plugin: None = None
     torch_tp_plugin: None = None
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """DeepSpeed's settings; None: nothing asks for it."""
+        plugin: DeepSpeedPlugin | None = self._accelerator.deepspeed_plugin
+        return plugin
+
+    @property
+    def deepspeed_plugins(self) -> DeepSpeedPlugin | None:
+        """As ``deepspeed_plugin``: an Accelerator has one."""
+        return self.deepspeed_plugin
 
     @property
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
@@ -287,15 +297,18 @@ class AcceleratorState(PartialState):
     def is_fsdp2(self) -> bool:
         """Are parameters sharded?"""
         capabilities: Capabilities = self._accelerator.capabilities
-        return capabilities.shards_parameters
+        return capabilities.replaces_parameters
 
-    def get_deepspeed_plugin(self, name: str) -> Any:
-        """Raise: DeepSpeed is not offered."""
-        raise _no_deepspeed("get_deepspeed_plugin()")
+    def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
+        """Return the plugin, whatever its name: an Accelerator has one. Raises: there is none."""
+        if self.deepspeed_plugin is None:
+            raise _no_deepspeed("get_deepspeed_plugin()")
+        return self.deepspeed_plugin
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
-        """Raise: DeepSpeed is not offered."""
-        raise _no_deepspeed("select_deepspeed_plugin()")
+        """Do nothing, whatever the name: an Accelerator has one plugin. Raises: there is none."""
+        if self.deepspeed_plugin is None:
+            raise _no_deepspeed("select_deepspeed_plugin()")
 
     @classmethod
     def _known(cls) -> PartialState | None:
@@ -308,8 +321,7 @@ class AcceleratorState(PartialState):
 
 def _no_deepspeed(function: str) -> UsageError:
     return UsageError(
-        f"{function}: there is no DeepSpeed plugin, this version of echelon does not offer one",
-        do="leave it out: ddp runs on any number of processes",
+        f"{function}: there is no DeepSpeed plugin", do="give Accelerator(deepspeed_plugin=DeepSpeedPlugin())"
     )
 
 

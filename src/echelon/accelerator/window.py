@@ -28,6 +28,7 @@ class Window:
         "_count",
         "_factor",
         "_finished",
+        "_is_redone",
         "_is_weighted",
         "_items",
         "_open",
@@ -39,9 +40,16 @@ class Window:
         "total",
     )
 
-    def __init__(self, *, world_size: int, total_of: TotalOf) -> None:
-        """``total_of(x)`` is the sum of x over the ranks (a collective)."""
+    def __init__(self, *, world_size: int, total_of: TotalOf, is_redone: bool = False) -> None:
+        """Make a closed window.
+
+        Args:
+            world_size: over as many ranks the reduced gradients are averaged.
+            total_of: ``total_of(x)`` is the sum of x over the ranks (a collective).
+            is_redone: each backward pass of the last micro-step makes the sum of all gradients again (bitwise).
+        """
         self._world_size = world_size
+        self._is_redone = is_redone
         self._total_of = total_of
         self._reference: float | None = None
         self._open = False
@@ -107,7 +115,7 @@ class Window:
                 f"num_items={num_items} after num_items={self._items} in the same micro-step",
                 do="give every loss of one micro-step the same num_items (scale the losses themselves if they differ)",
             )
-        if self._count == 1 and sync:
+        if self._count == 1 and sync and not self._is_redone:
             if self._scale is None:
                 self._scale = self._of_one(num_items)
             return self._scale, 1.0
@@ -119,7 +127,7 @@ class Window:
         if self._factor is None:
             self.total = self._total_of(self._weight)
             self._factor = self._reference * self._world_size / self.total if self.total else 1.0
-        elif trained <= self._finished:
+        elif trained <= self._finished and not self._is_redone:
             return scale * self._factor, 1.0
         self._finished |= trained
         return scale, self._factor

@@ -29,7 +29,11 @@ class Capabilities:
     """The engine scales an fp16 loss itself; no GradScaler around it."""
     num_devices: int = 1
     """Devices of one rank that a forward pass runs on: a model that returns its loss returns one for each of them."""
+    exposes_state: bool = True
+    """Groups and state of the optimizers are torch's, by the model's own parameters, whole or as DTensors."""
     supports_multiple_models: bool = True
     """Several models may be prepared together."""
+    sums_shards: bool = False
+    """``open_shards``: gradients can be summed in an order that does not depend on the number of ranks."""
     keeps_float64: bool = True
     """A float64 model is trained in float64, its optimizer state included."""

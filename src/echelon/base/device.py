@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from echelon.base import environ
@@ -10,7 +11,7 @@ from echelon.base.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["backend_of", "choose_device", "has_fp8", "num_devices", "use_device"]
+__all__ = ["backend_of", "choose_device", "has_fp8", "has_tf32", "limit_devices", "num_devices", "use_device"]
 
 # torch is imported inside the functions: this floor must import without it (the launcher starts in milliseconds).
 
@@ -21,6 +22,8 @@ _VISIBLE = (
     "ZE_AFFINITY_MASK",
     "ASCEND_RT_VISIBLE_DEVICES",
 )
+# Of each kind, the one by which the launcher says which devices its ranks see.
+_VISIBLE_OF = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 # One device a machine, and no collectives of their own: such a device serves one process.
 _SINGLE_PROCESS = frozenset({"mps"})
 
@@ -58,6 +61,25 @@ def choose_device(*, local_rank: int, local_world_size: int, cpu: bool = False) 
     )
 
 
+def limit_devices(numbers: Sequence[int]) -> dict[str, str]:
+    """Return the variable that lets a child process see these accelerators alone; empty on a machine without.
+
+    Raises:
+        ConfigError: there is none for this kind of accelerator.
+    """
+    import torch  # noqa: PLC0415 - torch-free floor
+
+    accelerator = torch.accelerator.current_accelerator() if num_devices() else None
+    if accelerator is None:
+        return {}
+    if accelerator.type not in _VISIBLE_OF:
+        raise ConfigError(
+            f"which {accelerator.type} devices are used cannot be chosen",
+            do="leave gpu_ids (and --include, --exclude) out, and use the variable of its driver",
+        )
+    return {_VISIBLE_OF[accelerator.type]: ",".join(map(str, numbers))}
+
+
 def use_device(device: torch.device) -> None:
     """Make ``device`` the current one of this process, so that ``.to(accelerator)`` and NCCL agree with it."""
     import torch  # noqa: PLC0415 - torch-free floor
@@ -84,3 +106,12 @@ def has_fp8(device: torch.device) -> bool:
     # NVIDIA: Ada and Hopper on; AMD, whose gfx90a also says (9, 0): MI300 on.
     least = (8, 9) if torch.version.hip is None else (9, 4)
     return torch.cuda.get_device_capability(device) >= least
+
+
+def has_tf32(device: torch.device) -> bool:
+    """Tell whether ``device`` multiplies float32 matrices as TF32, if it is allowed to."""
+    import torch  # noqa: PLC0415 - torch-free floor
+
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)

@@ -26,6 +26,9 @@ class EchelonError(Exception):
         do: what to do about it.
     """
 
+    exit_code = 1
+    """Of a process that ends because of it."""
+
     def __init__(self, what: str, *, where: str | None = None, do: str | None = None) -> None:
         super().__init__(what)
         rank = known_rank()

@@ -480,16 +480,19 @@ def torchao_required(func: Callable[P, T]) -> Callable[P, T]:
 
 
 def deepspeed_required(func: Callable[P, T]) -> Callable[P, T]:
-    """Make ``func`` raise: this version of echelon has no DeepSpeed.
+    """Make ``func`` say how to install deepspeed where it is missing.
 
     Raises:
-        UsageError: when the function is called.
+        MissingExtraError: when the function is called without deepspeed.
     """
 
     @functools.wraps(func)
-    def refused(*args: P.args, **kwargs: P.kwargs) -> T:
-        raise UsageError(
-            f"{func.__name__} needs DeepSpeed, which is not offered by this version of echelon", do="leave it out"
-        )
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not is_deepspeed_available():
+            raise MissingExtraError(
+                f"{func.__name__} needs the package 'deepspeed', which is not installed",
+                do="pip install 'echelon[deepspeed]'",
+            )
+        return func(*args, **kwargs)
 
-    return refused
+    return checked

@@ -23,7 +23,7 @@ from echelon.data.keyed import Piece
 from echelon.data.lengths import length_of
 from echelon.data.order import Order, SeedableRandomSampler
 from echelon.data.permutation import ExplicitPermutation, FeistelPermutation, Permutation
-from echelon.data.slices import Contribution, contributions, joined, num_micro_steps
+from echelon.data.slices import Contribution, canonical_contributions, contributions, joined, num_micro_steps
 
 __all__ = ["ExactBatches", "ExactOptions", "GlobalOrder", "OrderKind", "PassPlan", "half_an_update", "make_order"]
 
@@ -44,6 +44,8 @@ class ExactOptions:
     """Samples of one rank in one forward pass; None: as many as there are."""
     replays: bool = False
     """Reach a position in iterable data without state by reading everything before it again."""
+    canonical_shards: int | None = None
+    """Into how many shards an update is cut, whoever computes them (bitwise); None: as the ranks need it (exact)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,8 @@ class PassPlan:
     ) -> int:
         """Return the micro-steps of a global batch of ``num_samples``; the loader's have ``batch_size`` (None: any)."""
         wanted = self.num_micro_steps
+        if options.canonical_shards is not None:
+            return -(-options.canonical_shards // world_size)
         if not self.trains:  # joined batches: no rank gets more at once than of the user's own, unless one went without
             largest, usual = (-(-number // world_size) for number in (num_samples, batch_size or num_samples))
             wanted = max(min(-(-largest // usual), num_samples // world_size), 1)
@@ -67,15 +71,31 @@ class PassPlan:
             num_samples, world_size=world_size, wanted=wanted, max_micro_batch_size=options.max_micro_batch_size
         )
 
-    def joined_size(self, batch_size: int, *, world_size: int) -> int:
-        """Return the size of a global batch: in an evaluation, as many of the loader's as give every rank a sample."""
-        return batch_size if self.trains else batch_size * -(-world_size // batch_size)
+    def cut(
+        self, update: range, *, rank: int, world_size: int, batch_size: int | None, options: ExactOptions
+    ) -> Iterator[Contribution]:
+        """Yield what ``rank`` has of a global batch, micro-step by micro-step."""
+        if options.canonical_shards is not None:
+            return canonical_contributions(
+                update,
+                rank=rank,
+                world_size=world_size,
+                num_shards=options.canonical_shards,
+                by_rank=self.trains,
+            )
+        num_micro = self.num_micro(len(update), batch_size, world_size=world_size, options=options)
+        return contributions(update, rank=rank, world_size=world_size, num_micro=num_micro, by_rank=self.trains)
+
+    def joined_size(self, batch_size: int, *, least: int) -> int:
+        """Return the size of a global batch: in an evaluation, as many of the loader's as have ``least`` samples."""
+        return batch_size if self.trains else batch_size * -(-least // batch_size)
 
     def num_steps(self, num_samples: int, batch_size: int, *, world_size: int, options: ExactOptions) -> int:
         """Return the micro-steps of a pass over ``num_samples``."""
-        size = self.joined_size(batch_size, world_size=world_size)
+        least = options.canonical_shards or world_size
+        size = self.joined_size(batch_size, least=least)
         whole, rest = divmod(num_samples, size)
-        if not self.trains and whole and 0 < rest < world_size:
+        if not self.trains and whole and 0 < rest < least:
             whole, rest = whole - 1, size + rest
         return sum(
             count * self.num_micro(number, batch_size, world_size=world_size, options=options)
@@ -83,12 +103,14 @@ class PassPlan:
             if count and number
         )
 
-    def num_steps_of_batches(self, num_batches: int, options: ExactOptions) -> int:
+    def num_steps_of_batches(self, num_batches: int, *, world_size: int, options: ExactOptions) -> int:
         """Return the micro-steps of a pass over batches of unknown size.
 
         Raises:
             TypeError: it depends on the size.
         """
+        if options.canonical_shards is not None and num_batches >= 0:
+            return num_batches * -(-options.canonical_shards // world_size)
         if num_batches < 0 or (self.trains and self.num_micro_steps > 1) or options.max_micro_batch_size is not None:
             raise TypeError(
                 "nobody knows the number of micro-steps before the batches are drawn: they have sizes of their own, and are "
@@ -294,7 +316,7 @@ class ExactBatches(Sampler[Piece]):
         self.options = options
         self.batch_size = batch_size
         """The user's: of all ranks together; None: they have sizes of their own."""
-        self.smallest = smallest or world_size
+        self.smallest = options.canonical_shards or smallest or world_size
         """Batches of an evaluation are joined up to this size, so that no rank goes without."""
         self.epoch = 0
         self.start = 0
@@ -322,7 +344,7 @@ class ExactBatches(Sampler[Piece]):
         """
         num_samples = self.order.num_samples()
         if self.batch_size is None or num_samples < 0:
-            return plan.num_steps_of_batches(self.order.num_batches(), self.options)
+            return plan.num_steps_of_batches(self.order.num_batches(), world_size=self.world_size, options=self.options)
         return plan.num_steps(num_samples, self.batch_size, world_size=self.world_size, options=self.options)
 
     def __len__(self) -> int:
@@ -337,7 +359,7 @@ class ExactBatches(Sampler[Piece]):
     def _pieces(self, ahead: deque[Contribution], plan: PassPlan, epoch: int, start: int, skip: int) -> Iterator[Piece]:
         left = skip
         if self.order.is_seekable and self.batch_size is not None:
-            size = plan.joined_size(self.batch_size, world_size=self.smallest)
+            size = plan.joined_size(self.batch_size, least=self.smallest)
             num_micro = self.num_micro(size, plan)
             # The last ones may have another size: they are counted below.
             whole = min(left // num_micro, max((self.order.num_samples() - start) // size - 1, 0))
@@ -349,8 +371,12 @@ class ExactBatches(Sampler[Piece]):
                 continue
             if left:
                 raise half_an_update(skip)
-            for one in contributions(
-                update, rank=self.rank, world_size=self.world_size, num_micro=num_micro, by_rank=plan.trains
+            for one in plan.cut(
+                update,
+                rank=self.rank,
+                world_size=self.world_size,
+                batch_size=self.batch_size,
+                options=self.options,
             ):
                 ahead.append(one)
                 first = one.samples.start - update.start

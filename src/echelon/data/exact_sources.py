@@ -26,7 +26,7 @@ from echelon.data.keyed import OF_COLLATE, OF_WORKERS, KeyedCollate, KeyedDatase
 from echelon.data.lengths import length_of
 from echelon.data.order import Order
 from echelon.data.rebuild import like
-from echelon.data.slices import Contribution, LastStep, contributions, joined
+from echelon.data.slices import Contribution, LastStep, joined
 from echelon.data.sources import Source, Steps, batches_of, with_batches
 from echelon.data.stream import ShowUsersDataset
 from echelon.distributed.collectives import broadcast
@@ -159,12 +159,12 @@ class _Cut:
         self.batch_size = batch_size
 
     def __call__(self, num_samples: int, plan: PassPlan) -> Iterator[Contribution]:
-        return contributions(
+        return plan.cut(
             range(num_samples),
             rank=self.rank,
             world_size=self.world_size,
-            num_micro=self.num_micro(num_samples, plan),
-            by_rank=plan.trains,
+            batch_size=self.batch_size,
+            options=self.options,
         )
 
     def num_micro(self, num_samples: int, plan: PassPlan) -> int:
@@ -268,7 +268,8 @@ class ExactStreamSource(ExactSource):
                 do="give the DataLoader a batch_size",
             )
         self._cut = _Cut(world, options, self.batch_size if num_ranks is None else None)
-        self._pieces = _Pieces(loader, self._cut, smallest=num_ranks or world.world_size)
+        least = options.canonical_shards or num_ranks or world.world_size
+        self._pieces = _Pieces(loader, self._cut, smallest=least)
         self._drawn_from = loader.generator
         self._start = self._num_to_replay = 0
         self._saved: Any = None
@@ -382,11 +383,12 @@ class ExactDispatchSource(ExactSource):
         self._reading: Callable[[], Iterator[Any]] | None = None
         facts = (-1, -1, -1, -1)
         if world.is_rank_zero:
-            whole = replace(options, max_micro_batch_size=None)
+            whole = replace(options, max_micro_batch_size=None, canonical_shards=None)
+            least = options.canonical_shards or world.world_size
             alone = replace(world, rank=0, world_size=1)
             is_iterable = isinstance(loader.dataset, IterableDataset)
             kind = ExactStreamSource if is_iterable else IndexedExactSource
-            reader = kind(loader, world=alone, options=whole, num_ranks=world.world_size)
+            reader = kind(loader, world=alone, options=whole, num_ranks=least)
             self._reader, self.inner = reader, reader.inner
             size = reader.batch_size
             facts = (length_of(loader.dataset), *reader.lengths(), -1 if size is None else size)
@@ -436,7 +438,9 @@ class ExactDispatchSource(ExactSource):
 
     def num_planned(self, plan: PassPlan) -> int:
         if self.batch_size is None or self._num_samples < 0:
-            return plan.num_steps_of_batches(self._num_batches, self._cut.options)
+            return plan.num_steps_of_batches(
+                self._num_batches, world_size=self._cut.world_size, options=self._cut.options
+            )
         return plan.num_steps(
             self._num_samples, self.batch_size, world_size=self._world.world_size, options=self._cut.options
         )

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from echelon.base.errors import DesyncError, UsageError
+from echelon.base.errors import CheckpointError, DesyncError, UsageError
 from echelon.base.protocols import SupportsSetEpoch, SupportsShard, SupportsStateDict
 from echelon.base.warnings import warn
 from echelon.data.agree import agree_on_data
@@ -20,7 +21,7 @@ from echelon.data.exact import ExactOptions, PassPlan
 from echelon.data.exact_sources import ExactDispatchSource, ExactSource, ExactStreamSource, IndexedExactSource
 from echelon.data.fork import settle_before_fork
 from echelon.data.place import to_device
-from echelon.data.rng import synchronize_rng_states
+from echelon.data.rng import HostDraws, synchronize_rng_states
 from echelon.data.slices import Contribution, LastStep
 from echelon.data.sources import (
     DealtSource,
@@ -34,7 +35,16 @@ from echelon.data.sources import (
 )
 from echelon.world.world import World
 
-__all__ = ["DispatchedLoader", "Driver", "LoaderOptions", "PreparedLoader", "Reading", "prepare_loader"]
+__all__ = [
+    "Book",
+    "DispatchedLoader",
+    "Driver",
+    "LoaderOptions",
+    "PassFacts",
+    "PreparedLoader",
+    "Reading",
+    "prepare_loader",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +93,38 @@ class Driver(ABC):
         """Is this a later micro-step of an update, and its backward pass still to come?"""
 
 
+class Book(ABC):
+    """Whoever notes how far the passes of a run have come."""
+
+    @abstractmethod
+    def begin_pass(self, loader: PreparedLoader) -> PassFacts:
+        """A pass begins: say what it is."""
+
+    @abstractmethod
+    def begin_batch(self, loader: PreparedLoader) -> None:
+        """A batch is about to be given, and the next one has not been read."""
+
+    @abstractmethod
+    def begun_update(self, loader: PreparedLoader) -> dict[str, Any] | None:
+        """Return ``record`` of the place to which an update goes back that was begun and not ended; None: there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassFacts:
+    """What a pass is to the run."""
+
+    epoch: int
+    """Of the run."""
+    trains: bool
+    """It is one of updates, not an evaluation."""
+    outlives_epochs: bool = False
+    """Passes of this loader have gone on from one epoch into the next."""
+
+
 class Reading:
     """Which prepared loaders are being read, innermost last."""
 
-    __slots__ = ("asked", "driver", "joined", "loaders", "owner")
+    __slots__ = ("asked", "book", "driver", "joined", "loaders", "owner")
 
     def __init__(self, owner: Any = None) -> None:
         self.owner = owner
@@ -94,6 +132,7 @@ class Reading:
         self.loaders: list[PreparedLoader] = []
         self.asked = Asked()
         self.driver: Driver | None = None
+        self.book: Book | None = None
         self.joined = False
         """Inside ``join_uneven_inputs``: ranks that have run out shadow the others' collectives."""
 
@@ -242,6 +281,12 @@ class PreparedLoader(DataLoader[Any]):
             _even=options.even_batches,
             _options=options,
             _world=world,
+            _draws=None,
+            _draws_before=None,
+            _facts=None,
+            _is_open=False,
+            _loaded=None,
+            _goes_on=False,
             _resume=None,
             _state=None,
             _trims=False,
@@ -264,6 +309,18 @@ class PreparedLoader(DataLoader[Any]):
     """Batches given in this pass, with those that were left out at its beginning."""
     _state: dict[str, Any] | None
     _resume: dict[str, Any] | None
+    _facts: PassFacts | None
+    """Of the pass begun last."""
+    _is_open: bool
+    """Was it left before its end?"""
+    _draws: HostDraws | None
+    """What the batch read last was drawn from."""
+    _draws_before: dict[str, Any] | None
+    """The same of the run that was saved."""
+    _loaded: dict[str, Any] | None
+    """The ``record`` of a pass that was begun before a checkpoint was loaded."""
+    _goes_on: bool
+    """The next pass is that one."""
     _trims: bool
     iteration: int
     """The epoch of the next pass; it counts the passes that were read to their end."""
@@ -272,6 +329,11 @@ class PreparedLoader(DataLoader[Any]):
     def inner(self) -> DataLoader[Any]:
         """The loader that reads on this rank."""
         return self.source.inner
+
+    @property
+    def facts(self) -> PassFacts | None:
+        """What the pass begun last is; None: no pass was begun, or nobody keeps a book."""
+        return self._facts if self._loaded is None else _facts_of(self._loaded)
 
     @property
     def dataset(self) -> Any:  # type: ignore[override]
@@ -412,6 +474,8 @@ class PreparedLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next pass; passes count on from there by themselves."""
+        if epoch != self.iteration:
+            self.end_pass()
         self.iteration = epoch
         self._tell_epoch()
 
@@ -497,7 +561,7 @@ class PreparedLoader(DataLoader[Any]):
         """
         reader = next((r for r in reversed(self.reading.loaders) if r.source is self.source), None)
         if isinstance(self.source, ExactSource):
-            return {"exact": (reader or self).state_dict()}
+            return {"exact": (reader or self).state_dict(), "pass": self.record()}
         is_within = reader is not None and not reader.end_of_dataloader
         order = self.source.order
         return {
@@ -505,10 +569,12 @@ class PreparedLoader(DataLoader[Any]):
             "is_within": is_within,
             "order": order.state() if order is not None and (is_within or order.is_seedable) else None,
             "generators": [generator.get_state() for generator in self._generators()],
+            "pass": self.record(),
         }
 
     def load_order_state(self, state: dict[str, Any]) -> None:
         """Let the next pass have the order that ``order_state`` was taken of."""
+        self._loaded, self._goes_on = state.get("pass"), False
         if "exact" in state or isinstance(self.source, ExactSource):
             exact = state.get("exact")
             if exact is not None and isinstance(self.source, ExactSource):
@@ -522,6 +588,106 @@ class PreparedLoader(DataLoader[Any]):
             generator.set_state(saved)
         if self.source.order is not None:
             self.source.order.pin(state["order"])
+
+    # ---- going on in the middle of a pass ----------------------------------------------------------------------------
+
+    def record(self) -> dict[str, Any] | None:
+        """Return how far the pass begun last has come, here or before a checkpoint was loaded; None: none was begun.
+
+        A pass that was left by ``break`` is not over: it is until another one begins, or ``end_pass`` ends it.
+        """
+        noted = None if self.reading.book is None else self.reading.book.begun_update(self)
+        return noted or self.record_now()
+
+    def record_now(self, *, num_unused: int = 0) -> dict[str, Any] | None:
+        """Return ``record`` without regard to half an update; the last ``num_unused`` batches count as not given."""
+        reader = next((r for r in reversed(self.reading.loaders) if r.source is self.source), self)
+        if reader._facts is None or reader._loaded is not None:
+            return self._loaded
+        is_within = reader._is_open and not reader.end_of_dataloader
+        order = self.source.order
+        return {
+            "epoch": reader._facts.epoch,
+            "trains": reader._facts.trains,
+            "outlives_epochs": reader._facts.outlives_epochs,
+            "is_within": is_within,
+            "is_read": reader in self.reading.loaders,
+            "is_exact": isinstance(self.source, ExactSource),
+            "iteration": reader.iteration,
+            "num_given": reader.num_given - num_unused if is_within else 0,
+            "order": order.state() if is_within and order is not None else None,
+            "world_size": self._world.world_size,
+        }
+
+    def draws(self) -> dict[str, Any] | None:
+        """Return what the batch after the one in hand was drawn from on this rank; None outside of a pass."""
+        reader = next((r for r in reversed(self.reading.loaders) if r.source is self.source), self)
+        return None if reader._draws is None or not reader._is_open else reader._draws.noted
+
+    def load_draws(self, draws: dict[str, Any] | None) -> None:
+        """Read the first batch of a pass that goes on with the draws that ``draws`` was taken of."""
+        self._draws_before = draws
+
+    def go_on(self) -> None:
+        """Let the next pass be the rest of the one of ``record``: nothing, if that was read to its end.
+
+        Raises:
+            CheckpointError: it was saved by another number of processes, or with another ``parity``.
+        """
+        if self._loaded is None:
+            self._loaded, self._resume = self.record_now(), self._resume or self._state
+        record = self._loaded
+        if record is not None and record["is_within"]:
+            self._require_same_place(record)
+            if not isinstance(self.source, ExactSource):
+                self.iteration = record["iteration"]
+        self._goes_on = record is not None
+
+    def _require_same_place(self, record: dict[str, Any]) -> None:
+        is_exact, num_saved = isinstance(self.source, ExactSource), record["world_size"]
+        if record["is_exact"] is not is_exact:
+            raise CheckpointError(
+                "the checkpoint is of the middle of an epoch, which parity='off' counts in another way than the exact modes",
+                do="resume with the parity that it was saved with",
+            )
+        if not is_exact and num_saved != self._world.world_size:
+            raise CheckpointError(
+                f"the checkpoint is of the middle of an epoch on {num_saved} processes, and here are {self._world.world_size}: "
+                "samples would come twice, or never",
+                where="parity='off'",
+                do=f"resume on {num_saved} processes, or train with parity='exact', which goes on with any number",
+            )
+
+    def end_pass(self) -> None:
+        """Let the next pass begin at its beginning, however far the one begun last has come."""
+        record, self._loaded, self._goes_on = self._loaded, None, False
+        if record is not None:
+            self._facts = _facts_of(record)
+            if record["is_within"] and record["is_read"]:  # the run that was saved has read it to its end
+                self.iteration = record["iteration"] + 1
+        self._is_open = False
+        self._resume = self._draws_before = None
+        if isinstance(self.source, ExactSource):
+            self._state = None
+        self.source.goes_on = False
+        if self.source.order is not None:
+            self.source.order.unpin()
+
+    def enter_epoch(self, epoch: int) -> None:
+        """Epoch ``epoch`` begins: so does the next pass, in the order of that epoch, or of a later one if it was ahead.
+
+        A pass that is being read goes on into the epoch, and so does one that was to ``go_on``.
+        """
+        reader = next((r for r in self.reading.loaders if r.source is self.source), None)
+        if reader is not None and reader._facts is not None:
+            reader._facts = replace(reader._facts, epoch=epoch, outlives_epochs=True)
+        elif not self._goes_on:
+            if (
+                self.facts is not None
+            ):  # else nobody knows of a pass, but a position of Accelerate's may have been loaded
+                self.end_pass()
+            if self.iteration < epoch:
+                self.set_epoch(epoch)
 
     def _generators(self) -> list[torch.Generator]:
         """Return the user's own generators, each once."""
@@ -570,24 +736,36 @@ class PreparedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self.reading.asked.judge()
+        going_on = self._loaded if self._goes_on else None
+        self._loaded, self._goes_on = None, False
+        if going_on is not None and not going_on["is_within"]:
+            self._facts = _facts_of(going_on)
+            return  # this pass was read to its end before
         if self._world.world_size > 1:
             synchronize_rng_states([kind for kind in self._options.rng_types if kind != "generator"])
         self._tell_epoch()
         self.end_of_dataloader = False
         self.last_step = None
-        loaders = self.reading.loaders
+        loaders, book = self.reading.loaders, self.reading.book
         loaders.append(self)
         try:
             device, non_blocking = self.device, self._options.non_blocking
             is_saved = self.is_stateful
-            steps = self._begin()
+            self._facts = None if book is None else book.begin_pass(self)
             # One batch ahead: the last one is known as such while it is being used.
-            step = next(steps, _END)
+            steps, step = self._open(going_on)
+            draws, draws_again = self._draws, self._draws is not None and self._draws.is_of_a_batch
+            self._is_open = True
             num_before = num_collectives() if self._world.world_size > 1 else None
             while step is not _END:
                 batch, facts = step
                 self.num_given += 1
+                if book is not None:
+                    book.begin_batch(self)
                 inner_state = self._inner_state() if is_saved else None
+                if draws_again:
+                    assert draws is not None
+                    draws.take()
                 step = next(steps, _END)
                 if step is _END:
                     self.end_of_dataloader = True
@@ -602,6 +780,7 @@ class PreparedLoader(DataLoader[Any]):
                 if self.contribution is not None:
                     self._tell_loans()
             self.iteration += 1
+            self._is_open = False
             if num_before is not None and not torch.is_grad_enabled():
                 self.reading.asked.note_pass(num_before)
             if self.contribution is not None:
@@ -637,7 +816,50 @@ class PreparedLoader(DataLoader[Any]):
         )
         return source.steps(self.skip_batches)
 
-    def _begin(self) -> Steps:
+    def _open(self, going_on: dict[str, Any] | None) -> tuple[Steps, Any]:
+        """Begin a pass, and return its steps and the first of them.
+
+        The first batch of one that goes on is read with the random numbers that it was read with before; then those are
+        put back.
+        """
+        if isinstance(self.source, ExactSource):
+            self._draws = None  # draws depend on the place alone
+            steps = self._begin()
+            return steps, next(steps, _END)
+        self._draws = HostDraws(self._generators(), is_of_a_batch=self._draws_by_batch)
+        before, self._draws_before = self._draws_before, None
+        if going_on is None:
+            self._draws.take()
+            steps = self._begin()
+            return steps, next(steps, _END)
+        began = time.monotonic()
+        with self._draws.put_back():
+            if before is not None:
+                self._draws.go_back_to(before)
+            # What is drawn for a whole pass is drawn again where nothing stands between; else it was noted.
+            begins_again = before is not None and not (self._draws.is_of_a_batch and going_on["num_given"])
+            steps = self._begin(going_on, begins_again=begins_again)
+            step = next(steps, _END)
+        self._tell_replay(going_on["num_given"], time.monotonic() - began)
+        return steps, step
+
+    @property
+    def _draws_by_batch(self) -> bool:
+        """Does this process read the samples, and need nothing that was drawn earlier in the pass to do so?"""
+        is_iterable = isinstance(self.original.dataset, IterableDataset)
+        in_order = isinstance(self.get_sampler(), SequentialSampler)
+        return not is_iterable and not self.inner.num_workers and (self.source.order is not None or in_order)
+
+    def _tell_replay(self, num_batches: int, seconds: float) -> None:
+        is_iterable = isinstance(self.original.dataset, IterableDataset)
+        if is_iterable and not self.is_stateful and self._world.is_rank_zero:
+            warn(
+                f"{num_batches} batches of iterable data were read again in {seconds:.1f} s, to go on after them: "
+                "DataLoaderConfiguration(use_stateful_dataloader=True) goes there at once, if the dataset has state_dict and "
+                "load_state_dict"
+            )
+
+    def _begin(self, going_on: dict[str, Any] | None = None, *, begins_again: bool = False) -> Steps:
         if self.inner.num_workers:
             settle_before_fork()
         if isinstance(self.source, ExactSource):
@@ -645,7 +867,13 @@ class PreparedLoader(DataLoader[Any]):
         resumed, self._resume = self._resume, None
         if resumed is None:
             self.num_given = self.skip_batches
-            return self.source.steps(self.skip_batches)
+            if going_on is not None:
+                self.num_given = going_on["num_given"]
+                self.source.goes_on = not begins_again
+                if self.source.order is not None:
+                    self.source.order.unpin()
+                    self.source.order.pin(None if begins_again else going_on["order"])
+            return self.source.steps(self.num_given)
         self.num_given = resumed["num_given"]
         if self.source.order is not None:
             self.source.order.pin(resumed["order"])
@@ -661,6 +889,10 @@ class PreparedLoader(DataLoader[Any]):
 
 class DispatchedLoader(PreparedLoader):
     """A prepared loader that rank zero reads for all (a class of its own because scripts ask for it)."""
+
+
+def _facts_of(record: dict[str, Any]) -> PassFacts:
+    return PassFacts(epoch=record["epoch"], trains=record["trains"], outlives_epochs=record["outlives_epochs"])
 
 
 _END: Any = object()

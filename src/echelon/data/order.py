@@ -84,6 +84,11 @@ class Order:
         else:
             self._own.draw.pin(state)
 
+    def unpin(self) -> None:
+        """Let the next pass have an order of its own."""
+        if not isinstance(self._own, SeedableRandomSampler):
+            self._own.draw.pin(None)
+
 
 class SeedableRandomSampler(RandomSampler):
     """A permutation that depends on (seed, epoch) only: ``randperm(n, generator=Generator().manual_seed(seed + epoch))``.
@@ -131,8 +136,8 @@ class _Draw:
         """Of the pass begun last: ``torch`` and ``generator`` states."""
         self._pinned: dict[str, Any] | None = None
 
-    def pin(self, state: dict[str, Any]) -> None:
-        """Draw the next pass from ``state``."""
+    def pin(self, state: dict[str, Any] | None) -> None:
+        """Draw the next pass from ``state``; None: from what is there then."""
         self._pinned = state
 
     def begin(self, generator: torch.Generator | None) -> torch.Tensor | None:

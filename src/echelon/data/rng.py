@@ -1,16 +1,69 @@
-"""The same random numbers on all ranks: states copied from rank zero."""
+"""Random states: the same on all ranks, copied from rank zero; and those that a batch was read with, to read it again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from echelon.base.errors import UsageError
 from echelon.distributed.collectives import broadcast
 
-__all__ = ["synchronize_rng_state", "synchronize_rng_states"]
+__all__ = ["HostDraws", "synchronize_rng_state", "synchronize_rng_states"]
+
+
+class HostDraws:
+    """The random states of this process from which a loader reads.
+
+    Args:
+        generators: the loader's own.
+        is_of_a_batch: they are taken before each batch, and are torch's alone, so that it costs nothing; else once before
+            a pass, and are those of ``random`` and numpy, too.
+    """
+
+    def __init__(self, generators: Sequence[torch.Generator], *, is_of_a_batch: bool) -> None:
+        self.is_of_a_batch = is_of_a_batch
+        self._generators = generators
+        self._states: dict[str, Any] = {}
+
+    def take(self) -> None:
+        """Note the states of now."""
+        self._states = self._now(whole=not self.is_of_a_batch)
+
+    def go_back_to(self, states: dict[str, Any]) -> None:
+        """Draw from ``states`` on, which ``noted`` gave."""
+        self._states = states
+        self._set(states)
+
+    @property
+    def noted(self) -> dict[str, Any]:
+        """What was taken last."""
+        return self._states
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Leave all states as they were before the block."""
+        before = self._now(whole=True)
+        try:
+            yield
+        finally:
+            self._set(before)
+
+    def _now(self, *, whole: bool) -> dict[str, Any]:
+        states = {"torch": torch.get_rng_state(), "generators": [g.get_state() for g in self._generators]}
+        return states | {"random": random.getstate(), "numpy": np.random.get_state()} if whole else states
+
+    def _set(self, states: dict[str, Any]) -> None:
+        torch.set_rng_state(states["torch"])
+        for generator, state in zip(self._generators, states["generators"]):
+            generator.set_state(state)
+        if "random" in states:
+            random.setstate(states["random"])
+            np.random.set_state(states["numpy"])
 
 
 def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator | None = None) -> None:

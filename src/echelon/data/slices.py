@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-__all__ = ["Contribution", "LastStep", "contributions", "joined", "num_micro_steps", "share"]
+__all__ = [
+    "Contribution",
+    "LastStep",
+    "canonical_contributions",
+    "contributions",
+    "joined",
+    "num_micro_steps",
+    "share",
+    "shards_of",
+]
 
 T = TypeVar("T")
 
@@ -39,6 +48,8 @@ class Contribution:
     """Of the update: the same on every rank."""
     step: LastStep | None
     """What every rank has in this micro-step; None when all have equally many."""
+    shard: int | None = None
+    """Which of the canonical shards it is (bitwise); None also for a rank that has fewer shards than others."""
 
     @property
     def num_items(self) -> int:
@@ -137,6 +148,47 @@ def contributions(
             micro_step=micro,
             num_micro_steps=num_micro,
             step=step,
+        )
+
+
+def shards_of(rank: int, *, world_size: int, num_shards: int) -> range:
+    """Return the canonical shards of ``rank``."""
+    return range(rank * num_shards // world_size, (rank + 1) * num_shards // world_size)
+
+
+def canonical_contributions(
+    update: range, *, rank: int, world_size: int, num_shards: int, by_rank: bool = True
+) -> Iterator[Contribution]:
+    """Cut the global batch ``update`` into canonical shards, and yield those of ``rank``: one for each micro-step.
+
+    The shards do not depend on the number of ranks. Every rank makes equally many micro-steps: one with fewer shards
+    than others, or with one that has no samples, has a sample on loan.
+
+    Args:
+        update: the positions of its samples, at least one.
+        rank: this one.
+        world_size: the number of ranks.
+        num_shards: at least ``world_size``.
+        by_rank: each rank has neighbouring shards, which it can add up. False: each micro-step has neighbouring shards, so
+            that results that are gathered step by step come in the order of the data.
+    """
+    owned: list[Sequence[int]] = [
+        shards_of(r, world_size=world_size, num_shards=num_shards) if by_rank else range(r, num_shards, world_size)
+        for r in range(world_size)
+    ]
+    num_micro = -(-num_shards // world_size)
+    for micro in range(num_micro):
+        real = [_size(len(update), num_shards, own[micro]) if micro < len(own) else 0 for own in owned]
+        shard = owned[rank][micro] if micro < len(owned[rank]) else None
+        mine = range(0) if shard is None else share(update, num_parts=num_shards, part=shard)
+        yield Contribution(
+            samples=mine or update[:1],
+            is_loan=not mine,
+            update=update,
+            micro_step=micro,
+            num_micro_steps=num_micro,
+            step=None if len(set(real)) == 1 and real[0] else LastStep([count or 1 for count in real], real),
+            shard=shard,
         )
 
 

@@ -1,0 +1,232 @@
+"""``parity="bitwise"``: the book of updates whose bits do not depend on the number of ranks."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from echelon.accelerator.ledger import Ledger
+from echelon.accelerator.plugins import DataLoaderConfiguration
+from echelon.base.errors import ConfigError, UsageError
+from echelon.base.logging import get_logger
+from echelon.base.variables import get_int_from_env
+from echelon.config.resolve import Resolved
+from echelon.config.schema import RunConfig
+from echelon.data.exact import ExactOptions, PassPlan
+from echelon.data.keyed import key_of
+from echelon.data.loader import PreparedLoader
+from echelon.data.slices import Contribution
+from echelon.engines.base import Engine
+from echelon.engines.canonical import ShardedUpdate
+
+__all__ = ["CanonicalLedger", "open_canonical", "outside_of_shards", "refuse_batch_norms"]
+
+# In the place of a shard: draws after the last backward pass of an update, and those of a process without a shard.
+_AFTER, _IDLE = -1, -2
+_logger = get_logger(__name__)
+
+
+class CanonicalLedger(Ledger):
+    """Cuts each update into the same shards whoever computes them, and keeps what depends on a shard to itself."""
+
+    def __init__(self, *, num_shards: int, update: ShardedUpdate, **book: Any) -> None:
+        """``book``: what a ``Ledger`` takes."""
+        super().__init__(**book)
+        self.num_shards = num_shards
+        self.update = update
+        self._by_shard: dict[int, list[tuple[torch.Tensor, float]]] = {}  # losses of the update, of this rank
+        self._contribution: Contribution | None = None
+
+    def tell_batch(self, batch_size: int | None) -> None:
+        """Say once what a batch size means now.
+
+        Raises:
+            ConfigError: a shard is larger than a process can take.
+        """
+        if batch_size is None:
+            return
+        largest = -(-batch_size // self.num_shards)
+        limit = self._max_micro_batch_size
+        if limit is not None and largest > limit:
+            raise ConfigError(
+                f"max_micro_batch_size={limit} is less than a shard, of which a batch of {batch_size} has "
+                f"{self.num_shards} with up to {largest} samples each",
+                where="parity='bitwise'",
+                do=f"give canonical_shards={-(-batch_size // limit)}, or a larger max_micro_batch_size",
+            )
+        n = self._world.world_size
+        rounds = -(-self.num_shards // n)
+        used = self.num_shards / (n * rounds)
+        line = (
+            f"batch {batch_size} = {self.num_shards} shards of {batch_size // self.num_shards}"
+            f"{'' if batch_size % self.num_shards == 0 else f' to {largest}'} samples, {rounds} on each of {n} "
+            f"process{'es' if n > 1 else ''}"
+        )
+        if used < 1:
+            line += f" ({100 * used:.0f} % of them busy)"
+        if line not in self._told:
+            self._told.add(line)
+            _logger.warning("parity='bitwise': %s", line)
+
+    def begin_pass(self, loader: PreparedLoader, plan: PassPlan) -> None:
+        """Look again for layers that see across the samples of a shard."""
+        if not plan.trains:
+            return
+        self._progress.epoch = loader.iteration
+        refuse_batch_norms(self._models())
+
+    def begin_micro_step(self, loader: PreparedLoader, contribution: Contribution) -> None:
+        """Open the micro-step of a shard, with random numbers of its own."""
+        if self._is_beside_an_update(loader):
+            return
+        super().begin_micro_step(loader, contribution)
+        is_counted = contribution.shard is not None and not contribution.is_loan
+        self.update.begin(is_first=contribution.micro_step == 0, is_counted=is_counted)
+        if contribution.micro_step == 0:
+            self._by_shard = {}
+        self._contribution = contribution
+        self._draw_from(_IDLE if contribution.shard is None else contribution.shard)
+
+    def _draw_from(self, shard: int) -> None:
+        """Let random numbers depend on the seed, the place of the update, and ``shard``."""
+        assert self._contribution is not None
+        key = key_of(self.seed, self._progress.epoch, self._contribution.update.start, shard)
+        torch.default_generator.manual_seed(key)
+        random.seed(key)
+        np.random.seed(key % 2**32)
+        device = self._world.device
+        if device.type != "cpu":
+            torch.get_device_module(device).manual_seed(key)
+
+    def finish(self) -> None:
+        """After a backward pass of the last micro-step: make the sums, and go on with random numbers that are no shard's.
+
+        Collective: every rank.
+        """
+        self.update.finish()
+        self._draw_from(_AFTER)
+
+    def weigh(self, contribution: Contribution) -> float:
+        """Return the factor of a loss that is a mean over the samples of ``contribution``; gradients are summed."""
+        return contribution.num_items / len(contribution.update)
+
+    def note_loss(self, loss: torch.Tensor, num_items: float, *, num_postponed: int) -> None:
+        """See ``Ledger``.
+
+        Raises:
+            UsageError: a number of items that is not whole, whose sum would depend on the order.
+        """
+        if num_items != int(num_items):
+            raise UsageError(
+                f"num_items={num_items} is not a whole number: its sum would depend on the order of the processes",
+                where="parity='bitwise'",
+                do="give a count, and scale the loss itself",
+            )
+        if self._is_counted and num_postponed > self._num_postponed:
+            raise UsageError(
+                "a second loss of a batch came after an optimizer's step(): with one shard on each process it sees the new "
+                "parameters, with several it does not, so the bits would depend on the number of processes",
+                where="parity='bitwise'",
+                do="make both losses before the first step(), give each optimizer a loop of its own, or use parity='exact'",
+            )
+        super().note_loss(loss, num_items, num_postponed=num_postponed)
+        assert self._contribution is not None
+        if num_items and self._contribution.shard is not None:
+            self._by_shard.setdefault(self._contribution.shard, []).append((loss.detach(), num_items))
+
+    def update_loss(self, sum_over_ranks: Callable[[list[float]], list[float]]) -> float:
+        """Return the mean of the losses noted since the update began, the same bits on any number of ranks. Collective."""
+        sums = [0.0] * self.num_shards  # each is one rank's: what is added to it is zero
+        for shard, losses in self._by_shard.items():
+            sums[shard] = math.fsum(float(loss) * num_items for loss, num_items in losses)
+        *sums, num_items = sum_over_ranks([*sums, self._num_items])
+        if not num_items:
+            raise UsageError("no update has had a loss yet", do="call update_loss() after backward()")
+        return math.fsum(sums) / num_items
+
+    def options(self, config: DataLoaderConfiguration) -> ExactOptions:
+        """Return how loaders read."""
+        return ExactOptions(
+            seed=self.seed if config.data_seed is None else config.data_seed,
+            order=config.order,
+            max_micro_batch_size=self._max_micro_batch_size,
+            replays=config.replay_iterable,
+            canonical_shards=self.num_shards,
+        )
+
+
+def open_canonical(
+    engine: Engine,
+    parameters: Callable[[], Sequence[torch.Tensor]],
+    config: Resolved[RunConfig],
+    *,
+    comm_hook: object,
+    book: Mapping[str, Any],
+) -> CanonicalLedger:
+    """Return the book of ``parity="bitwise"``, and let ``engine`` leave gradients to it.
+
+    Args:
+        engine: of the run.
+        parameters: returns those that get gradients.
+        config: of the run.
+        comm_hook: what the script asks DDP to send in place of gradients.
+        book: what a ``Ledger`` takes.
+
+    Raises:
+        ConfigError: fewer shards than processes, or settings under which the bits depend on their number.
+        UsageError: an engine that cannot.
+    """
+    num_shards, world = config.value.canonical_shards, book["world"]
+    if num_shards < world.world_size:
+        raise ConfigError(
+            f"canonical_shards={num_shards} for {world.world_size} processes: some would have nothing to do",
+            where=str(config.origins["canonical_shards"]),
+            do=f"give canonical_shards={world.world_size} or more; the same wherever the run is to have the same bits",
+        )
+    if str(getattr(comm_hook, "value", comm_hook)) != "no":
+        raise ConfigError(
+            f"comm_hook={str(comm_hook)!r} changes what DDP sends, and here DDP sends no gradients",
+            where="parity='bitwise'",
+            do="leave comm_hook out, or use parity='exact'",
+        )
+    # Kernels cut their work by threads, and so round differently; torch's own number depends on how a process was started.
+    torch.set_num_threads(get_int_from_env(["OMP_NUM_THREADS"], 1))
+    if world.device.type != "cpu":
+        _logger.warning(
+            "parity='bitwise' on %s holds where every kernel gives the same bits for the same shard: see "
+            "torch.use_deterministic_algorithms, and leave tf32 off",
+            world.device.type,
+        )
+    return CanonicalLedger(num_shards=num_shards, update=engine.open_shards(num_shards, parameters), **book)
+
+
+def refuse_batch_norms(models: Sequence[nn.Module]) -> None:
+    """Raise where a layer sees across the samples of a shard.
+
+    Raises:
+        UsageError: a BatchNorm in training mode; its name.
+    """
+    names = [name for model in models for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
+    if names:
+        raise UsageError(
+            f"{', '.join(names[:5])}{' and others' if len(names) > 5 else ''}: a BatchNorm in training mode takes its "
+            "statistics from the samples of one shard, and its running ones from the shards of one process",
+            where="parity='bitwise'",
+            do="use GroupNorm or LayerNorm, put these layers in eval mode before prepare(), or use parity='exact'",
+        )
+
+
+def outside_of_shards() -> UsageError:
+    """Return the error of a loss of which nobody knows to which shard it belongs."""
+    return UsageError(
+        "backward() outside the loop of a prepared DataLoader, which cuts the shards of an update",
+        where="parity='bitwise'",
+        do="prepare the loader, and call backward() in its loop; or use parity='exact'",
+    )

@@ -1,0 +1,168 @@
+"""Which epoch the run is in, how far its passes have come, and the loop over epochs that goes on there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.accelerator.gradient_state import GradientState
+from echelon.accelerator.random_states import current_random_states, restore_random_states
+from echelon.base.logging import get_logger
+from echelon.base.progress import Progress
+from echelon.data.loader import Book, PassFacts, PreparedLoader
+
+__all__ = ["Epochs"]
+
+_logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Update:
+    """The place at which the update in hand begins."""
+
+    owner: PreparedLoader
+    """Whose batch is the first of it."""
+    records: dict[int, dict[str, Any] | None]
+    """How far each loader had come, by the identity of its source."""
+    draws: dict[int, dict[str, Any] | None]
+    """What its next batch was drawn from, likewise."""
+    random_states: dict[str, Any]
+
+
+class Epochs(Book):
+    """The epochs of one Accelerator.
+
+    Args:
+        state: its counters; their ``reading`` is told of this.
+        progress: how far it is; without a ledger, the epoch is noted here.
+        models: those that it has prepared, at any time.
+        loaders: the same of loaders.
+        is_exact: a ledger keeps the place of an update.
+    """
+
+    def __init__(
+        self,
+        *,
+        state: GradientState,
+        progress: Progress,
+        models: Sequence[nn.Module],
+        loaders: Sequence[PreparedLoader],
+        is_exact: bool,
+    ) -> None:
+        self._state = state
+        self._progress = progress
+        self._models = models
+        self._loaders = loaders
+        self._is_exact = is_exact
+        self._epoch: int | None = None  # of the loop over epochs that we are in
+        self._next: int | None = None  # where that goes on, in a run without training loaders
+        self._update: _Update | None = None
+        self._loaded_random_states: dict[str, Any] | None = None  # of the beginning of half an update
+        state.reading.book = self
+
+    # ---- what loaders tell -------------------------------------------------------------------------------------------
+
+    def begin_pass(self, loader: PreparedLoader) -> PassFacts:
+        """See ``Book``."""
+        trains = torch.is_grad_enabled() and (not self._models or any(model.training for model in self._models))
+        epoch = loader.iteration if self._epoch is None else self._epoch
+        if trains and not self._is_exact:
+            self._progress.epoch = epoch
+        before = loader.facts
+        return PassFacts(epoch=epoch, trains=trains, outlives_epochs=before is not None and before.outlives_epochs)
+
+    def begin_batch(self, loader: PreparedLoader) -> None:
+        """Note the place where an update of several micro-steps begins; in the exact modes the ledger does."""
+        state, facts = self._state, loader.facts
+        if self._is_exact or state.num_steps == 1 or not state.sync_gradients or facts is None or not facts.trains:
+            return
+        if self._update is not None and self._update.owner is not loader:
+            return  # one more batch for the same update, of another loader
+        reading = state.reading.loaders
+        self._update = _Update(
+            owner=loader,
+            records={id(one.source): one.record_now(num_unused=int(one is loader)) for one in reading},
+            draws={id(one.source): one.draws() for one in reading},
+            random_states=current_random_states(),
+        )
+
+    def begun_update(self, loader: PreparedLoader) -> dict[str, Any] | None:
+        """See ``Book``."""
+        update = self._half_an_update()
+        return None if update is None else update.records.get(id(loader.source))
+
+    def end_update(self) -> None:
+        """The last micro-step of an update is over."""
+        self._update = None
+
+    def _half_an_update(self) -> _Update | None:
+        return None if self._state.sync_gradients else self._update
+
+    # ---- what checkpoints ask ----------------------------------------------------------------------------------------
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what going on needs of this process, beside the records of its loaders."""
+        update = self._half_an_update()
+        draws = {id(loader.source): loader.draws() for loader in self._loaders} | (update.draws if update else {})
+        return {
+            "draws": [draws[id(loader.source)] for loader in self._loaders],
+            "random": None if update is None else update.random_states,
+        }
+
+    def load_own_state(self, state: dict[str, Any] | None) -> None:
+        """Take over what ``own_state`` gave; None: it was not given on this process."""
+        for i, loader in enumerate(self._loaders):
+            loader.load_draws(None if state is None else state["draws"][i])
+        self._loaded_random_states = None if state is None else state["random"]
+
+    def go_on(self) -> tuple[int, bool]:
+        """Let the next pass of each training loader go on where it was.
+
+        Returns the epoch in which the run is, and whether half an update is made again.
+
+        It is the epoch in which a pass of updates was begun last, unless all loaders that have had one have ended it: then
+        the one after. Evaluations begin at their beginning.
+
+        Raises:
+            CheckpointError: that place means nothing here (another number of processes, another ``parity``).
+        """
+        records = [(loader, loader.record()) for loader in self._loaders]
+        training = [record for _, record in records if record is not None and record["trains"]]
+        if not training:
+            return (self._progress.epoch if self._next is None else self._next), False
+        epoch: int = max(record["epoch"] for record in training)
+        of_epochs = [record for record in training if not record["outlives_epochs"]] or training
+        is_over = all(record["epoch"] == epoch and not record["is_within"] for record in of_epochs)
+        for loader, record in records:
+            if record is None:
+                continue
+            if record["trains"] and record["epoch"] == epoch and (not is_over or record["is_within"]):
+                loader.go_on()
+            else:
+                loader.end_pass()
+        states, self._loaded_random_states = self._loaded_random_states, None
+        if states is not None:
+            restore_random_states(states)
+        return epoch + is_over, states is not None
+
+    # ---- the loop ----------------------------------------------------------------------------------------------------
+
+    def loop(self, first: int, num_epochs: int) -> Iterator[int]:
+        """Yield the epochs from ``first`` on. See ``Accelerator.epochs``."""
+        if first >= num_epochs:
+            _logger.info("epochs(%d): the run has made %d already", num_epochs, first)
+        try:
+            for epoch in range(first, num_epochs):
+                self._epoch = self._next = self._progress.epoch = epoch
+                for loader in self._loaders:
+                    loader.enter_epoch(epoch)
+                yield epoch
+                self._next = epoch + 1
+            for loader in self._loaders:  # nothing is left of a pass that was left in the last one
+                loader.enter_epoch(num_epochs)
+        finally:
+            self._epoch = None
