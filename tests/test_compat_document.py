@@ -19,7 +19,7 @@ def test_every_name_is_listed_with_a_test_that_mentions_it() -> None:
 def test_a_row_that_is_wrong_is_seen() -> None:
     rows = compat.rows()
     row = next(row for row in rows if row.names == ("set_seed",))
-    later = next(row for row in rows if "merge_fsdp_weights" in row.names)
+    later = next(row for row in rows if "save_fsdp_model" in row.names)
     file = row.tests[0].partition("::")[0]
     for wrong, message in (
         (replace(row, where=f"{file}::test_nothing"), f"there is no test {file}::test_nothing"),
@@ -28,7 +28,7 @@ def test_a_row_that_is_wrong_is_seen() -> None:
             "do not mention set_seed",
         ),
         (replace(row, where="later: checkpoints"), "set_seed is offered"),
-        (replace(later, where=row.where), "merge_fsdp_weights is not offered"),
+        (replace(later, where=row.where), "save_fsdp_model is not offered"),
         (replace(row, mark="X"), "no mark 'X'"),
     ):
         found = list(compat.problems([wrong if known.names == wrong.names else known for known in rows], []))

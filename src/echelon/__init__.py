@@ -20,27 +20,30 @@ if TYPE_CHECKING:
         InitProcessGroupKwargs,
         PartialState,
     )
+    from echelon.accelerator.deepspeed_plugin import DeepSpeedPlugin
     from echelon.accelerator.later import (
-        DeepSpeedPlugin,
         cpu_offload,
         cpu_offload_with_hook,
         disk_offload,
         dispatch_model,
         infer_auto_device_map,
-        init_empty_weights,
-        init_on_device,
-        load_checkpoint_and_dispatch,
-        load_checkpoint_in_model,
         prepare_pippy,
     )
     from echelon.accelerator.loaders import skip_first_batches
     from echelon.accelerator.local_sgd import LocalSGD
     from echelon.accelerator.parallelism import ParallelismConfig
+    from echelon.accelerator.pretrained import (
+        init_empty_weights,
+        init_on_device,
+        load_checkpoint_and_dispatch,
+        load_checkpoint_in_model,
+    )
     from echelon.accelerator.sharding_plugin import FullyShardedDataParallelPlugin
     from echelon.base.errors import EchelonError
     from echelon.data.share import share_dataset
     from echelon.launch.notebook import debug_launcher, notebook_launcher
     from echelon.trainer import (
+        BestRun,
         CallbackHandler,
         DefaultFlowCallback,
         EarlyStoppingCallback,
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
         EvalPrediction,
         HubStrategy,
         IntervalStrategy,
+        NonFiniteError,
         OptimizerNames,
         ParallelMode,
         PredictionOutput,
@@ -55,6 +59,8 @@ if TYPE_CHECKING:
         ProgressCallback,
         SaveStrategy,
         SchedulerType,
+        Seq2SeqTrainer,
+        Seq2SeqTrainingArguments,
         Trainer,
         TrainerCallback,
         TrainerControl,
@@ -62,6 +68,7 @@ if TYPE_CHECKING:
         TrainingArguments,
         TrainOutput,
         default_data_collator,
+        get_last_checkpoint,
         get_scheduler,
     )
     from echelon.utils import (
@@ -78,10 +85,11 @@ if TYPE_CHECKING:
 _LAZY = {
     "Accelerator": "echelon.accelerator",
     "AutocastKwargs": "echelon.accelerator",
+    "BestRun": "echelon.trainer",
     "CallbackHandler": "echelon.trainer",
     "DDPCommunicationHookType": "echelon.utils",
     "DataLoaderConfiguration": "echelon.accelerator",
-    "DeepSpeedPlugin": "echelon.accelerator.later",
+    "DeepSpeedPlugin": "echelon.accelerator.deepspeed_plugin",
     "DefaultFlowCallback": "echelon.trainer",
     "DistributedDataParallelKwargs": "echelon.accelerator",
     "DistributedType": "echelon.accelerator",
@@ -96,6 +104,7 @@ _LAZY = {
     "InitProcessGroupKwargs": "echelon.accelerator",
     "IntervalStrategy": "echelon.trainer",
     "LocalSGD": "echelon.accelerator.local_sgd",
+    "NonFiniteError": "echelon.trainer",
     "OptimizerNames": "echelon.trainer",
     "ParallelMode": "echelon.trainer",
     "ParallelismConfig": "echelon.accelerator.parallelism",
@@ -106,6 +115,8 @@ _LAZY = {
     "ProgressCallback": "echelon.trainer",
     "SaveStrategy": "echelon.trainer",
     "SchedulerType": "echelon.trainer",
+    "Seq2SeqTrainer": "echelon.trainer",
+    "Seq2SeqTrainingArguments": "echelon.trainer",
     "TrainOutput": "echelon.trainer",
     "Trainer": "echelon.trainer",
     "TrainerCallback": "echelon.trainer",
@@ -126,15 +137,16 @@ _LAZY = {
     "dispatch_model": "echelon.accelerator.later",
     "distributed": "",
     "find_executable_batch_size": "echelon.utils",
+    "get_last_checkpoint": "echelon.trainer",
     "get_scheduler": "echelon.trainer",
     "hooks": "",
     "infer_auto_device_map": "echelon.accelerator.later",
     "inference": "",
-    "init_empty_weights": "echelon.accelerator.later",
-    "init_on_device": "echelon.accelerator.later",
+    "init_empty_weights": "echelon.accelerator.pretrained",
+    "init_on_device": "echelon.accelerator.pretrained",
     "launchers": "",
-    "load_checkpoint_and_dispatch": "echelon.accelerator.later",
-    "load_checkpoint_in_model": "echelon.accelerator.later",
+    "load_checkpoint_and_dispatch": "echelon.accelerator.pretrained",
+    "load_checkpoint_in_model": "echelon.accelerator.pretrained",
     "local_sgd": "",
     "logging": "",
     "notebook_launcher": "echelon.launch.notebook",
@@ -154,6 +166,7 @@ _LAZY = {
 __all__ = [
     "Accelerator",
     "AutocastKwargs",
+    "BestRun",
     "CallbackHandler",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
@@ -172,6 +185,7 @@ __all__ = [
     "InitProcessGroupKwargs",
     "IntervalStrategy",
     "LocalSGD",
+    "NonFiniteError",
     "OptimizerNames",
     "ParallelMode",
     "ParallelismConfig",
@@ -182,6 +196,8 @@ __all__ = [
     "ProgressCallback",
     "SaveStrategy",
     "SchedulerType",
+    "Seq2SeqTrainer",
+    "Seq2SeqTrainingArguments",
     "TrainOutput",
     "Trainer",
     "TrainerCallback",
@@ -198,6 +214,7 @@ __all__ = [
     "dispatch_model",
     "distributed",
     "find_executable_batch_size",
+    "get_last_checkpoint",
     "get_scheduler",
     "infer_auto_device_map",
     "init_empty_weights",

@@ -41,13 +41,24 @@ class Command:
         return name
 
     def start(self, argv: list[str], **variables: str) -> subprocess.Popen[str]:
-        foreign = ("ECHELON_", "ACCELERATE_", "GLOO_", "NCCL_", "TORCHELASTIC_", "SLURM_")
+        foreign = (
+            "ECHELON_",
+            "ACCELERATE_",
+            "FSDP_",
+            "PARALLELISM_CONFIG_",
+            "GLOO_",
+            "NCCL_",
+            "TORCHELASTIC_",
+            "SLURM_",
+        )
         inherited = {
             k: v for k, v in os.environ.items() if not k.startswith(foreign) and k not in ("RANK", "WORLD_SIZE")
         }
         inherited.pop("OMP_NUM_THREADS", None)
         # A machine with accelerators must give the same results here: these tests count on none.
-        environment = {**inherited, "CUDA_VISIBLE_DEVICES": "", _TOKEN: self._token, **variables}
+        # Nor on the settings of the person who runs them.
+        homes = {"XDG_CONFIG_HOME": str(self.directory / ".config"), "HF_HOME": str(self.directory / ".huggingface")}
+        environment = {**inherited, **homes, "CUDA_VISIBLE_DEVICES": "", _TOKEN: self._token, **variables}
         process = subprocess.Popen(
             argv,
             cwd=self.directory,

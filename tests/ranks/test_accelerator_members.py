@@ -109,7 +109,7 @@ def test_what_needs_another_layout_is_empty_or_an_error() -> None:
         assert caught.value.do is not None
     with pytest.raises(UsageError, match="LOMO updates the parameters inside the backward pass"):
         accelerator.lomo_backward(torch.ones((), requires_grad=True), 0.1)
-    for name in ("deepspeed_plugin", "deepspeed_plugins", "torch_tp_plugin", "megatron_lm_plugin"):
+    for name in ("torch_tp_plugin", "megatron_lm_plugin"):
         with pytest.raises(ConfigError, match=rf"Accelerator\({name}=\) is not offered"):
             Accelerator(**{name: object()})
 

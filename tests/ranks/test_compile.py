@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon import Accelerator
+from echelon import Accelerator, FullyShardedDataParallelPlugin
 from echelon.base import environ
 from echelon.base.errors import ConfigError
 from echelon.base.warnings import EchelonWarning
@@ -32,7 +32,7 @@ of_torch = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 class _Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(2)])
+        self.blocks = nn.ModuleList([_Block(6, 6) for _ in range(2)])
         self.head = nn.Linear(6, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -40,6 +40,13 @@ class _Net(nn.Module):
             x = block(x).tanh()
         result: torch.Tensor = self.head(x)
         return result
+
+
+class _Block(nn.Linear):
+    """A class of its own: torch compiles no module of its own classes that is a unit of fully_shard."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
 
 
 def _model() -> _Net:
@@ -110,12 +117,45 @@ def test_two_ranks_train_like_one_that_compiles_nothing(kind: str) -> None:
         assert warned == []
 
 
+def _ignore_what_tracing_warns_of() -> None:
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # that is no leaf (torch 2.13)
+
+
+def _train_sharded(kind: str) -> tuple[dict[str, torch.Tensor] | None, int]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["_Block"]
+    )
+    accelerator, model, given = _setup(kind, fsdp_plugin=plugin)
+    _ignore_what_tracing_warns_of()
+    prepared, optimizer = accelerator.prepare(given, torch.optim.SGD(model.parameters(), lr=0.5))
+    for x in _batches(accelerator.process_index):
+        with accelerator.accumulate(prepared):
+            accelerator.backward(prepared(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return accelerator.get_state_dict(prepared), torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sharded_blocks_train_like_one_process_that_compiles_nothing(kind: str) -> None:
+    (weights, graphs), _ = run_on_ranks(_train_sharded, kind, world_size=2, timeout=120)
+    assert weights is not None
+    assert list(weights) == NAMES
+    torch.testing.assert_close(
+        list(weights.values()), _plain(2), rtol=1e-5, atol=1e-6
+    )  # float32, another order of sums
+    assert graphs > 0
+
+
 def _guarded() -> list[torch.Tensor]:
     accelerator, model, given = _setup("whole")
     prepared, optimizer = accelerator.prepare(given, torch.optim.SGD(model.parameters(), lr=0.5))
     (x, *_) = _batches(accelerator.process_index)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EchelonWarning)
+        _ignore_what_tracing_warns_of()
         with accelerator.no_sync(prepared):
             accelerator.backward(prepared(x).square().mean())
         before = [p.grad.clone() for p in model.parameters() if p.grad is not None]

@@ -1,4 +1,4 @@
-"""save_state and load_state: a resumed run is the run that was not interrupted, and a failed save changes nothing."""
+"""save_state and load_state in Accelerate's layout; what every layout promises is tried in echelon's own, too."""
 
 from __future__ import annotations
 
@@ -35,6 +35,11 @@ from tests.harness import RanksFailed, run_on_ranks
 ROOT = Path(__file__).resolve().parents[2]
 WRITTEN_BY_ACCELERATE = ROOT / "tests" / "data" / "accelerate_state"
 PEERS = ROOT / ".venv-peers" / "bin" / "python"
+
+
+@pytest.fixture(autouse=True)
+def accelerates_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ECHELON_CHECKPOINT_FORMAT", "accelerate")
 
 
 def _objects(seed: int, *, generator: bool = False) -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]]:

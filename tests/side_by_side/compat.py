@@ -120,7 +120,7 @@ def problems(table: list[Row], beside: list[Difference]) -> Iterator[str]:
             yield f"{label}: no test"
         for test in difference.tests:
             file, _, name = test.partition("::")
-            if name not in _words_of_tests(file):
+            if name not in words_of_tests(file):
                 yield f"{label}: there is no test {test}"
     for row in table:
         label = f"{row.section}, {' '.join(row.names)[:60]}"
@@ -129,12 +129,12 @@ def problems(table: list[Row], beside: list[Difference]) -> Iterator[str]:
         words: set[str] = set()
         for test in row.tests:
             file, _, name = test.partition("::")
-            known = _words_of_tests(file)
+            known = words_of_tests(file)
             if name not in known:
                 yield f"{label}: there is no test {test}"
             words |= known.get(name, set())
         if row.tests:
-            yield from (f"{label}: its tests do not mention {name}" for name in row.names if not _is_in(name, words))
+            yield from (f"{label}: its tests do not mention {name}" for name in row.names if not mentions(name, words))
         # Arguments, and attributes of states, may have the name of what they hold.
         for name in () if row.section.startswith(("1.1", "1.4", "1.5")) else _expanded(row.names):
             is_later = name in later.__all__
@@ -181,13 +181,13 @@ def _expanded(names: tuple[str, ...]) -> set[str]:
     }
 
 
-def _is_in(name: str, words: set[str]) -> bool:
+def mentions(name: str, words: set[str]) -> bool:
     """Tell whether ``name`` is in ``words``; of a name with a star, or of a file, its parts."""
     return set(re.findall(r"\w+", name)) <= words
 
 
 @cache
-def _words_of_tests(file: str) -> dict[str, set[str]]:
+def words_of_tests(file: str) -> dict[str, set[str]]:
     """Return, by test, the names in it and in what it uses of its module."""
     path = ROOT / "tests" / file
     if not path.exists():

@@ -71,6 +71,7 @@ class Forks:
                 "OMP_NUM_THREADS": "1",
                 "GLOO_SOCKET_IFNAME": "lo",
                 "HF_HUB_OFFLINE": "1",
+                "ECHELON_CHECKPOINT_FORMAT": "accelerate",  # the names of the files are compared, too
                 "PYTHONPATH": str(HERE / "standins"),
             },
         )

@@ -65,7 +65,7 @@ EXPECTED: dict[tuple[str, int], tuple[dict[str, Any], dict[str, Any]]] = {
 TESTS = {
     "01_launch_cpu": "launch/test_launch.py::test_every_process_asked_for_runs",
     "02_notebook_precision": "launch/test_notebook.py::test_it_runs_twice_in_one_kernel_and_mixed_precision_has_effect",
-    "03_join_uneven_inputs": "ranks/test_engine_contract.py::test_ranks_may_end_at_different_steps_inside_join",
+    "03_join_uneven_inputs": "ranks/test_engine_contract.py::test_the_contract",
     "04_two_accelerators": "ranks/test_accelerator_errors.py::test_two_accelerators_do_not_touch_each_other",
     "05_break": "ranks/test_accelerator_data.py::test_the_last_batch_is_known_and_a_break_is_forgotten",
     "06_dispatcher": "ranks/test_data_iterable.py::test_dispatched_samples_come_exactly_once_and_rank_zero_alone_reads",

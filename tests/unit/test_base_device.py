@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from echelon.base.device import backend_of, choose_device, has_fp8, num_devices, use_device
+from echelon.base.device import backend_of, choose_device, has_fp8, limit_devices, num_devices, use_device
 from echelon.base.errors import ConfigError
 
 VISIBLE = (
@@ -97,6 +97,17 @@ def test_mps_serves_one_process_and_several_go_to_the_cpu(machine: Machine) -> N
     machine.has(1, "mps")
     assert choose_device(local_rank=0, local_world_size=1) == torch.device("mps:0")
     assert choose_device(local_rank=0, local_world_size=2) == torch.device("cpu")
+
+
+def test_the_devices_of_the_ranks_are_named_by_the_variable_of_their_kind(machine: Machine) -> None:
+    for kind, variable in (("cuda", "CUDA_VISIBLE_DEVICES"), ("xpu", "ZE_AFFINITY_MASK")):
+        machine.has(4, kind)
+        assert limit_devices([0, 2]) == {variable: "0,2"}
+    machine.has(1, "mps")
+    with pytest.raises(ConfigError, match="which mps devices are used cannot be chosen"):
+        limit_devices([0])
+    machine.has(0)
+    assert limit_devices([0, 2]) == {}
 
 
 def test_the_chosen_device_becomes_the_current_one(machine: Machine) -> None:

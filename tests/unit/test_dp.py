@@ -122,6 +122,12 @@ def test_a_script_s_own_wrapper_is_kept_and_unwrapped() -> None:
         assert list(accelerator.get_state_dict(model)) == ["weight", "bias"]
 
 
+def test_the_wrapper_of_a_script_that_never_asks_for_dp_is_unwrapped() -> None:
+    accelerator = Accelerator(cpu=True)
+    inner = nn.Linear(3, 1)
+    assert accelerator.unwrap_model(accelerator.prepare(nn.DataParallel(inner))) is inner
+
+
 def test_several_processes_are_refused() -> None:
     world = World(
         rank=0, local_rank=0, world_size=2, local_world_size=2, node_rank=0, device=torch.device("cpu"), backend="gloo"

@@ -98,14 +98,14 @@ def test_using_what_is_not_offered_says_so_and_what_to_do(name: str) -> None:
 
 def test_a_class_that_is_not_offered_can_be_asked_for_and_subclassed_but_not_made() -> None:
     from echelon.hooks import ModelHook
-    from echelon.utils import DeepSpeedPlugin
+    from echelon.utils import MegatronLMPlugin
 
     class MyHook(ModelHook):  # type: ignore[misc,valid-type]
         def __init__(self) -> None:
             raise AssertionError("the hook was made")
 
-    assert not isinstance(object(), DeepSpeedPlugin)
-    assert issubclass(DeepSpeedPlugin, NotOffered)
+    assert not isinstance(object(), MegatronLMPlugin)
+    assert issubclass(MegatronLMPlugin, NotOffered)
     with pytest.raises(UsageError, match="MyHook is not offered"):
         MyHook()
 

@@ -9,7 +9,9 @@ import logging
 import pickle
 import warnings
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ import torch
 
 from echelon.base.errors import ConfigError
 from echelon.base.warnings import EchelonWarning
-from echelon.trainer import ParallelMode, TrainingArguments
+from echelon.trainer import ParallelMode, Seq2SeqTrainingArguments, TrainingArguments
 from echelon.trainer.not_offered import NOT_OFFERED
 from echelon.trainer.optimizers import optimizer_class_and_arguments
 
@@ -140,13 +142,26 @@ FIELDS: dict[str, Any] = {
 }
 
 
+# Those that transformers has not.
+OWN: dict[str, Any] = {
+    "max_time": None,
+    "fast_dev_run": 0,
+    "limit_train_batches": None,
+    "limit_eval_batches": None,
+    "stop_on_nan": False,
+    "log_throughput": False,
+}
+
+
 def test_fields_and_defaults_are_those_of_transformers_in_their_order() -> None:
     found = {
         item.name: item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
         for item in dataclasses.fields(TrainingArguments)
     }
-    assert list(found.items()) == list(FIELDS.items())
-    assert len(found) == 114
+    assert list(found.items())[:114] == list(FIELDS.items())
+    own = list(dataclasses.fields(TrainingArguments))[114:]
+    assert all(item.kw_only for item in own)  # a class derived from this one has its own positions
+    assert {item.name: item.default for item in own} == OWN
 
 
 def test_every_field_has_a_help_text_for_argument_parsers() -> None:
@@ -154,13 +169,17 @@ def test_every_field_has_a_help_text_for_argument_parsers() -> None:
 
 
 def test_the_signature_is_that_of_the_fields() -> None:
-    assert list(inspect.signature(TrainingArguments).parameters) == list(FIELDS)
+    assert list(inspect.signature(TrainingArguments).parameters) == [*FIELDS, *OWN]
     assert TrainingArguments("out", 4, 2.0).num_train_epochs == 2.0
 
 
 @pytest.mark.parametrize(
     ("old", "field", "value"),
     [
+        ({"group_by_length": True}, "train_sampling_strategy", "group_by_length"),
+        ({"include_inputs_for_metrics": True}, "include_for_metrics", ["inputs"]),
+        ({"include_tokens_per_second": True}, "include_num_input_tokens_seen", "all"),
+        ({"fsdp_transformer_layer_cls_to_wrap": "Block"}, "fsdp_config", {"transformer_layer_cls_to_wrap": "Block"}),
         ({"evaluation_strategy": "epoch"}, "eval_strategy", "epoch"),
         ({"evaluate_during_training": True}, "eval_strategy", "steps"),
         ({"warmup_ratio": 0.1}, "warmup_steps", 0.1),
@@ -210,7 +229,7 @@ def test_old_names_work_for_classes_of_the_user_s(tmp_path: Path) -> None:
     with pytest.warns(EchelonWarning, match="eval_strategy"):
         args = Mine(output_dir=str(tmp_path), evaluation_strategy="steps", extra=2)
     assert (args.eval_strategy, args.extra) == ("steps", 2)
-    assert list(inspect.signature(Mine).parameters) == [*FIELDS, "extra"]
+    assert list(inspect.signature(Mine).parameters) == [*FIELDS, "extra", *OWN]
 
 
 def test_an_old_and_its_new_name_must_agree() -> None:
@@ -230,32 +249,11 @@ def test_an_unknown_name_is_an_error_with_the_nearest_one() -> None:
     assert "did you mean 'learning_rate'?" in str(error.value)
 
 
-ASKING: dict[str, Any] = {
-    **dict.fromkeys(NOT_OFFERED, True),
-    "skip_memory_metrics": False,
-    "report_to": ["wandb"],
-    "include_for_metrics": ["inputs"],
-    "label_smoothing_factor": 0.1,
-    "debug": "underflow_overflow",
-    "deepspeed": {"stage": 2},
-    "fsdp": "full_shard",
-    "neftune_noise_alpha": 5.0,
-    "torch_compile_backend": "inductor",
-    "torch_compile_mode": "default",
-    "liger_kernel_config": {"rope": True},
-    "optim_target_modules": ["all-linear"],
-    "activation_checkpointing_kwargs": {"a": 1},
-    "include_num_input_tokens_seen": "all",
-    "parallelism_config": object(),
-    "torch_empty_cache_steps": 5,
-    "bf16_full_eval": True,
-}
-
-
-@pytest.mark.parametrize("name", sorted(NOT_OFFERED))
+@pytest.mark.parametrize("name", ["enable_jit_checkpoint", "trackio_static_space_id"])
 def test_what_is_not_offered_is_refused_not_ignored(name: str) -> None:
+    assert len(NOT_OFFERED) == 2
     with pytest.raises(ConfigError, match=f"{name}=.* is not offered yet by this version") as error:
-        TrainingArguments(**{name: ASKING[name]})
+        TrainingArguments(**{name: True})
     assert "do: " in str(error.value)
 
 
@@ -266,12 +264,25 @@ def test_what_is_not_offered_is_refused_not_ignored(name: str) -> None:
         ({"save_strategy": "sometimes"}, "save_strategy='sometimes' is none of the choices: no, steps, epoch, best"),
         ({"lr_scheduler_type": "cosin"}, "lr_scheduler_type='cosin' is none of the choices: linear, cosine"),
         ({"optim": "adam"}, "optim='adam' is none of the choices: adamw_torch"),
-        ({"optim": "adamw_8bit"}, "optim='adamw_8bit' is an optimizer of the package 'bitsandbytes'"),
-        ({"optim": "adamw_torch_8bit"}, "optim='adamw_torch_8bit' is an optimizer of the package 'torchao'"),
-        ({"optim": "galore_adamw"}, "of the package 'galore-torch'"),
-        ({"optim": "schedule_free_adamw"}, "of the package 'schedulefree'"),
+        ({"optim": "adalomo"}, "optim='adalomo' is not offered: it steps inside the backward pass"),
+        ({"optim": "adamw_torch_xla"}, "echelon does not run on TPUs"),
+        ({"optim": "apollo_adamw_layerwise"}, "optim='apollo_adamw_layerwise' is not offered"),
+        ({"optim": "galore_adamw_8bit_layerwise"}, "optim='galore_adamw_8bit_layerwise' is not offered"),
+        ({"report_to": "wandbb"}, "report_to='wandbb' is none of the choices: tensorboard, wandb"),
+        ({"report_to": ["neptune"]}, "report_to='neptune' is not offered by echelon itself"),
+        ({"debug": "underflow"}, "debug='underflow' is none of the choices: underflow_overflow"),
+        ({"include_for_metrics": ["losses"]}, "include_for_metrics='losses' is none of the choices: inputs, loss"),
+        ({"include_num_input_tokens_seen": "some"}, "none of the choices: no, all, non_padding"),
+        ({"label_smoothing_factor": 1.0}, "label_smoothing_factor=1.0 is not a part of the target"),
+        ({"bf16_full_eval": True, "fp16_full_eval": True}, "fp16_full_eval and bf16_full_eval exclude each other"),
+        ({"limit_train_batches": 1.5}, "limit_train_batches=1.5 is no number of batches"),
+        ({"limit_eval_batches": 0}, "limit_eval_batches=0 is no number of batches"),
+        ({"max_time": "soon"}, "max_time='soon' is no duration"),
+        ({"fsdp": "full_shards"}, "'full_shards' is none of full_shard, shard_grad_op"),
+        ({"fsdp": "full_shard shard_grad_op"}, "names two strategies"),
+        ({"fsdp": True, "deepspeed": {"zero_optimization": {"stage": 2}}}, "fsdp and deepspeed exclude each other"),
         ({"lr_scheduler_type": "greedy"}, "lr_scheduler_type='greedy' is not offered yet"),
-        ({"train_sampling_strategy": "group_by_length"}, "'group_by_length' is not offered yet"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "'batch_rebalance' is not offered yet"),
         ({"train_sampling_strategy": "length"}, "none of the choices: random, sequential"),
         ({"log_level": "loud"}, "log_level='loud' is none of the choices: debug, info"),
         ({"fp16": True, "bf16": True}, "fp16 and bf16 exclude each other"),
@@ -310,14 +321,93 @@ def test_what_follows_from_the_values(tmp_path: Path) -> None:
     assert TrainingArguments(eval_strategy=False).eval_strategy == "no"  # type: ignore[arg-type]
     assert TrainingArguments(lr_scheduler_kwargs='{"num_cycles": 2}').lr_scheduler_kwargs == {"num_cycles": 2}
     assert TrainingArguments(gradient_checkpointing=False).activation_checkpointing is False
+    compiled = TrainingArguments(torch_compile_mode="reduce-overhead")
+    assert (compiled.torch_compile, compiled.torch_compile_backend) == (True, "inductor")
+    assert TrainingArguments(report_to=None).report_to == TrainingArguments(report_to="none").report_to == []
+    assert TrainingArguments(debug="underflow_overflow").debug == ["underflow_overflow"]
     assert [TrainingArguments(warmup_steps=w).get_warmup_steps(25) for w in (0, 7, 0.1)] == [0, 7, 3]
 
 
+def test_groups_of_settings_are_set_at_once() -> None:
+    args = TrainingArguments(use_cpu=True)
+    assert args.set_training(learning_rate=1e-3, batch_size=4, seed=7, activation_checkpointing=True) is args
+    args.set_evaluate(strategy="steps", steps=50, batch_size=3, accumulation_steps=2, delay=1.0, loss_only=True)
+    args.set_save(strategy="epoch", total_limit=2, on_each_node=True)
+    args.set_logging(strategy="epoch", report_to=["jsonl"], level="info", first_step=True)
+    args.set_push_to_hub("me/it", strategy="end", token="secret", private_repo=True)
+    args.set_optimizer(name="sgd", learning_rate=0.1, weight_decay=0.2, beta1=0.8, args="momentum=0.9")
+    args.set_lr_scheduler(name="cosine", num_epochs=2, warmup_steps=0.1)
+    args.set_dataloader(train_batch_size=5, eval_batch_size=6, drop_last=True, num_workers=1, sampler_seed=3)
+    values = args.to_dict()
+    expected = {
+        "do_train": True, "seed": 7, "gradient_checkpointing": True, "eval_strategy": "steps", "eval_steps": 50,
+        "do_eval": True, "eval_accumulation_steps": 2, "eval_delay": 1.0, "prediction_loss_only": True,
+        "save_strategy": "epoch", "save_total_limit": 2, "save_on_each_node": True, "logging_strategy": "epoch",
+        "report_to": ["jsonl"], "log_level": "info", "push_to_hub": True, "hub_model_id": "me/it", "hub_strategy": "end",
+        "optim": "sgd", "learning_rate": 0.1, "weight_decay": 0.2, "adam_beta1": 0.8, "optim_args": "momentum=0.9",
+        "lr_scheduler_type": "cosine", "num_train_epochs": 2, "warmup_steps": 0.1, "per_device_train_batch_size": 5,
+        "per_device_eval_batch_size": 6, "dataloader_drop_last": True, "dataloader_num_workers": 1, "data_seed": 3,
+    }  # fmt: skip
+    assert {name: values[name] for name in expected} == expected
+    args.set_testing(batch_size=9)
+    assert (args.do_predict, args.per_device_eval_batch_size) == (True, 9)
+
+
+def test_the_argument_parser_of_transformers_reads_every_field(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    words = (
+        "--output_dir out --eval_strategy epoch --fp16 --logging_steps 0.5 --max_time 90m --no_remove_unused_columns"
+    )
+    more = ["--lr_scheduler_kwargs", '{"num_cycles": 2}', "--label_names", "a", "b", "--report_to", "jsonl"]
+    for kind in (TrainingArguments, Seq2SeqTrainingArguments):
+        (args,) = transformers.HfArgumentParser(kind).parse_args_into_dataclasses([*words.split(), *more])
+        assert (args.eval_strategy, args.fp16, args.logging_steps) == ("epoch", True, 0.5)
+        assert (args.lr_scheduler_kwargs, args.label_names, args.report_to) == (
+            {"num_cycles": 2},
+            ["a", "b"],
+            ["jsonl"],
+        )
+        assert (args.max_time, args.remove_unused_columns) == (timedelta(minutes=90), False)
+        (tmp_path / "args.json").write_text('{"output_dir": "out", "warmup_steps": 3, "fsdp": "full_shard"}')
+        (args,) = transformers.HfArgumentParser(kind).parse_json_file(tmp_path / "args.json")
+        assert (args.warmup_steps, args.fsdp) == (3, "full_shard")
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [(90, 90), ("90", 90), ("1.5h", 5400), ("90m", 5400), ("2d", 172_800), ("1:30", 90), ("01:00:30", 3630)]
+    + [("1:00:00:01", 86_401), (timedelta(minutes=1), 60)],
+)
+def test_a_duration_is_written_in_many_ways(given: Any, seconds: int) -> None:
+    assert TrainingArguments(max_time=given).max_time == timedelta(seconds=seconds)
+
+
+def test_trying_out_changes_what_would_take_long() -> None:
+    args = TrainingArguments(
+        fast_dev_run=True, eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True, report_to="jsonl"
+    )
+    assert (args.max_steps, args.limit_train_batches, args.limit_eval_batches) == (1, 1, 1)
+    assert (args.save_strategy, args.report_to, args.load_best_model_at_end) == ("no", [], False)
+    assert [args.batches_of(limit, range(10)) for limit in (None, 3, 0.25, 0.01)] == [None, 3, 2, 1]
+    with pytest.raises(ConfigError, match="these data have no length"):
+        args.batches_of(0.5, iter([]))
+
+
+def test_one_process_of_each_machine_saves_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    second = SimpleNamespace(process_index=2, local_process_index=0)
+    monkeypatch.setattr(TrainingArguments, "distributed_state", second)
+    assert TrainingArguments(save_on_each_node=True).should_save
+    assert not TrainingArguments().should_save
+
+
 def test_who_this_process_is() -> None:
-    args = TrainingArguments(use_cpu=True, per_device_train_batch_size=4)
+    # Old launchers pass local_rank; the environment says who this is.
+    args = TrainingArguments(use_cpu=True, per_device_train_batch_size=4, local_rank=3)
     assert (args.device, args.n_gpu, args.world_size) == (torch.device("cpu"), 0, 1)
     assert (args.process_index, args.local_process_index) == (0, 0)
     assert (args.train_batch_size, args.eval_batch_size) == (4, 8)
+    args._n_gpu = 3  # type: ignore[misc]  # scripts of others set it
+    assert args.n_gpu == 3
     assert args.parallel_mode is ParallelMode.NOT_PARALLEL
     assert args.should_log
     assert args.should_save

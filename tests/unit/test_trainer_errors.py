@@ -184,8 +184,11 @@ def test_a_wrong_key_for_the_accelerator(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         Trainer(Line(), _args(tmp_path, accelerator_config={"split_batch": True}))
     _says(error.value, what="no key 'split_batch'", where="accelerator_config", do="did you mean 'split_batches'?")
-    with pytest.raises(ConfigError, match=r"gradient_accumulation_kwargs.*is not offered yet"):
-        Trainer(Line(), _args(tmp_path, accelerator_config={"gradient_accumulation_kwargs": {"num_steps": 2}}))
+    two = {"gradient_accumulation_kwargs": {"num_steps": 2}}
+    with pytest.raises(ConfigError, match="one setting with two values"):
+        Trainer(Line(), _args(tmp_path, accelerator_config=two, gradient_accumulation_steps=3))
+    with pytest.raises(ConfigError, match="has no key 'num_step'"):
+        Trainer(Line(), _args(tmp_path, accelerator_config={"gradient_accumulation_kwargs": {"num_step": 2}}))
 
 
 def test_two_callbacks_of_one_class_are_told(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset
 
 from echelon.base.errors import ConfigError, UsageError
 from echelon.trainer import (
@@ -645,12 +645,6 @@ def test_metrics_are_shown_and_saved(tmp_path: Path, capsys: pytest.CaptureFixtu
     trainer.save_metrics("eval", {"eval_loss": 0.25})
     assert json.loads((tmp_path / "all_results.json").read_text()) == {"train_loss": 0.5, "eval_loss": 0.25}
     assert json.loads((tmp_path / "eval_results.json").read_text()) == {"eval_loss": 0.25}
-
-
-def test_a_tensor_dataset_is_for_an_overridden_loss(tmp_path: Path) -> None:
-    data = TensorDataset(torch.ones(4, 1), torch.ones(4))
-    with pytest.raises(UsageError, match="a batch is a list, and the Trainer calls the model by names"):
-        Trainer(Line(), _args(tmp_path), train_dataset=data).train()
 
 
 def test_half_precision_trains(tmp_path: Path) -> None:

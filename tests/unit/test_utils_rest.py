@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from echelon import utils
-from echelon.base.errors import DesyncError, UsageError
+from echelon.base.errors import DesyncError, MissingExtraError
 from echelon.base.warnings import EchelonWarning
 from echelon.logging import MultiProcessAdapter, get_logger
 from echelon.optimizer import move_to_device
@@ -129,12 +129,15 @@ def test_libraries_that_are_loaded_are_named() -> None:
     assert utils.are_libraries_initialized("torch", "no_such_library") == ["torch"]
 
 
-def test_deepspeed_functions_refuse_and_its_context_does_nothing() -> None:
+def test_without_deepspeed_its_functions_refuse_and_its_context_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     @utils.deepspeed_required
-    def zero() -> None:
-        raise AssertionError("it ran")
+    def zero() -> int:
+        return 3
 
-    with pytest.raises(UsageError, match="zero needs DeepSpeed"):
+    monkeypatch.setattr("echelon.base.probes.is_deepspeed_available", lambda: True)
+    assert zero() == 3
+    monkeypatch.setattr("echelon.base.probes.is_deepspeed_available", lambda: False)
+    with pytest.raises(MissingExtraError, match="zero needs the package 'deepspeed'"):
         zero()
     weight = nn.Parameter(torch.ones(2))
     with utils.GatheredParameters([weight]):

@@ -11,7 +11,7 @@ from echelon.world.environment import LaunchEnvironment, detect
 CLEAN = dict.fromkeys(
     name
     for name in environ.snapshot()
-    if name.startswith(("SLURM_", "OMPI_", "PMI_", "MPI_", "MV2_", "MASTER_", "LOCAL_", "GROUP_", "NODE_"))
+    if name.startswith(("SLURM_", "OMPI_", "PMI_", "MPI_", "MV2_", "MASTER_", "LOCAL_", "CROSS_", "GROUP_", "NODE_"))
     or name in ("RANK", "WORLD_SIZE")
 )
 
@@ -54,6 +54,24 @@ def test_torchrun() -> None:
         master_addr="h",
         master_port=7,
     )
+
+
+def test_deepspeeds_launcher_counts_the_machine_in_its_own_words() -> None:
+    # As deepspeed.launcher.launch sets them for process 1 of the second of two machines with 4 each.
+    found = _detect(
+        {
+            "RANK": "5",
+            "WORLD_SIZE": "8",
+            "LOCAL_RANK": "1",
+            "LOCAL_SIZE": "4",
+            "CROSS_RANK": "1",
+            "CROSS_SIZE": "2",
+            "MASTER_ADDR": "h",
+            "MASTER_PORT": "29500",
+        }
+    )
+    assert (found.rank, found.local_rank, found.local_world_size, found.node_rank) == (5, 1, 4, 1)
+    assert found.world_size == 8
 
 
 def test_slurm() -> None:

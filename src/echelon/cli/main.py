@@ -17,9 +17,11 @@ __all__ = ["cli", "main"]
 
 # Name -> (module, one line of help). Imported when the command is used: `echelon --help` loads none of them.
 _COMMANDS = {
-    "config": ("echelon.cli.config", "Show the configuration and where each value came from."),
+    "checkpoint": ("echelon.cli.checkpoint", "List, verify, show, merge, export and import checkpoints."),
+    "config": ("echelon.cli.config", "Make, show, convert and compare settings; say where each value came from."),
     "env": ("echelon.cli.env", "Show versions, platform and devices, for bug reports."),
     "launch": ("echelon.cli.launch", "Run a script on one or more processes of this machine."),
+    "merge-weights": ("echelon.cli.merge_weights", "Write the weights of a checkpoint to one file, as accelerate does."),
 }
 
 

@@ -293,10 +293,10 @@ def evaluation_gives_one_process_s_numbers(open: Open) -> None:
 
 
 def unwrapping_gives_the_user_s_module(open: Open) -> None:
-    """``unwrap_model`` returns the user's class, with plain names."""
+    """``unwrap`` returns the user's class, with plain names."""
     accelerator = open()
     model, _ = _prepared(accelerator, _sgd, torch.float32)
-    inner = accelerator.unwrap_model(model)
+    inner = accelerator._engine.unwrap(model)
     _expect(isinstance(inner, nn.Sequential), f"unwrapped: {type(inner).__name__}")
     names = [name for name, _ in inner.named_parameters()]
     _expect(names == [name for name, _ in _model(torch.float32).named_parameters()], f"names: {names}")

@@ -7,6 +7,7 @@ from echelon.trainer.callbacks import (
     EarlyStoppingCallback,
     TrainerCallback,
 )
+from echelon.trainer.checkpoints import get_last_checkpoint
 from echelon.trainer.collate import default_data_collator
 from echelon.trainer.enums import (
     HubStrategy,
@@ -16,13 +17,18 @@ from echelon.trainer.enums import (
     SaveStrategy,
     SchedulerType,
 )
+from echelon.trainer.nonfinite import NonFiniteError
+from echelon.trainer.notebook import NotebookProgressCallback
 from echelon.trainer.progress_bars import PrinterCallback, ProgressCallback
 from echelon.trainer.results import EvalLoopOutput, EvalPrediction, PredictionOutput, TrainOutput
 from echelon.trainer.schedules import get_scheduler
+from echelon.trainer.search import BestRun
+from echelon.trainer.seq2seq import Seq2SeqTrainer, Seq2SeqTrainingArguments
 from echelon.trainer.state import TrainerControl, TrainerState
 from echelon.trainer.trainer import Trainer
 
 __all__ = [
+    "BestRun",
     "CallbackHandler",
     "DefaultFlowCallback",
     "EarlyStoppingCallback",
@@ -30,6 +36,8 @@ __all__ = [
     "EvalPrediction",
     "HubStrategy",
     "IntervalStrategy",
+    "NonFiniteError",
+    "NotebookProgressCallback",
     "OptimizerNames",
     "ParallelMode",
     "PredictionOutput",
@@ -37,6 +45,8 @@ __all__ = [
     "ProgressCallback",
     "SaveStrategy",
     "SchedulerType",
+    "Seq2SeqTrainer",
+    "Seq2SeqTrainingArguments",
     "TrainOutput",
     "Trainer",
     "TrainerCallback",
@@ -44,5 +54,6 @@ __all__ = [
     "TrainerState",
     "TrainingArguments",
     "default_data_collator",
+    "get_last_checkpoint",
     "get_scheduler",
 ]

@@ -15,10 +15,15 @@ from echelon.accelerator import (
     DistributedDataParallelKwargs,
     InitProcessGroupKwargs,
 )
+from echelon.accelerator.plugins import TorchDynamoPlugin
+from echelon.base.device import has_tf32
 from echelon.base.errors import ConfigError
 from echelon.trainer.arguments import TrainingArguments
+from echelon.trainer.deepspeed import deepspeed_plugin
+from echelon.trainer.reporting import tracker_settings
+from echelon.trainer.sharding import fsdp_plugin, parallelism
 
-__all__ = ["make_accelerator", "set_seeds"]
+__all__ = ["accumulation_options", "make_accelerator", "set_seeds"]
 
 # What accelerator_config may hold, with the Trainer's own defaults.
 _DATA_OPTIONS = {
@@ -28,7 +33,9 @@ _DATA_OPTIONS = {
     "use_seedable_sampler": True,
     "non_blocking": False,
 }
-_WITHOUT_EFFECT = {"gradient_accumulation_kwargs": None, "use_configured_state": False}
+_ACCUMULATION = ("num_steps", "sync_each_batch", "sync_with_dataloader", "adjust_scheduler")
+# A process group that is there is always used: nothing has to be said for it.
+_OTHERS = ("gradient_accumulation_kwargs", "use_configured_state")
 
 
 def make_accelerator(args: TrainingArguments) -> Accelerator:
@@ -48,11 +55,16 @@ def make_accelerator(args: TrainingArguments) -> Accelerator:
         dataloader_config=DataLoaderConfiguration(
             **_data_options(args), data_seed=args.seed if args.data_seed is None else args.data_seed
         ),
+        deepspeed_plugin=deepspeed_plugin(args),
+        fsdp_plugin=fsdp_plugin(args),
+        parallelism_config=parallelism(args),
+        dynamo_plugin=_dynamo(args),
         step_scheduler_with_optimizer=False,
         kwargs_handlers=[
             _of_ddp(args),
             InitProcessGroupKwargs(backend=args.ddp_backend, timeout=args.ddp_timeout_delta),
         ],
+        **tracker_settings(args),
     )
     if accelerator.parity != "off":  # its plan counts batches of one process
         raise ConfigError(
@@ -60,6 +72,8 @@ def make_accelerator(args: TrainingArguments) -> Accelerator:
             where=str(accelerator.config.origins["parity"]),
             do="leave it out, or train by your own loop on Accelerator(parity='exact')",
         )
+    if args.tf32 is not None:
+        _choose_tf32(args.tf32, accelerator.device)
     return accelerator
 
 
@@ -72,26 +86,69 @@ def set_seeds(args: TrainingArguments) -> None:
         torch.use_deterministic_algorithms(True)
 
 
+def accumulation_options(args: TrainingArguments) -> dict[str, Any]:
+    """Return ``accelerator_config["gradient_accumulation_kwargs"]``.
+
+    Raises:
+        ConfigError: an unknown key, or two numbers of steps.
+    """
+    given = dict(_accelerator_config(args).get("gradient_accumulation_kwargs") or {})
+    for name in given:
+        _known(name, _ACCUMULATION, "accelerator_config['gradient_accumulation_kwargs']")
+    num_steps, own = given.get("num_steps"), args.gradient_accumulation_steps
+    if num_steps is not None and own not in (1, num_steps):
+        raise ConfigError(
+            f"gradient_accumulation_steps={own} and accelerator_config's num_steps={num_steps} are one setting with two values",
+            where="TrainingArguments.gradient_accumulation_steps",
+            do="keep gradient_accumulation_steps only",
+        )
+    return given
+
+
 def _data_options(args: TrainingArguments) -> dict[str, Any]:
-    given = args.accelerator_config or {}
-    if not isinstance(given, dict):
-        given = {name: value for name, value in vars(given).items() if not name.startswith("_")}
-    for name, value in given.items():
-        known = [*_DATA_OPTIONS, *_WITHOUT_EFFECT]
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            raise ConfigError(
-                f"accelerator_config has no key {name!r}",
-                where="TrainingArguments.accelerator_config",
-                do=f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(_DATA_OPTIONS)}",
-            )
-        if name in _WITHOUT_EFFECT and value not in (None, False, {}):
-            raise ConfigError(
-                f"accelerator_config[{name!r}]={value!r} is not offered yet by this version of echelon",
-                where="TrainingArguments.accelerator_config",
-                do="leave it out",
-            )
+    given = _accelerator_config(args)
+    for name in given:
+        _known(name, (*_DATA_OPTIONS, *_OTHERS), "accelerator_config")
     return {name: given.get(name, default) for name, default in _DATA_OPTIONS.items()}
+
+
+def _accelerator_config(args: TrainingArguments) -> dict[str, Any]:
+    given = args.accelerator_config or {}
+    if isinstance(given, dict):
+        return given
+    return {name: value for name, value in vars(given).items() if not name.startswith("_")}
+
+
+def _known(name: str, choices: tuple[str, ...], setting: str) -> None:
+    if name not in choices:
+        near = difflib.get_close_matches(name, choices, n=1)
+        raise ConfigError(
+            f"{setting} has no key {name!r}",
+            where="TrainingArguments.accelerator_config",
+            do=f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(choices)}",
+        )
+
+
+def _dynamo(args: TrainingArguments) -> TorchDynamoPlugin | None:
+    if not args.torch_compile:
+        return None
+    return TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
+
+
+def _choose_tf32(wanted: bool, device: torch.device) -> None:
+    """Allow or forbid the device to round float32 factors to TF32, in this process.
+
+    Raises:
+        ConfigError: it is asked for, and the device has none.
+    """
+    if wanted and not has_tf32(device):
+        raise ConfigError(
+            f"tf32=True, and this device ({device.type}) has no TF32: an NVIDIA GPU of the Ampere generation or later has",
+            where="TrainingArguments.tf32",
+            do="leave it out, or set bf16=True",
+        )
+    torch.set_float32_matmul_precision("high" if wanted else "highest")
+    torch.backends.cudnn.allow_tf32 = wanted
 
 
 def _of_ddp(args: TrainingArguments) -> DistributedDataParallelKwargs:

@@ -1,6 +1,7 @@
 """TrainingArguments: every choice of a training, under the names, the order and the defaults of transformers."""
 
-# ruff: noqa: RUF009 - `_setting` is `dataclasses.field` with the help text behind the default
+# ruff: noqa: RUF009, RUF036 - `setting` is `dataclasses.field` with the help text behind the default; argument parsers of
+# others read the second part of a union
 
 from __future__ import annotations
 
@@ -32,9 +33,12 @@ from echelon.trainer.enums import (
 )
 from echelon.trainer.not_offered import refuse_what_is_not_offered
 from echelon.trainer.old_names import KEPT, translate
-from echelon.trainer.optimizers import refuse_optimizers_of_other_packages
+from echelon.trainer.optimizers import refuse_optimizer
+from echelon.trainer.reporting import read_report_to
+from echelon.trainer.sharding import read_fsdp
+from echelon.trainer.time_limit import duration
 
-__all__ = ["TrainingArguments"]
+__all__ = ["TrainingArguments", "setting"]
 
 logger = get_logger(__name__)
 
@@ -47,13 +51,28 @@ _LEVELS = {
     "critical": logging.CRITICAL,
     "passive": -1,
 }
+_TOKENS = ("no", "all", "non_padding")
 _SAMPLING = ("random", "sequential", "group_by_length", "batch_rebalance")
+_DICTS = (
+    "accelerator_config",
+    "activation_checkpointing_kwargs",
+    "deepspeed",
+    "fsdp_config",
+    "gradient_checkpointing_kwargs",
+    "lr_scheduler_kwargs",
+    "parallelism_config",
+)
 _SECRETS = ("hub_token",)
 
 
-def _setting(default: _Value, meaning: str) -> _Value:
+def setting(default: _Value, meaning: str) -> _Value:
     """Declare a field; ``meaning`` is also the help text of an argument parser made from the dataclass."""
     return field(default=default, metadata={"help": meaning})
+
+
+def extra(default: _Value, meaning: str) -> _Value:
+    """Declare a field that transformers has not; it is given by name only."""
+    return field(default=default, kw_only=True, metadata={"help": meaning})
 
 
 class _AcceptsOldNames(type):
@@ -87,141 +106,151 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
     """
 
     # Where the results go, and how long to train.
-    output_dir: str | None = _setting(None, "Folder for checkpoints and results; none given: trainer_output.")
-    per_device_train_batch_size: int = _setting(8, "Samples of one process in one forward pass of the training.")
-    num_train_epochs: float = _setting(3.0, "Passes over the training data; may be a fraction.")
-    max_steps: int = _setting(-1, "Optimizer steps in all; if positive, it decides instead of num_train_epochs.")
+    output_dir: str | None = setting(None, "Folder for checkpoints and results; none given: trainer_output.")
+    per_device_train_batch_size: int = setting(8, "Samples of one process in one forward pass of the training.")
+    num_train_epochs: float = setting(3.0, "Passes over the training data; may be a fraction.")
+    max_steps: int = setting(-1, "Optimizer steps in all; if positive, it decides instead of num_train_epochs.")
     # The optimizer and its schedule.
-    learning_rate: float = _setting(5e-5, "The peak of the learning-rate schedule.")
-    lr_scheduler_type: SchedulerType | str = _setting("linear", "The shape of the learning-rate schedule.")
-    lr_scheduler_kwargs: dict[str, Any] | str | None = _setting(None, "More arguments of the schedule, as a dict.")
-    warmup_steps: float = _setting(0, "Steps in which the rate rises from 0; below 1: a part of all steps.")
-    optim: OptimizerNames | str = _setting("adamw_torch_fused", "The optimizer, by name.")
-    optim_args: str | None = _setting(None, "More arguments of the optimizer, as 'name=value,name=value'.")
-    weight_decay: float = _setting(0.0, "Decay of all weights but biases and those of normalisation layers.")
-    adam_beta1: float = _setting(0.9, "Decay rate of Adam's average of the gradients.")
-    adam_beta2: float = _setting(0.999, "Decay rate of Adam's average of the squared gradients.")
-    adam_epsilon: float = _setting(1e-8, "Keeps Adam from dividing by zero.")
-    optim_target_modules: str | list[str] | None = _setting(None, "Modules that a low-rank optimizer treats.")
+    learning_rate: float = setting(5e-5, "The peak of the learning-rate schedule.")
+    lr_scheduler_type: SchedulerType | str = setting("linear", "The shape of the learning-rate schedule.")
+    lr_scheduler_kwargs: dict[str, Any] | str | None = setting(None, "More arguments of the schedule, as a dict.")
+    warmup_steps: float = setting(0, "Steps in which the rate rises from 0; below 1: a part of all steps.")
+    optim: OptimizerNames | str = setting("adamw_torch_fused", "The optimizer, by name.")
+    optim_args: str | None = setting(None, "More arguments of the optimizer, as 'name=value,name=value'.")
+    weight_decay: float = setting(0.0, "Decay of all weights but biases and those of normalisation layers.")
+    adam_beta1: float = setting(0.9, "Decay rate of Adam's average of the gradients.")
+    adam_beta2: float = setting(0.999, "Decay rate of Adam's average of the squared gradients.")
+    adam_epsilon: float = setting(1e-8, "Keeps Adam from dividing by zero.")
+    optim_target_modules: None | str | list[str] = setting(None, "Modules that a low-rank optimizer treats.")
     # One update.
-    gradient_accumulation_steps: int = _setting(1, "Forward and backward passes of one optimizer step.")
-    average_tokens_across_devices: bool = _setting(True, "Divide a loss over tokens by the tokens of all processes.")
-    max_grad_norm: float = _setting(1.0, "Scale gradients down to this norm; 0: leave them.")
-    label_smoothing_factor: float = _setting(0.0, "Part of the target that is spread over all classes.")
+    gradient_accumulation_steps: int = setting(1, "Forward and backward passes of one optimizer step.")
+    average_tokens_across_devices: bool = setting(True, "Divide a loss over tokens by the tokens of all processes.")
+    max_grad_norm: float = setting(1.0, "Scale gradients down to this norm; 0: leave them.")
+    label_smoothing_factor: float = setting(0.0, "Part of the target that is spread over all classes.")
     # Precision.
-    bf16: bool = _setting(False, "Compute in bfloat16 where that is safe, keep weights in float32.")
-    fp16: bool = _setting(False, "Compute in float16 where that is safe, with loss scaling.")
-    bf16_full_eval: bool = _setting(False, "Cast the whole model to bfloat16 for evaluation.")
-    fp16_full_eval: bool = _setting(False, "Cast the whole model to float16 for evaluation.")
-    tf32: bool | None = _setting(None, "Allow TF32 matrix products; none given: torch's default.")
+    bf16: bool = setting(False, "Compute in bfloat16 where that is safe, keep weights in float32.")
+    fp16: bool = setting(False, "Compute in float16 where that is safe, with loss scaling.")
+    bf16_full_eval: bool = setting(False, "Cast the whole model to bfloat16 for evaluation.")
+    fp16_full_eval: bool = setting(False, "Cast the whole model to float16 for evaluation.")
+    tf32: bool | None = setting(None, "Allow TF32 matrix products; none given: torch's default.")
     # Memory and speed.
-    activation_checkpointing: bool | None = _setting(None, "Compute activations twice in place of keeping them.")
-    activation_checkpointing_kwargs: dict[str, Any] | str | None = _setting(None, "How to, as a dict.")
-    gradient_checkpointing: bool | None = _setting(None, "Another name of activation_checkpointing.")
-    gradient_checkpointing_kwargs: dict[str, Any] | str | None = _setting(
+    activation_checkpointing: bool | None = setting(None, "Compute activations twice in place of keeping them.")
+    activation_checkpointing_kwargs: dict[str, Any] | str | None = setting(None, "How to, as a dict.")
+    gradient_checkpointing: bool | None = setting(None, "Another name of activation_checkpointing.")
+    gradient_checkpointing_kwargs: dict[str, Any] | str | None = setting(
         None, "Another name of activation_checkpointing_kwargs."
     )
-    torch_compile: bool = _setting(False, "Compile the model.")
-    torch_compile_backend: str | None = _setting(None, "The compiler's backend; switches torch_compile on.")
-    torch_compile_mode: str | None = _setting(None, "The compiler's mode; switches torch_compile on.")
-    use_liger_kernel: bool = _setting(False, "Use the Liger kernels.")
-    liger_kernel_config: dict[str, Any] | None = _setting(None, "Which of the Liger kernels, as a dict.")
-    use_cache: bool = _setting(False, "Let a language model keep keys and values; of no use in training.")
-    neftune_noise_alpha: float | None = _setting(None, "Strength of the noise on embeddings (NEFTune).")
-    torch_empty_cache_steps: int | None = _setting(None, "Empty the device's memory cache every so many steps.")
-    auto_find_batch_size: bool = _setting(False, "Try smaller batches when the memory is too small.")
+    torch_compile: bool = setting(False, "Compile the model.")
+    torch_compile_backend: str | None = setting(None, "The compiler's backend; switches torch_compile on.")
+    torch_compile_mode: str | None = setting(None, "The compiler's mode; switches torch_compile on.")
+    use_liger_kernel: bool = setting(False, "Use the Liger kernels.")
+    liger_kernel_config: dict[str, Any] | None = setting(None, "Which of the Liger kernels, as a dict.")
+    use_cache: bool = setting(False, "Let a language model keep keys and values; of no use in training.")
+    neftune_noise_alpha: float | None = setting(None, "Strength of the noise on embeddings (NEFTune).")
+    torch_empty_cache_steps: int | None = setting(None, "Empty the device's memory cache every so many steps.")
+    auto_find_batch_size: bool = setting(False, "Try smaller batches when the memory is too small.")
     # Logs.
-    logging_strategy: IntervalStrategy | str = _setting("steps", "When to log: no, steps, epoch.")
-    logging_steps: float = _setting(500, "Log every so many optimizer steps; below 1: a part of all steps.")
-    logging_first_step: bool = _setting(False, "Log the first step, too.")
-    log_on_each_node: bool = _setting(True, "One process of every machine speaks, not one in all.")
-    logging_nan_inf_filter: bool = _setting(True, "Leave infinite losses out of the logged mean; training sees them.")
-    include_num_input_tokens_seen: str | bool = _setting("no", "Count tokens: no, all, non_padding.")
-    log_level: str = _setting("passive", "What the main process says: debug ... critical; passive: as it is set.")
-    log_level_replica: str = _setting("warning", "What the other processes say.")
-    disable_tqdm: bool | None = _setting(None, "No progress bars; none given: by the log level.")
-    report_to: str | list[str] | None = _setting("none", "Where the logs go beside the screen.")
-    run_name: str | None = _setting(None, "A name of the run for those.")
-    project: str = _setting("huggingface", "A project of theirs.")
-    trackio_space_id: str | None = _setting(None, "Where Trackio shows the run.")
-    trackio_bucket_id: str | None = _setting(None, "Where Trackio keeps the run.")
-    trackio_static_space_id: bool | str | None = _setting(None, "Where Trackio keeps a fixed view of the run.")
+    logging_strategy: IntervalStrategy | str = setting("steps", "When to log: no, steps, epoch.")
+    logging_steps: float = setting(500, "Log every so many optimizer steps; below 1: a part of all steps.")
+    logging_first_step: bool = setting(False, "Log the first step, too.")
+    log_on_each_node: bool = setting(True, "One process of every machine speaks, not one in all.")
+    logging_nan_inf_filter: bool = setting(True, "Leave infinite losses out of the logged mean; training sees them.")
+    include_num_input_tokens_seen: str | bool = setting("no", "Count tokens: no, all, non_padding.")
+    log_level: str = setting("passive", "What the main process says: debug ... critical; passive: as it is set.")
+    log_level_replica: str = setting("warning", "What the other processes say.")
+    disable_tqdm: bool | None = setting(None, "No progress bars; none given: by the log level.")
+    report_to: None | str | list[str] = setting("none", "Where the logs go beside the screen.")
+    run_name: str | None = setting(None, "A name of the run for those.")
+    project: str = setting("huggingface", "A project of theirs.")
+    trackio_space_id: str | None = setting(None, "Where Trackio shows the run.")
+    trackio_bucket_id: str | None = setting(None, "Where Trackio keeps the run.")
+    trackio_static_space_id: str | None = setting(None, "Where Trackio keeps a fixed view of the run.")
     # Evaluation.
-    eval_strategy: IntervalStrategy | str = _setting("no", "When to evaluate: no, steps, epoch.")
-    eval_steps: float | None = _setting(None, "Evaluate every so many optimizer steps; none given: logging_steps.")
-    eval_delay: float = _setting(0, "Epochs or steps (by eval_strategy) before the first evaluation.")
-    per_device_eval_batch_size: int = _setting(8, "Samples of one process in one forward pass of an evaluation.")
-    prediction_loss_only: bool = _setting(False, "Gather the loss only, no predictions.")
-    eval_on_start: bool = _setting(False, "Evaluate before the first step.")
-    eval_do_concat_batches: bool = _setting(True, "Join the predictions of all batches; else a list of batches.")
-    eval_use_gather_object: bool = _setting(False, "Gather objects that are no tensors.")
-    eval_accumulation_steps: int | None = _setting(None, "Move predictions to the CPU every so many batches.")
+    eval_strategy: IntervalStrategy | str = setting("no", "When to evaluate: no, steps, epoch.")
+    eval_steps: float | None = setting(None, "Evaluate every so many optimizer steps; none given: logging_steps.")
+    eval_delay: float = setting(0, "Epochs or steps (by eval_strategy) before the first evaluation.")
+    per_device_eval_batch_size: int = setting(8, "Samples of one process in one forward pass of an evaluation.")
+    prediction_loss_only: bool = setting(False, "Gather the loss only, no predictions.")
+    eval_on_start: bool = setting(False, "Evaluate before the first step.")
+    eval_do_concat_batches: bool = setting(True, "Join the predictions of all batches; else a list of batches.")
+    eval_use_gather_object: bool = setting(False, "Gather objects that are no tensors.")
+    eval_accumulation_steps: int | None = setting(None, "Move predictions to the CPU every so many batches.")
     include_for_metrics: list[str] = field(
         default_factory=list, metadata={"help": "What else compute_metrics gets: inputs, loss."}
     )
-    batch_eval_metrics: bool = _setting(False, "Call compute_metrics for each batch.")
+    batch_eval_metrics: bool = setting(False, "Call compute_metrics for each batch.")
     # Checkpoints.
-    save_only_model: bool = _setting(False, "Save the weights, not what a resumed training needs.")
-    save_strategy: SaveStrategy | str = _setting("steps", "When to save: no, steps, epoch, best.")
-    save_steps: float = _setting(500, "Save every so many optimizer steps; below 1: a part of all steps.")
-    save_on_each_node: bool = _setting(False, "Save on every machine.")
-    save_total_limit: int | None = _setting(None, "Keep so many checkpoints: the newest, and the best one always.")
-    enable_jit_checkpoint: bool = _setting(False, "Save when the process is asked to end.")
+    save_only_model: bool = setting(False, "Save the weights, not what a resumed training needs.")
+    save_strategy: SaveStrategy | str = setting("steps", "When to save: no, steps, epoch, best.")
+    save_steps: float = setting(500, "Save every so many optimizer steps; below 1: a part of all steps.")
+    save_on_each_node: bool = setting(False, "Save on every machine.")
+    save_total_limit: int | None = setting(None, "Keep so many checkpoints: the newest, and the best one always.")
+    enable_jit_checkpoint: bool = setting(False, "Save when the process is asked to end.")
     # Upload.
-    push_to_hub: bool = _setting(False, "Upload the model when it is saved.")
-    hub_token: str | None = _setting(None, "The secret for it.")
-    hub_private_repo: bool | None = _setting(None, "Whether others may see the upload.")
-    hub_model_id: str | None = _setting(None, "Its name there.")
-    hub_strategy: HubStrategy | str = _setting("every_save", "What to upload, and when.")
-    hub_always_push: bool = _setting(False, "Start an upload while another one runs.")
-    hub_revision: str | None = _setting(None, "The branch to upload to.")
+    push_to_hub: bool = setting(False, "Upload the model when it is saved.")
+    hub_token: str | None = setting(None, "The secret for it.")
+    hub_private_repo: bool | None = setting(None, "Whether others may see the upload.")
+    hub_model_id: str | None = setting(None, "Its name there.")
+    hub_strategy: HubStrategy | str = setting("every_save", "What to upload, and when.")
+    hub_always_push: bool = setting(False, "Start an upload while another one runs.")
+    hub_revision: str | None = setting(None, "The branch to upload to.")
     # The best model.
-    load_best_model_at_end: bool = _setting(False, "Go back to the best checkpoint after the training.")
-    metric_for_best_model: str | None = _setting(None, "What makes it the best: a name of the evaluation's metrics.")
-    greater_is_better: bool | None = _setting(None, "Whether more of it is better; none given: unless it is a loss.")
+    load_best_model_at_end: bool = setting(False, "Go back to the best checkpoint after the training.")
+    metric_for_best_model: str | None = setting(None, "What makes it the best: a name of the evaluation's metrics.")
+    greater_is_better: bool | None = setting(None, "Whether more of it is better; none given: unless it is a loss.")
     # Going on after a stop, and chance.
-    ignore_data_skip: bool = _setting(False, "Start the data anew in a resumed training.")
-    restore_callback_states_from_checkpoint: bool = _setting(False, "Give callbacks their saved state back.")
-    full_determinism: bool = _setting(False, "Deterministic algorithms only; slower.")
-    seed: int = _setting(42, "The seed of everything.")
-    data_seed: int | None = _setting(None, "The seed of the data order; none given: seed.")
+    ignore_data_skip: bool = setting(False, "Start the data anew in a resumed training.")
+    restore_callback_states_from_checkpoint: bool = setting(False, "Give callbacks their saved state back.")
+    full_determinism: bool = setting(False, "Deterministic algorithms only; slower.")
+    seed: int = setting(42, "The seed of everything.")
+    data_seed: int | None = setting(None, "The seed of the data order; none given: seed.")
     # Where it runs.
-    use_cpu: bool = _setting(False, "Use the CPU even where there is an accelerator.")
-    accelerator_config: dict[str, Any] | str | None = _setting(None, "Settings of the Accelerator: a dict or a file.")
-    parallelism_config: Any = _setting(None, "How to split the model.")
+    use_cpu: bool = setting(False, "Use the CPU even where there is an accelerator.")
+    accelerator_config: dict[str, Any] | str | None = setting(None, "Settings of the Accelerator: a dict or a file.")
+    parallelism_config: dict[str, Any] | str | Any | None = setting(None, "How to split the model.")
     # Data.
-    dataloader_drop_last: bool = _setting(False, "Leave a short last batch out.")
-    dataloader_num_workers: int = _setting(0, "Processes that read data; 0: this one.")
-    dataloader_pin_memory: bool = _setting(True, "Keep batches in pinned memory.")
-    dataloader_persistent_workers: bool = _setting(False, "Keep those processes between passes.")
-    dataloader_prefetch_factor: int | None = _setting(None, "Batches that each of them reads ahead.")
-    dataloader_multiprocessing_context: str | None = _setting(None, "How they are started: fork, spawn, forkserver.")
-    dataloader_in_order: bool = _setting(True, "Take batches in order, not as they come.")
-    remove_unused_columns: bool = _setting(True, "Leave out columns that the model's forward does not take.")
-    label_names: list[str] | None = _setting(None, "The keys of a batch that are labels; none given: by forward.")
-    train_sampling_strategy: str = _setting("random", "The order of the training data: random, sequential.")
-    length_column_name: str = _setting("length", "The column that holds the length of each sample.")
+    dataloader_drop_last: bool = setting(False, "Leave a short last batch out.")
+    dataloader_num_workers: int = setting(0, "Processes that read data; 0: this one.")
+    dataloader_pin_memory: bool = setting(True, "Keep batches in pinned memory.")
+    dataloader_persistent_workers: bool = setting(False, "Keep those processes between passes.")
+    dataloader_prefetch_factor: int | None = setting(None, "Batches that each of them reads ahead.")
+    dataloader_multiprocessing_context: str | None = setting(None, "How they are started: fork, spawn, forkserver.")
+    dataloader_in_order: bool = setting(True, "Take batches in order, not as they come.")
+    remove_unused_columns: bool = setting(True, "Leave out columns that the model's forward does not take.")
+    label_names: list[str] | None = setting(None, "The keys of a batch that are labels; none given: by forward.")
+    train_sampling_strategy: str = setting("random", "The order of the data: random, sequential, group_by_length.")
+    length_column_name: str = setting("length", "The column that holds the length of each sample.")
     # Several processes.
-    ddp_find_unused_parameters: bool | None = _setting(None, "As DistributedDataParallel's.")
-    ddp_bucket_cap_mb: int | None = _setting(None, "As DistributedDataParallel's.")
-    ddp_broadcast_buffers: bool | None = _setting(None, "As DistributedDataParallel's.")
-    ddp_static_graph: bool | None = _setting(None, "As DistributedDataParallel's.")
-    ddp_backend: str | None = _setting(None, "The backend of torch.distributed.")
-    ddp_timeout: int = _setting(1800, "Seconds before a collective fails.")
-    fsdp: bool | str | list[str] | None = _setting(None, "Shard the model.")
-    fsdp_config: dict[str, Any] | str | None = _setting(None, "How: a dict or a file.")
-    deepspeed: dict[str, Any] | str | None = _setting(None, "Settings of DeepSpeed: a dict or a file.")
+    ddp_find_unused_parameters: bool | None = setting(None, "As DistributedDataParallel's.")
+    ddp_bucket_cap_mb: int | None = setting(None, "As DistributedDataParallel's.")
+    ddp_broadcast_buffers: bool | None = setting(None, "As DistributedDataParallel's.")
+    ddp_static_graph: bool | None = setting(None, "As DistributedDataParallel's.")
+    ddp_backend: str | None = setting(None, "The backend of torch.distributed.")
+    ddp_timeout: int = setting(1800, "Seconds before a collective fails.")
+    fsdp: None | str | list[str] = setting(
+        None, "Shard the model: True, or full_shard, shard_grad_op, offload, auto_wrap."
+    )
+    fsdp_config: dict[str, Any] | str | None = setting(None, "How: a dict or a file.")
+    deepspeed: dict[str, Any] | str | None = setting(None, "Settings of DeepSpeed: a dict or a file.")
     # Finding faults.
-    debug: str | list[str] = _setting("", "underflow_overflow: find where numbers stop being finite.")
-    skip_memory_metrics: bool = _setting(True, "Leave memory out of the metrics.")
+    debug: str | list[str] = setting("", "underflow_overflow: find where numbers stop being finite.")
+    skip_memory_metrics: bool = setting(True, "Leave memory out of the metrics.")
     # Not read by the Trainer; for scripts.
-    do_train: bool = _setting(False, "For scripts: whether to train.")
-    do_eval: bool = _setting(False, "For scripts: whether to evaluate.")
-    do_predict: bool = _setting(False, "For scripts: whether to predict.")
-    resume_from_checkpoint: str | None = _setting(None, "For scripts: a checkpoint to go on from.")
-    local_rank: int = _setting(-1, "Of old launchers; see local_process_index.")
+    do_train: bool = setting(False, "For scripts: whether to train.")
+    do_eval: bool = setting(False, "For scripts: whether to evaluate.")
+    do_predict: bool = setting(False, "For scripts: whether to predict.")
+    resume_from_checkpoint: str | None = setting(None, "For scripts: a checkpoint to go on from.")
+    local_rank: int = setting(-1, "Of old launchers; see local_process_index.")
+    # Echelon's own.
+    max_time: float | str | timedelta | None = extra(None, "End after this time: seconds, 90m, 12h, or h:mm:ss.")
+    fast_dev_run: int = extra(0, "Try everything out: so many steps and batches (True: 1), no checkpoints, no reports.")
+    limit_train_batches: float | None = extra(None, "Batches of a pass; below 1: a part of them.")
+    limit_eval_batches: float | None = extra(None, "Batches of an evaluation; below 1: a part of them.")
+    stop_on_nan: bool = extra(False, "End at the first loss or gradient that is not finite, and name the tensor.")
+    log_throughput: bool = extra(False, "Log samples and steps per second of the steps since the last log.")
 
     logging_dir: ClassVar[str | None] = None
+    _n_gpu: ClassVar[int | None] = None  # set by scripts of others
 
     def __post_init__(self) -> None:
         self.output_dir = str(Path(self.output_dir or "trainer_output").expanduser())
@@ -237,16 +266,25 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
         self.save_strategy = choose(SaveStrategy, self.save_strategy, setting="save_strategy")
         self.hub_strategy = choose(HubStrategy, self.hub_strategy, setting="hub_strategy")
         self.lr_scheduler_type = choose(SchedulerType, self.lr_scheduler_type, setting="lr_scheduler_type")
-        refuse_optimizers_of_other_packages(str(self.optim))
         self.optim = choose(OptimizerNames, self.optim, setting="optim")
+        refuse_optimizer(self.optim.value)
         _one_of("train_sampling_strategy", self.train_sampling_strategy, _SAMPLING)
         _one_of("log_level", self.log_level, tuple(_LEVELS))
         _one_of("log_level_replica", self.log_level_replica, tuple(_LEVELS))
         if isinstance(self.include_num_input_tokens_seen, bool):
             self.include_num_input_tokens_seen = "all" if self.include_num_input_tokens_seen else "no"
+        _one_of("include_num_input_tokens_seen", self.include_num_input_tokens_seen, _TOKENS)
+        given = self.debug or ""  # an argument parser gives None
+        self.debug = given.split() if isinstance(given, str) else [str(_plain("", one)) for one in given]
+        for name in self.debug:
+            _one_of("debug", name, ("underflow_overflow",))
+        for name in self.include_for_metrics:
+            _one_of("include_for_metrics", name, ("inputs", "loss"))
+        self.report_to = read_report_to(self.report_to)
+        self.max_time = None if self.max_time is None else duration(self.max_time)
 
     def _read_dicts(self) -> None:
-        for name in ("accelerator_config", "fsdp_config", "deepspeed", "lr_scheduler_kwargs"):
+        for name in _DICTS:
             setattr(self, name, _as_dict(name, getattr(self, name)))
         for new, old in (
             ("activation_checkpointing", "gradient_checkpointing"),
@@ -258,24 +296,19 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
 
     def _refuse(self) -> None:
         values = {item.name: getattr(self, item.name) for item in fields(self)}
-        if self.report_to in (None, [], ["none"]):
-            values["report_to"] = "none"
-        if self.fsdp in ("", []):
-            values["fsdp"] = None
         defaults = {item.name: _default(item) for item in fields(self)}
         refuse_what_is_not_offered(values, defaults)
-        self.report_to = []
         if self.lr_scheduler_type == SchedulerType.GREEDY:
             raise ConfigError(
                 "lr_scheduler_type='greedy' is not offered yet by this version of echelon",
                 where="TrainingArguments.lr_scheduler_type",
                 do="use 'reduce_lr_on_plateau'",
             )
-        if self.train_sampling_strategy not in ("random", "sequential"):
+        if self.train_sampling_strategy == "batch_rebalance":
             raise ConfigError(
                 f"train_sampling_strategy={self.train_sampling_strategy!r} is not offered yet by this version of echelon",
-                where="TrainingArguments.train_sampling_strategy (old name: group_by_length)",
-                do="use 'random' or 'sequential', or override _get_train_sampler",
+                where="TrainingArguments.train_sampling_strategy ",
+                do="use 'group_by_length', or override _get_train_sampler",
             )
 
     def _complete(self) -> None:
@@ -296,10 +329,25 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
             self.greater_is_better = not self.metric_for_best_model.endswith("loss")
         if self.use_cpu:
             self.dataloader_pin_memory = False
+        if self.torch_compile_backend is not None or self.torch_compile_mode is not None:
+            self.torch_compile = True
+        if self.torch_compile and self.torch_compile_backend is None:
+            self.torch_compile_backend = "inductor"
+        if self.fast_dev_run:
+            self._try_out()
         if self.disable_tqdm is None:
             self.disable_tqdm = logger.getEffectiveLevel() > logging.WARNING
         for name in ("logging_steps", "eval_steps", "save_steps", "warmup_steps"):
             setattr(self, name, _steps(name, getattr(self, name)))
+
+    def _try_out(self) -> None:
+        steps = int(self.fast_dev_run)
+        self.max_steps = self.limit_train_batches = self.limit_eval_batches = steps
+        self.logging_strategy, self.logging_steps = IntervalStrategy.STEPS, 1
+        self.save_strategy, self.report_to = SaveStrategy.NO, []
+        self.load_best_model_at_end = self.push_to_hub = False
+        if self.eval_strategy == IntervalStrategy.STEPS:
+            self.eval_steps = steps
 
     def _check(self) -> None:
         if self.fp16 and self.bf16:
@@ -314,6 +362,32 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
         if self.warmup_steps < 0:
             raise ConfigError(
                 f"warmup_steps={self.warmup_steps} must not be negative", where="TrainingArguments.warmup_steps"
+            )
+        for name in ("limit_train_batches", "limit_eval_batches", "fast_dev_run"):
+            limit = getattr(self, name)
+            if limit is not None and (
+                limit < 0 or (limit > 1 and limit != int(limit)) or (limit == 0 and name != "fast_dev_run")
+            ):
+                raise ConfigError(
+                    f"{name}={limit} is no number of batches, and no part of them (below 1)",
+                    where=f"TrainingArguments.{name}",
+                    do="give a positive whole number, or a part such as 0.1",
+                )
+        if not 0 <= self.label_smoothing_factor < 1:
+            raise ConfigError(
+                f"label_smoothing_factor={self.label_smoothing_factor} is not a part of the target (0 to below 1)",
+                where="TrainingArguments.label_smoothing_factor",
+                do="0.1 is usual",
+            )
+        if self.fp16_full_eval and self.bf16_full_eval:
+            raise ConfigError(
+                "fp16_full_eval and bf16_full_eval exclude each other",
+                where="TrainingArguments",
+                do="choose one of them",
+            )
+        if read_fsdp(self.fsdp) is not None and self.deepspeed:
+            raise ConfigError(
+                "fsdp and deepspeed exclude each other", where="TrainingArguments", do="choose one of them"
             )
         if self.dataloader_prefetch_factor is not None and not self.dataloader_num_workers:
             raise ConfigError(
@@ -370,7 +444,14 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
     @property
     def n_gpu(self) -> int:
         """Accelerators that this process uses: one, or none. Several need one process each (``echelon launch``)."""
+        if self._n_gpu is not None:
+            return self._n_gpu
         return 0 if self.device.type == "cpu" else 1
+
+    @property
+    def place_model_on_device(self) -> bool:
+        """Whether the Trainer moves the model to the device: always, unless it is spread over several."""
+        return True
 
     @property
     def parallel_mode(self) -> ParallelMode:
@@ -410,7 +491,7 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
     @property
     def should_save(self) -> bool:
         """Whether this process writes files."""
-        return self.process_index == 0
+        return (self.local_process_index if self.save_on_each_node else self.process_index) == 0
 
     @property
     def mixed_precision(self) -> str:
@@ -443,6 +524,206 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
         if self.warmup_steps >= 1:
             return int(self.warmup_steps)
         return math.ceil(num_training_steps * self.warmup_steps)
+
+    def batches_of(self, limit: float | None, loader: Any) -> int | None:
+        """Return how many batches of ``loader`` the limit ``limit`` leaves, at least one; None: all.
+
+        Raises:
+            ConfigError: a part of a loader that has no length.
+        """
+        if limit is None:
+            return None
+        if limit >= 1:
+            return int(limit)
+        try:
+            return max(1, int(len(loader) * limit))
+        except TypeError:
+            raise ConfigError(
+                f"a limit of {limit} is a part of all batches, and these data have no length",
+                where="TrainingArguments.limit_train_batches, .limit_eval_batches",
+                do="give a number of batches",
+            ) from None
+
+    def set_training(
+        self,
+        learning_rate: float = 5e-5,
+        batch_size: int = 8,
+        weight_decay: float = 0.0,
+        num_epochs: float = 3.0,
+        max_steps: int = -1,
+        gradient_accumulation_steps: int = 1,
+        seed: int = 42,
+        activation_checkpointing: bool | None = False,
+        gradient_checkpointing: bool | None = None,
+    ) -> TrainingArguments:
+        """Set what belongs to the training, all at once."""
+        checkpointing = activation_checkpointing if gradient_checkpointing is None else gradient_checkpointing
+        return self._set(
+            do_train=True,
+            learning_rate=learning_rate,
+            per_device_train_batch_size=batch_size,
+            weight_decay=weight_decay,
+            num_train_epochs=num_epochs,
+            max_steps=max_steps,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            seed=seed,
+            activation_checkpointing=checkpointing,
+            gradient_checkpointing=checkpointing,
+        )
+
+    def set_evaluate(
+        self,
+        strategy: str | IntervalStrategy = "no",
+        steps: int = 500,
+        batch_size: int = 8,
+        accumulation_steps: int | None = None,
+        delay: float | None = None,
+        loss_only: bool = False,
+    ) -> TrainingArguments:
+        """Set what belongs to evaluations, all at once."""
+        return self._set(
+            eval_strategy=strategy,
+            eval_steps=steps,
+            per_device_eval_batch_size=batch_size,
+            eval_accumulation_steps=accumulation_steps,
+            eval_delay=delay or 0,
+            prediction_loss_only=loss_only,
+        )
+
+    def set_testing(self, batch_size: int = 8, loss_only: bool = False) -> TrainingArguments:
+        """Set what belongs to predictions, all at once."""
+        return self._set(do_predict=True, per_device_eval_batch_size=batch_size, prediction_loss_only=loss_only)
+
+    def set_save(
+        self,
+        strategy: str | SaveStrategy = "steps",
+        steps: int = 500,
+        total_limit: int | None = None,
+        on_each_node: bool = False,
+    ) -> TrainingArguments:
+        """Set what belongs to checkpoints, all at once."""
+        return self._set(
+            save_strategy=strategy, save_steps=steps, save_total_limit=total_limit, save_on_each_node=on_each_node
+        )
+
+    def set_logging(
+        self,
+        strategy: str | IntervalStrategy = "steps",
+        steps: int = 500,
+        report_to: str | list[str] = "none",
+        level: str = "passive",
+        first_step: bool = False,
+        nan_inf_filter: bool = False,
+        on_each_node: bool = False,
+        replica_level: str = "passive",
+    ) -> TrainingArguments:
+        """Set what belongs to logs, all at once."""
+        return self._set(
+            logging_strategy=strategy,
+            logging_steps=steps,
+            report_to=report_to,
+            log_level=level,
+            logging_first_step=first_step,
+            logging_nan_inf_filter=nan_inf_filter,
+            log_on_each_node=on_each_node,
+            log_level_replica=replica_level,
+        )
+
+    def set_push_to_hub(
+        self,
+        model_id: str,
+        strategy: str | HubStrategy = "every_save",
+        token: str | None = None,
+        private_repo: bool | None = None,
+        always_push: bool = False,
+        revision: str | None = None,
+    ) -> TrainingArguments:
+        """Set what belongs to uploads, all at once."""
+        return self._set(
+            push_to_hub=True,
+            hub_model_id=model_id,
+            hub_strategy=strategy,
+            hub_token=token,
+            hub_private_repo=private_repo,
+            hub_always_push=always_push,
+            hub_revision=revision,
+        )
+
+    def set_optimizer(
+        self,
+        name: str | OptimizerNames = "adamw_torch",
+        learning_rate: float = 5e-5,
+        weight_decay: float = 0.0,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        epsilon: float = 1e-8,
+        args: str | None = None,
+    ) -> TrainingArguments:
+        """Set what belongs to the optimizer, all at once."""
+        return self._set(
+            optim=name,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            adam_beta1=beta1,
+            adam_beta2=beta2,
+            adam_epsilon=epsilon,
+            optim_args=args,
+        )
+
+    def set_lr_scheduler(
+        self,
+        name: str | SchedulerType = "linear",
+        num_epochs: float = 3.0,
+        max_steps: int = -1,
+        warmup_steps: float = 0,
+        warmup_ratio: float | None = None,
+    ) -> TrainingArguments:
+        """Set what belongs to the schedule, all at once; ``warmup_ratio`` is an old name of ``warmup_steps``."""
+        return self._set(
+            lr_scheduler_type=name,
+            num_train_epochs=num_epochs,
+            max_steps=max_steps,
+            warmup_steps=warmup_ratio if warmup_ratio is not None else warmup_steps,
+        )
+
+    def set_dataloader(
+        self,
+        train_batch_size: int = 8,
+        eval_batch_size: int = 8,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        pin_memory: bool = True,
+        persistent_workers: bool = False,
+        prefetch_factor: int | None = None,
+        multiprocessing_context: str | None = None,
+        in_order: bool = True,
+        auto_find_batch_size: bool = False,
+        ignore_data_skip: bool = False,
+        sampler_seed: int | None = None,
+    ) -> TrainingArguments:
+        """Set what belongs to the data, all at once."""
+        return self._set(
+            per_device_train_batch_size=train_batch_size,
+            per_device_eval_batch_size=eval_batch_size,
+            dataloader_drop_last=drop_last,
+            dataloader_num_workers=num_workers,
+            dataloader_pin_memory=pin_memory,
+            dataloader_persistent_workers=persistent_workers,
+            dataloader_prefetch_factor=prefetch_factor,
+            dataloader_multiprocessing_context=multiprocessing_context,
+            dataloader_in_order=in_order,
+            auto_find_batch_size=auto_find_batch_size,
+            ignore_data_skip=ignore_data_skip,
+            data_seed=sampler_seed,
+        )
+
+    def _set(self, **values: Any) -> TrainingArguments:
+        """Set fields and what follows from them; whether they agree with the others shows when they are used."""
+        for name, value in values.items():
+            setattr(self, name, value)
+        self._read_names()
+        self._complete()
+        return self
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values; secrets are masked."""

@@ -172,6 +172,27 @@ class CallbackHandler:
         """The names of the callbacks, for messages."""
         return ", ".join(type(callback).__name__ for callback in self.callbacks)
 
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Give callbacks what ``TrainerState.stateful_callbacks`` holds of them; one that is not here is told.
+
+        Args:
+            states: class name -> ``{"args": of its constructor, "attributes": set after it}``, or a list of these for
+                several of one class.
+        """
+        for name, saved in states.items():
+            here = [position for position, one in enumerate(self.callbacks) if type(one).__name__ == name]
+            parts = saved if isinstance(saved, list) else [saved]
+            if name == "TrainerControl":
+                continue
+            if len(here) < len(parts):
+                logger.warning("the checkpoint holds the state of %d %s, and there are %d", len(parts), name, len(here))
+            for position, part in zip(here, parts):
+                callback = type(self.callbacks[position])(**part.get("args", {}))
+                for attribute, value in part.get("attributes", {}).items():
+                    setattr(callback, attribute, value)
+                self.callbacks[position] = callback
+        self._find_listeners()
+
     def _find_listeners(self) -> None:
         # Once here, not once a step: most callbacks hear of two or three of the sixteen events.
         self._listeners = {

@@ -12,15 +12,20 @@ import shutil
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from echelon.base.logging import get_logger
+
 __all__ = [
     "ARGUMENTS_FILE",
     "STATE_FILE",
     "WEIGHTS_FILE",
     "SavesItself",
     "checkpoints_in",
+    "get_last_checkpoint",
     "remove_surplus",
     "write_json",
 ]
+
+logger = get_logger(__name__)
 
 WEIGHTS_FILE = "model.safetensors"
 STATE_FILE = "trainer_state.json"
@@ -41,6 +46,15 @@ def checkpoints_in(folder: Path) -> list[Path]:
     """Return the checkpoint-N folders in ``folder``, the oldest first."""
     found = [(int(match[1]), path) for path in folder.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))]
     return [path for _, path in sorted(found)]
+
+
+def get_last_checkpoint(folder: str | Path) -> str | None:
+    """Return the newest checkpoint-N in ``folder`` that is whole, None where there is none; what is skipped is told."""
+    for path in reversed(checkpoints_in(Path(folder)) if Path(folder).is_dir() else []):
+        if (path / STATE_FILE).is_file():  # written last
+            return str(path)
+        logger.warning("%s is not whole (it has no %s): an older checkpoint is taken", path, STATE_FILE)
+    return None
 
 
 def remove_surplus(folder: Path, *, limit: int | None, best: str | None, keep_newest: bool) -> None:

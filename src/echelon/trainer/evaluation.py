@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from echelon.base.errors import UsageError
 from echelon.base.logging import get_logger
@@ -15,7 +17,7 @@ from echelon.trainer.results import EvalLoopOutput, EvalPrediction, as_numbers
 if TYPE_CHECKING:
     from echelon.trainer.trainer import Trainer
 
-__all__ = ["run_evaluation"]
+__all__ = ["main_input", "run_evaluation", "whole_model_as"]
 
 logger = get_logger(__name__)
 
@@ -36,53 +38,168 @@ def run_evaluation(
 
     Collective: every rank, with the same number of batches.
     """
-    args, accelerator = trainer.args, trainer.accelerator
+    args = trainer.args
     logger.info("***** Running %s *****", description)
     num_examples = trainer._num_examples(dataloader)
     logger.info("  Num examples%s", ": Unknown" if num_examples is None else f" = {num_examples}")
     logger.info("  Batch size = %d", args.eval_batch_size)
+    limit = None if trainer._is_predicting else args.batches_of(args.limit_eval_batches, dataloader)
 
     model = trainer._model_for_evaluation()
     was_training = model.training
     model.eval()
+    trainer._tell_optimizer("eval")
     trainer.callback_handler.eval_dataloader = dataloader
-    losses, logits, labels = _Column(args), _Column(args), _Column(args)
-    observed, inputs = 0, None
-    for inputs in dataloader:
-        size = batches.batch_size(inputs)
-        rows = _new_rows(trainer, dataloader, size)
-        if rows is not None and size is not None:
-            inputs = batches.cut(inputs, rows=rows, of=size)
-        loss, logit, label = trainer.prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
-        if rows is not None and size is not None:
-            logit, label = (batches.fill(part, rows=rows, of=size) for part in (logit, label))
-        if loss is not None:
-            losses.add(accelerator.gather_for_metrics(loss.detach().reshape(1).repeat(size or 1)))
-        if logit is not None:
-            logit = accelerator.pad_across_processes(logit, dim=1, pad_index=-100)
-            if label is not None and trainer.preprocess_logits_for_metrics is not None:
-                label = accelerator.pad_across_processes(label, dim=1, pad_index=-100)
-            if trainer.preprocess_logits_for_metrics is not None:
-                logit = trainer.preprocess_logits_for_metrics(logit, label)
-            logits.add(accelerator.gather_for_metrics(logit))
-        if label is not None:
-            labels.add(accelerator.gather_for_metrics(accelerator.pad_across_processes(label, dim=1, pad_index=-100)))
-        observed += size or 0
-        trainer._tell("on_prediction_step")
-    model.train(was_training)
-
-    predictions, label_ids = logits.joined(), labels.joined()
+    collected = _Collected(trainer)
+    by_batch = args.batch_eval_metrics and trainer.compute_metrics is not None and not trainer._is_predicting
     metrics: dict[str, Any] = {}
-    if trainer.compute_metrics is not None and predictions is not None and label_ids is None:
-        _refuse_without_labels(trainer, inputs)
-    if trainer.compute_metrics is not None and predictions is not None and label_ids is not None:
-        metrics = dict(trainer.compute_metrics(EvalPrediction(predictions=predictions, label_ids=label_ids)))
+    observed, done = 0, 0
+    inputs: Any = None
+    numbered = iter(dataloader)
+    try:
+        for inputs in numbered:
+            done += 1
+            size = batches.batch_size(inputs)
+            rows = _new_rows(trainer, dataloader, size)
+            if rows is not None and size is not None:
+                inputs = batches.cut(inputs, rows=rows, of=size)
+            loss, logit, label = trainer.prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+            extra = main_input(inputs, trainer) if "inputs" in args.include_for_metrics else None
+            if rows is not None and size is not None:
+                logit, label, extra = (batches.fill(part, rows=rows, of=size) for part in (logit, label, extra))
+            gathered = collected.gather(loss, logit, label, extra, size=size)
+            if by_batch:
+                if gathered["logits"] is not None:
+                    is_last = _is_last(trainer, dataloader, done, limit)
+                    metrics = _metrics_of(trainer, gathered, inputs, compute_result=is_last)
+                collected.keep(losses=gathered["losses"])
+            else:
+                collected.keep(**gathered)
+            observed += size or 0
+            trainer._tell("on_prediction_step")
+            if done == limit:
+                break
+    finally:
+        if isinstance(numbered, Generator):
+            numbered.close()  # a prepared loader counts as being read until then
+        model.train(was_training)
+
+    everything = {name: column.joined() for name, column in collected.columns.items()}
+    predictions, label_ids = everything["logits"], everything["labels"]
+    if trainer.compute_metrics is not None and predictions is not None:
+        metrics = _metrics_of(trainer, everything, inputs)
     metrics = {_prefixed(name, metric_key_prefix): value for name, value in as_numbers(metrics).items()}
-    if (mean := losses.mean()) is not None:
+    if (mean := collected.columns["losses"].mean(filtered=args.logging_nan_inf_filter)) is not None:
         metrics = {f"{metric_key_prefix}_loss": mean, **metrics}
-    if num_examples is None:
-        num_examples = losses.num_samples or logits.num_samples or observed
+    if num_examples is None or limit is not None:
+        columns = collected.columns
+        num_examples = columns["losses"].num_samples or columns["logits"].num_samples or observed
     return EvalLoopOutput(predictions=predictions, label_ids=label_ids, metrics=metrics, num_samples=num_examples)
+
+
+@contextmanager
+def whole_model_as(dtype: torch.dtype | None, model: nn.Module) -> Iterator[None]:
+    """Inside, the numbers of ``model`` are of ``dtype``; afterwards those of before are back, which were on the host.
+
+    Args:
+        dtype: None: nothing changes.
+        model: not sharded.
+    """
+    if dtype is None:
+        yield
+        return
+    tensors = [one for one in (*model.parameters(), *model.buffers()) if one.is_floating_point()]
+    before = [one.data.cpu() for one in tensors]
+    devices = [one.device for one in tensors]
+    for one in tensors:
+        one.data = one.data.to(dtype)
+    try:
+        yield
+    finally:
+        for one, data, device in zip(tensors, before, devices):
+            one.data = data.to(device)
+
+
+def main_input(inputs: Any, trainer: Trainer) -> Any:
+    """Return the column of a batch that the model reads first: ``main_input_name`` of the model, else ``input_ids``.
+
+    Raises:
+        UsageError: the batch has no such column.
+    """
+    name = getattr(trainer.model, "main_input_name", "input_ids")
+    if isinstance(inputs, Mapping) and name in inputs:
+        return batches.to_device(inputs[name], trainer.accelerator.device)
+    if isinstance(inputs, (list, tuple)) and inputs:
+        return batches.to_device(inputs[0], trainer.accelerator.device)
+    raise UsageError(
+        f"the batch has no {name!r}: its columns are {', '.join(map(str, inputs))}",
+        where="TrainingArguments.include_for_metrics",
+        do=f"set main_input_name of {type(trainer.model).__name__} to the name of one of them",
+    )
+
+
+def _is_last(trainer: Trainer, dataloader: Any, done: int, limit: int | None) -> bool:
+    if limit is not None and done == limit:
+        return True
+    try:
+        return done == len(dataloader)
+    except TypeError:  # data without a length: a prepared loader looks ahead
+        return trainer.accelerator.gradient_state.end_of_dataloader
+
+
+def _metrics_of(trainer: Trainer, found: Mapping[str, Any], inputs: Any, **more: Any) -> dict[str, Any]:
+    """Call ``compute_metrics`` with what was gathered; nothing of a prediction without labels."""
+    if found["labels"] is None:
+        _refuse_without_labels(trainer, inputs)
+        return {}
+    wanted = trainer.args.include_for_metrics
+    assert trainer.compute_metrics is not None
+    prediction = EvalPrediction(
+        predictions=found["logits"],
+        label_ids=found["labels"],
+        inputs=found["inputs"] if "inputs" in wanted else None,
+        losses=found["losses"] if "loss" in wanted else None,
+    )
+    return dict(trainer.compute_metrics(prediction, **more) or {})
+
+
+class _Collected:
+    """What was gathered of all ranks, batch by batch."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.columns = {name: _Column(trainer.args) for name in ("losses", "logits", "labels", "inputs")}
+
+    def gather(self, loss: Any, logits: Any, labels: Any, inputs: Any, *, size: int | None) -> dict[str, Any]:
+        """Return the outputs of one batch for the samples of all ranks, padded to the longest with -100.
+
+        Collective: every rank, once a batch.
+        """
+        trainer = self._trainer
+        losses = None if loss is None else loss.detach().reshape(1).repeat(size or 1)
+        labels, logits, inputs = self._padded(labels), self._padded(logits), self._padded(inputs)
+        if logits is not None and trainer.preprocess_logits_for_metrics is not None:
+            logits = trainer.preprocess_logits_for_metrics(logits, labels)
+        found = {"losses": losses, "logits": logits, "labels": labels, "inputs": inputs}
+        return {name: None if part is None else self._gathered(part) for name, part in found.items()}
+
+    def keep(self, **found: Any) -> None:
+        """Keep what is to be joined after the last batch."""
+        for name, part in found.items():
+            if part is not None:
+                self.columns[name].add(part)
+
+    def _padded(self, part: Any) -> Any:
+        if part is None or self._is_of_objects(part):
+            return part
+        return self._trainer.accelerator.pad_across_processes(part, dim=1, pad_index=-100)
+
+    def _gathered(self, part: Any) -> Any:
+        return self._trainer.accelerator.gather_for_metrics(part, use_gather_object=self._is_of_objects(part))
+
+    def _is_of_objects(self, part: Any) -> bool:
+        """Whether ``part`` is a list with an object for each sample; tensors are gathered as tensors all the same."""
+        return self._trainer.args.eval_use_gather_object and isinstance(part, list)
 
 
 def _new_rows(trainer: Trainer, dataloader: Any, size: int | None) -> int | None:
@@ -116,6 +233,7 @@ class _Column:
     def __init__(self, args: Any) -> None:
         self._every = args.eval_accumulation_steps
         self._joins = args.eval_do_concat_batches
+        self._holds_objects = args.eval_use_gather_object
         self._parts: list[Any] = []
         self._on_device = 0
         self.num_samples = 0
@@ -137,6 +255,8 @@ class _Column:
             return None
         if not self._joins:
             return [batches.to_numpy(part) for part in self._parts]
+        if isinstance(self._parts[0], list) and self._holds_objects:
+            return [batches.to_numpy(sample) for part in self._parts for sample in part]
         try:
             return batches.to_numpy(
                 batches.concatenate([batches.to_device(p, torch.device("cpu")) for p in self._parts])
@@ -148,11 +268,17 @@ class _Column:
                 do="set eval_do_concat_batches=False, or let preprocess_logits_for_metrics make them of one shape",
             ) from error
 
-    def mean(self) -> float | None:
-        """Return the mean of all rows, in float64; None when there are none."""
+    def mean(self, *, filtered: bool) -> float | None:
+        """Return the mean of all rows, in float64; None when there are none.
+
+        Args:
+            filtered: leave those out that are not finite, unless none is.
+        """
         if not self._parts:
             return None
-        return float(torch.cat([part.cpu() for part in self._parts]).double().mean())
+        rows = torch.cat([part.cpu() for part in self._parts]).double()
+        finite = rows[rows.isfinite()]
+        return float((finite if filtered and finite.numel() else rows).mean())
 
 
 def _prefixed(name: str, prefix: str) -> str:

@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler, TensorDataset
 
+from echelon.base.errors import UsageError
 from echelon.trainer.arguments import TrainingArguments
+from echelon.trainer.length_groups import LengthGroupedSampler, lengths_of
 
-__all__ = ["length_of", "make_loader", "train_sampler"]
+__all__ = ["as_dataset", "length_of", "make_loader", "train_sampler"]
 
 
 def length_of(dataset: Any) -> int | None:
@@ -26,11 +28,50 @@ def length_of(dataset: Any) -> int | None:
         return None
 
 
-def train_sampler(args: TrainingArguments, dataset: Any) -> Sampler[int] | None:
-    """Return the order of the training data; the prepared loader makes it one of (seed, epoch) only."""
+def as_dataset(data: Any) -> Any:
+    """Return ``data`` as a data set: of a tuple of tensors or arrays, one sample is a row of each; others stay.
+
+    Raises:
+        UsageError: the parts of the tuple have different lengths.
+    """
+    if (
+        not isinstance(data, tuple)
+        or not data
+        or not all(isinstance(part, (torch.Tensor, np.ndarray)) for part in data)
+    ):
+        return data
+    lengths = [len(part) for part in data]
+    if len(set(lengths)) > 1:
+        raise UsageError(
+            f"the parts of a data set have different lengths: {', '.join(map(str, lengths))}",
+            where="Trainer(train_dataset=, eval_dataset=)",
+            do="give tensors whose first dimension is the samples, such as (x, y)",
+        )
+    return TensorDataset(*(torch.as_tensor(part) for part in data))
+
+
+def train_sampler(
+    args: TrainingArguments, dataset: Any, *, samples_per_step: int, length_name: str
+) -> Sampler[int] | None:
+    """Return the order of the training data; the prepared loader makes it one of (seed, epoch) only.
+
+    Args:
+        args: which order.
+        dataset: None or without a length: no sampler.
+        samples_per_step: of this rank in one optimizer step.
+        length_name: the column whose length is that of the sample.
+    """
     if dataset is None or length_of(dataset) is None:
         return None
-    return SequentialSampler(dataset) if args.train_sampling_strategy == "sequential" else RandomSampler(dataset)
+    if args.train_sampling_strategy == "sequential":
+        return SequentialSampler(dataset)
+    if args.train_sampling_strategy == "group_by_length":
+        return LengthGroupedSampler(
+            samples_per_step,
+            lengths=lengths_of(dataset, column=args.length_column_name, name=length_name),
+            seed=args.seed if args.data_seed is None else args.data_seed,
+        )
+    return RandomSampler(dataset)
 
 
 def make_loader(

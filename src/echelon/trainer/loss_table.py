@@ -5,13 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["loss_table"]
+__all__ = ["loss_rows", "loss_table"]
 
 _NOT_SHOWN = ("_runtime", "_per_second", "_time")
 
 
 def loss_table(log_history: Sequence[Mapping[str, Any]], *, by: str) -> str | None:
-    """Return the table as text; None when nothing was evaluated.
+    """Return the table as text; None when nothing was evaluated. The arguments are those of ``loss_rows``."""
+    table = loss_rows(log_history, by=by)
+    if table is None:
+        return None
+    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in table)
+
+
+def loss_rows(log_history: Sequence[Mapping[str, Any]], *, by: str) -> list[list[str]] | None:
+    """Return the lines of the table, headings first; None when nothing was evaluated.
 
     Args:
         log_history: of the state; the training loss of a row is the last one logged before its evaluation.
@@ -31,8 +40,7 @@ def loss_table(log_history: Sequence[Mapping[str, Any]], *, by: str) -> str | No
     headings = list(dict.fromkeys(name for row in rows.values() for name in row))
     table = [[by, *headings]]
     table += [[_text(key), *(_text(row.get(name)) for name in headings)] for key, row in rows.items()]
-    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in table)
+    return table
 
 
 def _heading(name: str) -> str:

@@ -24,8 +24,16 @@ class LossWindow:
     def add(self, loss: torch.Tensor) -> None:
         """Note the loss of one forward pass, already divided by the passes of its update."""
         self._pending.append(loss)
-        if len(self._pending) == _PENDING:
+
+    def end_step(self) -> None:
+        """Count an update that is complete."""
+        self.num_steps += 1
+        if len(self._pending) >= _PENDING:
             self._fold()
+
+    def last(self, count: int) -> list[torch.Tensor]:
+        """Return the last ``count`` losses, of the update that is not complete yet."""
+        return self._pending[-count:]
 
     def take(self) -> torch.Tensor:
         """Return [sum of the finite losses, how many are finite, how many there are], float64 [3], and begin anew."""

@@ -54,7 +54,7 @@ _WITHOUT_EFFECT: Mapping[str, str] = {
     "half_precision_backend": "torch's own mixed precision is used",
 }
 # Still understood; an attribute of the arguments, not one of the fields.
-KEPT: Mapping[str, str] = {"logging_dir": "it is noted, and has an effect once a tracker is reported to"}
+KEPT: Mapping[str, str] = {"logging_dir": "it is the folder that the trackers of report_to write to"}
 
 _OLD_VALUES: Mapping[tuple[str, str], str] = {("optim", "adamw_hf"): "adamw_torch"}
 

@@ -40,7 +40,13 @@ class Plan:
 
 
 def make_plan(
-    args: TrainingArguments, loader: Any, *, num_examples: int | None, batch_size: int, world_size: int
+    args: TrainingArguments,
+    loader: Any,
+    *,
+    num_examples: int | None,
+    batch_size: int,
+    accumulation: int,
+    world_size: int,
 ) -> Plan:
     """Return the plan of a training over ``loader``.
 
@@ -49,21 +55,23 @@ def make_plan(
         loader: of this rank.
         num_examples: samples of its data set; None where that has no length.
         batch_size: samples of this rank in one batch.
+        accumulation: batches of one optimizer step.
         world_size: number of ranks.
 
     Raises:
         UsageError: the data have no length and max_steps is not given, or they are empty.
     """
-    accumulation = args.gradient_accumulation_steps
     total = batch_size * accumulation * world_size
+    limit = args.batches_of(args.limit_train_batches, loader)
     if not _is_sized(loader):
         if args.max_steps <= 0:
             raise no_length()
+        batches = args.max_steps * accumulation if limit is None else limit
         return Plan(
             max_steps=args.max_steps,
             num_epochs=sys.maxsize,
-            steps_per_epoch=args.max_steps,
-            batches_per_epoch=args.max_steps * accumulation,
+            steps_per_epoch=math.ceil(batches / accumulation),
+            batches_per_epoch=batches,
             num_examples=total * args.max_steps,
             num_train_samples=total * args.max_steps,
             total_train_batch_size=total,
@@ -76,6 +84,9 @@ def make_plan(
             where="Trainer.train",
             do="check train_dataset; with dataloader_drop_last=True it must hold at least one whole batch",
         )
+    if limit is not None and limit < batches:
+        batches = limit
+        num_examples = min(num_examples or sys.maxsize, batches * batch_size * world_size)
     steps_per_epoch = math.ceil(batches / accumulation)  # a last, smaller group of batches is a step, too
     samples = num_examples if num_examples is not None else batches * batch_size * world_size
     if args.max_steps > 0:
@@ -106,17 +117,17 @@ def no_length() -> UsageError:
     )
 
 
-def announce(plan: Plan, args: TrainingArguments, *, num_parameters: int) -> None:
+def announce(plan: Plan, *, batch_size: int, accumulation: int, num_parameters: int) -> None:
     """Log what is about to run."""
     logger.info("***** Running training *****")
     logger.info("  Num examples = %s", f"{plan.num_examples:,}")
     logger.info("  Num Epochs = %s", f"{plan.num_epochs:,}")
     logger.info("  Num update steps per epoch = %s", f"{plan.steps_per_epoch:,}")
-    logger.info("  Instantaneous batch size per device = %s", f"{args.per_device_train_batch_size:,}")
+    logger.info("  Instantaneous batch size per device = %s", f"{batch_size:,}")
     logger.info(
         "  Total train batch size (w. parallel, distributed & accumulation) = %s", f"{plan.total_train_batch_size:,}"
     )
-    logger.info("  Gradient Accumulation steps = %s", args.gradient_accumulation_steps)
+    logger.info("  Gradient Accumulation steps = %s", accumulation)
     logger.info("  Total optimization steps = %s", f"{plan.max_steps:,}")
     logger.info("  Number of trainable parameters = %s", f"{num_parameters:,}")
 

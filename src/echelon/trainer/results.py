@@ -69,9 +69,13 @@ class TrainOutput(NamedTuple):
 
 
 def speed_metrics(
-    split: str, start_time: float, num_samples: int | None = None, num_steps: int | None = None
+    split: str,
+    start_time: float,
+    num_samples: int | None = None,
+    num_steps: int | None = None,
+    num_tokens: int | None = None,
 ) -> dict[str, float]:
-    """Return the duration since ``start_time`` (of ``time.time()``), samples per second and steps per second."""
+    """Return the duration since ``start_time`` (of ``time.time()``), and samples, steps and tokens per second."""
     runtime = time.time() - start_time
     metrics = {f"{split}_runtime": round(runtime, 4)}
     if runtime == 0:
@@ -80,6 +84,8 @@ def speed_metrics(
         metrics[f"{split}_samples_per_second"] = round(num_samples / runtime, 3)
     if num_steps is not None:
         metrics[f"{split}_steps_per_second"] = round(num_steps / runtime, 3)
+    if num_tokens is not None:
+        metrics[f"{split}_tokens_per_second"] = round(num_tokens / runtime, 3)
     return metrics
 
 

@@ -6,18 +6,20 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["parameters_of", "takes", "takes_anything"]
+from torch import nn
+
+__all__ = ["num_positional", "parameters_of", "takes", "takes_anything", "takes_trial"]
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
     """Tell whether ``function`` can be given ``name=``."""
-    parameters = inspect.signature(function).parameters
+    parameters = inspect.signature(_called(function)).parameters
     return name in parameters or takes_anything(function)
 
 
 def takes_anything(function: Callable[..., Any]) -> bool:
     """Tell whether ``function`` has ``**kwargs``."""
-    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(_called(function)).parameters.values())
 
 
 def parameters_of(function: Callable[..., Any]) -> list[str]:
@@ -25,3 +27,24 @@ def parameters_of(function: Callable[..., Any]) -> list[str]:
     kinds = inspect.Parameter
     variable = (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL)
     return [name for name, p in inspect.signature(function).parameters.items() if p.kind not in variable]
+
+
+def takes_trial(model_init: Callable[..., Any]) -> bool:
+    """Tell whether ``model_init`` wants a trial: a parameter of that name, or one that must be given."""
+    kinds = inspect.Parameter
+    wanted = inspect.signature(model_init).parameters.values()
+    positional = [p for p in wanted if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+    return bool(positional) and (positional[0].name == "trial" or positional[0].default is kinds.empty)
+
+
+def num_positional(function: Callable[..., Any]) -> int | None:
+    """Return how many values ``function`` takes without names; None: any number."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return None
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+def _called(function: Callable[..., Any]) -> Callable[..., Any]:
+    # A module (CrossEntropyLoss) passes everything on to its forward.
+    return function.forward if isinstance(function, nn.Module) else function

@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import platform
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +21,19 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler
 
+from echelon._version import __version__
 from echelon.accelerator import AcceleratedOptimizer, Accelerator
+from echelon.accelerator.deepspeed_opening import groups_of
 from echelon.accelerator.saving import write_tensors
 from echelon.accelerator.weights import load_weights, read_weights
+from echelon.base.device import num_devices
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.logging import get_logger
+from echelon.base.optional import require
 from echelon.base.warnings import warn
 from echelon.trainer import batches
-from echelon.trainer.acceleration import make_accelerator, set_seeds
+from echelon.trainer.acceleration import accumulation_options, make_accelerator, set_seeds
+from echelon.trainer.activation import enable_activation_checkpointing
 from echelon.trainer.arguments import TrainingArguments
 from echelon.trainer.callbacks import CallbackHandler, DefaultFlowCallback, TrainerCallback
 from echelon.trainer.checkpoints import (
@@ -37,18 +46,29 @@ from echelon.trainer.checkpoints import (
 )
 from echelon.trainer.collate import PaddingCollator, Tokenizer, default_data_collator
 from echelon.trainer.columns import ColumnFilter, KeptColumns, Table, drop_columns, find_labels, kept_columns
+from echelon.trainer.deepspeed import deepspeed_optimizer, deepspeed_schedule
 from echelon.trainer.enums import IntervalStrategy
-from echelon.trainer.evaluation import run_evaluation
-from echelon.trainer.loaders import length_of, make_loader, train_sampler
+from echelon.trainer.evaluation import run_evaluation, whole_model_as
+from echelon.trainer.fitting_batch import train_with_a_batch_that_fits
+from echelon.trainer.hub import CARD_FILE, HubUpload, model_card
+from echelon.trainer.loaders import as_dataset, length_of, make_loader, train_sampler
 from echelon.trainer.loop import TrainingLoop
+from echelon.trainer.memory_metrics import MemoryMeter
+from echelon.trainer.model_loss import LabelSmoother, count_items, is_causal, loss_in, missing_column, without_labels
+from echelon.trainer.neftune import noisy_embeddings
+from echelon.trainer.nonfinite import checked_forward
+from echelon.trainer.notebook import NotebookProgressCallback
 from echelon.trainer.optimizers import decay_parameter_names, optimizer_class_and_arguments, parameter_groups
-from echelon.trainer.plan import announce, make_plan, no_length
+from echelon.trainer.plan import Plan, announce, make_plan, no_length
 from echelon.trainer.progress_bars import PrinterCallback, ProgressCallback
+from echelon.trainer.reporting import CSVCallback, TrackerCallback, run_folder
 from echelon.trainer.reports import metrics_format, metrics_table, write_metrics
 from echelon.trainer.results import EvalLoopOutput, EvalPrediction, PredictionOutput, TrainOutput, speed_metrics
 from echelon.trainer.schedules import get_scheduler
-from echelon.trainer.signatures import parameters_of, takes, takes_anything
+from echelon.trainer.search import BestRun, Trial, default_compute_objective, search, set_arguments
+from echelon.trainer.signatures import num_positional, parameters_of, takes, takes_anything, takes_trial
 from echelon.trainer.state import TrainerControl, TrainerState
+from echelon.trainer.time_limit import TimeLimitCallback
 from echelon.trainer.verbosity import speak_at
 
 __all__ = ["Trainer"]
@@ -85,6 +105,10 @@ class Trainer:
         EchelonError: arguments that cannot work together.
     """
 
+    loss_is_scaled_for_ga: bool | None = None
+    """Whether an overridden ``compute_loss`` divides by the labels (or batches) of the whole update itself; None: when it
+    gets their number. False: the loss is a mean over its batch, and the Trainer divides by the batches of the update."""
+
     def __init__(
         self,
         model: nn.Module | None = None,
@@ -105,12 +129,13 @@ class Trainer:
     ) -> None:
         self.args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
         set_seeds(self.args)  # before model_init makes a model
-        self.accelerator: Accelerator = make_accelerator(self.args)
+        self.create_accelerator_and_postprocess()
+        self._memory = MemoryMeter(self.accelerator.device, is_on=not self.args.skip_memory_metrics)
         if self.args.log_level != "passive":
             speak_at(self.args.get_process_log_level())
 
-        self.train_dataset = train_dataset
-        self.eval_dataset = eval_dataset
+        self.train_dataset = as_dataset(train_dataset)
+        self.eval_dataset = as_dataset(eval_dataset)
         self.processing_class = _processing_class(processing_class, tokenizer)
         self.model_init = model_init
         self.compute_loss_func = compute_loss_func
@@ -119,10 +144,20 @@ class Trainer:
         self.optimizer: Any = optimizers[0]  # once training, the prepared one
         self.lr_scheduler: Any = optimizers[1]
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
+        self.label_smoother = (
+            LabelSmoother(self.args.label_smoothing_factor) if self.args.label_smoothing_factor else None
+        )
+        self.neftune_noise_alpha = self.args.neftune_noise_alpha
+        self._trial: Trial | None = None
+        self._hp_name: Callable[[Any], str] | None = None
+        self._fitted: tuple[int, int] | None = None
         self._check_arguments(model, optimizers)
+        self._memory.begin("init")
 
         self.model: nn.Module = model if model is not None else self.call_model_init()
         self.model_wrapped: nn.Module = self.model
+        if self.args.use_liger_kernel:
+            self._use_liger_kernel()
         self._model_changed()
         padding = PaddingCollator(self.processing_class) if isinstance(self.processing_class, Tokenizer) else None
         self.data_collator: Callable[[Any], Any] = data_collator or padding or default_data_collator
@@ -134,20 +169,50 @@ class Trainer:
         )
         self.control = TrainerControl()
         self.callback_handler = CallbackHandler(
-            [DefaultFlowCallback, *(callbacks or [])],
+            [DefaultFlowCallback, *self._own_callbacks(), *(callbacks or [])],
             self.model,
             self.processing_class,
             self.optimizer,
             self.lr_scheduler,
         )
-        self.add_callback(PrinterCallback if self.args.disable_tqdm else ProgressCallback)
+        on_screen = NotebookProgressCallback if _in_notebook() else ProgressCallback
+        self.add_callback(PrinterCallback if self.args.disable_tqdm else on_screen)
+        self._hub = HubUpload(self.args, self._output_dir)
         if self.args.should_save:
             self._output_dir.mkdir(parents=True, exist_ok=True)
         self._made_scheduler = False
         self._is_trained = False
         self._is_predicting = False
         self._preparation_time: float | None = None
+        self._memory.keep(self._memory.end("init"))
         self._tell("on_init_end")
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make ``self.accelerator`` by the arguments.
+
+        Collective: every rank.
+        """
+        self.accelerator: Accelerator = make_accelerator(self.args)
+        self._syncs_each_batch = bool(accumulation_options(self.args).get("sync_each_batch"))
+        if self.accelerator.num_processes == 1 and not self.args.use_cpu and (count := num_devices()) > 1:
+            warn(f"this machine has {count} accelerators, and one process uses one: echelon launch starts one for each")
+
+    def _own_callbacks(self) -> list[TrainerCallback]:
+        found: list[TrainerCallback] = []
+        if self.args.report_to:
+            folder = run_folder(self.args)
+            if list(self.args.report_to) != ["csv"]:
+                found.append(TrackerCallback(lambda: self.accelerator, folder))
+            if "csv" in self.args.report_to:
+                found.append(CSVCallback(folder))
+        if self.args.max_time is not None:
+            assert isinstance(self.args.max_time, timedelta), self.args.max_time
+            found.append(TimeLimitCallback(self.args.max_time, self.accelerator))
+        return found
+
+    def _use_liger_kernel(self) -> None:
+        package: Any = require("liger_kernel.transformers", extra="liger", purpose="use_liger_kernel=True")
+        package._apply_liger_kernel_to_instance(model=self.model, **(self.args.liger_kernel_config or {}))
 
     def _check_arguments(self, model: nn.Module | None, optimizers: tuple[Any, Any]) -> None:
         if (model is None) == (self.model_init is None):
@@ -174,6 +239,13 @@ class Trainer:
                 where="Trainer(eval_dataset=)",
                 do="give an eval_dataset, or set eval_strategy='no'",
             )
+        batch_metrics = self.args.batch_eval_metrics and self.compute_metrics is not None
+        if batch_metrics and not takes(self.compute_metrics, "compute_result"):  # type: ignore[arg-type]
+            raise UsageError(
+                "batch_eval_metrics=True calls compute_metrics for each batch, and it does not learn which is the last",
+                where="Trainer(compute_metrics=)",
+                do="give it a parameter compute_result: False: add to what you keep; True: return the metrics of all",
+            )
         if self.train_dataset is not None and length_of(self.train_dataset) is None and self.args.max_steps <= 0:
             raise no_length()
 
@@ -191,7 +263,10 @@ class Trainer:
             type(self).compute_loss is not Trainer.compute_loss
             or "compute_loss" in vars(self)
             or self.compute_loss_func is not None
+            or self.label_smoother is not None
         )
+        self._num_positional = num_positional(model.forward)
+        self._is_causal = is_causal(model)
         found = find_labels(model.forward)
         self._guesses_labels = self.args.label_names is None and not found and self._computes_own_loss
         self.label_names = list(self.args.label_names or found or (["labels"] if self._guesses_labels else []))
@@ -203,9 +278,12 @@ class Trainer:
         self._counts_flops = type(self).floating_point_ops is not Trainer.floating_point_ops or hasattr(
             model, "floating_point_ops"
         )
-        self._counts_items = (
-            self.model_accepts_loss_kwargs and self._compute_loss_takes_items
-        ) or self.compute_loss_func is not None
+        self._loss_func_takes_items = self.compute_loss_func is not None and takes(
+            self.compute_loss_func, "num_items_in_batch"
+        )
+        self._counts_items = self._compute_loss_takes_items and (
+            self.model_accepts_loss_kwargs if self.compute_loss_func is None else self._loss_func_takes_items
+        )
         # Of the wrapped model; looked at when the training begins.
         self._has_gradients_elsewhere = False
         self._steps_schedule = True
@@ -223,14 +301,30 @@ class Trainer:
 
         Args:
             resume_from_checkpoint: not offered yet.
-            trial: not offered yet.
+            trial: of a search: settings as a dict, or the trial of ``hyperparameter_search``.
             ignore_keys_for_eval: outputs of the model that evaluations leave out.
             kwargs: none; old programs pass ``model_path``.
 
         Collective: every rank.
         """
-        self._refuse_in_train(resume_from_checkpoint, trial, kwargs)
+        self._refuse_in_train(resume_from_checkpoint, kwargs)
+        if isinstance(trial, Mapping):
+            set_arguments(self.args, trial)
+        accumulation = accumulation_options(self.args).get("num_steps") or self.args.gradient_accumulation_steps
+        self._fitted = None
+        if not self.args.auto_find_batch_size:
+            return self._train(self.args.train_batch_size, accumulation, trial, ignore_keys_for_eval)
+        return train_with_a_batch_that_fits(
+            self,
+            lambda size, num_batches: self._train(size, num_batches, trial, ignore_keys_for_eval),
+            accumulation=accumulation,
+        )
+
+    def _train(
+        self, batch_size: int, accumulation: int, trial: Any, ignore_keys_for_eval: list[str] | None
+    ) -> TrainOutput:
         args = self.args
+        self._fitted = batch_size, accumulation
         if self.model_init is not None:
             set_seeds(args)
             self.accelerator.free_memory()
@@ -238,44 +332,68 @@ class Trainer:
             self.optimizer = self.lr_scheduler = None
         self._model_changed()
         self.is_in_train = True
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._leave_training)
+            self._memory.begin("train")
+            if args.activation_checkpointing:
+                enable_activation_checkpointing(self.model, args.activation_checkpointing_kwargs)
+            stack.enter_context(noisy_embeddings(self.model, self.neftune_noise_alpha))
+            if "underflow_overflow" in args.debug:
+                stack.enter_context(checked_forward(self.model))
             loader = self.get_train_dataloader()
-            batch_size = getattr(loader, "batch_size", None) or args.train_batch_size
-            plan = make_plan(
-                args,
-                loader,
-                num_examples=self._num_examples(loader),
-                batch_size=batch_size // self.accelerator.num_processes
-                if self.accelerator.split_batches
-                else batch_size,
-                world_size=self.accelerator.num_processes,
-            )
+            plan = self._plan(loader)
             self.state = TrainerState(
                 max_steps=plan.max_steps,
                 num_train_epochs=plan.num_epochs,
-                train_batch_size=args.train_batch_size,
+                train_batch_size=batch_size,
                 is_local_process_zero=self.is_local_process_zero(),
                 is_world_process_zero=self.is_world_process_zero(),
             )
+            if self._trial is not None:
+                self.state.is_hyper_param_search = True
+                self.state.trial_name, self.state.trial_params = self._trial.name, dict(self._trial.values)
             self.state.compute_steps(args, plan.max_steps)
             self.control = TrainerControl()
             self._prepare_training(plan.max_steps)
             self.callback_handler.train_dataloader = loader
-            announce(plan, args, num_parameters=self.get_num_trainable_parameters())
+            announce(
+                plan,
+                batch_size=batch_size,
+                accumulation=accumulation,
+                num_parameters=self.get_num_trainable_parameters(),
+            )
             return TrainingLoop(self, plan, loader, ignore_keys=ignore_keys_for_eval).run()
-        finally:
-            self.is_in_train = False
 
-    def _refuse_in_train(self, resume_from_checkpoint: Any, trial: Any, kwargs: Mapping[str, Any]) -> None:
+    def _plan(self, loader: Any) -> Plan:
+        batch_size = getattr(loader, "batch_size", None) or self._train_batch_size
+        return make_plan(
+            self.args,
+            loader,
+            num_examples=self._num_examples(loader),
+            batch_size=batch_size // self.accelerator.num_processes if self.accelerator.split_batches else batch_size,
+            accumulation=self._accumulation_steps,
+            world_size=self.accelerator.num_processes,
+        )
+
+    def _leave_training(self) -> None:
+        self.is_in_train = False
+        self._memory.cancel()
+
+    @property
+    def _train_batch_size(self) -> int:
+        """Samples of this process in one forward pass; of auto_find_batch_size, what was found."""
+        return self.args.train_batch_size if self._fitted is None else self._fitted[0]
+
+    @property
+    def _accumulation_steps(self) -> int:
+        return self.args.gradient_accumulation_steps if self._fitted is None else self._fitted[1]
+
+    def _refuse_in_train(self, resume_from_checkpoint: Any, kwargs: Mapping[str, Any]) -> None:
         if resume_from_checkpoint not in (None, False) or kwargs.get("model_path") is not None:
             raise UsageError(
                 f"resume_from_checkpoint={resume_from_checkpoint!r} is not offered yet: it comes with crash-safe checkpoints",
                 where="Trainer.train",
                 do="load the weights of the checkpoint into the model (model.safetensors) and start a new training",
-            )
-        if trial is not None:
-            raise UsageError(
-                "train(trial=) is not offered yet by this version of echelon", where="Trainer.train", do="leave it out"
             )
         unknown = [name for name in kwargs if name != "model_path"]
         if unknown:
@@ -292,12 +410,12 @@ class Trainer:
         self.create_optimizer_and_scheduler(max_steps)
         self._made_scheduler = not own_scheduler
         self._steps_schedule = not isinstance(self.lr_scheduler, ReduceLROnPlateau)
-        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        held = {id(p) for group in groups_of(self.optimizer) for p in group}
         self._has_gradients_elsewhere = any(p.requires_grad and id(p) not in held for p in self.model.parameters())
         self.model_wrapped, self.optimizer, self.lr_scheduler = self.accelerator.prepare(
             self.model, self.optimizer, self.lr_scheduler
         )
-        self.model = self.accelerator.unwrap_model(self.model_wrapped)
+        self.model = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
         self._is_trained = True
         handler = self.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
@@ -318,7 +436,8 @@ class Trainer:
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
             loss = self._compute_loss(model, inputs, num_items_in_batch)
-        if num_items_in_batch is None and self.current_gradient_accumulation_steps > 1:
+        is_scaled = self.loss_is_scaled_for_ga
+        if not (num_items_in_batch is not None if is_scaled is None else is_scaled):
             loss = loss / self.current_gradient_accumulation_steps
         self.accelerator.backward(loss)
         return loss.detach()
@@ -352,70 +471,36 @@ class Trainer:
         Raises:
             UsageError: the model gives no loss, for example because the batch holds no labels.
         """
-        if not isinstance(inputs, Mapping):
-            raise UsageError(
-                f"a batch is a {type(inputs).__name__}, and the Trainer calls the model by names",
-                where="Trainer.compute_loss",
-                do="override compute_loss, or let the data set return dicts whose keys are the parameters of forward",
-            )
-        labels = inputs.get("labels") if self.compute_loss_func is not None else None
-        if labels is not None:
-            inputs = {name: value for name, value in inputs.items() if name != "labels"}
-        if num_items_in_batch is not None and self.model_accepts_loss_kwargs:
-            outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+        computes = self.compute_loss_func is not None or self.label_smoother is not None
+        inputs, labels = without_labels(inputs) if computes else (inputs, None)
+        outputs = self._call_model(model, inputs, num_items_in_batch)
+        if labels is None:
+            loss = loss_in(outputs, inputs, model=self.model, label_names=self.label_names)
+        elif self.compute_loss_func is None:
+            assert self.label_smoother is not None
+            loss = self.label_smoother(outputs, labels, self._is_causal, num_items_in_batch)
+        elif self._loss_func_takes_items:
+            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
         else:
-            outputs = model(**inputs)
-        if self.compute_loss_func is not None and labels is not None:
-            loss = self._call_loss_func(outputs, labels, num_items_in_batch)
-        else:
-            loss = self._loss_in(outputs, inputs)
+            loss = self.compute_loss_func(outputs, labels)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes  # divided by the items of all ranks, then averaged over them
         return (loss, outputs) if return_outputs else loss
 
-    def _call_loss_func(self, outputs: Any, labels: Any, num_items_in_batch: Any) -> torch.Tensor:
-        assert self.compute_loss_func is not None
-        if takes(self.compute_loss_func, "num_items_in_batch"):
-            return self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
-        return self.compute_loss_func(outputs, labels)
+    def _call_model(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """Call ``model`` with the columns of a batch by name, or with its parts in their order, as many as it takes."""
+        if isinstance(inputs, Mapping):
+            if num_items_in_batch is not None and self.model_accepts_loss_kwargs:
+                return model(**inputs, num_items_in_batch=num_items_in_batch)
+            return model(**inputs)
+        return model(*self._parts(inputs))
 
-    def _loss_in(self, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """Return the loss that the model computed: ``outputs["loss"]``, the first of a tuple, or a single number."""
-        loss = None
-        if isinstance(outputs, Mapping):
-            loss = outputs.get("loss")
-        elif isinstance(outputs, torch.Tensor):
-            loss = outputs if not outputs.dim() else None
-        elif isinstance(outputs, (tuple, list)) and outputs:
-            loss = outputs[0]
-        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-            return loss
-        missing = [name for name in self.label_names if name not in inputs] or ([] if self.label_names else ["labels"])
-        what = f"the model ({type(self.model).__name__}) gave no loss"
-        if missing:
-            what += f", and the batch has no {' or '.join(repr(name) for name in missing)}"
-        raise UsageError(
-            f"{what}: its columns are {', '.join(map(str, inputs)) or 'none'} "
-            f"(label_names: {', '.join(self.label_names) or 'none'})",
-            where="Trainer.compute_loss",
-            do="name the label column 'labels', or set label_names to its name"
-            if self.label_names
-            else "override compute_loss, give compute_loss_func, or let forward take labels and return the loss first",
-        )
+    def _parts(self, inputs: Any) -> Any:
+        parts = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+        return parts if self._num_positional is None else parts[: self._num_positional]
 
     def _missing_column(self, name: str, inputs: Mapping[str, Any]) -> UsageError:
-        kept = self._kept_columns()
-        hint = (
-            "set remove_unused_columns=False: it leaves out what the model's forward does not take"
-            if kept is not None and not kept.keeps(name)
-            else "rename a column of the data set, or set label_names"
-        )
-        return UsageError(
-            f"compute_loss needs {name!r}, and the batch has only {', '.join(map(str, inputs)) or 'no columns'} "
-            f"(label_names: {', '.join(self.label_names) or 'none'})",
-            where="Trainer.compute_loss",
-            do=hint,
-        )
+        return missing_column(name, inputs, kept=self._kept_columns(), label_names=self.label_names)
 
     def compute_loss_context_manager(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context around ``compute_loss``; the model's forward has its autocast by itself."""
@@ -441,17 +526,10 @@ class Trainer:
         samples = list(itertools.islice(epoch_iterator, num_batches))
         num_items: Any = None
         if self._counts_items and samples and isinstance(samples[0], Mapping) and "labels" in samples[0]:
-            num_items = sum(self._count_items(batch) for batch in samples)
+            num_items = sum(count_items(batch, model=self.model) for batch in samples)
             if self.args.average_tokens_across_devices and self.accelerator.num_processes > 1:
                 num_items = self.accelerator.reduce(num_items.to(device), "sum")
         return samples, num_items
-
-    def _count_items(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        labels = batch.get("shift_labels", batch["labels"])
-        if "shift_labels" not in batch and getattr(self.model, "loss_type", None) == "ForCausalLM":
-            labels = labels[..., 1:]  # the model predicts the next token: the first one is nobody's target
-        count: torch.Tensor = labels.ne(-100).sum()
-        return count
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Make what was not given: ``self.optimizer`` and ``self.lr_scheduler``."""
@@ -462,11 +540,13 @@ class Trainer:
         """Make ``self.optimizer`` by the arguments, if none was given, and return it."""
         if self.optimizer is None:
             model = model if model is not None else self.model
-            kind, arguments = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, model)
+            kind, given = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, model)
+            arguments = dict(given)
             groups = parameter_groups(
                 model, decaying=self.get_decay_parameter_names(model), weight_decay=self.args.weight_decay
             )
-            self.optimizer = kind(groups, **arguments)
+            groups = arguments.pop("params", groups)  # of an optimizer that treats some weights in its own way
+            self.optimizer = deepspeed_optimizer(self.args, groups) or kind(groups, **arguments)
         optimizer: Optimizer = self.optimizer
         return optimizer
 
@@ -477,13 +557,17 @@ class Trainer:
             assert chosen is not None
             more = self.args.lr_scheduler_kwargs
             assert more is None or isinstance(more, dict), more
-            self.lr_scheduler = get_scheduler(
+            make = partial(
+                get_scheduler,
                 self.args.lr_scheduler_type,
-                chosen,
                 num_warmup_steps=self.args.get_warmup_steps(num_training_steps),
                 num_training_steps=num_training_steps,
                 scheduler_specific_kwargs=more,
             )
+            shares = 1 if self.accelerator.split_batches else self.accelerator.num_processes
+            self.lr_scheduler = deepspeed_schedule(
+                self.args, chosen, num_steps=num_training_steps, num_shares=shares, make=lambda own: make(optimizer=own)
+            ) or make(optimizer=chosen)
         scheduler: LRScheduler = self.lr_scheduler
         return scheduler
 
@@ -492,7 +576,7 @@ class Trainer:
         args: TrainingArguments, model: nn.Module | None = None
     ) -> tuple[type[Optimizer], dict[str, Any]]:
         """Return the class of the optimizer and its arguments."""
-        return optimizer_class_and_arguments(args)
+        return optimizer_class_and_arguments(args, model)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Return the names of the parameters that decay: all but biases and those of normalisation layers."""
@@ -510,7 +594,7 @@ class Trainer:
             )
         takes_dataset = bool(parameters_of(self._get_train_sampler))
         sampler = self._get_train_sampler(self.train_dataset) if takes_dataset else self._get_train_sampler()
-        return self._make_loader(self.train_dataset, sampler, self.args.train_batch_size)
+        return self._make_loader(self.train_dataset, sampler, self._train_batch_size)
 
     def get_eval_dataloader(self, eval_dataset: str | Any | None = None) -> DataLoader[Any]:
         """Return the loader of ``eval_dataset`` (also the name of one of several), dealt to the ranks."""
@@ -519,10 +603,17 @@ class Trainer:
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
         """Return the loader of ``test_dataset``, dealt to the ranks."""
-        return self._make_loader(test_dataset, self._get_eval_sampler(test_dataset), self.args.eval_batch_size)
+        dataset = as_dataset(test_dataset)
+        return self._make_loader(dataset, self._get_eval_sampler(dataset), self.args.eval_batch_size)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
-        return train_sampler(self.args, train_dataset if train_dataset is not None else self.train_dataset)
+        names = getattr(self.processing_class, "model_input_names", None) or ["input_ids"]
+        return train_sampler(
+            self.args,
+            train_dataset if train_dataset is not None else self.train_dataset,
+            samples_per_step=self._train_batch_size * self._accumulation_steps,
+            length_name=names[0],
+        )
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[int] | None:
         return None if length_of(eval_dataset) is None else SequentialSampler(eval_dataset)
@@ -540,7 +631,7 @@ class Trainer:
                 where="Trainer.evaluate",
                 do="give an eval_dataset to the Trainer or to evaluate()",
             )
-        return dataset
+        return as_dataset(dataset)
 
     def _make_loader(self, dataset: Any, sampler: Sampler[int] | None, batch_size: int) -> DataLoader[Any]:
         collator, kept = self.data_collator, self._kept_columns()
@@ -592,6 +683,7 @@ class Trainer:
                 part = dataset if eval_dataset is not None else name
                 metrics |= self.evaluate(part, ignore_keys=ignore_keys, metric_key_prefix=f"{metric_key_prefix}_{name}")
             return metrics
+        self._memory.begin("eval")
         dataloader = self.get_eval_dataloader(eval_dataset)
         start = time.time()
         output = self.evaluation_loop(
@@ -602,6 +694,7 @@ class Trainer:
             metric_key_prefix=metric_key_prefix,
         )
         output.metrics.update(self._speed(metric_key_prefix, start, output.num_samples))
+        output.metrics.update(self._memory.end("eval"))
         self._log(output.metrics)
         self._tell("on_evaluate", metrics=output.metrics)
         return output.metrics
@@ -613,6 +706,7 @@ class Trainer:
 
         Collective: every rank.
         """
+        self._memory.begin("test")
         dataloader = self.get_test_dataloader(test_dataset)
         start = time.time()
         self._is_predicting = True
@@ -623,6 +717,7 @@ class Trainer:
         finally:
             self._is_predicting = False
         output.metrics.update(self._speed(metric_key_prefix, start, output.num_samples))
+        output.metrics.update(self._memory.end("test"))
         self._tell("on_predict", metrics=output.metrics)
         return PredictionOutput(output.predictions, output.label_ids, output.metrics)
 
@@ -639,14 +734,27 @@ class Trainer:
         Collective: every rank.
         """
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        return run_evaluation(
-            self,
-            dataloader,
-            description=description,
-            prediction_loss_only=loss_only,
-            ignore_keys=ignore_keys,
-            metric_key_prefix=metric_key_prefix,
-        )
+        with whole_model_as(self._dtype_of_evaluation(), self.model):
+            return run_evaluation(
+                self,
+                dataloader,
+                description=description,
+                prediction_loss_only=loss_only,
+                ignore_keys=ignore_keys,
+                metric_key_prefix=metric_key_prefix,
+            )
+
+    def _dtype_of_evaluation(self) -> torch.dtype | None:
+        """Return what the whole model is cast to for an evaluation outside of the training; None: nothing."""
+        if self.is_in_train or not (self.args.bf16_full_eval or self.args.fp16_full_eval):
+            return None
+        if self.accelerator.capabilities.shards_parameters:
+            raise ConfigError(
+                "the whole model cannot be cast for an evaluation while each rank has a part of it",
+                where="TrainingArguments.bf16_full_eval, .fp16_full_eval",
+                do="leave it out: with bf16=True (or fp16=True) evaluations compute in it, too",
+            )
+        return torch.bfloat16 if self.args.bf16_full_eval else torch.float16
 
     def prediction_step(
         self,
@@ -661,6 +769,8 @@ class Trainer:
             ignore_keys = list(getattr(config, "keys_to_ignore_at_inference", None) or ["past_key_values"])
         inputs = self._prepare_inputs(inputs)
         labels = self._labels_in(inputs)
+        if (dtype := self._dtype_of_evaluation()) is not None:
+            inputs = batches.map_tensors(lambda part: part.to(dtype) if part.is_floating_point() else part, inputs)
         loss = None
         with torch.no_grad():
             if self._has_loss(inputs):
@@ -668,7 +778,7 @@ class Trainer:
                     loss, outputs = self._loss_and_outputs(model, inputs)
                 loss = loss.detach().mean()
             else:
-                outputs = model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
+                outputs = self._call_model(model, inputs)
         if prediction_loss_only:
             return loss, None, None
         if isinstance(outputs, Mapping):
@@ -701,7 +811,10 @@ class Trainer:
     def _has_loss(self, inputs: Any) -> bool:
         """Tell whether a loss can be computed for a batch of an evaluation."""
         if not isinstance(inputs, Mapping):
-            return self._computes_own_loss and (len(inputs) > 1 or not self._is_predicting)
+            num_parts = len(inputs) if isinstance(inputs, (tuple, list)) else 1
+            if not self._computes_own_loss:  # forward gets all parts, the labels too, and returns the loss first
+                return num_parts > 1 and (self._num_positional is None or num_parts <= self._num_positional)
+            return num_parts > 1 or not self._is_predicting
         if self.label_names and all(inputs.get(name) is not None for name in self.label_names):
             return True
         if self._guesses_labels:  # forward takes no labels: only compute_loss knows what it needs
@@ -724,6 +837,12 @@ class Trainer:
             self._preparation_time = round(time.time() - start, 4)
         return self.model_wrapped
 
+    def _tell_optimizer(self, mode: str) -> None:
+        """Tell an optimizer that keeps other weights for evaluations (schedule-free) what comes: ``train`` or ``eval``."""
+        switch = getattr(_unwrapped(self.optimizer), mode, None)
+        if callable(switch):
+            switch()
+
     def _speed(self, prefix: str, start: float, num_samples: int | None) -> dict[str, float]:
         size = self.args.eval_batch_size * self.accelerator.num_processes
         steps = -(-num_samples // size) if num_samples is not None else None
@@ -738,12 +857,16 @@ class Trainer:
         """Add the epoch to ``logs``, note them in the history, and tell the callbacks."""
         if self.state.epoch is not None:
             logs["epoch"] = self.state.epoch
+        if self.args.include_num_input_tokens_seen != "no":
+            logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
+            if start_time is not None:
+                logs |= speed_metrics("train", start_time, num_tokens=self.state.num_input_tokens_seen)
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self._tell("on_log", logs=logs)
 
-    def _log(self, logs: dict[str, Any]) -> None:
+    def _log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         if self._log_takes_start:
-            self.log(logs, start_time=None)
+            self.log(logs, start_time=start_time)
         else:
             self.log(logs)
 
@@ -781,7 +904,8 @@ class Trainer:
 
     @property
     def _output_dir(self) -> Path:
-        return Path(self.args.output_dir or "trainer_output")
+        folder = Path(self.args.output_dir or "trainer_output")
+        return folder if self._trial is None else folder / self._trial.name
 
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
         """Write the weights, the tokenizer and the arguments to ``output_dir``.
@@ -791,12 +915,30 @@ class Trainer:
         folder = Path(output_dir) if output_dir is not None else self._output_dir
         state_dict = self.accelerator.get_state_dict(self.model_wrapped)
         if self.args.should_save:
+            if state_dict is None:  # of a sharded model only rank zero gets it
+                raise ConfigError(
+                    "save_on_each_node=True, and the weights of a sharded model are whole on rank zero only",
+                    where="TrainingArguments.save_on_each_node",
+                    do="leave it out, and share output_dir between the machines",
+                )
             self._save(str(folder), state_dict=state_dict)
         if not _internal_call:
             self.accelerator.wait_for_everyone()  # the next line of any rank may read the files
+            if self.args.push_to_hub:
+                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Write the files of ``save_model``, on the one rank that writes."""
+        """Write the files of ``save_model``, on the one rank that writes.
+
+        Raises:
+            UsageError: no ``state_dict``, where this rank has a part of the model.
+        """
+        if state_dict is None and self.accelerator.capabilities.shards_parameters:
+            raise UsageError(
+                "_save() on one rank has a part of the sharded model, and the other ranks are not asked for theirs",
+                do="call save_model() on every rank, or give _save() the state_dict that accelerator.get_state_dict() "
+                "returned on rank zero",
+            )
         folder = Path(output_dir) if output_dir is not None else self._output_dir
         folder.mkdir(parents=True, exist_ok=True)
         state = self.model.state_dict() if state_dict is None else state_dict
@@ -838,6 +980,9 @@ class Trainer:
                 best=self.state.best_model_checkpoint,
                 keep_newest=True,
             )
+            if self.args.push_to_hub and self.is_world_process_zero():
+                self._tell("on_push_begin")
+                self._hub.upload_checkpoint(folder, step=self.state.global_step)
         self.accelerator.wait_for_everyone()
 
     def _callback_states(self) -> dict[str, Any]:
@@ -884,8 +1029,146 @@ class Trainer:
         if self.args.should_save and best is not None and limit == 1:
             remove_surplus(self._output_dir, limit=limit, best=best, keep_newest=False)
 
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Save the model, write its card, and upload both.
+
+        Args:
+            commit_message: of the upload.
+            blocking: wait until it is done.
+            token: in place of ``hub_token``.
+            revision: the branch, in place of ``hub_revision``.
+            kwargs: of ``create_model_card``.
+
+        Returns:
+            What huggingface_hub returns (of the commit; not blocking: of the upload that runs); None on other ranks.
+
+        Collective: every rank.
+
+        Raises:
+            MissingExtraError: huggingface_hub is not installed.
+        """
+        self.init_hf_repo(token=token)
+        self.save_model(_internal_call=True)
+        result = None
+        if self.is_world_process_zero():
+            self._tell("on_push_begin")
+            self.create_model_card(**kwargs)
+            self._hub.wait()
+            result = self._hub.upload(
+                commit_message or "End of training",
+                blocking=blocking,
+                token=token,
+                revision=revision if revision is not None else self.args.hub_revision,
+            )
+        self.accelerator.wait_for_everyone()
+        return result
+
+    def init_hf_repo(self, token: str | None = None) -> None:
+        """Make the repository of the upload, on rank zero."""
+        if self.is_world_process_zero():
+            self.args.hub_model_id = self._hub.open(token)
+
+    def create_model_card(
+        self,
+        language: str | None = None,
+        license: str | None = None,
+        tags: str | list[str] | None = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        tasks: str | list[str] | None = None,
+        dataset_tags: str | list[str] | None = None,
+        dataset: str | list[str] | None = None,
+        dataset_args: str | list[str] | None = None,
+    ) -> None:
+        """Write README.md with the metadata, the results, the settings and the versions, on rank zero."""
+        if not self.is_world_process_zero():
+            return
+        base = finetuned_from or getattr(getattr(self.model, "config", None), "_name_or_path", None)
+        metadata = {
+            "library_name": "transformers" if hasattr(self.model, "push_to_hub") else "pytorch",
+            "language": language,
+            "license": license,
+            "base_model": base,
+            "tags": [*([tags] if isinstance(tags, str) else tags or []), "generated_from_trainer"],
+            "datasets": dataset_tags,
+            "pipeline_tag": tasks,
+        }
+        text = model_card(
+            self.args,
+            self.state.log_history,
+            name=model_name or self._output_dir.absolute().name,
+            metadata=metadata,
+            data=dataset if dataset is not None else dataset_tags,
+            versions={"echelon": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        )
+        self._output_dir.mkdir(parents=True, exist_ok=True)
+        (self._output_dir / CARD_FILE).write_text(text, encoding="utf-8")
+
+    # ---- search ------------------------------------------------------------------------------------------------------
+
+    def hyperparameter_search(
+        self,
+        hp_space: Callable[[Any], dict[str, Any]] | None = None,
+        compute_objective: Callable[[dict[str, float]], Any] | None = None,
+        n_trials: int = 20,
+        direction: str | list[str] = "minimize",
+        backend: Any = None,
+        hp_name: Callable[[Any], str] | None = None,
+        **kwargs: Any,
+    ) -> BestRun | list[BestRun] | None:
+        """Train with different settings, and return the best run (None on ranks other than zero).
+
+        Args:
+            hp_space: optuna's trial -> settings; None: learning rate, passes, seed and batch size.
+            compute_objective: metrics of an evaluation -> number; None: the loss, or the sum of all other metrics.
+            n_trials: trainings.
+            direction: ``minimize``, ``maximize``, or a list of these where the objective has several numbers.
+            backend: ``optuna``.
+            hp_name: trial -> name of its folder; None: run-<number>.
+            kwargs: of ``optuna.create_study`` (pruner, sampler, storage, ...) and of its ``optimize`` (timeout, ...).
+
+        Collective: every rank.
+
+        Raises:
+            UsageError: the Trainer was made without ``model_init``.
+            MissingExtraError: optuna is not installed.
+        """
+        self._hp_name = hp_name
+        return search(
+            self,
+            space=hp_space,
+            objective=compute_objective or default_compute_objective,
+            num_trials=n_trials,
+            direction=direction,
+            backend=backend,
+            options=kwargs,
+        )
+
+    def _run_trial(self, trial: Trial) -> Any:
+        """Train with the settings of ``trial`` and return its objective."""
+        set_arguments(self.args, trial.values)
+        trial.name = self._hp_name(trial.trial) if self._hp_name is not None else f"run-{trial.trial.number}"
+        self._trial = trial
+        self.accelerator.free_memory()
+        self.create_accelerator_and_postprocess()  # the order of the data, precision and the like may be another one
+        self.train(trial=trial.trial)
+        if trial.objective is None:
+            trial.objective = trial.of(self.evaluate())
+        return trial.objective
+
+    def _end_trials(self) -> None:
+        self._trial = None
+        self.create_accelerator_and_postprocess()
+
     def end(self) -> None:
-        """Close the process group: the last line of a program.
+        """Close the trackers and the process group: the last line of a program.
 
         Collective: every rank.
         """
@@ -903,10 +1186,10 @@ class Trainer:
         self.processing_class = processing_class
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """Return a new model of ``model_init``, which takes no argument or the trial."""
+        """Return a new model of ``model_init``, which takes nothing or the trial."""
         assert self.model_init is not None
         model_init: Callable[..., nn.Module] = self.model_init
-        model = model_init(trial) if parameters_of(model_init) else model_init()
+        model = model_init(trial) if takes_trial(model_init) else model_init()
         if model is None:
             raise UsageError("model_init returned None", where="Trainer(model_init=)", do="return the model")
         return model
@@ -956,9 +1239,41 @@ class Trainer:
                 "there is no optimizer yet", where=f"Trainer.{method}", do="call train() or create_optimizer() first"
             )
 
+    def set_initial_training_values(
+        self, args: TrainingArguments, dataloader: DataLoader[Any]
+    ) -> tuple[int, int, int, int, int, int, int]:
+        """Return passes, steps of a pass, samples of a pass and of all, samples of a step, batches of a pass, and steps."""
+        plan = self._plan(dataloader)
+        return (
+            plan.num_epochs,
+            plan.steps_per_epoch,
+            plan.num_examples,
+            plan.num_train_samples,
+            plan.total_train_batch_size,
+            plan.batches_per_epoch,
+            plan.max_steps,
+        )
+
+    def store_flos(self) -> None:
+        """Do nothing: the operations are added to ``state.total_flos`` by the loop; kept because scripts call it."""
+
+    def get_tp_size(self) -> int:
+        """Return over how many ranks one layer is split: it is not."""
+        return 1
+
+    def get_cp_size(self) -> int:
+        """Return over how many ranks one sequence is split: it is not."""
+        return 1
+
+    def get_sp_size(self) -> int:
+        """Return over how many ranks one sequence is split inside attention: it is not."""
+        return 1
+
     def get_total_train_batch_size(self, args: TrainingArguments | None = None) -> int:
         """Return the samples of one optimizer step, over all ranks."""
         args = args if args is not None else self.args
+        if args is self.args:
+            return self._train_batch_size * self._accumulation_steps * self.accelerator.num_processes
         return args.train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
 
 
@@ -977,3 +1292,10 @@ def _processing_class(processing_class: Any, tokenizer: Any) -> Any:
 
 def _unwrapped(optimizer: Any) -> Any:
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
+def _in_notebook() -> bool:
+    """Tell whether what is printed appears in a notebook; a terminal with IPython is none."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return shell is not None and "IPKernelApp" in shell.config

@@ -1,0 +1,417 @@
+"""``echelon checkpoint``: look at checkpoints, verify them, take their weights, and bring them to other programs and back.
+
+Exit codes: 0 when all is well, 1 when a checkpoint is damaged or cannot be made into what was asked for, 2 for a wrong
+command line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import datetime, timezone
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from echelon.base.errors import CheckpointError, UsageError
+
+if TYPE_CHECKING:
+    from echelon.checkpoint.listing import Entry, Listing
+    from echelon.checkpoint.reading import Checkpoint
+
+__all__ = ["command"]
+
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@click.group("checkpoint")
+def command() -> None:
+    """List, verify, show, merge, export and import checkpoints.
+
+    Nothing that a checkpoint holds is run. Exit codes: 0 good, 1 damaged, 2 a wrong command line.
+    """
+
+
+@command.command("ls")
+@click.argument("folder", default=".")
+@click.option(
+    "--verify", is_flag=True, help="Read every file, and compare its checksum; exit with 1 if one is damaged."
+)
+@_JSON
+@click.pass_context
+def ls(ctx: click.Context, folder: str, verify: bool, as_json: bool) -> None:
+    """List the checkpoints in FOLDER (or in FOLDER/checkpoints), newest first, and what interrupted saves have left."""
+    from echelon.checkpoint.listing import list_folder  # noqa: PLC0415 - torch, which --help does not need
+
+    path = _folder(folder)
+    reading = _bar if verify else None
+    found = list_folder(path, verify=reading)
+    if not found.entries and (path / "checkpoints").is_dir():
+        path = path / "checkpoints"
+        found = list_folder(path, verify=reading)
+    if as_json:
+        click.echo(_json({"folder": str(path), **asdict(found)}))
+    else:
+        click.echo(_listing(path, found))
+    ctx.exit(1 if verify and any(entry.state == "damaged" for entry in found.entries) else 0)
+
+
+@command.command("verify")
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True)
+@_JSON
+@click.pass_context
+def verify(ctx: click.Context, paths: tuple[str, ...], as_json: bool) -> None:
+    """Read every file of checkpoints, and name each that is damaged; exit with 1 if one is."""
+    results = [_verified(_folder(path)) for path in paths]
+    if as_json:
+        click.echo(_json(results))
+    else:
+        for result in results:
+            click.echo("\n  ".join([f"{result['path']}: {result['told']}", *result["problems"]]))
+    ctx.exit(1 if any(result["problems"] for result in results) else 0)
+
+
+@command.command("show")
+@click.argument("path")
+@_JSON
+def show(path: str, as_json: bool) -> None:
+    """Print what a checkpoint holds: tensors, optimizers, progress, settings with their origins, and layout."""
+    from echelon.checkpoint.layouts import require_whole, weight_files  # noqa: PLC0415 - torch
+    from echelon.checkpoint.reading import Checkpoint  # noqa: PLC0415 - torch
+
+    folder = _folder(path)
+    if require_whole(folder) == "echelon":
+        content = _content(Checkpoint(folder))
+    else:
+        content = _foreign_content(folder, weight_files(folder))
+    click.echo(_json(content) if as_json else _readable(content))
+
+
+@command.command("merge")
+@click.argument("path")
+@click.argument("out")
+@click.option("--max_shard_size", default="5GB", show_default=True, help="Of one file; more have an index beside them.")
+@click.option(
+    "--model", type=int, help="Which model, by its place in prepare(), from 0 on; needed if there are several."
+)
+@click.option("--precision", type=click.Choice(["fp32", "fp16", "bf16"]), help="Convert floating-point weights.")
+def merge(path: str, out: str, max_shard_size: str, model: int | None, precision: str | None) -> None:
+    """Write the whole weights of a model in the checkpoint PATH as safetensors into the new folder OUT.
+
+    A few megabytes at a time, on one process, whatever number of ranks saved it.
+    """
+    from echelon.accelerator import merging  # noqa: PLC0415 - torch
+    from echelon.accelerator.modules import convert_file_size_to_int  # noqa: PLC0415 - torch
+
+    limit = convert_file_size_to_int(max_shard_size)
+    with _new_folder(_folder(path), out) as (source, folder):
+        files = merging.merge(source, folder, model=model, max_shard_bytes=limit, precision=precision, reading=_bar)
+    click.echo(f"wrote {', '.join(file.name for file in files)} to {out}")
+
+
+@command.command("export")
+@click.argument("path")
+@click.argument("out")
+@click.option(
+    "--format", "layout", type=click.Choice(["accelerate", "transformers"]), required=True, help="Whose files."
+)
+def export(path: str, out: str, layout: str) -> None:
+    """Write the checkpoint PATH as files that Accelerate's load_state or transformers' Trainer reads, into the new folder OUT."""
+    from echelon.accelerator import exporting, merging  # noqa: PLC0415 - torch
+    from echelon.checkpoint.layouts import TRAINER_STATE  # noqa: PLC0415 - torch
+
+    write = {"accelerate": exporting.export_accelerate, "transformers": exporting.export_transformers}[layout]
+    with _new_folder(_folder(path), out) as (source, folder):
+        checkpoint = merging.open_whole(source, _bar)
+        size = sum(facts.size for facts in checkpoint.manifest.files.values())
+        with _bar("writing", size) as tell:
+            write(checkpoint, folder, tell=tell)
+        has_state = (checkpoint.folder / TRAINER_STATE).exists()
+    click.echo(f"wrote {out}")
+    if layout == "transformers" and not has_state:
+        click.echo(
+            f"its {TRAINER_STATE} says to log, evaluate and save every 500 steps: a resumed Trainer follows that file, not its "
+            "arguments, so write there what you want"
+        )
+
+
+@command.command("import")
+@click.argument("path")
+@click.argument("out")
+@click.option(
+    "--parameters",
+    multiple=True,
+    metavar="FILE",
+    help="The names of an optimizer's parameters, one a line, in the order of its groups; once for each optimizer.",
+)
+def import_(path: str, out: str, parameters: tuple[str, ...]) -> None:
+    """Write the checkpoint PATH of Accelerate or of transformers' Trainer as the new checkpoint OUT in echelon's format."""
+    from echelon.accelerator import importing, merging  # noqa: PLC0415 - torch
+    from echelon.checkpoint.layouts import require_whole  # noqa: PLC0415 - torch
+
+    source, target = _folder(path), Path(out)
+    merging.require_apart(source, target)
+    _require_new(target)
+    layout = require_whole(source)
+    if layout == "echelon":
+        raise UsageError(
+            f"{path} is of echelon's own format already", where="echelon checkpoint import", do="use it as it is"
+        )
+    read = {"accelerate": importing.import_accelerate, "transformers": importing.import_transformers}[layout]
+    imported = read(source, parameters=[_lines(name) for name in parameters])
+    importing.write_imported(imported, target, source=source)
+    click.echo(f"wrote {out}")
+
+
+# ---- folders ---------------------------------------------------------------------------------------------------------
+
+
+def _folder(path: str) -> Path:
+    """Return a folder that is there; of a checkpoint that a crash left under its other name, its own name."""
+    from echelon.checkpoint.commit import place_of  # noqa: PLC0415 - torch
+    from echelon.checkpoint.storage import LocalStorage  # noqa: PLC0415 - torch
+
+    folder = Path(path).expanduser()
+    if not place_of(LocalStorage(), folder).is_dir():
+        raise UsageError(f"there is no folder {path}", where="echelon checkpoint", do="check the path")
+    return folder
+
+
+def _require_new(target: Path) -> None:
+    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
+        raise UsageError(
+            f"{target} is there already", where="echelon checkpoint", do="give a new folder, or remove it first"
+        )
+
+
+@contextmanager
+def _new_folder(source: Path, out: str) -> Iterator[tuple[Path, Path]]:
+    """Yield ``source`` and a folder that becomes ``out`` when the block ends well."""
+    from echelon.accelerator.merging import require_apart  # noqa: PLC0415 - torch
+    from echelon.checkpoint.commit import begin, discard, new_token  # noqa: PLC0415 - torch
+    from echelon.checkpoint.storage import LocalStorage  # noqa: PLC0415 - torch
+
+    storage, target = LocalStorage(), Path(out).expanduser().absolute()
+    require_apart(source, target)
+    _require_new(target)
+    folder = begin(storage, target, new_token())
+    try:
+        yield source, folder
+        storage.sync_folder(folder)
+        storage.rename(folder, target)
+        storage.sync_folder(target.parent)
+    except BaseException:
+        if storage.kind(folder) == "folder":
+            discard(storage, folder)
+        raise
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}", where="--parameters", do="check the path") from error
+
+
+# ---- what is told ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _bar(label: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Show how far a work of ``num_bytes`` is, on a terminal."""
+    from tqdm import tqdm  # noqa: PLC0415 - for long work only
+
+    with tqdm(total=num_bytes, desc=label, unit="B", unit_scale=True, leave=False, delay=0.5, disable=None) as bar:
+
+        def tell(count: int) -> None:
+            bar.update(count)
+
+        yield tell
+
+
+def _verified(folder: Path) -> dict[str, Any]:
+    from echelon.checkpoint.layouts import require_layout  # noqa: PLC0415 - torch
+    from echelon.checkpoint.listing import problems_of  # noqa: PLC0415 - torch
+    from echelon.checkpoint.reading import Checkpoint  # noqa: PLC0415 - torch
+
+    try:
+        layout = require_layout(folder)
+        if layout != "echelon":
+            raise UsageError(
+                f"{folder} is of another layout ({layout}), which has no checksums: damage cannot be seen",
+                where="echelon checkpoint verify",
+                do="echelon checkpoint import writes it in echelon's own format",
+            )
+        checkpoint = Checkpoint(folder)
+        problems = problems_of(checkpoint, _bar)
+    except CheckpointError as error:
+        return {"path": str(folder), "told": "damaged", "problems": [error.what]}
+    num_bytes = sum(facts.size for facts in checkpoint.manifest.files.values())
+    told = "damaged" if problems else f"whole: {len(checkpoint.manifest.files) + 1} files, {_size(num_bytes)}"
+    return {"path": str(folder), "told": told, "problems": problems}
+
+
+def _listing(folder: Path, found: Listing) -> str:
+    if not found.entries and not found.leftovers:
+        return f"{folder} holds no checkpoints"
+    lines = [("name", "step", "epoch", "size", "ranks", "age", "layout", "state")]
+    lines += [
+        (
+            entry.name,
+            _or_dash(entry.step),
+            _or_dash(entry.epoch),
+            _size(entry.num_bytes),
+            _or_dash(entry.world_size),
+            _age(entry.created),
+            entry.layout or "-",
+            _state(entry),
+        )
+        for entry in found.entries
+    ]
+    text = _table(lines) if found.entries else ""
+    left = [f"{one.name}  {_size(one.num_bytes)}  left by an interrupted save" for one in found.leftovers]
+    return "\n".join([*([text] if text else []), *left])
+
+
+def _state(entry: Entry) -> str:
+    told: str = "complete, has no checksums" if entry.state == "unknown" else entry.state
+    told += "".join(f"; {problem}" for problem in entry.problems[:2])
+    return told if entry.place == entry.name else f"{told}; lies in {entry.place}"
+
+
+def _content(checkpoint: Checkpoint) -> dict[str, Any]:
+    from echelon.checkpoint.manifest import OBJECTS  # noqa: PLC0415 - torch
+    from echelon.checkpoint.tensor_file import itemsize  # noqa: PLC0415 - torch
+
+    manifest = checkpoint.manifest
+    files = sorted(manifest.files)
+    if OBJECTS in files and (wrong := checkpoint.problems(share=files.index(OBJECTS), num_shares=len(files))):
+        raise CheckpointError("; ".join(wrong), do="use another checkpoint")
+    objects = checkpoint.objects() if OBJECTS in files else {}
+
+    return {
+        "path": str(checkpoint.folder),
+        "format": "echelon",
+        "created": manifest.created,
+        "written_by": manifest.written_by,
+        "world_size": manifest.world_size,
+        "num_bytes": sum(facts.size for facts in manifest.files.values()),
+        "progress": manifest.progress,
+        "layout": manifest.layout,
+        "config": manifest.config,
+        "objects": sorted(objects),
+        "optimizers": [
+            [{**group, "params": len(group["params"])} for group in groups]
+            for groups in objects.get("optimizer_groups", [])
+        ],
+        "tensors": [
+            {
+                "name": name,
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "num_bytes": sum(chunk.box.volume for chunk in tensor.chunks) * itemsize(tensor.dtype),
+                "ranks": [chunk.rank for chunk in tensor.chunks],
+            }
+            for name, tensor in sorted(manifest.tensors.items())
+        ],
+        "aliases": dict(manifest.aliases),
+    }
+
+
+def _foreign_content(folder: Path, files: list[Path]) -> dict[str, Any]:
+    from echelon.checkpoint.layouts import layout_of  # noqa: PLC0415 - torch
+    from echelon.checkpoint.merge import weights_in  # noqa: PLC0415 - torch
+
+    weights = weights_in([file for file in files if file.suffix == ".safetensors"])
+    return {
+        "path": str(folder),
+        "format": layout_of(folder),
+        "files": sorted(path.name for path in folder.iterdir()),
+        "num_bytes": weights.num_bytes(),
+        "tensors": [
+            {"name": name, "dtype": tensor.kind, "shape": list(tensor.shape)}
+            for name, tensor in sorted(weights.tensors.items())
+        ],
+        "aliases": dict(weights.aliases),
+    }
+
+
+def _readable(content: dict[str, Any]) -> str:
+    lines = [("path", content["path"]), ("format", content["format"])]
+    for key in ("created", "written_by", "world_size"):
+        lines += [(key, content[key])] if key in content else []
+    lines.append(("size", _size(content["num_bytes"])))
+    for key in ("progress", "layout"):
+        lines += [(key, ", ".join(f"{name}={value}" for name, value in (content.get(key) or {}).items()))]
+    parts: list[str] = [_table([(name, str(value)) for name, value in lines if value])]
+    if content.get("config"):
+        chosen = [(f"  {name}", str(value), f"({origin})") for name, (value, origin) in content["config"].items()]
+        own = [row for row in chosen if row[2] != "(default)"]
+        parts.append(f"settings ({len(chosen) - len(own)} others have their defaults)")
+        parts += [_table(own)] if own else []
+    for i, groups in enumerate(content.get("optimizers", [])):
+        told = [
+            f"  group {j}: {group['params']} parameters, "
+            + ", ".join(f"{key}={value}" for key, value in group.items() if key != "params")
+            for j, group in enumerate(groups)
+        ]
+        parts.append("\n".join([f"optimizer {i}", *told]))
+    tensors = [
+        ("  " + one["name"], one["dtype"], str(one["shape"]), f"ranks {_ranks(one['ranks'])}" if "ranks" in one else "")
+        for one in content["tensors"]
+    ]
+    parts.append("\n".join([f"{len(tensors)} tensors", _table(tensors)]))
+    parts += [f"  {name} is {target}" for name, target in content["aliases"].items()]
+    if content.get("objects") or content.get("files"):
+        parts.append(f"also holds {', '.join(content.get('objects') or content['files'])}")
+    return "\n".join(parts)
+
+
+def _ranks(ranks: list[int]) -> str:
+    names = sorted(set(ranks))
+    return ", ".join(map(str, names)) if len(names) < 4 else f"{names[0]} to {names[-1]} ({len(names)})"
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(_for_json(value), indent=2)
+
+
+def _for_json(value: Any) -> Any:
+    """Return ``value`` as every reader of JSON takes it: what it has no form for, as text."""
+    if isinstance(value, dict):
+        return {str(key): _for_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_for_json(item) for item in value]
+    if isinstance(value, datetime):
+        return value.isoformat()
+    is_plain = value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and isfinite(value))
+    return value if is_plain else str(value)
+
+
+def _or_dash(value: float | None) -> str:
+    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.4g} TB"
+
+
+def _age(moment: datetime) -> str:
+    seconds = max((datetime.now(timezone.utc) - moment).total_seconds(), 0)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds // length:.0f} {unit}"
+    return f"{seconds:.0f} s"

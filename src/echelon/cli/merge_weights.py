@@ -1,0 +1,26 @@
+"""``echelon merge-weights``: the weights of a checkpoint in one file, as accelerate spells it."""
+
+from __future__ import annotations
+
+import click
+
+__all__ = ["command"]
+
+
+@click.command("merge-weights")
+@click.argument("checkpoint_directory")
+@click.argument("output_path")
+@click.option("--unsafe_serialization", is_flag=True, help="Write pytorch_model.bin, not model.safetensors.")
+@click.option("--remove_checkpoint_dir", is_flag=True, help="Delete the checkpoint, optimizers and all, afterwards.")
+def command(
+    checkpoint_directory: str, output_path: str, unsafe_serialization: bool, remove_checkpoint_dir: bool
+) -> None:
+    """Write the weights of a checkpoint to one file in OUTPUT_PATH.
+
+    echelon checkpoint merge does the same with more choices.
+    """
+    from echelon.accelerator.merging import merge_fsdp_weights  # noqa: PLC0415 - torch, which --help does not need
+
+    merge_fsdp_weights(checkpoint_directory, output_path, not unsafe_serialization, remove_checkpoint_dir)
+    name = "pytorch_model.bin" if unsafe_serialization else "model.safetensors"
+    click.echo(f"wrote {output_path}/{name}{f', deleted {checkpoint_directory}' if remove_checkpoint_dir else ''}")

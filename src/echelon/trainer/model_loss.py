@@ -1,0 +1,133 @@
+"""The loss of a batch: where the model put it, what it is with smoothed labels, and how many labels it is a mean over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from echelon.base.errors import UsageError
+from echelon.trainer.columns import KeptColumns
+
+__all__ = ["LabelSmoother", "count_items", "is_causal", "loss_in", "missing_column", "without_labels"]
+
+
+def loss_in(outputs: Any, inputs: Any, *, model: nn.Module, label_names: Sequence[str]) -> torch.Tensor:
+    """Return the loss that the model computed: ``outputs["loss"]``, the first of a tuple, or a single number.
+
+    Raises:
+        UsageError: there is none.
+    """
+    loss = None
+    if isinstance(outputs, Mapping):
+        loss = outputs.get("loss")
+    elif isinstance(outputs, torch.Tensor):
+        loss = outputs if not outputs.dim() else None
+    elif isinstance(outputs, (tuple, list)) and outputs:
+        loss = outputs[0]
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return loss
+    what = f"the model ({type(model).__name__}) gave no loss"
+    if not isinstance(inputs, Mapping):
+        raise UsageError(
+            f"{what}: the batch is a {type(inputs).__name__}, whose parts are forward's arguments in their order",
+            where="Trainer.compute_loss",
+            do="give compute_loss_func, which gets (outputs, the last part); or override compute_loss; or let forward take "
+            "the last part, too, and return the loss first",
+        )
+    missing = [name for name in label_names if name not in inputs] or ([] if label_names else ["labels"])
+    if missing:
+        what += f", and the batch has no {' or '.join(repr(name) for name in missing)}"
+    raise UsageError(
+        f"{what}: its columns are {', '.join(map(str, inputs)) or 'none'} (label_names: {', '.join(label_names) or 'none'})",
+        where="Trainer.compute_loss",
+        do="name the label column 'labels', or set label_names to its name"
+        if label_names
+        else "override compute_loss, give compute_loss_func, or let forward take labels and return the loss first",
+    )
+
+
+def missing_column(
+    name: str, inputs: Mapping[str, Any], *, kept: KeptColumns | None, label_names: Sequence[str]
+) -> UsageError:
+    """Return the error of a ``compute_loss`` that reads the column ``name``, which the batch has not."""
+    hint = (
+        "set remove_unused_columns=False: it leaves out what the model's forward does not take"
+        if kept is not None and not kept.keeps(name)
+        else "rename a column of the data set, or set label_names"
+    )
+    return UsageError(
+        f"compute_loss needs {name!r}, and the batch has only {', '.join(map(str, inputs)) or 'no columns'} "
+        f"(label_names: {', '.join(label_names) or 'none'})",
+        where="Trainer.compute_loss",
+        do=hint,
+    )
+
+
+def without_labels(inputs: Any) -> tuple[Any, Any]:
+    """Return a batch without its labels, and these: the column ``labels``, or the last of several parts; else None."""
+    if isinstance(inputs, Mapping):
+        return {name: value for name, value in inputs.items() if name != "labels"}, inputs.get("labels")
+    if isinstance(inputs, (tuple, list)) and len(inputs) > 1:
+        return inputs[:-1], inputs[-1]
+    return inputs, None
+
+
+def is_causal(model: nn.Module) -> bool:
+    """Tell whether ``model`` (a language model of transformers, perhaps inside PEFT's) predicts the next token."""
+    inner = getattr(getattr(model, "base_model", None), "model", None)
+    kinds = [type(one).__name__ for one in (model, inner) if one is not None]
+    return getattr(model, "loss_type", None) == "ForCausalLM" or any(
+        kind.endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds
+    )
+
+
+@dataclass(frozen=True)
+class LabelSmoother:
+    """The cross entropy with targets that give a part of their weight to all classes equally."""
+
+    epsilon: float = 0.1
+    """That part."""
+    ignore_index: int = -100
+    """A label that does not count."""
+
+    def __call__(
+        self, model_output: Any, labels: torch.Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """Return the loss.
+
+        Args:
+            model_output: its ``logits``, or the first of a tuple, [..., classes].
+            labels: [...].
+            shift_labels: position i predicts label i + 1.
+            num_items_in_batch: what the sum is divided by; None: the labels that count.
+        """
+        if isinstance(model_output, Mapping):
+            logits = model_output["logits"]
+        else:
+            logits = model_output[0] if isinstance(model_output, (tuple, list)) else model_output
+        if shift_labels:
+            logits, labels = logits[..., :-1, :], labels[..., 1:]
+        logits, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+        total: torch.Tensor = F.cross_entropy(
+            logits, labels, ignore_index=self.ignore_index, label_smoothing=self.epsilon, reduction="sum"
+        )
+        if num_items_in_batch is None:
+            return total / labels.ne(self.ignore_index).sum()
+        if isinstance(num_items_in_batch, torch.Tensor):
+            num_items_in_batch = num_items_in_batch.to(total.device)
+        loss: torch.Tensor = total / num_items_in_batch
+        return loss
+
+
+def count_items(batch: Mapping[str, Any], *, model: nn.Module) -> torch.Tensor:
+    """Return how many labels of ``batch`` count: those that are not -100."""
+    labels = batch.get("shift_labels", batch["labels"])
+    if "shift_labels" not in batch and getattr(model, "loss_type", None) == "ForCausalLM":
+        labels = labels[..., 1:]  # the model predicts the next token: the first one is nobody's target
+    count: torch.Tensor = labels.ne(-100).sum()
+    return count

@@ -1,0 +1,270 @@
+"""``resume()`` and ``epochs()``: a run that was stopped anywhere goes on as if it had not been."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+from echelon import Accelerator
+from echelon.base.warnings import EchelonWarning
+from echelon.utils import ProjectConfiguration
+from tests.harness import run_on_ranks
+
+_EPOCHS = 2
+_BATCH = 4
+
+
+@dataclass(frozen=True)
+class _Case:
+    parity: str = "off"
+    num_workers: int = 0
+    accumulation: int = 1
+    noise: float = 0.0
+    n: int = 18
+
+
+class _Samples(Dataset[torch.Tensor]):
+    """Samples that are augmented by ``noise``; what is read in this process is noted."""
+
+    def __init__(self, case: _Case) -> None:
+        self.x = torch.randn(case.n, 6, generator=torch.Generator().manual_seed(7))
+        self.noise = case.noise
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        self.read.append(i)
+        return self.x[i] + self.noise * torch.randn(6) if self.noise else self.x[i]
+
+
+def _objects(case: _Case, batch_size: int) -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[torch.Tensor]]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30)
+    loader = DataLoader(_Samples(case), batch_size=batch_size, shuffle=True, num_workers=case.num_workers)
+    return model, optimizer, schedule, loader
+
+
+def _one_ahead(loader: DataLoader[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Read the next batch before one is used, as a prepared loader does: who reads first matters to what is drawn."""
+    batches = iter(loader)
+    held = next(batches)
+    for batch in batches:
+        yield held
+        held = batch
+    yield held
+
+
+Result = tuple[list[torch.Tensor], list[float], float]
+
+
+def _plain(case: _Case) -> Result:
+    """Train by torch alone, on this rank's share of the batches. In the exact modes the order is a formula."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    model, optimizer, schedule, loader = _objects(case, _BATCH)
+    wrapped: Any = DistributedDataParallel(model) if world_size > 1 else model
+    for epoch in range(_EPOCHS):
+        if case.parity == "exact":
+            order = torch.randperm(case.n, generator=torch.Generator().manual_seed(3 + epoch))
+            torch.empty((), dtype=torch.int64).random_()  # the seed of its workers, that a DataLoader draws
+            batches: Any = [loader.dataset.x[i] for i in order.split(_BATCH)]  # type: ignore[attr-defined]
+        else:
+            batches = _one_ahead(loader)
+        mine = list(itertools.islice(batches, rank, None, world_size)) if world_size > 1 else batches
+        count = 0
+        for i, x in enumerate(mine):
+            is_last = i + 1 == -(-case.n // _BATCH) // world_size
+            count += 1
+            ends = count == case.accumulation or is_last
+            with nullcontext() if ends or world_size == 1 else wrapped.no_sync():
+                (wrapped(x).square().mean() / case.accumulation).backward()
+            if ends:
+                if count < case.accumulation:  # a window that the epoch cuts short is a mean, too
+                    for p in model.parameters():
+                        assert p.grad is not None
+                        p.grad.mul_(case.accumulation / count)
+                optimizer.step()
+                for _ in range(world_size):
+                    schedule.step()
+                optimizer.zero_grad()
+                count = 0
+    return [p.detach().clone() for p in model.parameters()], schedule.get_last_lr(), torch.rand(()).item()
+
+
+def _train(case: _Case, *, resume: Path | None = None, save_to: Path | None = None) -> tuple[Result, list[int], int]:
+    """Return what was trained, which samples this process read, and the optimizer steps of the whole run."""
+    model, optimizer, schedule, loader = _objects(case, _BATCH)
+    accelerator = Accelerator(parity=case.parity, gradient_accumulation_steps=case.accumulation)
+    data: Any = loader.dataset
+    model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
+    if resume is not None:
+        torch.manual_seed(99)
+        torch.rand(5)
+        assert accelerator.resume(resume)
+    steps = 0
+    for epoch in accelerator.epochs(_EPOCHS):
+        for x in loader:
+            assert accelerator.progress.epoch == epoch
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).square().mean())
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            steps += 1
+            if save_to is not None:
+                accelerator.save_state(save_to / f"{steps}")
+    parameters = [p.detach().clone() for p in accelerator.unwrap_model(model).parameters()]
+    result = parameters, schedule.get_last_lr(), torch.rand(()).item()
+    return result, data.read, accelerator.progress.step
+
+
+def _is_same(one: Result, other: Result) -> bool:
+    return all(map(torch.equal, one[0], other[0])) and one[1:] == other[1:]
+
+
+def _resume_everywhere(case: _Case, root: Path, has_plain: bool) -> tuple[dict[int, bool], dict[int, list[int]]]:
+    whole, _, num_steps = _train(case)
+    if has_plain:
+        assert _is_same(whole, _plain(case))
+    saving, _, _ = _train(case, save_to=root)
+    assert _is_same(saving, whole)  # saving changes nothing
+    same, read = {}, {}
+    for folder in sorted(root.iterdir()):
+        result, seen, steps = _train(case, resume=folder)
+        same[int(folder.name)] = _is_same(result, whole) and steps == num_steps
+        read[int(folder.name)] = seen
+    return same, read
+
+
+_OFF, _EXACT = _Case(), _Case("exact")
+_CASES = {
+    "off": (_OFF, 1),
+    "off-workers": (_Case(num_workers=2, n=12), 1),
+    "off-2": (_OFF, 2),
+    "off-2-workers": (_Case(num_workers=2, n=16), 2),
+    "off-accumulation": (_Case(accumulation=3, n=27), 1),
+    "off-2-accumulation": (_Case(accumulation=2, n=24), 2),
+    "off-augmentation": (_Case(noise=0.1), 1),
+    "off-augmentation-accumulation": (_Case(noise=0.1, accumulation=2), 1),
+    "exact": (_EXACT, 1),
+    "exact-workers": (_Case("exact", num_workers=2, n=12), 1),
+    "exact-2": (_EXACT, 2),
+    "exact-2-accumulation": (_Case("exact", accumulation=2), 2),
+    "bitwise-2": (_Case("bitwise", n=9), 2),
+}
+
+
+@pytest.mark.parametrize("name", list(_CASES))
+def test_a_run_resumed_after_any_step_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
+    # Shuffle, dropout, AdamW's moments, the schedule, half windows: each would show in the weights.
+    case, world_size = _CASES[name]
+    # The batches of DDP by hand, without samples that fill up the last round.
+    has_plain = case.parity == "off" and (world_size == 1 or case.n % (_BATCH * world_size) == 0)
+    has_plain |= case == _EXACT and world_size == 1
+    results = run_on_ranks(_resume_everywhere, case, tmp_path, has_plain, world_size=world_size, timeout=180)
+    for same, _ in results:
+        assert len(same) >= 4
+        assert same == dict.fromkeys(same, True)
+    if name == "off":  # nothing before the place is read again: 5 batches of 4, 4, 4, 4, 2 samples
+        left = {k: 36 - 18 * (k // 5) - 4 * (k % 5) for k in range(1, 11)}
+        assert {k: len(read) for k, read in results[0][1].items()} == left
+
+
+# ---- another number of processes -------------------------------------------------------------------------------------
+
+
+def _part(
+    parity: str, num_samples: int, project: Path, stop_after: int
+) -> tuple[list[torch.Tensor], list[tuple[int, list[int]]], int]:
+    """Go on for some updates and save. Returns the weights, (epoch, samples) of each update, and those evaluated."""
+    torch.manual_seed(5)
+    config = ProjectConfiguration(project, automatic_checkpoint_naming=True, total_limit=2)
+    shards = {"canonical_shards": 4} if parity == "bitwise" else {}
+    accelerator = Accelerator(parity=parity, project_config=config, max_micro_batch_size=4, **shards)
+    model: Any = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    schedule: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    loader: Any = DataLoader(range(num_samples), batch_size=6, shuffle=True)  # type: ignore[arg-type]
+    evaluation: Any = DataLoader(range(8), batch_size=4)  # type: ignore[arg-type]
+    model, optimizer, schedule, loader, evaluation = accelerator.prepare(model, optimizer, schedule, loader, evaluation)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* has random states of . processes", category=EchelonWarning)
+        accelerator.resume()
+    updates: list[tuple[int, list[int]]] = []
+    seen: list[int] = []
+    num_evaluated = 0
+    for epoch in accelerator.epochs(3):
+        model.train()
+        for i in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(_features(i)).square().mean())
+                seen += accelerator.gather_for_metrics(i).tolist()
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                updates.append((epoch, sorted(seen)))
+                seen = []
+                if len(updates) == stop_after:
+                    accelerator.save_state()
+                    return [p.detach().clone() for p in accelerator.unwrap_model(model).parameters()], updates, 0
+        model.eval()
+        for i in evaluation:
+            num_evaluated += len(accelerator.gather_for_metrics(i))
+    return [p.detach().clone() for p in accelerator.unwrap_model(model).parameters()], updates, num_evaluated
+
+
+def _features(indices: torch.Tensor) -> torch.Tensor:
+    return torch.stack([indices, indices**2, indices * 0 + 1, indices.sin()], dim=1).double() / 26
+
+
+def _plain_part(num_samples: int) -> tuple[list[torch.Tensor], list[tuple[int, list[int]]]]:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    updates = []
+    for epoch in range(3):
+        for i in torch.randperm(num_samples, generator=torch.Generator().manual_seed(5 + epoch)).split(6):
+            model(_features(i)).square().mean().backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            updates.append((epoch, sorted(i.tolist())))
+    return [p.detach().clone() for p in model.parameters()], updates
+
+
+@pytest.mark.parametrize(("parity", "num_samples"), [("exact", 26), ("bitwise", 30)])
+def test_the_number_of_processes_may_change_wherever_the_run_was_stopped(
+    parity: str, num_samples: int, tmp_path: Path
+) -> None:
+    whole, _, num_evaluated = run_on_ranks(_part, parity, num_samples, tmp_path / "whole", 99, world_size=1)[0]
+    updates: list[tuple[int, list[int]]] = []
+    # In the middle of an epoch, at its end (5 updates are one), after a single update.
+    for world_size, stop_after in [(1, 2), (3, 3), (2, 1), (1, 99)]:
+        results = run_on_ranks(_part, parity, num_samples, tmp_path / "parts", stop_after, world_size=world_size)
+        weights, made, _ = results[0]
+        updates += made
+        assert all(other[1] == made for other in results)
+    expected, in_order = _plain_part(num_samples)
+    assert updates == in_order
+    assert num_evaluated == 3 * 8
+    assert sorted(p.name for p in (tmp_path / "parts" / "checkpoints").glob("c*")) == ["checkpoint_1", "checkpoint_2"]
+    torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-14)  # sums in another order
+    if parity == "bitwise":
+        assert all(map(torch.equal, weights, whole))

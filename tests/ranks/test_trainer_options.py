@@ -1,0 +1,196 @@
+"""Settings of the Trainer that the ranks must agree on, on two of them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import nn
+
+from echelon.base.errors import ConfigError
+from echelon.trainer import EvalPrediction, NonFiniteError, Trainer, TrainingArguments
+from echelon.trainer.search import BestRun
+from echelon.trainer.time_limit import TimeLimitCallback
+from tests.harness import RanksFailed, run_on_ranks
+
+
+class Net(nn.Module):
+    main_input_name = "x"
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        logits = self.layers(x)
+        return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def _data(n: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        {"x": torch.randn(6, generator=generator, dtype=torch.float64), "labels": torch.tensor(i % 4)} for i in range(n)
+    ]
+
+
+def _args(folder: str, **options: Any) -> TrainingArguments:
+    defaults: dict[str, Any] = {
+        "output_dir": folder,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "num_train_epochs": 1,
+        "learning_rate": 0.1,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return TrainingArguments(**{**defaults, **options})
+
+
+def _plain(n: int, batch: int, rate: float = 0.1) -> Net:
+    """One pass by a plain loop with the batch of both ranks."""
+    model, data = Net(), _data(n)
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(42)).tolist()
+    for start in range(0, n, batch):
+        rows = [data[i] for i in order[start : start + batch]]
+        loss = model(torch.stack([r["x"] for r in rows]), torch.stack([r["labels"] for r in rows]))["loss"]
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients):
+                parameter -= rate * gradient
+    return model
+
+
+def _close(weights: dict[str, torch.Tensor], expected: nn.Module) -> None:
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-12, atol=1e-14)  # float64, another order of additions
+
+
+def _evaluate_by_batches(folder: str) -> tuple[dict[str, float], list[bool], list[int], int]:
+    kept, calls, inputs = [], [], []
+
+    def metrics(result: EvalPrediction, compute_result: bool = False) -> dict[str, float]:
+        kept.append((result.predictions.argmax(-1) == result.label_ids).double())
+        inputs.append(len(result.inputs))
+        calls.append(compute_result)
+        return {"accuracy": torch.cat(kept).mean().item()} if compute_result else {}
+
+    args = _args(folder, batch_eval_metrics=True, include_for_metrics=["inputs"], include_num_input_tokens_seen="all")
+    trainer = Trainer(Net(), args, train_dataset=_data(8), eval_dataset=_data(7), compute_metrics=metrics)
+    found = trainer.evaluate()
+    trainer.train()
+    return found, calls, inputs, trainer.state.num_input_tokens_seen
+
+
+def test_metrics_by_batches_and_tokens_are_those_of_all_ranks(tmp_path: Path) -> None:
+    rows = _data(7)
+    logits = Net()(torch.stack([row["x"] for row in rows]))["logits"]
+    labels = torch.stack([row["labels"] for row in rows])
+    for found, calls, inputs, tokens in run_on_ranks(_evaluate_by_batches, str(tmp_path), world_size=2):
+        assert found["eval_accuracy"] == (logits.argmax(-1) == labels).double().mean().item()
+        assert found["eval_loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-13)
+        assert (calls, inputs) == ([False, True], [4, 3])
+        assert tokens == 8 * 6
+
+
+def _stop_by_one_clock(folder: str) -> tuple[int, int]:
+    trainer = Trainer(Net(), _args(folder, max_time="1h"), train_dataset=_data(32))
+    limit = trainer.pop_callback(TimeLimitCallback)
+    assert isinstance(limit, TimeLimitCallback)
+    rank, looks = trainer.args.process_index, [0]
+
+    def clock() -> float:
+        looks[0] += 1
+        return 4000.0 if rank == 1 and looks[0] > 3 else 0.0  # on rank 1, the time is over at the third step
+
+    assert trainer.args.max_time is not None
+    trainer.add_callback(TimeLimitCallback(trainer.args.max_time, trainer.accelerator, clock=clock))
+    return trainer.train().global_step, trainer.state.max_steps
+
+
+def test_the_ranks_end_after_the_same_step_when_the_time_is_over_on_one(tmp_path: Path) -> None:
+    assert run_on_ranks(_stop_by_one_clock, str(tmp_path), world_size=2) == [(3, 8)] * 2
+
+
+def _meet_a_nan(folder: str) -> None:
+    data = _data(16)
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(42)).tolist()
+    data[order[6]]["x"][3] = math.nan  # in the second step, of rank 1
+    Trainer(Net(), _args(folder, stop_on_nan=True), train_dataset=data).train()
+
+
+def test_every_rank_stops_at_a_nan_and_its_own_rank_names_it(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_on_ranks(_meet_a_nan, str(tmp_path), world_size=2)
+    errors = failed.value.errors
+    assert all(isinstance(errors[rank], NonFiniteError) for rank in (0, 1))
+    assert "step 2 is not finite: the batch's 'x' holds 1 nan among 12 numbers" in str(errors[1])
+    # Rank 0 sees the gradient of both.
+    assert "step 2 is not finite: " in str(errors[0])
+
+
+def _shard(folder: str) -> dict[str, torch.Tensor]:
+    args = _args(
+        folder, fsdp="full_shard auto_wrap", fsdp_config={"min_num_params": 0, "version": 2}, eval_strategy="epoch",
+        save_strategy="epoch", load_best_model_at_end=True, save_total_limit=1,
+    )  # fmt: skip
+    trainer = Trainer(Net(), args, train_dataset=_data(16), eval_dataset=_data(4))
+    assert trainer.accelerator.capabilities.shards_parameters
+    trainer.train()
+    trainer.save_model(f"{folder}/end")
+    with pytest.raises(ConfigError, match="each rank has a part of it"):
+        Trainer(Net(), _args(folder, fsdp=True, bf16_full_eval=True), eval_dataset=_data(4)).evaluate()
+    return load_file(f"{folder}/end/model.safetensors")
+
+
+def test_a_sharded_training_equals_the_plain_loop(tmp_path: Path) -> None:
+    expected = _plain(16, 4)
+    for weights in run_on_ranks(_shard, str(tmp_path), world_size=2):
+        _close(weights, expected)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "end"]
+
+
+def _search(folder: str) -> tuple[Any, list[float]]:
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    rates: list[float] = []
+
+    def init() -> Net:
+        rates.append(trainer.args.learning_rate if "trainer" in scope else 0.0)
+        return Net()
+
+    scope: dict[str, Any] = {}
+    trainer = Trainer(model_init=init, args=_args(folder), train_dataset=_data(16), eval_dataset=_data(4))
+    scope["trainer"] = trainer
+
+    def space(trial: Any) -> dict[str, Any]:
+        return {"learning_rate": trial.suggest_categorical("learning_rate", [0.1, 0.5])}
+
+    sampler = optuna.samplers.GridSampler({"learning_rate": [0.1, 0.5]}, seed=1)
+    best = trainer.hyperparameter_search(space, n_trials=2, sampler=sampler)
+    return best if best is None else tuple(best)[:3], rates[1:]
+
+
+def test_rank_zero_chooses_the_settings_of_a_search(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    (best, rates), (nothing, same) = run_on_ranks(_search, str(tmp_path), world_size=2)
+    assert nothing is None
+    assert rates == same
+    assert sorted(rates) == [0.1, 0.5]
+    rows = _data(4)
+    x, labels = torch.stack([row["x"] for row in rows]), torch.stack([row["labels"] for row in rows])
+    losses = {rate: F.cross_entropy(_plain(16, 4, rate)(x)["logits"], labels).item() for rate in (0.1, 0.5)}
+    run = BestRun(*best)
+    assert run.hyperparameters == {"learning_rate": min(losses, key=losses.__getitem__)}
+    assert run.objective == pytest.approx(min(losses.values()), rel=1e-12)

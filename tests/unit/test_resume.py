@@ -1,0 +1,322 @@
+"""``resume()`` and ``epochs()`` in one process: where a run goes on, whichever way its loops are written."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from echelon import Accelerator, DataLoaderConfiguration
+from echelon.base.errors import CheckpointError, UsageError
+from echelon.base.warnings import EchelonWarning
+from echelon.utils import ProjectConfiguration
+
+
+def _numbers(n: int, batch_size: int = 2, *, shuffle: bool = False) -> DataLoader[Any]:
+    return DataLoader(range(n), batch_size=batch_size, shuffle=shuffle)  # type: ignore[arg-type]
+
+
+class _Run:
+    """An Accelerator with a model and these loaders, that has resumed from ``folder``."""
+
+    def __init__(self, folder: Path, *loaders: DataLoader[Any], **options: Any) -> None:
+        torch.manual_seed(0)
+        config = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
+        self.accelerator = Accelerator(project_config=config, **options)
+        self.model = self.accelerator.prepare(nn.Linear(1, 1))
+        self.loaders: list[Any] = [self.accelerator.prepare(loader) for loader in loaders]
+        self.has_resumed = self.accelerator.resume()
+        self.read: list[Any] = []
+
+    def stops_after(self, number: int) -> bool:
+        """Save and tell that this is the place, once so much was read."""
+        if len(self.read) != number:
+            return False
+        self.accelerator.save_state()
+        return True
+
+
+@pytest.mark.parametrize("parity", ["off", "exact"])
+def test_without_a_checkpoint_it_is_a_new_run_and_the_loop_is_range(parity: str, tmp_path: Path) -> None:
+    run = _Run(tmp_path, _numbers(6), parity=parity)
+    assert run.has_resumed is False
+    for epoch in run.accelerator.epochs(3):
+        assert run.accelerator.progress.epoch == epoch == run.loaders[0].iteration
+        run.read.append((epoch, [i.tolist() for i in run.loaders[0]]))
+    assert run.read == [(epoch, [[0, 1], [2, 3], [4, 5]]) for epoch in range(3)]
+    assert list(run.accelerator.epochs(3)) == []  # they are made
+    assert list(run.accelerator.epochs(5)) == [3, 4]
+    assert Accelerator(cpu=True).resume(tmp_path / "nothing") is False
+    with pytest.raises(UsageError, match=r"resume\(\) was given no folder"):
+        Accelerator(cpu=True).resume()
+
+
+@pytest.mark.parametrize("parity", ["off", "exact"])
+@pytest.mark.parametrize("place", ["in the evaluation", "at the end", "after the training loop"])
+def test_an_epoch_whose_training_is_over_is_not_gone_into_again(parity: str, place: str, tmp_path: Path) -> None:
+    def make(stops: bool) -> _Run:
+        run = _Run(tmp_path, _numbers(6), _numbers(4), parity=parity)
+        for epoch in run.accelerator.epochs(2):
+            run.model.train()
+            run.read += [(epoch, i.tolist()) for i in run.loaders[0]]
+            if stops and place == "after the training loop":
+                run.accelerator.save_state()
+                return run
+            run.model.eval()
+            for i in run.loaders[1]:
+                run.read.append((epoch, "evaluation", i.tolist()))
+                if stops and place == "in the evaluation":
+                    run.accelerator.save_state()
+                    return run
+            if stops:
+                run.accelerator.save_state()
+                return run
+        return run
+
+    assert make(stops=True).has_resumed is False
+    resumed = make(stops=False)
+    assert resumed.has_resumed
+    of_training = [(1, [0, 1]), (1, [2, 3]), (1, [4, 5])]
+    assert resumed.read == [*of_training, (1, "evaluation", [0, 1]), (1, "evaluation", [2, 3])]
+    assert resumed.accelerator.project_configuration.iteration == 1
+    assert resumed.accelerator.save_state().name == "checkpoint_1"
+    assert make(stops=False).read == []  # the run is over
+
+
+def test_an_evaluation_within_an_epoch_that_was_stopped_leaves_the_place_of_the_training_alone(tmp_path: Path) -> None:
+    def make(stop: int | None) -> _Run:
+        run = _Run(tmp_path, _numbers(8, shuffle=True), _numbers(4))
+        for epoch in run.accelerator.epochs(2):
+            for i in run.loaders[0]:
+                run.read.append((epoch, i.tolist()))
+                run.model.eval()
+                for number, _ in enumerate(run.loaders[1]):
+                    if stop == len(run.read):
+                        run.accelerator.save_state()
+                        return run
+                    if number == 0 and len(run.read) % 2:
+                        break  # a look at a part of the data
+                run.model.train()
+        run.read.append(torch.rand(()).item())
+        return run
+
+    whole = make(None).read
+    for stop in (1, 2, 3):
+        parts = make(stop).read, make(None).read
+        assert parts[0] + parts[1] == whole, stop
+        for folder in (tmp_path / "checkpoints").glob("checkpoint_*"):
+            folder.rename(tmp_path / f"{stop}{folder.name}")
+
+
+@pytest.mark.parametrize("parity", ["off", "exact"])
+def test_a_loop_that_was_left_goes_on_where_it_was_and_an_epoch_that_was_left_does_not(
+    parity: str, tmp_path: Path
+) -> None:
+    run = _Run(tmp_path, _numbers(6), parity=parity)
+    loader = run.loaders[0]
+    for epoch in run.accelerator.epochs(2):
+        for i in loader:
+            run.read.append((epoch, i.tolist()))
+            if len(run.read) == 2:
+                break
+        break
+    run.accelerator.save_state()  # after the loop: the place is where it was left
+    for one in (run, _Run(tmp_path, _numbers(6), parity=parity)):
+        read = [(epoch, i.tolist()) for epoch in one.accelerator.epochs(2) for i in one.loaders[0]]
+        assert read == [(0, [4, 5]), (1, [0, 1]), (1, [2, 3]), (1, [4, 5])]
+
+    run = _Run(tmp_path / "other", _numbers(6), parity=parity)
+    for epoch in run.accelerator.epochs(3):
+        for i in run.loaders[0]:
+            run.read.append((epoch, i.tolist()))
+            break  # each epoch is its first batch
+        if epoch == 1:
+            run.accelerator.save_state()
+    assert run.read == [(0, [0, 1]), (1, [0, 1]), (2, [0, 1])]
+
+
+@pytest.mark.parametrize("parity", ["off", "exact"])
+@pytest.mark.parametrize("stop", range(1, 10))
+def test_two_training_loaders_one_after_the_other_are_each_read_once(parity: str, stop: int, tmp_path: Path) -> None:
+    def make(stop: int) -> list[Any]:
+        run = _Run(tmp_path, _numbers(6, shuffle=True), _numbers(4, shuffle=True), parity=parity)
+        for epoch in run.accelerator.epochs(2):
+            for name, loader in zip("ab", run.loaders):
+                for i in loader:
+                    run.read.append((epoch, name, i.tolist()))
+                    if run.stops_after(stop):
+                        return run.read
+        return run.read
+
+    whole = make(0)
+    assert len(whole) == 10
+    for folder in (tmp_path / "checkpoints").glob("*"):
+        folder.rename(tmp_path / folder.name)
+    first = make(stop)
+    if stop == 3:  # the second one has not been read yet, so nobody knows that it is a training loader
+        return
+    assert first + make(0) == whole
+
+
+def test_loaders_that_are_read_together_go_on_together(tmp_path: Path) -> None:
+    def make(stop: int) -> list[Any]:
+        run = _Run(tmp_path, _numbers(6, shuffle=True), _numbers(10, shuffle=True))
+        endless = _again_and_again(run.loaders[1])
+        for epoch in run.accelerator.epochs(3):
+            for i in run.loaders[0]:
+                run.read.append((epoch, i.tolist(), next(endless).tolist()))
+                if run.stops_after(stop):
+                    return run.read
+        return run.read
+
+    whole = make(0)
+    for stop in (1, 3, 4, 5, 7):
+        parts = make(stop), make(0)
+        assert parts[0] + parts[1] == whole, stop
+        for folder in (tmp_path / "checkpoints").glob("checkpoint_*"):
+            folder.rename(tmp_path / f"{stop}{folder.name}")
+
+
+def _again_and_again(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+class _Stream(IterableDataset[int]):
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(self.n).tolist()  # drawn when the pass begins
+        yield from order
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_iterable_data_is_read_again_up_to_the_place_with_a_warning(num_workers: int, tmp_path: Path) -> None:
+    def make(stop: int) -> list[Any]:
+        run = _Run(tmp_path, DataLoader(_Stream(9), batch_size=2, num_workers=num_workers))
+        for epoch in run.accelerator.epochs(2):
+            for i in run.loaders[0]:
+                run.read.append((epoch, i.tolist(), torch.rand(()).item()))
+                if run.stops_after(stop):
+                    return run.read
+        return run.read
+
+    whole = make(0)
+    first = make(3)
+    with pytest.warns(EchelonWarning, match=r"3 batches of iterable data were read again in \d+\.\d s"):
+        assert first + make(0) == whole
+
+
+def test_a_stateful_loader_goes_there_at_once(tmp_path: Path) -> None:
+    def make(stop: int) -> list[Any]:
+        config = DataLoaderConfiguration(use_stateful_dataloader=True)
+        run = _Run(tmp_path, _numbers(7, shuffle=True), dataloader_config=config)
+        for epoch in run.accelerator.epochs(2):
+            for i in run.loaders[0]:
+                run.read.append((epoch, i.tolist()))
+                if run.stops_after(stop):
+                    return run.read
+        return run.read
+
+    whole = make(0)
+    assert make(3) + make(0) == whole
+
+
+def test_it_says_what_is_passed_over_and_numbers_on_after_it(tmp_path: Path) -> None:
+    def make(stop: int) -> _Run:
+        run = _Run(tmp_path, _numbers(8))
+        for _ in run.accelerator.epochs(1):
+            for i in run.loaders[0]:
+                run.read.append(i.tolist())
+                run.accelerator.save_state()
+                if len(run.read) == stop:
+                    return run
+        return run
+
+    make(2)
+    (tmp_path / "checkpoints" / "checkpoint_1" / "rank_00000.safetensors").unlink()
+    with pytest.warns(
+        EchelonWarning, match=r"checkpoint_0 is loaded(.|\n)*checkpoint_1: .*rank_00000.safetensors is missing"
+    ):
+        run = make(1)
+    assert run.read == [[2, 3]]
+    names = sorted(path.name for path in (tmp_path / "checkpoints").glob("checkpoint_*"))
+    assert names == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
+    for name in names:
+        (tmp_path / "checkpoints" / name / "manifest.json").write_bytes(b"{}")
+    with pytest.raises(CheckpointError, match="holds no whole checkpoint"):  # not a new run
+        make(1)
+
+
+def test_the_middle_of_an_epoch_means_nothing_to_another_parity(tmp_path: Path) -> None:
+    def make(parity: str, stop: int) -> None:
+        run = _Run(tmp_path, _numbers(8), parity=parity)
+        for _ in run.accelerator.epochs(1):
+            for i in run.loaders[0]:
+                run.read.append(i)
+                if run.stops_after(stop):
+                    return
+
+    make("exact", 2)
+    with pytest.raises(CheckpointError, match="of the middle of an epoch, which parity='off' counts in another way"):
+        make("off", 2)
+
+
+def test_a_run_in_accelerate_s_layout_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ECHELON_CHECKPOINT_FORMAT", "accelerate")
+
+    def make(stop: int) -> list[Any]:
+        run = _Run(tmp_path, DataLoader(TensorDataset(torch.arange(10)), batch_size=2, shuffle=True))
+        for epoch in run.accelerator.epochs(2):
+            for (i,) in run.loaders[0]:
+                run.read.append((epoch, i.tolist()))
+                if run.stops_after(stop):
+                    return run.read
+        return run.read
+
+    whole = make(0)
+    assert make(3) + make(0) == whole
+
+
+def test_a_run_without_loaders_goes_on_in_its_epoch(tmp_path: Path) -> None:
+    run = _Run(tmp_path)
+    for epoch in run.accelerator.epochs(4):
+        if epoch == 2:
+            run.accelerator.save_state()
+            break
+    assert list(_Run(tmp_path).accelerator.epochs(4)) == [2, 3]
+
+
+def test_the_example_of_the_document_goes_on(tmp_path: Path) -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md").read_text()
+    (example,) = re.findall(r"```python resume\n(.*?)```", text, re.DOTALL)
+
+    def run(folder: str, program: str) -> list[str]:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=tmp_path / folder,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        return done.stdout.splitlines()
+
+    whole = run("whole", example)
+    assert [line.split(",")[0] for line in whole] == ["epoch 0", "epoch 1", "epoch 2"]
+    stopped = example.replace(
+        "            accelerator.save_state()\n", "            accelerator.save_state(); break\n", 1
+    )
+    stopped += "    break\n"  # after 5 steps of 8
+    assert len(run("parts", stopped)) == 1
+    assert run("parts", example) == whole
