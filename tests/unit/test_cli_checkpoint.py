@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -222,6 +223,20 @@ def test_show_tells_tensors_optimizers_settings_and_progress(echelon: Echelon, s
     assert any(line.split() == ["models.0.embed.weight", "float32", "[6,", "4]", "ranks", "0"] for line in lines)
     assert any(line.split()[:2] == ["cpu", "True"] and "(code Accelerator(cpu=))" in line for line in lines)
     assert "  models.0.head.weight is models.0.embed.weight" in lines
+
+
+def test_the_commands_in_the_document_run(
+    echelon: Echelon, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md").read_text()
+    (block,) = re.findall(r"```console\n(.*?)```", text, re.DOTALL)
+    commands = [line.removeprefix("$ echelon ").split() for line in block.splitlines()]
+    shutil.copytree(saved, tmp_path / "runs" / "checkpoints" / "checkpoint_3")
+    monkeypatch.chdir(tmp_path)
+    for command in commands:
+        assert echelon(*command).code == 0, command
+    told = {words[1] for words in commands if words[0] == "checkpoint"}
+    assert told == {"ls", "verify", "show", "merge", "export", "import"}
 
 
 # ---- merge -----------------------------------------------------------------------------------------------------------

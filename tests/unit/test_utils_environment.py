@@ -215,9 +215,9 @@ def test_the_gpus_are_asked_of_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_first_config_file_is_one_that_the_launcher_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from echelon.config.files import from_file
     from echelon.config.resolve import resolve
     from echelon.config.schema import RunConfig
-    from echelon.config.files import from_file
 
     path = tmp_path / "new" / "config.json"
     assert write_basic_config("BF16", path) == path

@@ -118,6 +118,7 @@ class Epochs(Book):
         for i, loader in enumerate(self._loaders):
             loader.load_draws(None if state is None else state["draws"][i])
         self._loaded_random_states = None if state is None else state["random"]
+        self._next = None
 
     def go_on(self) -> tuple[int, bool]:
         """Let the next pass of each training loader go on where it was.
@@ -137,6 +138,8 @@ class Epochs(Book):
         epoch: int = max(record["epoch"] for record in training)
         of_epochs = [record for record in training if not record["outlives_epochs"]] or training
         is_over = all(record["epoch"] == epoch and not record["is_within"] for record in of_epochs)
+        if epoch == 0 and self._next != 1:  # a loader that shuffles, and was not read yet, may be one for training
+            is_over = is_over and not any(record is None and loader.shuffles for loader, record in records)
         for loader, record in records:
             if record is None:
                 continue

@@ -21,7 +21,10 @@ _COMMANDS = {
     "config": ("echelon.cli.config", "Make, show, convert and compare settings; say where each value came from."),
     "env": ("echelon.cli.env", "Show versions, platform and devices, for bug reports."),
     "launch": ("echelon.cli.launch", "Run a script on one or more processes of this machine."),
-    "merge-weights": ("echelon.cli.merge_weights", "Write the weights of a checkpoint to one file, as accelerate does."),
+    "merge-weights": (
+        "echelon.cli.merge_weights",
+        "Write the weights of a checkpoint to one file, as accelerate does.",
+    ),
 }
 
 

@@ -495,6 +495,11 @@ class PreparedLoader(DataLoader[Any]):
         order = self.source.order
         return getattr(self.original.batch_sampler, "sampler", None) if order is None else order.sampler
 
+    @property
+    def shuffles(self) -> bool:
+        """Is the order drawn by a RandomSampler?"""
+        return isinstance(self.get_sampler(), RandomSampler)
+
     def set_sampler(self, sampler: Any) -> None:
         """Draw the order from another sampler.
 
