@@ -23,7 +23,7 @@ from echelon.distributed.meeting import meet
 from echelon.distributed.setup import cleanup
 from tests.harness import run_on_ranks
 
-_LIMIT_S = 2.0
+_LIMIT_S = 5.0  # on a busy machine; it is 0.8 on a quiet one, and 1800 where nothing looks
 _MEETINGS = ("wait_for_everyone", "get_state_dict")
 
 

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from echelon import Accelerator
+from echelon import Accelerator, DataLoaderConfiguration
+from echelon.base.errors import CheckpointError, DesyncError
 from echelon.base.warnings import EchelonWarning
 from echelon.utils import ProjectConfiguration
 from tests.harness import run_on_ranks
@@ -268,3 +269,64 @@ def test_the_number_of_processes_may_change_wherever_the_run_was_stopped(
     torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-14)  # sums in another order
     if parity == "bitwise":
         assert all(map(torch.equal, weights, whole))
+
+
+class _Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(17).tolist()  # drawn when the pass begins
+
+
+def _read_stream(project: Path, dispatches: bool) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return what is read, and the next draw: of a whole run, and of one in two parts."""
+
+    def run(stop_after: int) -> list[Any]:
+        torch.manual_seed(3)
+        accelerator = Accelerator(
+            project_config=ProjectConfiguration(project, automatic_checkpoint_naming=True),
+            dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatches),
+        )
+        loader: Any = accelerator.prepare(DataLoader(_Stream(), batch_size=2))
+        read: list[Any] = []
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", message=".* batches of iterable data were read again", category=EchelonWarning
+            )
+            accelerator.resume()
+            for epoch in accelerator.epochs(2):
+                for i in loader:
+                    read.append((epoch, i.tolist(), torch.rand(()).item()))
+                    if len(read) == stop_after:
+                        accelerator.save_state()
+                        return read
+        return read
+
+    return run(0), run(2), run(0)
+
+
+@pytest.mark.parametrize("dispatches", [True, False])
+def test_iterable_data_goes_on_on_several_ranks(dispatches: bool, tmp_path: Path) -> None:
+    for whole, first, rest in run_on_ranks(_read_stream, tmp_path, dispatches):
+        assert len(whole) == 10
+        assert first + rest == whole
+
+
+def _refused(project: Path, stop: bool) -> str:
+    accelerator = Accelerator(project_config=ProjectConfiguration(project, automatic_checkpoint_naming=True))
+    loader: Any = accelerator.prepare(DataLoader(range(12), batch_size=2))  # type: ignore[arg-type]
+    if not stop:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".* has random states of . processes", category=EchelonWarning)
+            with pytest.raises((CheckpointError, DesyncError)) as caught:
+                accelerator.resume()
+        return str(caught.value)
+    for _ in loader:
+        break
+    accelerator.save_state()
+    return ""
+
+
+def test_without_parity_the_middle_of_an_epoch_is_refused_on_another_number_of_processes(tmp_path: Path) -> None:
+    run_on_ranks(_refused, tmp_path, True, world_size=1)
+    for text in run_on_ranks(_refused, tmp_path, False):
+        assert "of the middle of an epoch on 1 processes, and here are 2: samples would come twice, or never" in text
+        assert "train with parity='exact', which goes on with any number" in text

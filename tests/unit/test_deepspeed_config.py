@@ -282,7 +282,7 @@ def test_an_argument_beside_a_config_fills_its_auto_or_must_agree() -> None:
         DeepSpeedPlugin(enable_msamp=True)
 
 
-def test_dummies_and_the_model_fill_the_config() -> None:
+def test_dummies_and_the_model_fill_the_config(caplog: pytest.LogCaptureFixture) -> None:
     config = {
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
         "scheduler": {
@@ -313,6 +313,9 @@ def test_dummies_and_the_model_fill_the_config() -> None:
     assert filled["zero_optimization"]["reduce_bucket_size"] == 32 * 32
     assert (filled["bf16"], filled["fp16"]["enabled"]) == ({"enabled": True}, False)
     assert str(plugin.origins["optimizer.params.lr"]) == "code DummyOptim(lr=)"
+    (shown,) = (record.message for record in caplog.records if "found out" in record.message)
+    assert "zero_optimization.reduce_bucket_size=1024" in shown
+    assert "train_batch_size=16" in shown
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,31 @@ def test_a_loop_that_was_left_goes_on_where_it_was_and_an_epoch_that_was_left_do
         if epoch == 1:
             run.accelerator.save_state()
     assert run.read == [(0, [0, 1]), (1, [0, 1]), (2, [0, 1])]
+    if parity == "exact":  # what load_state() goes by
+        for _ in run.loaders[0]:
+            break
+        assert run.loaders[0].state_dict()["position"] == 2
+        run.loaders[0].set_epoch(7)
+        assert run.loaders[0].state_dict() == {"epoch": 7, "position": 0, "source": None}
+
+
+@pytest.mark.parametrize("parity", ["off", "exact"])
+def test_a_pass_that_was_left_in_an_earlier_epoch_is_over(parity: str, tmp_path: Path) -> None:
+    def make(stops: bool) -> list[Any]:
+        run = _Run(tmp_path, _numbers(6, shuffle=True), parity=parity)
+        for epoch in run.accelerator.epochs(2):
+            if epoch == 1 and stops:
+                run.accelerator.save_state()
+                return run.read
+            run.read += [(epoch, i.tolist()) for i in run.loaders[0]]
+            for i in run.loaders[0]:  # one and a third passes are an epoch here
+                run.read.append((epoch, i.tolist()))
+                break
+        return run.read
+
+    whole = make(stops=False)
+    assert len(whole) == 8
+    assert make(stops=True) + make(stops=False) == whole
 
 
 @pytest.mark.parametrize("parity", ["off", "exact"])
@@ -297,23 +322,23 @@ def test_the_example_of_the_document_goes_on(tmp_path: Path) -> None:
     text = (Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md").read_text()
     (example,) = re.findall(r"```python resume\n(.*?)```", text, re.DOTALL)
 
-    def run(folder: str, program: str) -> list[str]:
-        (tmp_path / folder).mkdir(exist_ok=True)
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            cwd=tmp_path / folder,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
-        return done.stdout.splitlines()
-
-    whole = run("whole", example)
-    assert [line.split(",")[0] for line in whole] == ["epoch 0", "epoch 1", "epoch 2"]
     stopped = example.replace(
         "            accelerator.save_state()\n", "            accelerator.save_state(); break\n", 1
     )
     stopped += "    break\n"  # after 5 steps of 8
-    assert len(run("parts", stopped)) == 1
-    assert run("parts", example) == whole
+    runs = [("whole", example), ("parts", stopped), ("parts", example)]
+    program = f"""
+import os
+for folder, text in {runs!r}:
+    os.makedirs(folder, exist_ok=True)
+    os.chdir(folder)
+    print("#")
+    exec(text, {{}})
+    os.chdir("..")
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    _, whole, first, rest = done.stdout.split("#\n")
+    assert [line.split(",")[0] for line in whole.splitlines()] == ["epoch 0", "epoch 1", "epoch 2"]
+    assert first.startswith("epoch 0, 5 steps")
+    assert rest == whole

@@ -258,7 +258,7 @@ def fill_deepspeed(
         shown = ", ".join(
             f"{key}={config.get_value(key)} ({origin.detail or 'default'})" for key, origin in found.items()
         )
-        _logger.info("DeepSpeed's config, found out: %s", shown)
+        _logger.warning("DeepSpeed's config, found out: %s", shown)  # at the level that is seen by default
 
 
 def _hidden_size(models: Sequence[nn.Module]) -> int | None:

@@ -148,7 +148,10 @@ def _chosen(model: int | None, count: int, source: Path) -> int:
             f"{source} holds no weights of a model", do="see with echelon checkpoint show what it holds"
         )
     if model is None and count > 1:
-        raise UsageError(f"{source} holds {count} models", do=f"say which by --model, from 0 to {count - 1}")
+        raise UsageError(
+            f"{source} holds {count} models",
+            do=f"say which: echelon checkpoint merge --model N, N from 0 to {count - 1}",
+        )
     if model is not None and not 0 <= model < count:
         raise UsageError(f"{source} has no model {model}: it holds {count}", do=f"give 0 to {count - 1}")
     return model or 0

@@ -260,12 +260,13 @@ class DispatchSource(Source):
             plain = PlainSource(loader, seed=seed, seedable=seedable, stateful=stateful)
             self.inner, self.order = plain.inner, plain.order
             own_samples, own_batches = length_of(loader.dataset), length_of(loader)
-        of_rank_zero = gather_counts(
-            own_samples, own_batches, int(loader.drop_last), -1 if loader.batch_size is None else loader.batch_size
-        )
-        self.total_samples, self.total_batches, drop_last, batch_size = (counts[0] for counts in of_rank_zero)
+        own_size = -1 if loader.batch_size is None else loader.batch_size
+        own_skip = int(batches_of(loader) is not None)
+        of_rank_zero = gather_counts(own_samples, own_batches, int(loader.drop_last), own_size, own_skip)
+        self.total_samples, self.total_batches, drop_last, batch_size, can_skip = (counts[0] for counts in of_rank_zero)
         """Of rank zero's dataset and loader; -1 when nobody knows."""
         self.drop_last = bool(drop_last)
+        self._can_skip = bool(can_skip)
         self.batch_size = None if batch_size < 0 else batch_size
         if split and self.batch_size is not None and self.batch_size % world.world_size:
             raise UsageError(
@@ -277,10 +278,12 @@ class DispatchSource(Source):
     def steps(self, skip: int) -> Steps:
         world = self._world
         batches = None
+        # What is read for nothing is dealt for nothing, too: the samples at the beginning complete the last step.
+        num_unread, num_unused = (skip * self._batches_per_step, 0) if self._can_skip else (0, skip)
         if world.is_rank_zero:
-            inner, left = _skipping(self.inner, skip * self._batches_per_step)
+            inner, left = _skipping(self.inner, num_unread)
             batches = islice(self._open(inner), left, None)
-        return dispatch(
+        steps = dispatch(
             batches,
             rank=world.rank,
             world_size=world.world_size,
@@ -291,6 +294,7 @@ class DispatchSource(Source):
             device=self._device,
             non_blocking=self._non_blocking,
         )
+        return islice(steps, num_unused, None)
 
     @property
     def _batches_per_step(self) -> int:
