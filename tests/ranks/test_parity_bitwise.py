@@ -51,6 +51,7 @@ class _Transformer(nn.Module):
 
 
 def _mlp() -> nn.Module:
+    torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 4))
 
 
@@ -184,6 +185,18 @@ def test_evaluation_gives_the_same_bits_in_the_order_of_the_data(batch_size: int
     torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-6)  # float32, kernels of other sizes
     for world_size in (2, 3):
         assert all(torch.equal(found, whole) for found in run_on_ranks(_evaluated, batch_size, world_size=world_size))
+
+
+def _seen() -> list[float]:
+    accelerator, model, _, loader = _prepared(_mlp())
+    assert model.training
+    return sorted(value for x, _ in loader for value in accelerator.gather_for_metrics(x[:, 0]).tolist())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_sample_on_loan_to_an_empty_shard_is_no_result(world_size: int) -> None:
+    expected = sorted(_data().tensors[0][:, 0].tolist())  # the last update has fewer samples than shards
+    assert run_on_ranks(_seen, world_size=world_size) == [expected] * world_size
 
 
 class _Stream(torch.utils.data.IterableDataset[Any]):

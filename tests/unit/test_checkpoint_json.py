@@ -40,6 +40,8 @@ def _same(one: Any, other: Any) -> bool:
         return list(one) == list(other) and all(map(_same, one.values(), other.values()))
     if isinstance(one, (list, tuple, deque)):
         return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, (set, frozenset)):  # two equal ones may be iterated in other orders
+        return bool(one == other and sorted(map(repr, one)) == sorted(map(repr, other)))
     if isinstance(one, complex):
         return repr(one) == repr(other)
     if isinstance(one, float) and math.isnan(one):

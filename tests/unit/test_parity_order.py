@@ -67,7 +67,7 @@ def _read_updates(
     return updates, position
 
 
-@settings(max_examples=1000, deadline=None, database=None, derandomize=True, phases=[Phase.generate, Phase.shrink])
+@settings(max_examples=300, deadline=None, database=None, derandomize=True, phases=[Phase.generate, Phase.shrink])
 @given(data=st.data())
 def test_updates_are_those_of_one_process_also_when_the_number_of_ranks_changes(data: Any) -> None:
     _check_updates(data)

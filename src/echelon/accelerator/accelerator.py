@@ -842,7 +842,7 @@ class Accelerator(AcceleratorFacts):
         """
         loader = self.gradient_state.active_dataloader
         if self.num_processes == 1:
-            return input_data
+            return self.trim_for_metrics(input_data)  # a canonical shard without samples has one on loan
         self._require_every_rank("gather_for_metrics()")
         last = None if loader is None else loader.step_to_trim()
         return gather_samples(input_data, last, objects=use_gather_object)
