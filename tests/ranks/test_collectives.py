@@ -276,3 +276,13 @@ def test_without_a_process_group_every_collective_is_the_identity_of_one_rank() 
     assert gather_object([1, 2]) == [1, 2]
     assert gather_object("a") == ["a"]
     assert pad_across_processes(tensor).tolist() == [1, 2]
+
+
+def _gather_one_of_a_column() -> list[float]:
+    found = gather(torch.full((1, 7), float(dist.get_rank()))[:, 3])
+    assert isinstance(found, torch.Tensor)
+    return found.tolist()
+
+
+def test_one_value_of_a_larger_tensor_is_gathered() -> None:
+    assert run_on_ranks(_gather_one_of_a_column) == [[0.0, 1.0]] * 2

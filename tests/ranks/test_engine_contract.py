@@ -38,7 +38,13 @@ LAYOUTS: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [
     ("counting", {}, (2,)),
 ]
 RUNS = [
-    pytest.param(engine, options, world_size, id="-".join([engine, *map(str, options.values()), str(world_size)]))
+    pytest.param(
+        engine,
+        options,
+        world_size,
+        id="-".join([engine, *map(str, options.values()), str(world_size)]),
+        marks=[pytest.mark.soak] if world_size == 3 else [],
+    )
     for engine, options, world_sizes in LAYOUTS
     for world_size in world_sizes
 ]

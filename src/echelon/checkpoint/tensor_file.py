@@ -20,6 +20,7 @@ import xxhash
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint.storage import Storage
 from echelon.checkpoint.typed_json import from_bytes
+from echelon.distributed.wire import bytes_of
 
 __all__ = [
     "FileFacts",
@@ -132,8 +133,8 @@ class _Bytes:
         self._tensor = tensor
 
     def get(self) -> memoryview:
-        on_host = self._tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
-        return on_host.reshape(-1).view(torch.uint8).numpy().data
+        on_host = self._tensor.detach().resolve_conj().resolve_neg().to("cpu")
+        return bytes_of(on_host).numpy().data
 
 
 def write_file(storage: Storage, path: Path, contents: Iterable[bytes | _Bytes]) -> FileFacts:

@@ -18,7 +18,7 @@ from echelon.data.place import to_device
 from echelon.data.slices import Contribution, LastStep
 from echelon.distributed.checks import wire_device
 from echelon.distributed.tree import describe, rebuild_like
-from echelon.distributed.wire import broadcast_bytes
+from echelon.distributed.wire import broadcast_bytes, bytes_of
 
 __all__ = ["SliceFn", "dispatch"]
 
@@ -148,7 +148,7 @@ def _send(structure: bytes, tensors: list[torch.Tensor], *, is_last: bool, devic
     target = wire_device(device or torch.device("cpu"), None)
     for tensor in tensors:
         if tensor.numel():
-            dist.broadcast(tensor.detach().to(target).contiguous().reshape(-1).view(torch.uint8), src=0)
+            dist.broadcast(bytes_of(tensor.detach().to(target)), src=0)
 
 
 def _receive(device: torch.device | None) -> tuple[Any, bool]:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from echelon.base.errors import DesyncError, UsageError
 from echelon.distributed.checks import check_same, ranks_of, wire_device
 from echelon.distributed.tree import describe, leaves, map_tensors
+from echelon.distributed.wire import bytes_of
 
 __all__ = [
     "broadcast",
@@ -228,11 +229,6 @@ def _check_member(rank: int, group: dist.ProcessGroup | None) -> None:
         raise UsageError(f"from_process={rank} is not one of the ranks {members}", do="give a rank of the group")
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """View a contiguous tensor as uint8 [number of bytes]."""
-    return tensor.reshape(-1).view(torch.uint8)
-
-
 def _gather_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     local = tensor.detach().to(wire_device(tensor.device, group)).contiguous()
     if local.dim() == 0:
@@ -240,7 +236,7 @@ def _gather_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> tor
     world_size = dist.get_world_size(group)
     result = torch.empty((world_size * local.size(0), *local.shape[1:]), dtype=local.dtype, device=local.device)
     if local.numel() > 0:
-        _all_gather_single(_bytes_of(result), _bytes_of(local), group=group)
+        _all_gather_single(bytes_of(result), bytes_of(local), group=group)
     return result.to(tensor.device)
 
 
@@ -277,7 +273,7 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
 def _broadcast_tensor(tensor: torch.Tensor, source: int, group: dist.ProcessGroup | None) -> torch.Tensor:
     local = tensor.detach().to(wire_device(tensor.device, group)).clone(memory_format=torch.contiguous_format)
     if local.numel() > 0:
-        dist.broadcast(_bytes_of(local), src=source, group=group)
+        dist.broadcast(bytes_of(local), src=source, group=group)
     return local.to(tensor.device)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import xxhash
 
+from echelon.distributed.wire import bytes_of
+
 __all__ = ["fingerprint"]
 
 
@@ -17,5 +19,5 @@ def fingerprint(tensor: torch.Tensor) -> int:
     tensor = tensor.detach()
     # Subclasses (sharded, quantised) keep their contents elsewhere, tensors on "meta" nowhere.
     if type(tensor) is torch.Tensor and not tensor.is_meta and tensor.numel():
-        found.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        found.update(bytes_of(tensor.cpu()).numpy().data)
     return found.intdigest() >> 1

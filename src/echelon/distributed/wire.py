@@ -7,9 +7,17 @@ import torch.distributed as dist
 
 from echelon.distributed.checks import wire_device
 
-__all__ = ["broadcast_bytes", "gather_bytes", "gather_counts", "host_wire"]
+__all__ = ["broadcast_bytes", "bytes_of", "gather_bytes", "gather_counts", "host_wire"]
 
 _HEAD = 256  # one message carries a short payload whole; a longer one takes a second
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of ``tensor`` as uint8 [number of bytes]: a view where it is contiguous."""
+    flat = tensor.contiguous().reshape(-1)
+    if flat.stride(0) != 1:  # one value of a larger tensor: contiguous to torch, and no view of bytes to it
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 def gather_counts(*counts: int) -> list[list[int]]:

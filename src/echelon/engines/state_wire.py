@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.base.errors import UsageError
-from echelon.distributed.wire import gather_bytes, host_wire
+from echelon.distributed.wire import bytes_of, gather_bytes, host_wire
 
 __all__ = ["gather_parts"]
 
@@ -71,7 +71,7 @@ def _rebuild(value: Any, rank: int, own: Iterator[torch.Tensor] | None) -> Any:
 
 
 def _send(tensor: torch.Tensor) -> None:
-    message = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    message = bytes_of(tensor.detach())
     if message.numel():
         dist.send(message.to(host_wire()), dst=0)
 
