@@ -124,8 +124,9 @@ def test_a_rank_in_another_collective_is_an_error_in_time(
     tmp_path: Path, engine: str, alone: str, others: str, world_size: int
 ) -> None:
     results = run_on_ranks(_apart, tmp_path, engine, alone, others, world_size=world_size, init_group=False)
-    if others not in _MEETINGS:  # else who came first had not seen all of them
-        assert all(f"    rank {rank}: " in results[0][0] for rank in range(world_size))
+    # Who came first had not seen all of them, perhaps; it names itself and one that is elsewhere.
+    assert "    rank 0: " in results[0][0]
+    assert any(f"    rank {rank}: " in results[0][0] for rank in range(1, world_size))
     for text, seconds, line_of_alone, line_of_others in results:
         assert seconds < _LIMIT_S
         assert "needs every rank, and not all come to it" in text

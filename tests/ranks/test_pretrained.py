@@ -360,6 +360,7 @@ def _loaded(way: str, folder: str, files: list[Path], config_class: Any, model_c
     return found
 
 
+@pytest.mark.soak  # 25 s on a quiet machine
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks of memory are read from /proc")
 def test_gpt2_is_loaded_within_a_share_of_its_size(tmp_path: Path) -> None:
     if not is_available("transformers"):
