@@ -21,7 +21,8 @@ train()
 NEXT_STEP = """
 if not accelerator.is_main_process:
     time.sleep(2.5)
-print("late:", accelerator.get_state_dict(model) is not None)
+whole = accelerator.get_state_dict(model)
+sys.stdout.write(f"late: {whole is not None}\\n")  # one write: print makes several, which ranks mix
 begun = time.monotonic()
 try:
     if accelerator.is_main_process:
