@@ -257,6 +257,11 @@ class _Worker:
             )
         self.connection = Connection(ours.detach())
 
+    @property
+    def is_alive(self) -> bool:
+        """Can it be called?"""
+        return not self.connection.closed and self.process.poll() is None
+
     def wait_ready(self, deadline: float) -> None:
         if self._ready:
             return
@@ -344,12 +349,16 @@ class _Pool:
     store_pipe: set[int] = field(default_factory=set)
 
     def workers(self, count: int) -> list[_Worker]:
-        """Return ``count`` workers that wait for a call; start those that are missing, all at once."""
-        self.started = [w for w in self.started if not w.connection.closed and w.process.poll() is None]
+        """Return ``count`` workers that wait for a call; start those that are missing, all at once.
+
+        A process keeps its rank: torch keeps device meshes in caches that do not know of another one.
+        """
         if self.folder is None:
             self.folder = Path(tempfile.mkdtemp(prefix="rank-workers-"))
-        while len(self.started) < count:
-            self.started.append(_Worker(self.folder, self.number))
+        for rank in range(count):
+            if rank < len(self.started) and self.started[rank].is_alive:
+                continue
+            self.started[rank : rank + 1] = [_Worker(self.folder, self.number)]
             self.number += 1
         deadline = time.monotonic() + START_LIMIT_S
         for worker in self.started[:count]:

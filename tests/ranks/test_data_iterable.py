@@ -16,14 +16,7 @@ from echelon.accelerator.loaders import prepare_data_loader
 from echelon.accelerator.metrics import gather_samples
 from echelon.base.errors import DesyncError, UsageError
 from echelon.data.loader import DispatchedLoader, PreparedLoader
-from tests.harness import RanksFailed, run_on_ranks, shut_down
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _fresh_ranks() -> None:
-    """Begin with new processes: in old ones, after the tests of all modules before, a forked loader worker died."""
-    shut_down()
-
+from tests.harness import RanksFailed, run_on_ranks
 
 Pair = namedtuple("Pair", ["x", "name"])
 

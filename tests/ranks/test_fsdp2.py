@@ -20,13 +20,7 @@ from echelon.base.warnings import EchelonWarning
 from echelon.engines.fsdp2 import FSDP2Engine
 from echelon.engines.sharding import ShardingOptions
 from echelon.world.world import World
-from tests.harness import run_on_ranks, shut_down
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _fresh_ranks() -> None:
-    """Begin with new processes: in old ones, after the tests of all modules before, a mesh gave rank zero another rank's box."""
-    shut_down()
+from tests.harness import run_on_ranks
 
 
 class _Block(nn.Module):

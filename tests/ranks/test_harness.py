@@ -193,6 +193,15 @@ def test_the_next_call_works_after_a_death() -> None:
     assert run_on_ranks(_world) == [(0, 2), (1, 2)]
 
 
+def test_a_process_keeps_its_rank_when_another_dies() -> None:
+    before = run_on_ranks(_pid)
+    with pytest.raises(RanksFailed):
+        run_on_ranks(_exit_on, 0)
+    after = run_on_ranks(_pid)
+    assert after[0] != before[0]
+    assert after[1] == before[1]
+
+
 def test_a_system_exit_is_a_failure_and_not_the_workers_end() -> None:
     before = run_on_ranks(_pid)
     with pytest.raises(RanksFailed, match="SystemExit"):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from echelon.base.errors import CheckpointError, DesyncError
 from echelon.checkpoint.tensor_file import itemsize
@@ -112,15 +113,7 @@ def box_of(tensor: torch.Tensor | Part) -> tuple[tuple[int, ...], Box, torch.Ten
             do="redistribute it to Shard or Replicate before it is saved",
         )
     local = tensor.to_local().detach()
-    offset, lengths = [0] * tensor.dim(), list(tensor.shape)
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None, "a rank that is not in the mesh has nothing of the tensor"
-    for placement, num_parts, part in zip(tensor.placements, tensor.device_mesh.shape, coordinate):
-        if isinstance(placement, Shard):  # as torch.chunk: equal parts, the last ones shorter or empty
-            size = -(-lengths[placement.dim] // num_parts)
-            start = min(part * size, lengths[placement.dim])
-            offset[placement.dim] += start
-            lengths[placement.dim] = min(size, lengths[placement.dim] - start)
+    lengths, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     assert tuple(local.shape) == tuple(lengths), (local.shape, lengths)
     return tuple(tensor.shape), Box(tuple(offset), tuple(lengths)), local
 
