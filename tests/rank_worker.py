@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import os
 import pickle
 import random
@@ -70,7 +71,7 @@ def main(connection_fd: int, stacks_path: str) -> None:
 
 
 def _serve(connection: Connection, call: Call) -> None:
-    import torch.distributed as dist
+    from echelon.world.group import close_group
 
     before = dict(os.environ)
     os.environ.clear()
@@ -82,8 +83,8 @@ def _serve(connection: Connection, call: Call) -> None:
         _send(connection, answer)
         # Not before the others are done: closing the sockets could break a collective that they are still in.
         assert isinstance(pickle.loads(connection.recv_bytes()), Finish)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        close_group()
+        gc.collect()  # the threads of a group that something in a circle holds poll a hundred times a second
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -147,6 +148,7 @@ def _import_heavy() -> None:
     torch.set_num_threads(1)
     call: Callable[..., Any] = torch.optim.AdamW
     call([torch.nn.Parameter(torch.zeros(1))])
+    gc.freeze()  # a collection after each call need not look at all of this again
 
 
 def _die_with_parent() -> None:

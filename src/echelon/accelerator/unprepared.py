@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from types import FrameType
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -29,11 +31,19 @@ def refuse_unprepared_loader(*, num_processes: int, unsharded: list[Any]) -> Non
     while frame is not None:
         in_script = frame.f_code.co_filename == place[0]
         if in_script:
-            variables = {**frame.f_globals, **frame.f_locals}
-            for name, value in variables.items():
+            for name, value in _variables(frame).items():
                 if _gives_all_ranks_the_same(value) and not any(value is allowed for allowed in unsharded):
                     raise _error(name, place, num_processes)
         frame = frame.f_back
+
+
+def _variables(frame: FrameType) -> dict[str, Any]:
+    """Return what the code of ``frame`` can name."""
+    of_frame = frame.f_locals
+    variables = {**frame.f_globals, **of_frame}
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        of_frame.clear()  # a copy that stays with the frame: it would keep a model after the user's del
+    return variables
 
 
 def _gives_all_ranks_the_same(value: Any) -> bool:

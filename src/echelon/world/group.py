@@ -6,6 +6,7 @@ import errno
 import socket
 import sys
 from datetime import timedelta
+from importlib import import_module
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
@@ -79,7 +80,22 @@ def close_group() -> None:
     """End the default process group; harmless when there is none."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    _forget_meshes()
     _forget_interface()
+
+
+def _forget_meshes() -> None:
+    """Empty torch's caches of how sharded tensors are computed with: a mesh of the next group is equal to one in them.
+
+    What they hold leads to the ended group: the next one's tensors would be looked up on a rank, or in a group, of before.
+    """
+    if "torch.distributed.tensor" not in sys.modules:  # no program without sharded tensors loads it for this
+        return
+    import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+    redistribute = import_module("torch.distributed.tensor._redistribute")
+    redistribute._gen_transform_infos.cache_clear()
+    if hasattr(redistribute, "clear_redistribute_planner_cache"):  # a later torch's
+        redistribute.clear_redistribute_planner_cache()
 
 
 def _is_one_machine(world: World, environment: LaunchEnvironment, init_method: str | None) -> bool:

@@ -1,0 +1,62 @@
+"""Nothing of echelon keeps what a program has let go of: models, and the threads of a closed process group."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from echelon import Accelerator
+from echelon.world.group import close_group
+from tests.harness import run_on_ranks
+
+_TASKS = Path("/proc/self/task")
+
+
+def _num_groups() -> int:
+    """Count the process groups by a thread that each of gloo's has; one that is ending is none."""
+    deadline = time.monotonic() + 10
+    while (found := [p.read_text() for p in _TASKS.glob("*/comm")].count("gloo_tcp_loop\n")) > 2:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    return found
+
+
+def _train_and_let_go(engine: str) -> bool:
+    """Tell whether the model of a short training is still there when no name leads to it."""
+    accelerator = Accelerator(cpu=True, engine=engine)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    watched = weakref.ref(accelerator.unwrap_model(model))
+    del accelerator, model, optimizer
+    gc.collect()
+    return watched() is not None
+
+
+def _rounds(engine: str) -> tuple[list[bool], int]:
+    """Train four times, each with a group of its own; return each time's answer, and the number of groups at the end."""
+    kept = []
+    for _ in range(4):
+        kept.append(_train_and_let_go(engine))
+        close_group()
+        gc.collect()
+    return kept, _num_groups()
+
+
+# DeepSpeed itself keeps models and groups in variables of its modules.
+@pytest.mark.skipif(not _TASKS.exists(), reason="threads are counted in /proc, which Linux has")
+@pytest.mark.parametrize("engine", ["ddp", "zero1", "fsdp2"])
+def test_a_model_and_its_group_are_freed(engine: str) -> None:
+    for kept, num_groups in run_on_ranks(_rounds, engine, init_group=False):
+        assert kept == [False] * 4
+        assert num_groups <= 2  # torch keeps the last one, and of DTensors the last two
