@@ -10,6 +10,7 @@ import pickle
 import random
 import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable
@@ -50,8 +51,11 @@ class Finish:
     """Every rank has answered: take the process group down."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Idle:
     """The call is over and cleaned up."""
+
+    num_threads: int  # of the system, with those that torch's libraries have begun
 
 
 def main(connection_fd: int, stacks_path: str) -> None:
@@ -88,7 +92,12 @@ def _serve(connection: Connection, call: Call) -> None:
     finally:
         os.environ.clear()
         os.environ.update(before)
-    _send(connection, Idle())
+    _send(connection, Idle(num_threads=_num_threads()))
+
+
+def _num_threads() -> int:
+    tasks = "/proc/self/task"
+    return len(os.listdir(tasks)) if os.path.exists(tasks) else threading.active_count()
 
 
 def _answer(call: Call) -> Returned | Raised:

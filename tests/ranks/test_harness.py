@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import RankDied, RanksFailed, RanksHung, run_on_ranks
+from tests.harness import MAX_THREADS, RankDied, RanksFailed, RanksHung, run_on_ranks
 
 
 class _Unpicklable(Exception):
@@ -200,6 +200,19 @@ def test_a_process_keeps_its_rank_when_another_dies() -> None:
     after = run_on_ranks(_pid)
     assert after[0] != before[0]
     assert after[1] == before[1]
+
+
+def _begin_threads(count: int) -> int:
+    for _ in range(count):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    return os.getpid()
+
+
+def test_a_process_with_too_many_threads_is_replaced() -> None:
+    kept = run_on_ranks(_begin_threads, 1)
+    full = run_on_ranks(_begin_threads, MAX_THREADS)
+    assert kept == full
+    assert not set(run_on_ranks(_pid)) & set(full)
 
 
 def test_a_system_exit_is_a_failure_and_not_the_workers_end() -> None:
