@@ -1,0 +1,44 @@
+"""Chinese reviews, good or bad, by a plain PyTorch loop on one device.
+
+python examples/reviews_plain.py
+python examples/reviews_plain.py --csv my_reviews.csv --model folder/of/a/chinese/bert
+"""
+
+import torch
+from reviews_data import batches_of, classify, load, parse_args
+from torch.utils.data import DataLoader
+
+
+def main():
+    options = parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    torch.manual_seed(0)
+    train_set, test_set, tokenizer, model = load(options)
+    model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
+    collate = batches_of(tokenizer)
+    train_loader = DataLoader(train_set, batch_size=options.batch_size, shuffle=True, collate_fn=collate)
+    test_loader = DataLoader(test_set, batch_size=100, collate_fn=collate)
+
+    for epoch in range(options.epochs):
+        model.train()
+        for batch in train_loader:
+            optimizer.zero_grad()
+            loss = model(**batch.to(device)).loss
+            loss.backward()
+            optimizer.step()
+
+        model.eval()
+        correct = 0
+        with torch.no_grad():
+            for batch in test_loader:
+                prediction = model(**batch.to(device)).logits.argmax(dim=1)
+                correct += (prediction == batch["labels"]).sum().item()
+        print(f"epoch {epoch + 1}: test accuracy {100 * correct / len(test_set):.1f} %")
+
+    print(classify(model, tokenizer, options.text))
+
+
+if __name__ == "__main__":
+    main()
