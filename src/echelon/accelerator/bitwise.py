@@ -5,18 +5,25 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
 
 from echelon.accelerator.ledger import Ledger
 from echelon.accelerator.plugins import DataLoaderConfiguration
+from echelon.accelerator.surroundings import (
+    Surroundings,
+    open_surroundings,
+    refuse_changed_buffers,
+    refuse_modules,
+    refuse_optimizers,
+)
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.logging import get_logger
-from echelon.base.variables import get_int_from_env
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 from echelon.data.exact import ExactOptions, PassPlan
@@ -26,7 +33,7 @@ from echelon.data.slices import Contribution
 from echelon.engines.base import Engine
 from echelon.engines.canonical import ShardedUpdate
 
-__all__ = ["CanonicalLedger", "open_canonical", "outside_of_shards", "refuse_batch_norms"]
+__all__ = ["CanonicalLedger", "open_canonical"]
 
 # In the place of a shard: draws after the last backward pass of an update, and those of a process without a shard.
 _AFTER, _IDLE = -1, -2
@@ -36,11 +43,14 @@ _logger = get_logger(__name__)
 class CanonicalLedger(Ledger):
     """Cuts each update into the same shards whoever computes them, and keeps what depends on a shard to itself."""
 
-    def __init__(self, *, num_shards: int, update: ShardedUpdate, **book: Any) -> None:
-        """``book``: what a ``Ledger`` takes."""
+    def __init__(self, *, surroundings: Surroundings, update: ShardedUpdate, is_sharded: bool, **book: Any) -> None:
+        """``is_sharded``: parameters are. ``book``: what a ``Ledger`` takes."""
         super().__init__(**book)
-        self.num_shards = num_shards
+        self.surroundings = surroundings
+        self.num_shards = surroundings.canonical_shards
         self.update = update
+        self._is_sharded = is_sharded
+        self._versions: dict[int, int] | None = {}  # of the buffers, before the first update; None: they were looked at
         self._by_shard: dict[int, list[tuple[torch.Tensor, float]]] = {}  # losses of the update, of this rank
         self._contribution: Contribution | None = None
 
@@ -80,17 +90,19 @@ class CanonicalLedger(Ledger):
         if not plan.trains:
             return
         self._progress.epoch = loader.iteration
-        refuse_batch_norms(self._models())
+        refuse_modules(self._models())
 
     def begin_micro_step(self, loader: PreparedLoader, contribution: Contribution) -> None:
         """Open the micro-step of a shard, with random numbers of its own."""
         if self._is_beside_an_update(loader):
             return
         super().begin_micro_step(loader, contribution)
-        is_counted = contribution.shard is not None and not contribution.is_loan
-        self.update.begin(is_first=contribution.micro_step == 0, is_counted=is_counted)
+        self.update.begin(contribution)
         if contribution.micro_step == 0:
             self._by_shard = {}
+            self._require_threads()
+            if self._versions is not None:
+                self._versions = {id(b): b._version for model in self._models() for b in model.buffers()}
         self._contribution = contribution
         self._draw_from(_IDLE if contribution.shard is None else contribution.shard)
 
@@ -105,19 +117,71 @@ class CanonicalLedger(Ledger):
         if device.type != "cpu":
             torch.get_device_module(device).manual_seed(key)
 
-    def finish(self) -> None:
-        """After a backward pass of the last micro-step: make the sums, and go on with random numbers that are no shard's.
+    def _require_threads(self) -> None:
+        if torch.get_num_threads() != self.surroundings.threads:
+            raise UsageError(
+                f"there are {torch.get_num_threads()} threads now, and the run began with {self.surroundings.threads}: kernels "
+                "round differently",
+                where="parity='bitwise'",
+                do="leave torch.set_num_threads() out, and set OMP_NUM_THREADS before the start",
+            )
 
-        Collective: every rank.
+    def contribution(self) -> Contribution:
+        """See ``Ledger``.
+
+        Raises:
+            UsageError: a loss of which nobody knows to which shard it belongs.
         """
+        found = super().contribution()
+        if found is None:
+            raise UsageError(
+                "backward() outside the loop of a prepared DataLoader, which cuts the shards of an update",
+                where="parity='bitwise'",
+                do="prepare the loader, and call backward() in its loop; or use parity='exact'",
+            )
+        return found
+
+    def before_backward(self) -> None:
+        """See ``Ledger``."""
+        self.update.before_backward()
+
+    def after_backward(self) -> None:
+        """See ``Ledger``: in the last micro-step, make the sums, and go on with random numbers that are no shard's."""
+        if not self._state.sync_gradients:
+            return
         self.update.finish()
         self._draw_from(_AFTER)
+        if self._versions is not None:
+            before, self._versions = self._versions, None
+            refuse_changed_buffers(self._models(), before)
+
+    def note_prepared(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        """See ``Ledger``.
+
+        Raises:
+            UsageError: a module or optimizer with which the bits depend on the number of processes.
+        """
+        refuse_modules(models)
+        refuse_optimizers(optimizers, is_sharded=self._is_sharded)
+
+    def finished_models(self, trained: Sequence[nn.Module]) -> Sequence[nn.Module]:
+        """See ``Ledger``: the sums are of all parameters."""
+        return self._models()
+
+    def record(self) -> dict[str, Any]:
+        """See ``Ledger``."""
+        return asdict(self.surroundings)
+
+    def require_record(self, saved: Mapping[str, Any], folder: object) -> None:
+        """See ``Ledger``."""
+        if saved:
+            self.surroundings.require(saved, folder)
 
     def weigh(self, contribution: Contribution) -> float:
         """Return the factor of a loss that is a mean over the samples of ``contribution``; gradients are summed."""
         return contribution.num_items / len(contribution.update)
 
-    def note_loss(self, loss: torch.Tensor, num_items: float, *, num_postponed: int) -> None:
+    def note_loss(self, loss: torch.Tensor, num_items: float, *, num_postponed: int, num_taken: int) -> None:
         """See ``Ledger``.
 
         Raises:
@@ -129,14 +193,15 @@ class CanonicalLedger(Ledger):
                 where="parity='bitwise'",
                 do="give a count, and scale the loss itself",
             )
-        if self._is_counted and num_postponed > self._num_postponed:
+        num_turns = num_postponed + num_taken
+        if self._is_counted and num_turns > self._num_postponed:
             raise UsageError(
                 "a second loss of a batch came after an optimizer's step(): with one shard on each process it sees the new "
                 "parameters, with several it does not, so the bits would depend on the number of processes",
                 where="parity='bitwise'",
                 do="make both losses before the first step(), give each optimizer a loop of its own, or use parity='exact'",
             )
-        super().note_loss(loss, num_items, num_postponed=num_postponed)
+        super().note_loss(loss, num_items, num_postponed=num_turns, num_taken=num_taken)
         assert self._contribution is not None
         if num_items and self._contribution.shard is not None:
             self._by_shard.setdefault(self._contribution.shard, []).append((loss.detach(), num_items))
@@ -179,6 +244,8 @@ def open_canonical(
         comm_hook: what the script asks DDP to send in place of gradients.
         book: what a ``Ledger`` takes.
 
+    Collective: every rank.
+
     Raises:
         ConfigError: fewer shards than processes, or settings under which the bits depend on their number.
         UsageError: an engine that cannot.
@@ -196,37 +263,9 @@ def open_canonical(
             where="parity='bitwise'",
             do="leave comm_hook out, or use parity='exact'",
         )
-    # Kernels cut their work by threads, and so round differently; torch's own number depends on how a process was started.
-    torch.set_num_threads(get_int_from_env(["OMP_NUM_THREADS"], 1))
-    if world.device.type != "cpu":
-        _logger.warning(
-            "parity='bitwise' on %s holds where every kernel gives the same bits for the same shard: see "
-            "torch.use_deterministic_algorithms, and leave tf32 off",
-            world.device.type,
-        )
-    return CanonicalLedger(num_shards=num_shards, update=engine.open_shards(num_shards, parameters), **book)
-
-
-def refuse_batch_norms(models: Sequence[nn.Module]) -> None:
-    """Raise where a layer sees across the samples of a shard.
-
-    Raises:
-        UsageError: a BatchNorm in training mode; its name.
-    """
-    names = [name for model in models for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
-    if names:
-        raise UsageError(
-            f"{', '.join(names[:5])}{' and others' if len(names) > 5 else ''}: a BatchNorm in training mode takes its "
-            "statistics from the samples of one shard, and its running ones from the shards of one process",
-            where="parity='bitwise'",
-            do="use GroupNorm or LayerNorm, put these layers in eval mode before prepare(), or use parity='exact'",
-        )
-
-
-def outside_of_shards() -> UsageError:
-    """Return the error of a loss of which nobody knows to which shard it belongs."""
-    return UsageError(
-        "backward() outside the loop of a prepared DataLoader, which cuts the shards of an update",
-        where="parity='bitwise'",
-        do="prepare the loader, and call backward() in its loop; or use parity='exact'",
+    return CanonicalLedger(
+        surroundings=open_surroundings(config, world.device),
+        update=engine.open_shards(num_shards, parameters),
+        is_sharded=engine.capabilities.shards_parameters,
+        **book,
     )

@@ -6,7 +6,8 @@ from typing import Any
 
 from echelon.accelerator.current import current_accelerator, has_accelerator
 from echelon.accelerator.plugins import GradientAccumulationPlugin
-from echelon.data.loader import PreparedLoader, Reading
+from echelon.data.loader import PreparedLoader
+from echelon.data.reading import Reading
 
 __all__ = ["GradientState"]
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+from torch.optim import Optimizer
 
 from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.plugins import DataLoaderConfiguration
@@ -19,7 +20,8 @@ from echelon.base.progress import Progress
 from echelon.base.warnings import warn
 from echelon.data.exact import ExactOptions, PassPlan
 from echelon.data.keyed import key_of
-from echelon.data.loader import Driver, PreparedLoader
+from echelon.data.loader import PreparedLoader
+from echelon.data.reading import Driver
 from echelon.data.slices import Contribution, num_micro_steps
 from echelon.distributed.wire import gather_counts
 from echelon.world.world import World
@@ -162,6 +164,21 @@ class Ledger(Driver):
                 "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) sees all ranks, without accumulation the same as one"
             )
 
+    # ---- what prepare and backward tell ------------------------------------------------------------------------------
+
+    def note_prepared(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        """Look at what is about to be prepared."""
+
+    def before_backward(self) -> None:
+        """A backward pass of the batch in hand begins."""
+
+    def after_backward(self) -> None:
+        """It has ended. Collective: in the last micro-step."""
+
+    def finished_models(self, trained: Sequence[nn.Module]) -> Sequence[nn.Module]:
+        """Return the models whose gradients the factor of an update is for, of which ``trained`` are those of this loop."""
+        return trained
+
     # ---- what checkpoints ask ----------------------------------------------------------------------------------------
 
     def close(self) -> dict[str, Any] | None:
@@ -171,6 +188,13 @@ class Ledger(Driver):
         """
         self._count_tokens()
         return self._random_states if self._is_within else None
+
+    def record(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold beside the progress."""
+        return {}
+
+    def require_record(self, saved: Mapping[str, Any], folder: object) -> None:
+        """Compare with what ``record`` gave when ``folder`` was saved, by any parity."""
 
     def reopen(self) -> None:
         """Begin anew after progress was loaded."""
@@ -209,10 +233,14 @@ class Ledger(Driver):
         """See ``Driver``."""
         return not self._is_counted and self.drives and self._progress.micro_step > 1
 
-    def note_loss(self, loss: torch.Tensor, num_items: float, *, num_postponed: int) -> None:
+    def note_loss(self, loss: torch.Tensor, num_items: float, *, num_postponed: int, num_taken: int) -> None:
         """Add a loss, a mean over ``num_items``, to the loss of the update.
 
-        ``num_postponed``: calls of an optimizer's ``step`` so far that were left to the end of an update.
+        Args:
+            loss: of the batch in hand.
+            num_items: of this rank.
+            num_postponed: calls of an optimizer's ``step`` so far that were left to the end of an update.
+            num_taken: steps so far.
         """
         if not self._is_counted:
             self._num_items += num_items

@@ -143,7 +143,10 @@ def handlers_by_kind(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
 
 def open_world(config: RunConfig, options: InitProcessGroupKwargs, engine: Engine | str | None = None) -> World:
     """Make the process group where there are several processes, or ``engine`` needs one, and none has been made by hand."""
-    needs_group = isinstance(engine, str) and engine not in GROUPLESS and load(engine) is not None
+    needs_group = False
+    if isinstance(engine, str) and engine not in GROUPLESS:
+        load(engine)  # a name that no engine has is an error before a group is made for it
+        needs_group = True
     if dist.is_initialized() or (detect().world_size == 1 and not needs_group):
         return World.current(cpu=config.cpu)
     return setup(**options.to_kwargs())  # its defaults ("nccl") stand for the backend of the device, as in Accelerate

@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 from echelon.accelerator.gradient_state import GradientState
 from echelon.distributed.meeting import meet
 from echelon.engines.base import Engine
+from echelon.status.board import Phase
+from echelon.status.notes import notes_of_process
 
 __all__ = ["AcceleratedOptimizer", "Clipping"]
 
@@ -95,11 +97,16 @@ class AcceleratedOptimizer(Optimizer):
         Collective: where the step guard has to reduce.
         """
         if self.gradient_state.sync_gradients:
+            notes = notes_of_process()
+            if notes is not None:
+                notes.phase(Phase.OPTIMIZER)
             if self.clipping is not None:
                 self._clip(self.clipping)
             self._skipped = not self.engine.step(self.optimizer, closure=closure, unsynced=self.unsynced)
             self.num_steps += not self._skipped
             self._is_used = True
+            if notes is not None:
+                notes.step(self.num_steps, Phase.TRAIN)
         else:
             self.num_postponed += 1
         self._is_postponed = not self.gradient_state.sync_gradients

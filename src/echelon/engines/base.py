@@ -188,6 +188,14 @@ class Engine(ABC):
         Collective: where the state is sharded.
         """
 
+    def parameter_groups(self, optimizer: Optimizer) -> list[list[torch.Tensor]]:
+        """Return the model's own parameters in each group of ``optimizer``, in the order of the numbers of its whole state."""
+        return [list(group["params"]) for group in optimizer.param_groups]
+
+    def shape_of(self, parameter: torch.Tensor) -> torch.Size:
+        """Return the whole shape of a parameter of a prepared model, which its own part of it need not show."""
+        return parameter.shape
+
     @abstractmethod
     def release(self) -> None:
         """Forget every model and optimizer, so that their memory can be freed."""

@@ -15,9 +15,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from echelon.data.slices import shards_of
+from echelon.data.slices import Contribution, shards_of
 
-__all__ = ["Node", "ReplicatedUpdate", "ShardedUpdate", "TreeSum", "roots_of"]
+__all__ = ["Node", "ReplicatedUpdate", "ShardedUpdate", "TreeSum", "roots_of", "top_of"]
 
 _SMALL = 2**18  # numbers: below it one exchange of everything is faster than two of parts
 Values = list[torch.Tensor | None]
@@ -108,15 +108,21 @@ class TreeSum:
         """
         found = dict(self._found)
         if last is not None:
-            node, siblings = self._climb(self._next)
+            (node, siblings), total = self._climb(self._next), last
             for sibling in siblings:
-                last = _sum(found.pop(sibling), last)
-            found[node] = last
-        mine = [_flat(found[node], like) for node in self._roots[self._rank]]
-        whole = mine[0] if self._world_size == 1 else self._exchange(mine)
+                total = _sum(found.pop(sibling), total)
+            found[node] = total
+        if self._world_size == 1:
+            return self._own_copies(found[self._roots[0][0]] or [None] * len(like), last)
+        whole = self._exchange([_flat(found[node], like) for node in self._roots[self._rank]])
         present = whole[-len(like) :].tolist()
         parts = whole[: -len(like)].split([t.numel() for t in like])  # type: ignore[no-untyped-call]
         return [part.view_as(one) if there else None for part, one, there in zip(parts, like, present)]
+
+    def _own_copies(self, total: Values, last: Values | None) -> Values:
+        """Return ``total`` with copies of what a later ``finish`` needs as it is."""
+        kept = {id(value) for values in (*self._found.values(), last or ()) for value in values}
+        return [value.clone() if value is not None and id(value) in kept else value for value in total]
 
     def _climb(self, leaf: int) -> tuple[Node, list[Node]]:
         """Return where the sum that ``leaf`` completes belongs, and the nodes that it is added to on the way."""
@@ -200,12 +206,10 @@ class ShardedUpdate(ABC):
     """The gradients of an update whose shards are the same on any number of ranks; an engine's."""
 
     @abstractmethod
-    def begin(self, *, is_first: bool, is_counted: bool) -> None:
+    def begin(self, contribution: Contribution) -> None:
         """Begin a micro-step: what the one before it left in the gradients is filed.
 
-        Args:
-            is_first: of the update.
-            is_counted: False: this rank has no shard now, and what comes is not for the sum.
+        What a ``contribution`` without a shard of its own brings is not for the sum.
         """
 
     @abstractmethod
@@ -240,9 +244,9 @@ class ReplicatedUpdate(ShardedUpdate):
         self._local: list[torch.Tensor | None] | None = None  # of the last micro-step, once the sum was made
         self._before: list[torch.Tensor | None] = []  # gradients of before the update, which nobody cleared
 
-    def begin(self, *, is_first: bool, is_counted: bool) -> None:
+    def begin(self, contribution: Contribution) -> None:
         """See ``ShardedUpdate``."""
-        if is_first:
+        if contribution.micro_step == 0:
             for tree in self._trees.values():
                 tree.reset()
             self._left = self._num_own
@@ -251,7 +255,7 @@ class ReplicatedUpdate(ShardedUpdate):
             self._file()
         for parameter in self._parameters():
             parameter.grad = None
-        self._is_counted, self._local = is_counted, None
+        self._is_counted, self._local = not contribution.is_loan, None
 
     def _file(self) -> None:
         """Give the gradients to the trees."""

@@ -19,6 +19,7 @@ from echelon.base.warnings import warn
 from echelon.engines.base import Engine, Prepared
 from echelon.engines.canonical import ReplicatedUpdate
 from echelon.engines.comm_hooks import register_comm_hook
+from echelon.engines.row_norms import clip_by_rows
 from echelon.engines.stepping import (
     Stepper,
     average_gradients,
@@ -51,6 +52,7 @@ class DDPEngine(Engine):
     ) -> None:
         self._world = world
         self._stepper = Stepper(scaler)
+        self._clip = clip_gradients
         self._options = dict(options or {})
         self._replicas: dict[int, _Replica] = {}  # by id of the wrapper, which the replica keeps alive
         self._owned: set[int] = set()  # ids of the parameters of all replicas
@@ -102,6 +104,7 @@ class DDPEngine(Engine):
         wrapper = DistributedDataParallel(model, device_ids=ids, **options)
         register_comm_hook(wrapper, hook=hook, wrapper=outer, state_options=state_options)
         wrapper.require_backward_grad_sync = self._reduces
+        wrapper.require_forward_param_sync = self._reduces  # no buffer may depend on what a rank has seen
         self._replicas[id(wrapper)] = _Replica(wrapper, reduces=self._reduces)
         self._owned.update(id(parameter) for parameter in model.parameters())
         return wrapper
@@ -169,7 +172,7 @@ class DDPEngine(Engine):
         parameters = list(parameters)
         if not unsynced:
             self._guard(parameters)
-        return clip_gradients(parameters, max_norm, norm_type)
+        return self._clip(parameters, max_norm, norm_type)
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float, *, unsynced: bool = False) -> None:
         """See ``Engine``. Source: torch.nn.utils.clip_grad_value_."""
@@ -190,6 +193,7 @@ class DDPEngine(Engine):
     def open_shards(self, num_shards: int, parameters: Callable[[], Sequence[torch.Tensor]]) -> ReplicatedUpdate:
         """See ``Engine``: DDP never reduces."""
         self._reduces = False
+        self._clip = clip_by_rows
         return ReplicatedUpdate(
             parameters, num_shards=num_shards, rank=self._world.rank, world_size=self._world.world_size
         )
@@ -288,12 +292,12 @@ class _Replica:
         self.wrapper = wrapper
         self._reduces = reduces
         self.parameters = [p for p in wrapper.module.parameters() if p.requires_grad]
-        self._touched = False  # a gradient was accumulated since the last settle()
+        self._touched = _Flag()  # a gradient was accumulated since the last settle()
         self._will_reduce = False  # the forward pass told DDP to reduce in the backward pass that follows
         self._dirty = False
         self._must_prepare = False  # the next backward pass reduces what forward passes in no_sync began
         self._hooks = [wrapper.register_forward_pre_hook(self._note_forward)]
-        self._hooks += [p.register_post_accumulate_grad_hook(self._note_gradient) for p in self.parameters]
+        self._hooks += [p.register_post_accumulate_grad_hook(self._touched) for p in self.parameters]
 
     def release(self) -> None:
         """Take the hooks off the user's parameters."""
@@ -304,9 +308,6 @@ class _Replica:
         # DDP decides here, not in the backward pass: the same condition as its own forward.
         if torch.is_grad_enabled() and self.wrapper.require_backward_grad_sync:
             self._will_reduce = True
-
-    def _note_gradient(self, _parameter: torch.Tensor) -> None:
-        self._touched = True
 
     @contextmanager
     def sync_next_backward(self) -> Iterator[None]:
@@ -338,10 +339,10 @@ class _Replica:
 
     def settle(self) -> None:
         """After a backward pass: were the gradients that it made reduced?"""
-        if not self._touched:
+        if not self._touched.is_up:
             return
         self._dirty = self._reduces and not self._will_reduce
-        self._touched = self._will_reduce = False
+        self._touched.is_up = self._will_reduce = False
 
     def is_dirty(self) -> bool:
         """Tell whether a gradient holds something that the other ranks have not seen."""
@@ -351,6 +352,22 @@ class _Replica:
     def mark_reduced(self) -> None:
         """All ranks have seen everything, or it was cleared."""
         self._dirty = False
+
+
+class _Flag:
+    """Goes up when it is called as a hook of a parameter.
+
+    Such a hook must not reach the wrapper: DDP's reducer keeps the parameters, out of the garbage collector's sight, so
+    that the circle, with the model and the process group, would never be freed.
+    """
+
+    __slots__ = ("is_up",)
+
+    def __init__(self) -> None:
+        self.is_up = False
+
+    def __call__(self, _parameter: torch.Tensor) -> None:
+        self.is_up = True
 
 
 class _NoSync:

@@ -27,6 +27,7 @@ from echelon.engines.deepspeed_config import (
 )
 from echelon.engines.deepspeed_library import announce_kernels, open_library
 from echelon.engines.deepspeed_options import DeepSpeedOptions, DrivenScheduler, DummyOptim, DummyScheduler
+from echelon.engines.deepspeed_parts import follow_loading, whole_shape, write_whole
 from echelon.engines.deepspeed_run import Run
 from echelon.engines.repoint import follow
 from echelon.engines.stepping import Stepper, load_state, plain_state_dict, state_of, zeros_for
@@ -54,6 +55,7 @@ class DeepSpeedEngine(Engine):
         self._again = partial(type(self), world, scaler=scaler, options=options)
         self._run: Run | None = None
         self._evaluated: list[Any] = []  # DeepSpeed's engines of models without an optimizer
+        self._hooks: list[Any] = []  # on their modules
         self._is_local = False  # inside no_sync
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -219,6 +221,7 @@ class DeepSpeedEngine(Engine):
         """Make ``model`` ready for evaluation."""
         if self._stage == 3:
             engine, *_ = library.initialize(model=model, config=evaluation_config(self._options.config))
+            self._hooks += follow_loading(model, partial(write_whole, library.zero, rank=self._world.rank))
             self._evaluated.append(engine)
             return engine  # type: ignore[no-any-return]
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -412,10 +415,24 @@ class DeepSpeedEngine(Engine):
         else:
             run.load_optimizer_state(state, is_whole=True)
 
+    def parameter_groups(self, optimizer: Optimizer) -> list[list[torch.Tensor]]:
+        """See ``Engine``; in stages 1 to 3, those that train, and no empty groups."""
+        run = self._run
+        if run is None or run.parts is None:
+            return super().parameter_groups(optimizer)
+        return run.parts.parameter_groups
+
+    def shape_of(self, parameter: torch.Tensor) -> torch.Size:
+        """See ``Engine``."""
+        return whole_shape(parameter)
+
     def release(self) -> None:
         """See ``Engine``."""
+        for hook in self._hooks:
+            hook.remove()
         for engine in self._evaluated:
             engine.destroy()
+        self._hooks.clear()
         self._evaluated.clear()
         if self._run is not None:
             self._run.release()

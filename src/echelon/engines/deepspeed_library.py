@@ -16,6 +16,7 @@ from echelon.base import environ
 from echelon.base.errors import UsageError
 from echelon.base.logging import get_logger
 from echelon.base.optional import require
+from echelon.distributed.wire import gather_counts
 from echelon.world.world import World
 
 __all__ = ["announce_kernels", "open_library"]
@@ -51,9 +52,12 @@ def open_library(world: World) -> Any:
         backend = "gloo" if on_cpu else None
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     _forget_other_groups()
+    is_first = import_module("deepspeed.comm.comm").cdb is None
     with _without_kernel(deepspeed, _SHARED_MEMORY_KERNEL):
         deepspeed.init_distributed(verbose=False)
     _use_present_names()
+    if is_first:
+        _agree_on_numbers()
     return deepspeed
 
 
@@ -64,6 +68,18 @@ def _forget_other_groups() -> None:
         groups._release_process_group_references()
         library: Any = import_module("deepspeed.comm.comm")
         library.cdb = None
+
+
+def _agree_on_numbers() -> None:
+    """Number modules and parameters of ZeRO 3 alike on all ranks: some may have been in another group before. Collective.
+
+    The library counts them in each process, and compares the numbers between the ranks (0.19.8).
+    """
+    parameters: Any = import_module("deepspeed.runtime.zero.partition_parameters").Init
+    offload: Any = import_module("deepspeed.runtime.zero.parameter_offload").DeepSpeedZeRoOffload
+    (num_modules,) = offload._register_deepspeed_module.__defaults__  # a list of one: the default is the counter
+    of_parameters, of_modules = gather_counts(parameters.param_id, num_modules[0])
+    parameters.param_id, num_modules[0] = max(of_parameters), max(of_modules)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from echelon.base.errors import UsageError
 from echelon.engines.state_wire import gather_parts
 from echelon.engines.stepping import plain_parameters
 
-__all__ = ["FlatParts"]
+__all__ = ["FlatParts", "follow_loading", "whole_shape", "write_whole"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +50,17 @@ class FlatParts:
         self._world_size = world_size
         self._stage = int(engine.zero_optimization_stage())
         self._module: nn.Module = engine.module
-        self._hooks = [
-            module.register_load_state_dict_pre_hook(partial(_adopt_values, self)) for module in self._module.modules()
-        ]
+        self._hooks = follow_loading(self._module, self.adopt)
 
     def release(self) -> None:
         """Let the module load state dicts as it did before."""
         for hook in self._hooks:
             hook.remove()
+
+    @property
+    def parameter_groups(self) -> list[list[torch.Tensor]]:
+        """The parameters of the optimizer's groups, in the order of their numbers."""
+        return [list(group) for group in self._groups]
 
     # ---- where things are --------------------------------------------------------------------------------------------
 
@@ -84,10 +87,6 @@ class FlatParts:
             return None
         flat = self._optimizer.fp32_partitioned_groups_flat[number]
         return _Part(flat=flat, flat_offset=start, offset=offset, numel=numel)
-
-    def _shape(self, parameter: Any) -> torch.Size:
-        shape: torch.Size = parameter.ds_shape if self._stage == 3 else parameter.shape
-        return shape
 
     def require_in_memory(self) -> None:
         """Raise where the optimizer's state is on NVMe: only DeepSpeed's own checkpoints reach it."""
@@ -118,14 +117,9 @@ class FlatParts:
                 found[name] = parameter.detach().to("cpu", copy=True)
         return found
 
-    def gathered(self, parameters: list[nn.Parameter], *, write: bool = False) -> Any:
-        """Return a context in which ``parameters`` are whole; ``write``: rank zero's values are taken over at its end.
-
-        Collective: in stage 3, every rank.
-        """
-        return self._zero_module.GatheredParameters(
-            [p for p in parameters if hasattr(p, "ds_id")], modifier_rank=0 if write else None
-        )
+    def gathered(self, parameters: list[nn.Parameter]) -> Any:
+        """Return a context in which ``parameters`` are whole. Collective: in stage 3, every rank."""
+        return self._zero_module.GatheredParameters([p for p in parameters if hasattr(p, "ds_id")])
 
     def adopt(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Take ``value``, whole and the same on every rank, as the weights of ``parameter``. Collective: in stage 3."""
@@ -134,9 +128,7 @@ class FlatParts:
             own = value.detach().reshape(-1).narrow(0, part.offset, part.numel)
             part.of(part.flat).data.copy_(own)
         if self._stage == 3:
-            with self.gathered([parameter], write=True), torch.no_grad():
-                if self._rank == 0:
-                    parameter.copy_(value)
+            write_whole(self._zero_module, parameter, value, rank=self._rank)
 
     def publish(self) -> None:
         """Take what the parts hold over into what the model computes with. Collective: every rank."""
@@ -149,9 +141,7 @@ class FlatParts:
 
     def _publish(self, name: str, parameter: nn.Parameter) -> None:
         full = self._optimizer.get_full_hp_param(parameter)
-        with self.gathered([parameter], write=True), torch.no_grad():
-            if self._rank == 0:
-                parameter.copy_(full)
+        write_whole(self._zero_module, parameter, full, rank=self._rank)
 
     # ---- optimizer ---------------------------------------------------------------------------------------------------
 
@@ -182,7 +172,7 @@ class FlatParts:
             part = self.part(parameter)
             if part is None or number not in state:
                 continue
-            shape = self._shape(parameter) if is_whole else torch.Size([part.numel])
+            shape = whole_shape(parameter) if is_whole else torch.Size([part.numel])
             entries = self._optimizer.optimizer.state[part.flat]
             for key, value in state[number].items():
                 if not (isinstance(value, torch.Tensor) and value.shape == shape and value.dim() > 0):
@@ -236,7 +226,7 @@ class FlatParts:
         wholes: dict[int, dict[str, Any]] = {}
         for key, part_of_rank in found.items():
             number = key // self._world_size
-            shape = self._shape(parameters[number])
+            shape = whole_shape(parameters[number])
             whole = wholes.setdefault(number, {})
             for name, value in part_of_rank["entries"].items():
                 if not isinstance(value, torch.Tensor) or value.dim() == 0:
@@ -251,15 +241,40 @@ def _lies_as(value: Any, flat: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == flat.numel()
 
 
-def _adopt_values(parts: FlatParts, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_rest: Any) -> None:
+def whole_shape(parameter: torch.Tensor) -> torch.Size:
+    """Return the shape of a parameter, which in stage 3 is itself empty."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
+
+
+def write_whole(zero_module: Any, parameter: nn.Parameter, value: torch.Tensor, *, rank: int) -> None:
+    """Let the model compute with ``value``, whole on rank zero. Collective: every rank, in stage 3."""
+    with zero_module.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+        if rank == 0:
+            parameter.copy_(value)
+
+
+def follow_loading(module: nn.Module, adopt: Callable[[nn.Parameter, torch.Tensor], None]) -> list[Any]:
+    """Give whole values that ``load_state_dict`` of ``module`` brings for its parameters to ``adopt``; return the hooks."""
+    modules: Iterator[Any] = module.modules()  # torch has no types for what is called
+    return [each.register_load_state_dict_pre_hook(partial(_adopt_values, adopt)) for each in modules]
+
+
+def _adopt_values(
+    adopt: Callable[[nn.Parameter, torch.Tensor], None],
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    *_rest: Any,
+) -> None:
     """Before ``load_state_dict`` copies into the parameters of ``module``: into what DeepSpeed steps and shards, too.
 
     In stage 3 the module holds nothing to copy into, so it is given its own empty tensors; it would say that sizes differ.
     """
     for name, parameter in module._parameters.items():
         value = state_dict.get(prefix + name)
-        if parameter is None or not isinstance(value, torch.Tensor) or value.shape != parts._shape(parameter):
+        if parameter is None or not isinstance(value, torch.Tensor) or value.shape != whole_shape(parameter):
             continue  # torch says what is missing or differs in size
-        parts.adopt(parameter, value)
+        adopt(parameter, value)
         if hasattr(parameter, "ds_id"):
             state_dict[prefix + name] = parameter.data

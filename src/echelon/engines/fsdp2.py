@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -20,7 +20,10 @@ from echelon.base.errors import ConfigError, UsageError
 from echelon.base.warnings import warn
 from echelon.distributed.tree import map_tensors
 from echelon.engines.base import Engine, Prepared
+from echelon.engines.canonical import ReplicatedUpdate, ShardedUpdate
 from echelon.engines.meta import fill_from_rank_zero, refuse_without_values, take_values
+from echelon.engines.row_norms import clip_by_rows
+from echelon.engines.scattered import ScatteredUpdate
 from echelon.engines.sharding import ShardingOptions
 from echelon.engines.shards import from_parts, fsdp_groups, local_parts, part_like, parts_of, whole
 from echelon.engines.stepping import Stepper, average_gradients, load_state, plain_state_dict, state_of, zeros_for
@@ -37,6 +40,7 @@ _CAPABILITIES = Capabilities(
     shards_optimizer_state=True,
     replaces_parameters=True,
     joins_uneven=False,
+    sums_shards=True,
 )
 
 
@@ -59,6 +63,7 @@ class FSDP2Engine(Engine):
         self._roots: dict[int, FSDPModule] = {}  # by id, which the value keeps alive
         self._strays: dict[int, list[nn.Parameter]] = {}  # by root: parameters that torch does not shard or reduce
         self._warned = False
+        self._update: ShardedUpdate | None = None  # who sums the gradients in the place of torch (open_shards)
 
     @classmethod
     def from_options(
@@ -142,6 +147,8 @@ class FSDP2Engine(Engine):
         assert isinstance(model, FSDPModule)
         self._roots[id(model)] = model
         self._strays[id(model)] = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+        if isinstance(self._update, ScatteredUpdate):
+            self._update.attach(model)
 
     def _device_mesh(self) -> DeviceMesh:
         """Make the mesh once. Collective."""
@@ -167,7 +174,12 @@ class FSDP2Engine(Engine):
     # ---- backward ----------------------------------------------------------------------------------------------------
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """See ``Engine``: whole gradients are kept and added up; nothing is sent. Source: set_requires_gradient_sync."""
+        """See ``Engine``: whole gradients are kept and added up; nothing is sent. Source: set_requires_gradient_sync.
+
+        Of shards (``open_shards``) the gradients are sent in each micro-step.
+        """
+        if self._update is not None:
+            return nullcontext()
         return _syncing(self._roots.get(id(model)), sync=False)
 
     def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
@@ -241,6 +253,8 @@ class FSDP2Engine(Engine):
         """
         if not unsynced:
             self._guard()
+        if self._update is not None:
+            return clip_by_rows(parameters, max_norm, norm_type)
         gradients = [p.grad for p in parameters if p.grad is not None]
         sharded = [g for g in gradients if isinstance(g, DTensor)]
         plain = [g for g in gradients if not isinstance(g, DTensor)]
@@ -274,6 +288,8 @@ class FSDP2Engine(Engine):
 
         Collective: when something is to be reduced.
         """
+        if self._update is not None:
+            return
         for key, root in self._roots.items():
             if not self.reduced(root):  # type: ignore[arg-type]
                 self._warn()
@@ -288,6 +304,22 @@ class FSDP2Engine(Engine):
                 "the last backward pass was not synchronised between the ranks (a step inside no_sync()): echelon reduces "
                 "the gradients now, so the result is right, but slower. Step outside no_sync()."
             )
+
+    def open_shards(self, num_shards: int, parameters: Callable[[], Sequence[torch.Tensor]]) -> ShardedUpdate:
+        """See ``Engine``.
+
+        Raises:
+            UsageError: shards within groups of ranks, or a torch that cannot.
+        """
+        if self._options.replicas > 1:
+            raise UsageError(
+                f"the engine fsdp2 sums the gradients of shards over all ranks, and here are {self._options.replicas} groups",
+                where="parity='bitwise'",
+                do="leave dp_replicate_size and the HYBRID sharding strategies out, or use parity='exact'",
+            )
+        kind = ScatteredUpdate if self._world.world_size > 1 else ReplicatedUpdate
+        self._update = kind(parameters, num_shards=num_shards, rank=self._world.rank, world_size=self._world.world_size)
+        return self._update
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -350,6 +382,8 @@ class FSDP2Engine(Engine):
         """See ``Engine``."""
         self._roots.clear()
         self._strays.clear()
+        if isinstance(self._update, ScatteredUpdate):
+            self._update.release()
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return ``model``: fully_shard changes it in place."""

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from echelon.base.capabilities import Capabilities
 from echelon.engines.base import Engine, Prepared
 from echelon.engines.canonical import ReplicatedUpdate
+from echelon.engines.row_norms import clip_by_rows
 from echelon.engines.stepping import (
     Stepper,
     clip_gradients,
@@ -35,6 +36,7 @@ class SingleEngine(Engine):
     def __init__(self, world: World, *, scaler: torch.amp.GradScaler | None = None) -> None:
         self._world = world
         self._stepper = Stepper(scaler)
+        self._clip = clip_gradients
 
     @classmethod
     def from_options(
@@ -100,7 +102,7 @@ class SingleEngine(Engine):
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, unsynced: bool = False
     ) -> torch.Tensor:
         """See ``Engine``. Source: torch.nn.utils.clip_grad_norm_."""
-        return clip_gradients(parameters, max_norm, norm_type)
+        return self._clip(parameters, max_norm, norm_type)
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float, *, unsynced: bool = False) -> None:
         """See ``Engine``. Source: torch.nn.utils.clip_grad_value_."""
@@ -116,6 +118,7 @@ class SingleEngine(Engine):
 
     def open_shards(self, num_shards: int, parameters: Callable[[], Sequence[torch.Tensor]]) -> ReplicatedUpdate:
         """See ``Engine``."""
+        self._clip = clip_by_rows
         return ReplicatedUpdate(parameters, num_shards=num_shards, rank=0, world_size=1)
 
     def sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, Any]:

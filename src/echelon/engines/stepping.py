@@ -19,6 +19,7 @@ __all__ = [
     "load_plain_state_dict",
     "load_state",
     "multiply_gradients",
+    "plain_name",
     "plain_parameters",
     "plain_state_dict",
     "state_of",
@@ -116,28 +117,30 @@ def plain_state_dict(module: nn.Module) -> dict[str, Any]:
     state = module.state_dict()
     if not any(_COMPILED in name for name in state):
         return state
-    plain = OrderedDict((_plain(name), value) for name, value in state.items())
+    plain = OrderedDict((plain_name(name), value) for name, value in state.items())
     metadata = getattr(state, "_metadata", {})  # the versions of the modules' formats, by module
-    plain._metadata = {_plain(f"{name}.")[:-1]: value for name, value in metadata.items()}  # type: ignore[attr-defined]
+    plain._metadata = {plain_name(f"{name}.")[:-1]: value for name, value in metadata.items()}  # type: ignore[attr-defined]
     return plain
 
 
-def load_plain_state_dict(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load what ``plain_state_dict`` returned, whichever parts of ``module`` are compiled now."""
-    own = {_plain(name): name for name in module.state_dict()}
+def load_plain_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
+    """Load what ``plain_state_dict`` returned, whichever parts of ``module`` are compiled now; not ``strict``: a part of it."""
+    own = {plain_name(name): name for name in module.state_dict()}
     is_plain = all(name == plain for plain, name in own.items())
-    module.load_state_dict(state if is_plain else {own.get(name, name): value for name, value in state.items()})
+    renamed = state if is_plain else {own.get(name, name): value for name, value in state.items()}
+    module.load_state_dict(renamed, strict=strict)
 
 
 def plain_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters of ``module`` by the names of ``plain_state_dict``."""
-    return [(_plain(name), parameter) for name, parameter in module.named_parameters()]
+    return [(plain_name(name), parameter) for name, parameter in module.named_parameters()]
 
 
 _COMPILED = "_orig_mod."
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """Return ``name`` without what ``torch.compile`` puts into it."""
     return name.replace(_COMPILED, "")
 
 

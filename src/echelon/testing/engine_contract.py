@@ -80,9 +80,7 @@ def gradients_are_those_of_one_process(open: Open) -> None:
         if whole is not None:
             weights.load_state_dict(whole)
         _plain_update(weights, plain, [x])
-        accelerator.backward(_loss(model(_mine(accelerator, x))))
-        optimizer.step()
-        optimizer.zero_grad()
+        _step(accelerator, model, optimizer, _mine(accelerator, x))
         _expect_weights(accelerator, model, weights, 1e-6)
 
 
@@ -116,9 +114,7 @@ def items_count_alike(open: Open) -> None:
         for x, counts in zip(window, shares):
             mine = x[: sum(counts)].split(counts)[accelerator.process_index].to(accelerator.device)
             with accelerator.accumulate(model):
-                accelerator.backward(_loss(model(mine)), num_items=len(mine))
-                optimizer.step()
-                optimizer.zero_grad()
+                _step(accelerator, model, optimizer, mine, num_items=len(mine))
     _expect_weights(accelerator, model, weights, tolerance)
 
 
@@ -134,9 +130,7 @@ def an_unsynchronised_step_is_synchronised(open: Open) -> None:
         for x, _ in _data(dtype):
             _plain_update(weights, plain, [x])
             with accelerator.no_sync(model):
-                accelerator.backward(_loss(model(_mine(accelerator, x))))
-                optimizer.step()
-                optimizer.zero_grad()
+                _step(accelerator, model, optimizer, _mine(accelerator, x))
     _expect_weights(accelerator, model, weights, tolerance)
 
 
@@ -173,9 +167,7 @@ def its_state_continues_where_it_was(open: Open) -> None:
 
     def steps(model: Any, optimizer: Any) -> None:
         for x, _ in _data(dtype)[:3]:
-            accelerator.backward(_loss(model(_mine(accelerator, x))))
-            optimizer.step()
-            optimizer.zero_grad()
+            _step(accelerator, model, optimizer, _mine(accelerator, x))
 
     model, optimizer = _prepared(accelerator, _adamw, dtype)
     steps(model, optimizer)
@@ -205,9 +197,7 @@ def whole_states_leave_and_come_back(open: Open) -> None:
     model, optimizer = _prepared(accelerator, _adamw, dtype)
     first, second, third = _data(dtype)[:3, 0]
     for x in (first, second):
-        accelerator.backward(_loss(model(_mine(accelerator, x))))
-        optimizer.step()
-        optimizer.zero_grad()
+        _step(accelerator, model, optimizer, _mine(accelerator, x))
     weights, state = accelerator.get_state_dict(model), optimizer.full_state_dict()
     _expect((weights is None) == (capabilities.shards_parameters and elsewhere), "who has the weights")
     _expect((state is None) == (capabilities.shards_optimizer_state and elsewhere), "who has the optimizer state")
@@ -218,9 +208,7 @@ def whole_states_leave_and_come_back(open: Open) -> None:
     plain = _adamw(plain_model)
     plain.load_state_dict(copy.deepcopy(state))
     _plain_update(plain_model, plain, [third])
-    accelerator.backward(_loss(model(_mine(accelerator, third))))
-    optimizer.step()
-    optimizer.zero_grad()
+    _step(accelerator, model, optimizer, _mine(accelerator, third))
     _expect_weights(accelerator, model, plain_model, 1e3 * tolerance)  # AdamW's division enlarges rounding
 
     optimizer.load_full_state_dict(state)
@@ -332,9 +320,7 @@ def ranks_may_end_at_different_steps(open: Open) -> None:
         return
     with accelerator._engine.join([model]):
         for x in _data(dtype).flatten(0, 1)[: accelerator.process_index + 1]:
-            accelerator.backward(_loss(model(x.to(accelerator.device))))
-            optimizer.step()
-            optimizer.zero_grad()
+            _step(accelerator, model, optimizer, x.to(accelerator.device))
     mine = accelerator.get_state_dict(model)
     assert_close(mine, _from_rank_zero(mine), rtol=0, atol=0)
 
@@ -348,9 +334,7 @@ def _expect_the_first_to_end_is_named(accelerator: Accelerator, model: Any, opti
     try:
         with accelerator.join_uneven_inputs([model], even_batches=False):
             for x in loader:
-                accelerator.backward(_loss(model(x)))
-                optimizer.step()
-                optimizer.zero_grad()
+                _step(accelerator, model, optimizer, x)
     except DesyncError as error:
         _expect(f"rank {n - 1} ended" in str(error), f"who ended first is not named: {error}")
     else:
@@ -427,6 +411,15 @@ def _mine(accelerator: Accelerator, x: torch.Tensor) -> torch.Tensor:
             do="run the contract on 1, 2, 3, 4, 6 or 12 processes",
         )
     return x.chunk(accelerator.num_processes)[accelerator.process_index].to(accelerator.device)
+
+
+def _step(
+    accelerator: Accelerator, model: Any, optimizer: Any, x: torch.Tensor, *, num_items: float | None = None
+) -> None:
+    """Make an update, or a micro-step of one, with the batch ``x`` of this rank."""
+    accelerator.backward(_loss(model(x)), num_items=num_items)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def _precision(accelerator: Accelerator) -> tuple[torch.dtype, float]:

@@ -1,0 +1,173 @@
+"""What `parity="bitwise"` costs: beside "exact" in the same micro-batches, and beside "off", which takes a batch whole.
+
+A small CNN and a small transformer on 2 gloo processes with one thread each; the same samples in every update. The variants
+take turns forth and back (A B C C B A), so that none of them always comes first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from overhead import processor, write
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from echelon import Accelerator
+from echelon.distributed import process_group, spawn
+
+RANKS = 2
+SHARDS = 8
+BATCH = 64  # samples of an update: shards of 8, 4 on each process
+WARM_UP = 2
+LIMIT = 1.15  # over exact in the same micro-batches
+WHOLE, EXACT, BITWISE = "off, whole", "exact, same micro-batches", "bitwise"
+WALL, CPU = 0, 1
+
+
+class Transformer(nn.Module):
+    """0.8 million parameters; 64 tokens a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, 128)
+        layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.1, batch_first=True)
+        self.blocks = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.out = nn.Linear(128, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = (40 * x[:, 0].flatten(1)[:, :64]).long().remainder(256)
+        out: torch.Tensor = self.out(self.blocks(self.embedding(tokens)).mean(1))
+        return out
+
+
+def cnn() -> nn.Module:
+    """0.6 million parameters; images of 32 x 32."""
+    parts: list[nn.Module] = []
+    for before, after in ((3, 64), (64, 128), (128, 128), (128, 256)):
+        parts += [nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(8, after), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*parts, nn.Flatten(), nn.Dropout(0.1), nn.Linear(256 * 4, 10))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"CNN": cnn, "transformer": Transformer}
+
+
+def turn(model_name: str, variant: str, steps: int) -> tuple[float, float]:
+    """Train for some updates; return milliseconds per update: wall, and CPU of this process."""
+    torch.manual_seed(0)
+    parity = variant.partition(",")[0]
+    options: dict[str, Any] = {"max_micro_batch_size": BATCH // SHARDS} if variant == EXACT else {}
+    accelerator = Accelerator(cpu=True, parity=parity, seed=1, **options)
+    model: Any = MODELS[model_name]()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    num_samples = BATCH * (WARM_UP + steps)
+    data = TensorDataset(torch.randn(num_samples, 3, 32, 32), torch.randint(10, (num_samples,)))
+    size = BATCH // RANKS if parity == "off" else BATCH
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=size, shuffle=True))
+    updates, wall, cpu = 0, 0.0, 0.0
+    for inputs, labels in loader:
+        if updates == WARM_UP and not wall:
+            dist.barrier()
+            wall, cpu = time.perf_counter(), time.process_time()
+        with accelerator.accumulate(model):
+            accelerator.backward(nn.functional.cross_entropy(model(inputs), labels))
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        updates += accelerator.sync_gradients
+    ended = time.perf_counter(), time.process_time()
+    assert updates == WARM_UP + steps, (variant, updates)
+    accelerator.free_memory()
+    return 1e3 * (ended[0] - wall) / steps, 1e3 * (ended[1] - cpu) / steps
+
+
+def measure(rank: int, rounds: int, steps: int, result: str) -> None:
+    """Give every variant its turn in each round, forth and back."""
+    found: dict[str, list[list[float]]] = {}
+    with process_group():
+        for number in range(rounds + 1):
+            for model_name in MODELS:
+                order = [WHOLE, EXACT, BITWISE]
+                for variant in [*order, *order[::-1]] if number else order:
+                    gc.collect()
+                    wall, cpu = turn(model_name, variant, steps if number else 1)
+                    sums = torch.tensor([wall, cpu]) / RANKS
+                    dist.all_reduce(sums)
+                    if number:  # the first round only warms up
+                        found.setdefault(f"{model_name}: {variant}", []).append(sums.tolist())
+    if rank == 0:
+        Path(result).write_text(json.dumps(found))
+
+
+def ratios(found: dict[str, list[list[float]]], model_name: str, other: str, column: int) -> list[float]:
+    """By turn: bitwise over the ``other`` of the same half of a round."""
+    pairs = zip(found[f"{model_name}: {BITWISE}"], found[f"{model_name}: {other}"], strict=True)
+    return [one[column] / two[column] for one, two in pairs]
+
+
+def report(found: dict[str, list[list[float]]], *, rounds: int, steps: int) -> str:
+    rows, worst = [], 0.0
+    for model_name in MODELS:
+        cells = []
+        for variant in (WHOLE, EXACT, BITWISE):
+            turns = found[f"{model_name}: {variant}"]
+            cells += [" / ".join(f"{statistics.median(one[column] for one in turns):.0f}" for column in (WALL, CPU))]
+        for other in (EXACT, WHOLE):
+            for column in (WALL, CPU):
+                ratio = ratios(found, model_name, other, column)
+                low, middle, high = statistics.quantiles(ratio, n=4)
+                cells.append(f"{middle:.3f} ({low:.2f} - {high:.2f})")
+        worst = max(worst, statistics.median(ratios(found, model_name, EXACT, WALL)))
+        num_parameters = sum(p.numel() for p in MODELS[model_name]().parameters())
+        rows.append(f"| {model_name}, {num_parameters / 1e6:.1f} M | {' | '.join(cells)} |")
+    return f"""## Cost of bitwise parity
+
+`parity="bitwise"` with {SHARDS} shards, beside `"exact"` in the same micro-batches of {BATCH // SHARDS} and beside `"off"`, which takes the {BATCH // RANKS}
+samples of a process whole: {RANKS} gloo processes with one thread each, AdamW, clipping, dropout 0.1, updates of {BATCH} samples.
+Milliseconds per update, wall / CPU (the mean of the processes), medians of {2 * rounds} turns of {steps} updates, the variants
+taking turns forth and back. Ratios: bitwise over the other of the same half of a round, the median and the middle half.
+
+| | off, whole | exact | bitwise | over exact, wall | CPU | over off, wall | CPU |
+|---|---:|---:|---:|---|---|---|---|
+{chr(10).join(rows)}
+
+- bitwise costs {worst:.3f} x what exact costs in the same micro-batches, where it costs most (wall; target: {LIMIT}, {"met" if worst <= LIMIT else "missed"})
+
+{date.today()}, {processor()}, Python {platform.python_version()}; torch {version("torch")}, echelon {version("echelon")}.
+Repeat: `.venv/bin/python benchmarks/bitwise.py --write`.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--write", action="store_true", help="put the table into benchmarks/RESULTS.md")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result")
+        spawn(measure, args=(options.rounds, options.steps, str(result)), nprocs=RANKS)
+        found = json.loads(result.read_text())
+    section = report(found, rounds=options.rounds, steps=options.steps)
+    print(section)
+    if options.write:
+        write(section)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""The norm of gradients, and clipping by it, with bits that do not depend on how their rows are spread over the ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from echelon.engines.shards import local_parts, slices_of
+
+__all__ = ["clip_by_rows"]
+
+
+def clip_by_rows(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+    """Scale the gradients so that their norm is at most ``max_norm``; return the norm before, 0-d.
+
+    A row (along the first dim) is on one rank, and its norm is made there: the kernel gives the same bits however many
+    rows it is given. The norms of all rows are then in one float64 vector on every rank.
+
+    Collective: where parameters are sharded.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return torch.tensor(0.0)
+    device = local_parts(gradients[:1])[0].device
+    is_sharded = any(isinstance(gradient, DTensor) for gradient in gradients)
+    is_first = not is_sharded or dist.get_rank() == 0
+    rows = [_row_norms(gradient, norm_type, is_first=is_first).to(device) for gradient in gradients]
+    vector = torch.cat(rows)
+    if is_sharded:
+        dist.all_reduce(vector)  # each number is one rank's, the others' are zero: nothing is rounded
+    norm: torch.Tensor = torch.linalg.vector_norm(vector, norm_type)
+    norm = norm.to(max((gradient.dtype for gradient in gradients), key=lambda dtype: torch.finfo(dtype).bits))
+    if math.isfinite(max_norm):
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for gradient in local_parts(gradients):
+            gradient.mul_(scale.to(gradient.device))
+    return norm
+
+
+def _row_norms(gradient: torch.Tensor, norm_type: float, *, is_first: bool) -> torch.Tensor:
+    """Return the norm of each row of the whole gradient, zero where another rank has it."""
+    (local,) = local_parts([gradient])
+    if local.dim() < 2:
+        found = local.reshape(-1).abs().double()
+    else:
+        wide = torch.promote_types(local.dtype, torch.float32)
+        found = torch.linalg.vector_norm(local.flatten(1), norm_type, dim=1, dtype=wide).double()
+    if not isinstance(gradient, DTensor):
+        return found if is_first else torch.zeros_like(found)
+    norms = found.new_zeros(gradient.shape[0])
+    norms[slices_of(gradient)[0]] = found
+    return norms
