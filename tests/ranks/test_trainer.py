@@ -12,26 +12,9 @@ from torch import nn
 from echelon.base.errors import UsageError
 from echelon.trainer import EvalPrediction, Trainer, TrainerCallback, TrainingArguments
 from tests.harness import RanksFailed, run_on_ranks
+from tests.trainer_models import Net, net_data
 
 SEED = 4
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(SEED)
-        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        logits = self.layers(x)
-        return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
-
-
-def _data(n: int) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        {"x": torch.randn(6, generator=generator, dtype=torch.float64), "labels": torch.tensor(i % 3)} for i in range(n)
-    ]
 
 
 def _train(folder: str, accumulation: int, optim: str) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], float]:
@@ -51,7 +34,7 @@ def _train(folder: str, accumulation: int, optim: str) -> tuple[list[dict[str, f
         disable_tqdm=True,
         use_cpu=True,
     )
-    trainer = Trainer(Net(), args, train_dataset=_data(48))
+    trainer = Trainer(Net(), args, train_dataset=net_data(48))
     result = trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     return logs, {k: v.clone() for k, v in trainer.model.state_dict().items()}, result.training_loss
@@ -59,7 +42,7 @@ def _train(folder: str, accumulation: int, optim: str) -> tuple[list[dict[str, f
 
 def _reference(accumulation: int, optim: str) -> tuple[list[dict[str, float]], nn.Module, float]:
     """Train by a plain loop with the batch of both ranks."""
-    model, data = Net(), _data(48)
+    model, data = Net(), net_data(48)
     kind: Any = {"sgd": torch.optim.SGD, "adamw_torch": torch.optim.AdamW}[optim]
     optimizer = kind(model.parameters(), lr=0.05, weight_decay=0.0)
     size = 4 * 2 * accumulation
@@ -113,9 +96,9 @@ def _evaluate(folder: str, n: int, batch_size: int) -> tuple[dict[str, float], A
     args = TrainingArguments(
         output_dir=folder, per_device_eval_batch_size=batch_size, use_cpu=True, disable_tqdm=True, save_strategy="no"
     )
-    trainer = Trainer(Net(), args, eval_dataset=_data(n), compute_metrics=_metrics)
+    trainer = Trainer(Net(), args, eval_dataset=net_data(n), compute_metrics=_metrics)
     metrics = trainer.evaluate()
-    output = trainer.predict(_data(n))
+    output = trainer.predict(net_data(n))
     return metrics, output.predictions, output.label_ids
 
 
@@ -124,7 +107,7 @@ def _evaluate(folder: str, n: int, batch_size: int) -> tuple[dict[str, float], A
 )
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_an_evaluation_counts_each_sample_once(tmp_path: Any, n: int, batch_size: int, world_size: int) -> None:
-    rows = _data(n)
+    rows = net_data(n)
     with torch.no_grad():
         logits = Net()(torch.stack([row["x"] for row in rows]))["logits"]
     labels = torch.stack([row["labels"] for row in rows])
@@ -147,7 +130,7 @@ def _speak(folder: str) -> tuple[list[str], int]:
     args = TrainingArguments(
         output_dir=folder, max_steps=1, logging_steps=1, use_cpu=True, save_strategy="no", disable_tqdm=False
     )
-    trainer = Trainer(Net(), args, train_dataset=_data(8), callbacks=[Listens()])
+    trainer = Trainer(Net(), args, train_dataset=net_data(8), callbacks=[Listens()])
     trainer.train()
     trainer.log_metrics("train", {"train_loss": 1.0})
     return spoken, args.world_size

@@ -22,6 +22,9 @@ DATA = Path(__file__).with_name("trainer_compat.txt")
 PAGE = ROOT / "docs" / "trainer_compat.md"
 FILES = {
     "arguments": "unit/test_trainer_arguments.py",
+    "balanced": "unit/test_trainer_balanced_batches.py",
+    "behaviours": "unit/test_trainer_behaviours.py",
+    "checkpoints": "unit/test_trainer_checkpoints.py",
     "errors": "unit/test_trainer_errors.py",
     "exact": "unit/test_trainer_exact.py",
     "loop": "unit/test_trainer_loop.py",
@@ -32,6 +35,10 @@ FILES = {
     "ranks": "ranks/test_trainer.py",
     "ranks_deepspeed": "ranks/test_trainer_deepspeed.py",
     "ranks_options": "ranks/test_trainer_options.py",
+    "ranks_resume": "ranks/test_trainer_resume.py",
+    "exchange": "side_by_side/test_trainer_exchange.py",
+    "losses": "side_by_side/test_trainer_losses.py",
+    "scripts": "side_by_side/test_trainer_scripts.py",
 }
 HEAD = """# What of transformers' Trainer is here
 
@@ -121,7 +128,7 @@ def _is_public(name: str, value: object) -> bool:
 def page(table: list[Row]) -> str:
     later = [row for row in table if row.is_later]
     lines = [HEAD, ", ".join(f"{short} = `{file}`" for short, file in FILES.items()) + ".", ""]
-    lines += [f"{len(table)} rows; {len(later)} of them come later.", ""]
+    lines += [f"{len(table)} rows" + (f"; {len(later)} of them come later." if later else "."), ""]
     for section in dict.fromkeys(row.section for row in table):
         lines += [f"## {section}", "", "| | what | test, or where it comes | differs on purpose |", "|---|---|---|---|"]
         for row in (row for row in table if row.section == section):

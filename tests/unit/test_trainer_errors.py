@@ -8,22 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from echelon.base.errors import ConfigError, EchelonError, UsageError
+from echelon.base.errors import CheckpointError, ConfigError, EchelonError, UsageError
 from echelon.trainer import EarlyStoppingCallback, Trainer, TrainingArguments
+from tests.trainer_models import Line
 
 DATA = [{"x": torch.ones(1), "labels": torch.ones(())} for _ in range(4)]
-
-
-class Line(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(1, 1)
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        y = self.layer(x).squeeze(-1)
-        return {"logits": y} if labels is None else {"loss": F.mse_loss(y, labels), "logits": y}
 
 
 class Bare(Line):
@@ -163,12 +153,20 @@ def test_compute_loss_that_returns_one_result(tmp_path: Path) -> None:
     _says(error.value, what="returned a Tensor, not (loss, outputs)", where="OneResult.compute_loss", do="return (loss")
 
 
-def test_resuming_is_not_offered(tmp_path: Path) -> None:
-    for wanted in (True, str(tmp_path)):
-        with pytest.raises(UsageError) as error:
-            Trainer(Line(), _args(tmp_path), train_dataset=DATA).train(resume_from_checkpoint=wanted)
-        _says(error.value, what="comes with crash-safe checkpoints", where="Trainer.train", do="model.safetensors")
-    Trainer(Line(), _args(tmp_path), train_dataset=DATA).train(resume_from_checkpoint=False)
+def test_nothing_to_go_on_from(tmp_path: Path) -> None:
+    def train(wanted: Any) -> None:
+        Trainer(Line(), _args(tmp_path), train_dataset=DATA).train(resume_from_checkpoint=wanted)
+
+    with pytest.raises(ValueError, match="No valid checkpoint found in output directory") as error:  # as transformers
+        train(True)
+    assert isinstance(error.value, UsageError)
+    _says(error.value, what=str(tmp_path), where="resume_from_checkpoint=True", do="'auto', which begins anew")
+    with pytest.raises(UsageError, match="there is no folder"):
+        train(str(tmp_path / "nowhere"))
+    with pytest.raises(CheckpointError, match=r"neither a manifest nor a trainer_state\.json"):
+        train(str(tmp_path))
+    train("auto")
+    train(False)
     with pytest.raises(UsageError, match=r"train.. does not take trail"):
         Trainer(Line(), _args(tmp_path), train_dataset=DATA).train(trail=1)
 

@@ -27,20 +27,8 @@ from echelon.trainer import (
     TrainingArguments,
 )
 from echelon.trainer.callbacks import EVENTS
-
-
-class Line(nn.Module):
-    """Computes its own loss, as the models of transformers do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(1, 1)
-        nn.init.zeros_(self.layer.weight)
-        nn.init.zeros_(self.layer.bias)
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        y = self.layer(x).squeeze(-1)
-        return {"logits": y} if labels is None else {"loss": F.mse_loss(y, labels), "logits": y}
+from tests.trainer_models import DATA, Line
+from tests.trainer_models import arguments as _args
 
 
 class Bare(nn.Module):
@@ -53,21 +41,6 @@ class Bare(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.layer(x).squeeze(-1)
         return y
-
-
-DATA = [{"x": torch.tensor([float(i)]), "labels": torch.tensor(2.0 * i)} for i in range(10)]
-
-
-def _args(tmp_path: Path, **options: Any) -> TrainingArguments:
-    defaults: dict[str, Any] = {
-        "output_dir": str(tmp_path),
-        "per_device_train_batch_size": 2,
-        "num_train_epochs": 1,
-        "logging_strategy": "no",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-    }
-    return TrainingArguments(**{**defaults, **options})
 
 
 class Recorder(TrainerCallback):
@@ -523,7 +496,11 @@ def test_checkpoints_hold_weights_and_state_as_safetensors_and_json(tmp_path: Pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "checkpoint-5"]
     folder = tmp_path / "checkpoint-5"
     assert sorted(path.name for path in folder.iterdir()) == [
+        "manifest.json",
         "model.safetensors",
+        "objects.json",
+        "rank_00000.json",
+        "rank_00000.safetensors",
         "trainer_state.json",
         "training_args.json",
     ]

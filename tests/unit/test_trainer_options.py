@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -32,20 +33,8 @@ from echelon.trainer.callbacks import CallbackHandler
 from echelon.trainer.fitting_batch import smaller_batch_sizes
 from echelon.trainer.length_groups import LengthGroupedSampler
 from echelon.trainer.optimizers import optimizer_class_and_arguments
-
-
-class Line(nn.Module):
-    """y = w x + b, from zero; it computes its own loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(1, 1)
-        nn.init.zeros_(self.layer.weight)
-        nn.init.zeros_(self.layer.bias)
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        y = self.layer(x).squeeze(-1)
-        return {"logits": y} if labels is None else {"loss": F.mse_loss(y, labels), "logits": y}
+from tests.trainer_models import DATA, Line
+from tests.trainer_models import arguments as _args
 
 
 class Words(nn.Module):
@@ -79,24 +68,10 @@ class Words(nn.Module):
         return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), "logits": logits}
 
 
-DATA = [{"x": torch.tensor([float(i)]), "labels": torch.tensor(2.0 * i)} for i in range(10)]
 TEXTS = [
     {"input_ids": torch.tensor(ids), "labels": torch.tensor([-100, *ids[1:]])}
     for ids in ([0, 1, 2, 3], [1, 2, 3, 4], [4, 3, 2, 1], [2, 2, 0, 0])
 ]
-
-
-def _args(tmp_path: Path, **options: Any) -> TrainingArguments:
-    defaults: dict[str, Any] = {
-        "output_dir": str(tmp_path),
-        "per_device_train_batch_size": 2,
-        "num_train_epochs": 1,
-        "logging_strategy": "no",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    return TrainingArguments(**{**defaults, **options})
 
 
 def _weights(trainer: Trainer) -> list[torch.Tensor]:
@@ -781,4 +756,5 @@ def test_the_last_checkpoint_is_the_newest_that_is_whole(tmp_path: Path) -> None
         (tmp_path / f"checkpoint-{step}").mkdir()
     for step in (2, 10):
         (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+        save_file({"weight": torch.ones(1)}, tmp_path / f"checkpoint-{step}" / "model.safetensors")
     assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-10")

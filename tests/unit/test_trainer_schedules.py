@@ -101,7 +101,6 @@ def test_every_schedule_has_a_formula_but_two() -> None:
     ("name", "total", "more", "message"),
     [
         ("cosin", 20, {}, "none of the choices"),
-        ("greedy", 20, {}, "'greedy' is not offered yet"),
         ("linear", None, {}, "'linear' needs to know where it ends"),
         ("linear", 20, {"cycles": 2}, "'linear' does not take these arguments"),
         ("cosine_with_min_lr", 20, {}, "needs one of min_lr"),
@@ -116,6 +115,59 @@ def test_a_schedule_that_cannot_be_is_an_error(
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=PEAK)
     with pytest.raises(ConfigError, match=message):
         get_scheduler(name, optimizer, WARMUP, total, more)
+
+
+def _greedy(values: list[float], **more: Any) -> tuple[list[float], Any]:
+    """Return the rate after each of ``values``, and the schedule."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=PEAK)
+    schedule = get_scheduler("greedy", optimizer, scheduler_specific_kwargs={"min_lr": 1e-6, **more})
+    rates = []
+    for value in values:
+        schedule.step(value)  # type: ignore[arg-type]
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates, schedule
+
+
+def test_the_greedy_schedule_rises_while_values_get_better_and_falls_while_they_do_not() -> None:
+    falling, flat = [5.0, 4.0, 3.0, 2.0, 1.0], [1.0] * 4
+    rates, _ = _greedy(falling + flat, factor=0.5, patience=1, max_lr=3 * PEAK)
+    # More than one better value in a row: twice the rate, at most max_lr; more than one other: half of it.
+    up = [PEAK, 2 * PEAK, 2 * PEAK, 3 * PEAK, 3 * PEAK]
+    assert rates == pytest.approx([*up, 3 * PEAK, 1.5 * PEAK, 1.5 * PEAK, 0.75 * PEAK], rel=1e-12)
+    waiting, _ = _greedy(
+        [5.0, 4.0, 3.0, 2.0, 1.0, 1.0, 2.0, 2.0, 2.0], factor=0.5, patience=0, warmup=2, cooldown=1, max_lr=9.0
+    )
+    # A rise is followed by two values that count for nothing, a fall by one.
+    assert waiting == pytest.approx([2 * PEAK] * 3 + [4 * PEAK] * 3 + [2 * PEAK, 2 * PEAK, PEAK], rel=1e-12)
+    again, _ = _greedy([1.0] * 6, factor=0.5, patience=0, min_lr=0.5 * PEAK, max_lr=PEAK, reset_start=2)
+    # The first value is better than none. At the least rate twice: all begins anew.
+    assert again == pytest.approx([PEAK, 0.5 * PEAK, PEAK, PEAK, 0.5 * PEAK, PEAK], rel=1e-12)
+    smooth, _ = _greedy([4.0, 0.0, 2.0, 1.0], factor=0.5, patience=0, smooth=True, window_size=2, max_lr=9.0)
+    assert smooth == pytest.approx([2 * PEAK, 4 * PEAK, 8 * PEAK, 4 * PEAK], rel=1e-12)  # of 4, 2, 1, 1.5
+
+
+@pytest.mark.parametrize("more", [{}, {"smooth": True, "window_size": 3}, {"mode": "max", "threshold_mode": "rel"}])
+def test_the_greedy_schedule_is_transformers_and_takes_its_state(more: dict[str, Any]) -> None:
+    theirs = pytest.importorskip("transformers.optimization")
+    options: dict[str, Any] = {"patience": 1, "cooldown": 1, "warmup": 2, "min_lr": PEAK / 2, "reset_start": 2, **more}
+    values = torch.randn(60, generator=torch.Generator().manual_seed(1)).cumsum(0).abs().tolist()
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=PEAK)
+    schedule, expected = theirs.GreedyLR(optimizer, **options), []
+    for value in values[:40]:
+        schedule.step(value)
+        expected.append(optimizer.param_groups[0]["lr"])
+    rates, ours = _greedy(values[:40], **options)
+    assert rates == pytest.approx(expected, rel=1e-12)
+    assert len(set(expected)) > 2
+    _, taken = _greedy([], **options)
+    taken.load_state_dict(schedule.state_dict())
+    schedule.load_state_dict(ours.state_dict())
+    for value in values[40:]:
+        for one in (ours, taken, schedule):
+            one.step(value)
+        rate = ours.get_last_lr()
+        assert taken.get_last_lr() == pytest.approx(rate, rel=1e-12)
+        assert schedule.get_last_lr() == pytest.approx(rate, rel=1e-12)
 
 
 class Block(nn.Module):

@@ -289,6 +289,9 @@ def test_checkpoints_are_uploaded_as_the_strategy_says(
     trainer = Trainer(Line(), args, train_dataset=DATA)
     trainer.train()
     assert [upload.get("path_in_repo") for upload in hub.uploads] == folders
+    copied = {path.name for path in tmp_path.iterdir() if path.is_file()}  # the model, not the state of the training
+    assert "rank_00000.safetensors" not in copied
+    assert ("model.safetensors" in copied) is bool(folders)
     hub.uploads.clear()
     trainer.save_model()
     assert [upload["commit_message"] for upload in hub.uploads] == ["Model save"]

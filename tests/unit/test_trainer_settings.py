@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from echelon.accelerator import Accelerator
@@ -20,20 +19,13 @@ from echelon.base.errors import ConfigError
 from echelon.trainer import Trainer, TrainingArguments, acceleration
 from echelon.trainer.hub import HubUpload
 from echelon.trainer.reporting import CSVCallback, TrackerCallback, by_split
+from tests.trainer_models import DATA, Line
 
 
-class Line(nn.Module):
+class Configured(Line):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(1, 1)
         self.config = SimpleNamespace(use_cache=True, to_dict=lambda: {"layers": 1})
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        y = self.layer(x).squeeze(-1)
-        return {"logits": y} if labels is None else {"loss": F.mse_loss(y, labels), "logits": y}
-
-
-DATA = [{"x": torch.tensor([float(i)]), "labels": torch.tensor(2.0 * i)} for i in range(10)]
 
 
 def _args(folder: Path, **options: Any) -> TrainingArguments:
@@ -47,7 +39,7 @@ def test_loaders_are_made_as_the_settings_say(tmp_path: Path) -> None:
         dataloader_persistent_workers=True, dataloader_prefetch_factor=3,
         dataloader_multiprocessing_context="spawn", dataloader_in_order=False,
     )  # fmt: skip
-    loader = Trainer(Line(), args, train_dataset=DATA).get_train_dataloader()
+    loader = Trainer(Configured(), args, train_dataset=DATA).get_train_dataloader()
     inner: Any = getattr(loader, "base_dataloader", loader)
     assert (len(loader), inner.num_workers, inner.persistent_workers, inner.prefetch_factor) == (2, 1, True, 3)
     assert (inner.multiprocessing_context.get_start_method(), inner.in_order) == ("spawn", False)
@@ -63,7 +55,7 @@ def test_the_accelerator_gets_what_belongs_to_it(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(acceleration, "Accelerator", make)
     Trainer(
-        Line(),
+        Configured(),
         _args(
             tmp_path, ddp_find_unused_parameters=True, ddp_bucket_cap_mb=7, ddp_broadcast_buffers=False, bf16=True,
             ddp_static_graph=True, ddp_backend="gloo", ddp_timeout=90, data_seed=5,
@@ -94,14 +86,14 @@ def test_the_accelerator_gets_what_belongs_to_it(tmp_path: Path, monkeypatch: py
         ({"parallelism_config": {"dp": 2}}, "parallelism_config has no key 'dp'"),
     ):
         with pytest.raises(ConfigError, match=message):
-            Trainer(Line(), _args(tmp_path, **options))
-    Trainer(Line(), _args(tmp_path, fsdp="", fsdp_config={"min_num_params": 0}))
+            Trainer(Configured(), _args(tmp_path, **options))
+    Trainer(Configured(), _args(tmp_path, fsdp="", fsdp_config={"min_num_params": 0}))
     assert seen["fsdp_plugin"] is None
 
 
 def test_full_determinism_switches_torch_to_it(tmp_path: Path) -> None:
     try:
-        Trainer(Line(), _args(tmp_path, full_determinism=True))
+        Trainer(Configured(), _args(tmp_path, full_determinism=True))
         assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
@@ -109,7 +101,7 @@ def test_full_determinism_switches_torch_to_it(tmp_path: Path) -> None:
 
 def test_use_cache_is_that_of_the_arguments(tmp_path: Path) -> None:
     for wanted in (False, True):
-        model = Line()
+        model = Configured()
         Trainer(model, _args(tmp_path, use_cache=wanted))
         assert model.config.use_cache is wanted
 
@@ -133,7 +125,7 @@ def test_an_evaluation_before_the_first_step_and_one_of_the_loss_only(tmp_path: 
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     args = _args(tmp_path, eval_on_start=True, eval_strategy="epoch", num_train_epochs=1, prediction_loss_only=True)
-    trainer = Looks(Line(), args, train_dataset=DATA, eval_dataset=DATA)
+    trainer = Looks(Configured(), args, train_dataset=DATA, eval_dataset=DATA)
     trainer.train()
     assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [0, 2]
     assert trainer.predict(DATA).predictions is None
@@ -159,7 +151,7 @@ def test_trackers_get_the_project_and_the_run(tmp_path: Path) -> None:
     stands: Any = Stands()
     callback = TrackerCallback(lambda: stands, tmp_path / "runs")
     state = SimpleNamespace(global_step=7)
-    callback.on_log(args, state, None, logs={"loss": 0.5, "eval_f1": 1.0, "note": "text"}, model=Line())
+    callback.on_log(args, state, None, logs={"loss": 0.5, "eval_f1": 1.0, "note": "text"}, model=Configured())
     callback.on_train_begin(args, state, None)
     assert (started["project"], started["config"]["seed"], started["config"]["model/layers"]) == ("mine", 3, "1")
     assert started["more"] == {
@@ -198,7 +190,7 @@ def test_an_upload_that_runs_lets_the_next_one_pass_unless_told_not_to(
 
 
 def test_what_scripts_and_subclasses_ask_the_trainer(tmp_path: Path) -> None:
-    class Counts(Line):
+    class Counts(Configured):
         def floating_point_ops(self, inputs: Any) -> float:
             return 100.0
 
@@ -258,7 +250,7 @@ def test_overrides_of_the_data_s_methods_are_used(tmp_path: Path) -> None:
         return {name: torch.stack([row[name] for row in rows]) for name in ("x", "labels")}
 
     args = _args(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=2, num_train_epochs=1)
-    trainer = Backwards(model_init=Line, args=args, train_dataset=DATA, data_collator=collate)
+    trainer = Backwards(model_init=Configured, args=args, train_dataset=DATA, data_collator=collate)
     trainer.train()
     assert seen == {"sizes": [(2, 2, None), (1, 1, None)], "trial": None}
     assert trainer.predict(DATA).label_ids.tolist() == [2.0 * i for i in reversed(range(10))]
@@ -267,7 +259,7 @@ def test_overrides_of_the_data_s_methods_are_used(tmp_path: Path) -> None:
 def test_labels_are_counted_on_one_rank_or_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     summed = []
     for wanted in (False, True):
-        trainer = Trainer(Line(), _args(tmp_path, average_tokens_across_devices=wanted))
+        trainer = Trainer(Configured(), _args(tmp_path, average_tokens_across_devices=wanted))
         trainer._counts_items = True
         monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
         monkeypatch.setattr(trainer.accelerator, "reduce", lambda count, how: summed.append(how) or count * 2)

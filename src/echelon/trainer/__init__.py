@@ -17,6 +17,7 @@ from echelon.trainer.enums import (
     SaveStrategy,
     SchedulerType,
 )
+from echelon.trainer.interruptions import TrainingInterrupted
 from echelon.trainer.nonfinite import NonFiniteError
 from echelon.trainer.notebook import NotebookProgressCallback
 from echelon.trainer.progress_bars import PrinterCallback, ProgressCallback
@@ -53,6 +54,7 @@ __all__ = [
     "TrainerControl",
     "TrainerState",
     "TrainingArguments",
+    "TrainingInterrupted",
     "default_data_collator",
     "get_last_checkpoint",
     "get_scheduler",

@@ -16,6 +16,7 @@ from echelon.accelerator import (
     InitProcessGroupKwargs,
 )
 from echelon.accelerator.plugins import TorchDynamoPlugin
+from echelon.accelerator.project import ProjectConfiguration
 from echelon.base.device import has_tf32
 from echelon.base.errors import ConfigError
 from echelon.trainer.arguments import TrainingArguments
@@ -49,6 +50,11 @@ def make_accelerator(args: TrainingArguments) -> Accelerator:
     Raises:
         ConfigError: a setting that the Trainer does not offer.
     """
+    is_exact = args.parity not in (None, "off")
+    settings = tracker_settings(args)
+    project = settings.setdefault("project_config", ProjectConfiguration())
+    project.save_on_each_node, project.max_failed_saves = args.save_on_each_node, args.max_failed_saves
+    project.checkpoint_format = "echelon"  # what it saves; files of transformers' layout are the Trainer's own
     accelerator = Accelerator(
         mixed_precision=args.mixed_precision,
         cpu=args.use_cpu,
@@ -64,14 +70,14 @@ def make_accelerator(args: TrainingArguments) -> Accelerator:
             _of_ddp(args),
             InitProcessGroupKwargs(backend=args.ddp_backend, timeout=args.ddp_timeout_delta),
         ],
-        **tracker_settings(args),
+        parity=args.parity,
+        seed=args.seed if is_exact else None,
+        canonical_shards=args.canonical_shards,
+        max_micro_batch_size=(args.max_micro_batch_size or args.train_batch_size) if is_exact else None,
+        **settings,
     )
-    if accelerator.parity != "off":  # its plan counts batches of one process
-        raise ConfigError(
-            f"the Trainer of this version of echelon does not offer parity={accelerator.parity!r}",
-            where=str(accelerator.config.origins["parity"]),
-            do="leave it out, or train by your own loop on Accelerator(parity='exact')",
-        )
+    if accelerator.parity != "off" and not is_exact:  # chosen outside of the script, where it is said what fits, too
+        accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
     if args.tf32 is not None:
         _choose_tf32(args.tf32, accelerator.device)
     return accelerator

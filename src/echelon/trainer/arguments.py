@@ -22,6 +22,7 @@ import torch
 from echelon.accelerator import PartialState
 from echelon.base.errors import ConfigError
 from echelon.base.logging import get_logger
+from echelon.trainer.argument_rules import check, complete
 from echelon.trainer.enums import (
     HubStrategy,
     IntervalStrategy,
@@ -35,7 +36,6 @@ from echelon.trainer.not_offered import refuse_what_is_not_offered
 from echelon.trainer.old_names import KEPT, translate
 from echelon.trainer.optimizers import refuse_optimizer
 from echelon.trainer.reporting import read_report_to
-from echelon.trainer.sharding import read_fsdp
 from echelon.trainer.time_limit import duration
 
 __all__ = ["TrainingArguments", "setting"]
@@ -239,7 +239,7 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
     do_train: bool = setting(False, "For scripts: whether to train.")
     do_eval: bool = setting(False, "For scripts: whether to evaluate.")
     do_predict: bool = setting(False, "For scripts: whether to predict.")
-    resume_from_checkpoint: str | None = setting(None, "For scripts: a checkpoint to go on from.")
+    resume_from_checkpoint: str | None = setting(None, "A checkpoint to go on from; True or auto: the newest.")
     local_rank: int = setting(-1, "Of old launchers; see local_process_index.")
     # Echelon's own.
     max_time: float | str | timedelta | None = extra(None, "End after this time: seconds, 90m, 12h, or h:mm:ss.")
@@ -247,6 +247,16 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
     limit_train_batches: float | None = extra(None, "Batches of a pass; below 1: a part of them.")
     limit_eval_batches: float | None = extra(None, "Batches of an evaluation; below 1: a part of them.")
     stop_on_nan: bool = extra(False, "End at the first loss or gradient that is not finite, and name the tensor.")
+    checkpoint_format: str | None = extra(
+        None, "How checkpoints are written: echelon, transformers; none given: echelon."
+    )
+    max_failed_saves: int = extra(3, "So many checkpoints in a row that the disk did not take end the training.")
+    save_on_exception: bool = extra(False, "Save what was trained when an error ends the training.")
+    save_on_signal: bool = extra(False, "On SIGTERM save after the step, and end the process with exit code 143.")
+    parity: str | None = extra(None, "exact: the same updates on any number of processes; bitwise: the same bits.")
+    global_batch_size: int | None = extra(None, "With parity: samples of one optimizer step, over all processes.")
+    max_micro_batch_size: int | None = extra(None, "With parity: most samples in one pass; none given: per device.")
+    canonical_shards: int | None = extra(None, "With parity='bitwise': parts of an update, summed in a fixed order.")
     log_throughput: bool = extra(False, "Log samples and steps per second of the steps since the last log.")
 
     logging_dir: ClassVar[str | None] = None
@@ -257,8 +267,8 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
         self._read_names()
         self._read_dicts()
         self._refuse()
-        self._complete()
-        self._check()
+        complete(self)
+        check(self)
 
     def _read_names(self) -> None:
         self.eval_strategy = choose(IntervalStrategy, self.eval_strategy, setting="eval_strategy")
@@ -298,135 +308,6 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         defaults = {item.name: _default(item) for item in fields(self)}
         refuse_what_is_not_offered(values, defaults)
-        if self.lr_scheduler_type == SchedulerType.GREEDY:
-            raise ConfigError(
-                "lr_scheduler_type='greedy' is not offered yet by this version of echelon",
-                where="TrainingArguments.lr_scheduler_type",
-                do="use 'reduce_lr_on_plateau'",
-            )
-        if self.train_sampling_strategy == "batch_rebalance":
-            raise ConfigError(
-                f"train_sampling_strategy={self.train_sampling_strategy!r} is not offered yet by this version of echelon",
-                where="TrainingArguments.train_sampling_strategy ",
-                do="use 'group_by_length', or override _get_train_sampler",
-            )
-
-    def _complete(self) -> None:
-        if self.eval_strategy != IntervalStrategy.NO:
-            self.do_eval = True
-        if self.eval_strategy == IntervalStrategy.STEPS and not self.eval_steps:
-            if not self.logging_steps > 0:
-                raise ConfigError(
-                    "eval_strategy='steps' needs a number of steps, and neither eval_steps nor logging_steps is positive",
-                    where="TrainingArguments.eval_steps",
-                    do="set eval_steps",
-                )
-            self.eval_steps = self.logging_steps
-        wants_best = self.load_best_model_at_end or self.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU
-        if wants_best and self.metric_for_best_model is None:
-            self.metric_for_best_model = "loss"
-        if self.greater_is_better is None and self.metric_for_best_model is not None:
-            self.greater_is_better = not self.metric_for_best_model.endswith("loss")
-        if self.use_cpu:
-            self.dataloader_pin_memory = False
-        if self.torch_compile_backend is not None or self.torch_compile_mode is not None:
-            self.torch_compile = True
-        if self.torch_compile and self.torch_compile_backend is None:
-            self.torch_compile_backend = "inductor"
-        if self.fast_dev_run:
-            self._try_out()
-        if self.disable_tqdm is None:
-            self.disable_tqdm = logger.getEffectiveLevel() > logging.WARNING
-        for name in ("logging_steps", "eval_steps", "save_steps", "warmup_steps"):
-            setattr(self, name, _steps(name, getattr(self, name)))
-
-    def _try_out(self) -> None:
-        steps = int(self.fast_dev_run)
-        self.max_steps = self.limit_train_batches = self.limit_eval_batches = steps
-        self.logging_strategy, self.logging_steps = IntervalStrategy.STEPS, 1
-        self.save_strategy, self.report_to = SaveStrategy.NO, []
-        self.load_best_model_at_end = self.push_to_hub = False
-        if self.eval_strategy == IntervalStrategy.STEPS:
-            self.eval_steps = steps
-
-    def _check(self) -> None:
-        if self.fp16 and self.bf16:
-            raise ConfigError("fp16 and bf16 exclude each other", where="TrainingArguments", do="choose one of them")
-        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} must be at least 1",
-                    where=f"TrainingArguments.{name}",
-                    do="set it to 1",
-                )
-        if self.warmup_steps < 0:
-            raise ConfigError(
-                f"warmup_steps={self.warmup_steps} must not be negative", where="TrainingArguments.warmup_steps"
-            )
-        for name in ("limit_train_batches", "limit_eval_batches", "fast_dev_run"):
-            limit = getattr(self, name)
-            if limit is not None and (
-                limit < 0 or (limit > 1 and limit != int(limit)) or (limit == 0 and name != "fast_dev_run")
-            ):
-                raise ConfigError(
-                    f"{name}={limit} is no number of batches, and no part of them (below 1)",
-                    where=f"TrainingArguments.{name}",
-                    do="give a positive whole number, or a part such as 0.1",
-                )
-        if not 0 <= self.label_smoothing_factor < 1:
-            raise ConfigError(
-                f"label_smoothing_factor={self.label_smoothing_factor} is not a part of the target (0 to below 1)",
-                where="TrainingArguments.label_smoothing_factor",
-                do="0.1 is usual",
-            )
-        if self.fp16_full_eval and self.bf16_full_eval:
-            raise ConfigError(
-                "fp16_full_eval and bf16_full_eval exclude each other",
-                where="TrainingArguments",
-                do="choose one of them",
-            )
-        if read_fsdp(self.fsdp) is not None and self.deepspeed:
-            raise ConfigError(
-                "fsdp and deepspeed exclude each other", where="TrainingArguments", do="choose one of them"
-            )
-        if self.dataloader_prefetch_factor is not None and not self.dataloader_num_workers:
-            raise ConfigError(
-                f"dataloader_prefetch_factor={self.dataloader_prefetch_factor} needs processes that read data",
-                where="TrainingArguments.dataloader_prefetch_factor",
-                do="set dataloader_num_workers to 1 or more",
-            )
-        if self.logging_strategy == IntervalStrategy.STEPS and not self.logging_steps > 0:
-            raise ConfigError(
-                f"logging_strategy='steps' needs a positive number, not logging_steps={self.logging_steps}",
-                where="TrainingArguments.logging_steps",
-                do="set logging_steps, or logging_strategy='no'",
-            )
-        if self.save_strategy == SaveStrategy.BEST and self.metric_for_best_model is None:
-            raise ConfigError(
-                "save_strategy='best' does not know what is best",
-                where="TrainingArguments.metric_for_best_model",
-                do="set metric_for_best_model to a name of the evaluation's metrics, such as 'loss'",
-            )
-        if self.load_best_model_at_end and self.save_strategy != SaveStrategy.BEST:
-            self._check_saved_when_evaluated()
-
-    def _check_saved_when_evaluated(self) -> None:
-        if str(self.eval_strategy) != str(self.save_strategy):
-            raise ConfigError(
-                f"load_best_model_at_end needs a checkpoint of each evaluation, but eval_strategy={str(self.eval_strategy)!r}"
-                f" and save_strategy={str(self.save_strategy)!r}",
-                where="TrainingArguments.load_best_model_at_end",
-                do="set both to the same, or save_strategy='best'",
-            )
-        if self.eval_strategy == IntervalStrategy.STEPS and self.eval_steps is not None:
-            ratio = self.save_steps / self.eval_steps
-            if abs(ratio - round(ratio)) > 1e-9 or round(ratio) < 1:
-                raise ConfigError(
-                    f"load_best_model_at_end needs an evaluation at each checkpoint, but save_steps={self.save_steps} is no"
-                    f" multiple of eval_steps={self.eval_steps}",
-                    where="TrainingArguments.save_steps",
-                    do="choose a multiple, or save_strategy='best'",
-                )
 
     # What started this process.
 
@@ -722,7 +603,7 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
         for name, value in values.items():
             setattr(self, name, value)
         self._read_names()
-        self._complete()
+        complete(self)
         return self
 
     def to_dict(self) -> dict[str, Any]:
@@ -773,18 +654,6 @@ def _as_dict(name: str, value: Any) -> Any:
             where=f"TrainingArguments.{name}",
             do="give a dict, text such as '{\"key\": 1}', or the path of a JSON file",
         ) from error
-
-
-def _steps(name: str, value: float | None) -> float | None:
-    if value is None or value < 1:
-        return value
-    if value != int(value):
-        raise ConfigError(
-            f"{name}={value} is no whole number of steps, and no part of all steps (below 1)",
-            where=f"TrainingArguments.{name}",
-            do=f"set it to {round(value)}",
-        )
-    return int(value)
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -27,9 +27,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], data: Any) -> Any:
 
 def to_device(data: Any, device: torch.device) -> Any:
     """Return ``data`` on ``device``; itself where it is there already."""
-    if all(tensor.device == device for tensor in _tensors(data)):
-        return data
-    return map_tensors(lambda tensor: tensor.to(device), data)
+    return data if _is_on(data, device) else map_tensors(lambda tensor: tensor.to(device), data)
 
 
 def detach(data: Any) -> Any:
@@ -89,6 +87,19 @@ def _lengthen(tensor: torch.Tensor, length: int, padding: int) -> torch.Tensor:
     longer = tensor.new_full((tensor.shape[0], length, *tensor.shape[2:]), padding)
     longer[:, : tensor.shape[1]] = tensor
     return longer
+
+
+def _is_on(data: Any, device: torch.device) -> bool:
+    if isinstance(data, torch.Tensor):
+        return data.device == device
+    if isinstance(data, Mapping):
+        data = data.values()
+    elif not isinstance(data, (list, tuple)):
+        return True
+    for part in data:  # noqa: SIM110 - at every step: a generator, and a call for each tensor, cost several times as much
+        if not (part.device == device if type(part) is torch.Tensor else _is_on(part, device)):
+            return False
+    return True
 
 
 def _tensors(data: Any) -> list[torch.Tensor]:

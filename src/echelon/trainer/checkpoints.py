@@ -1,36 +1,46 @@
-"""Weights and the state of a training on disk: checkpoint-N folders, the best one, and how many are kept.
-
-This version writes what an evaluation or another program needs: weights as safetensors, everything else as JSON. What a
-resumed training needs comes with crash-safe checkpoints.
-"""
+"""checkpoint-N folders: their names and formats, which is the newest that is whole, and how many are kept."""
 
 from __future__ import annotations
 
 import json
-import re
-import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from torch import nn
+
+from echelon.accelerator.checkpoint_folders import checkpoints_in, problems_in, remove_checkpoints
+from echelon.base import environ
+from echelon.base.errors import ConfigError
 from echelon.base.logging import get_logger
+from echelon.base.warnings import warn
+
+if TYPE_CHECKING:
+    from echelon.trainer.arguments import TrainingArguments
+    from echelon.trainer.trainer import Trainer
 
 __all__ = [
     "ARGUMENTS_FILE",
+    "PREFIX",
     "STATE_FILE",
     "WEIGHTS_FILE",
     "SavesItself",
-    "checkpoints_in",
+    "checkpoint_format",
     "get_last_checkpoint",
+    "has_adapters",
+    "remove_last",
     "remove_surplus",
     "write_json",
+    "write_model",
 ]
 
 logger = get_logger(__name__)
 
+PREFIX = "checkpoint-"
 WEIGHTS_FILE = "model.safetensors"
 STATE_FILE = "trainer_state.json"
 ARGUMENTS_FILE = "training_args.json"
-_NAME = re.compile(r"checkpoint-(\d+)")
+FORMATS = ("echelon", "transformers")
 
 
 @runtime_checkable
@@ -42,38 +52,83 @@ class SavesItself(Protocol):
         ...
 
 
-def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the checkpoint-N folders in ``folder``, the oldest first."""
-    found = [(int(match[1]), path) for path in folder.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+@runtime_checkable
+class _Adapted(Protocol):
+    """A model of PEFT: what is trained of it is saved in files of its own."""
+
+    peft_config: Mapping[str, Any]
+
+    def load_adapter(self, model_id: str, adapter_name: str, is_trainable: bool = False) -> Any:
+        """Read it from a folder."""
+        ...
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Tell whether ``model`` saves its adapters alone."""
+    return isinstance(model, _Adapted)
+
+
+def checkpoint_format(args: TrainingArguments) -> str:
+    """Return how checkpoints are written: ``echelon`` or ``transformers``.
+
+    Raises:
+        ConfigError: another one is asked for.
+    """
+    chosen, where = args.checkpoint_format, "TrainingArguments.checkpoint_format"
+    if chosen is None:
+        chosen, where = environ.get("ECHELON_CHECKPOINT_FORMAT"), "env ECHELON_CHECKPOINT_FORMAT"
+    if (chosen or "echelon") not in FORMATS:
+        raise ConfigError(
+            f"checkpoint_format={chosen!r} is none of the formats of a Trainer: {', '.join(FORMATS)}",
+            where=where,
+            do="choose one of them",
+        )
+    return chosen or "echelon"
+
+
+# ---- finding ---------------------------------------------------------------------------------------------------------
 
 
 def get_last_checkpoint(folder: str | Path) -> str | None:
     """Return the newest checkpoint-N in ``folder`` that is whole, None where there is none; what is skipped is told."""
-    for path in reversed(checkpoints_in(Path(folder)) if Path(folder).is_dir() else []):
-        if (path / STATE_FILE).is_file():  # written last
+    for path in reversed(checkpoints_in(Path(folder), prefix=PREFIX)):
+        problems = problems_in(path)
+        if not problems:
             return str(path)
-        logger.warning("%s is not whole (it has no %s): an older checkpoint is taken", path, STATE_FILE)
+        logger.warning("%s is not whole (%s): an older checkpoint is taken", path, problems[0])
     return None
 
 
-def remove_surplus(folder: Path, *, limit: int | None, best: str | None, keep_newest: bool) -> None:
-    """Delete the oldest checkpoints beyond ``limit``; never the best, nor (``keep_newest``) the newest."""
-    if limit is None or limit <= 0:
-        return
-    all_of_them = checkpoints_in(folder)
-    kept = {Path(best)} if best is not None else set()
-    if keep_newest and all_of_them:
-        kept.add(all_of_them[-1])
-    surplus = len(all_of_them) - max(limit, len(kept & set(all_of_them)))
-    for path in all_of_them:
-        if surplus <= 0:
-            return
-        if path not in kept:
-            shutil.rmtree(path)
-            surplus -= 1
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write_model(trainer: Trainer, folder: Path, weights: Any) -> None:
+    """Write the files of ``save_model`` with ``weights``; a subclass' own ``save_model`` is asked instead."""
+    if trainer._saves_in_its_own_way:
+        trainer.save_model(str(folder), _internal_call=True)
+    elif trainer.args.should_save:
+        trainer._save(str(folder), state_dict=weights)
 
 
 def write_json(path: Path, values: Any) -> None:
     """Write ``values`` as readable JSON."""
     path.write_text(json.dumps(values, indent=2, sort_keys=True, default=str) + "\n", encoding="utf-8")
+
+
+# ---- deleting --------------------------------------------------------------------------------------------------------
+
+
+def remove_surplus(folder: Path, *, limit: int | None, best: str | None, newest: Path) -> None:
+    """Delete the oldest checkpoints beyond ``limit``; never the best, nor the one that was just written."""
+    if limit is None or limit <= 0:
+        return
+    keep = {newest} | ({Path(best)} if best is not None else set())
+    try:
+        remove_checkpoints(folder, prefix=PREFIX, limit=max(limit, len(keep)), keep=keep)
+    except OSError as error:
+        warn(f"{newest} is saved, but older checkpoints could not be deleted: {error}")
+
+
+def remove_last(folder: Path, *, best: str) -> None:
+    """Delete all checkpoints but the best: the last one was kept to go on from."""
+    remove_checkpoints(folder, prefix=PREFIX, limit=1, keep=[Path(best)])

@@ -11,7 +11,7 @@ from torch import nn
 from echelon.base.errors import UsageError
 from echelon.trainer.signatures import parameters_of, takes_anything
 
-__all__ = ["ColumnFilter", "Table", "drop_columns", "find_labels", "kept_columns"]
+__all__ = ["ColumnFilter", "Table", "drop_columns", "find_labels", "forward_of", "kept_columns"]
 
 # Names under which tutorials keep what only an overridden compute_loss reads.
 _LABEL_WORDS = ("label", "target")
@@ -27,6 +27,21 @@ class Table(Protocol):
     def remove_columns(self, column_names: list[str]) -> Any:
         """Return the data set without these columns."""
         ...
+
+
+@runtime_checkable
+class _Wrapper(Protocol):
+    """What PEFT puts around a model; its own ``forward`` names only some of the parameters of the model's."""
+
+    def get_base_model(self) -> nn.Module:
+        """Return the model inside."""
+        ...
+
+
+def forward_of(model: nn.Module) -> Callable[..., Any]:
+    """Return the ``forward`` whose parameters say what ``model`` takes: of a model inside PEFT's, its own."""
+    inner = model.get_base_model() if isinstance(model, _Wrapper) else model
+    return inner.forward
 
 
 def find_labels(forward: Callable[..., Any]) -> list[str]:
@@ -56,12 +71,13 @@ def kept_columns(model: nn.Module, *, label_names: Sequence[str], own_loss: bool
     """Return which columns ``model`` uses; None when its forward takes any.
 
     Args:
-        model: its ``forward`` is looked at.
+        model: its ``forward`` is looked at, or that of the model inside PEFT's.
         label_names: labels, also those that forward does not take.
         own_loss: the loss is computed outside of the model.
     """
-    names = parameters_of(model.forward)
-    if not names and takes_anything(model.forward):
+    forward = forward_of(model)
+    names = parameters_of(forward)
+    if not names and takes_anything(forward):
         return None
     return KeptColumns(names=frozenset([*names, "label", "label_ids", *label_names]), by_word=own_loss)
 

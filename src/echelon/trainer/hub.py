@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import platform
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import yaml
 
+from echelon._version import __version__
 from echelon.base.logging import get_logger
 from echelon.base.optional import require
 from echelon.trainer.enums import HubStrategy
@@ -16,14 +20,19 @@ from echelon.trainer.loss_table import loss_rows
 
 if TYPE_CHECKING:
     from echelon.trainer.arguments import TrainingArguments
+    from echelon.trainer.trainer import Trainer
 
-__all__ = ["CARD_FILE", "HubUpload", "model_card"]
+__all__ = ["CARD_FILE", "HubUpload", "model_card", "push", "write_card"]
 
 logger = get_logger(__name__)
 
 CARD_FILE = "README.md"
 # Of the output folder: checkpoints go by hub_strategy, and what begins with _ is nobody's.
 _NOT_UPLOADED = ["_*", "checkpoint-*"]
+# Of a checkpoint: what only a training that goes on needs.
+_OF_TRAINING = re.compile(
+    r"manifest\.json|objects\.json|rank_\d+\.(safetensors|json)|(optimizer|scheduler|scaler)\.pt|rng_state(_\d+)?\.pth"
+)
 _SETTINGS = (
     "learning_rate",
     "per_device_train_batch_size",
@@ -84,7 +93,7 @@ class HubUpload:
         if args.hub_strategy == HubStrategy.END or (self._running and not args.hub_always_push):
             return False
         for path in checkpoint.iterdir():
-            if path.is_file():
+            if path.is_file() and not _OF_TRAINING.fullmatch(path.name):
                 shutil.copy2(path, self._output_dir / path.name)
         message = f"Training in progress, step {step}"
         self.upload(message, blocking=False, token=None, revision=args.hub_revision)
@@ -123,6 +132,57 @@ class HubUpload:
             revision=revision,
             **more,
         )
+
+
+def push(
+    trainer: Trainer,
+    message: str | None,
+    *,
+    blocking: bool,
+    token: str | None,
+    revision: str | None,
+    card: Mapping[str, Any],
+) -> Any:
+    """Do what ``Trainer.push_to_hub`` says; ``card``: the arguments of ``create_model_card``.
+
+    Collective: every rank.
+    """
+    trainer.init_hf_repo(token=token)
+    trainer.save_model(_internal_call=True)
+    result = None
+    if trainer.is_world_process_zero():
+        trainer._tell("on_push_begin")
+        trainer.create_model_card(**card)
+        trainer._hub.wait()
+        result = trainer._hub.upload(
+            message or "End of training",
+            blocking=blocking,
+            token=token,
+            revision=revision if revision is not None else trainer.args.hub_revision,
+        )
+    trainer.accelerator.wait_for_everyone()
+    return result
+
+
+def write_card(trainer: Trainer, metadata: Mapping[str, Any], *, name: str | None, data: Any) -> None:
+    """Write the card of a model into the output folder."""
+    base, tags = metadata["base_model"], metadata["tags"]
+    given = {
+        "library_name": "transformers" if hasattr(trainer.model, "push_to_hub") else "pytorch",
+        **metadata,
+        "base_model": base or getattr(getattr(trainer.model, "config", None), "_name_or_path", None),
+        "tags": [*([tags] if isinstance(tags, str) else tags or []), "generated_from_trainer"],
+    }
+    text = model_card(
+        trainer.args,
+        trainer.state.log_history,
+        name=name or trainer._output_dir.absolute().name,
+        metadata=given,
+        data=data,
+        versions={"echelon": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    )
+    trainer._output_dir.mkdir(parents=True, exist_ok=True)
+    (trainer._output_dir / CARD_FILE).write_text(text, encoding="utf-8")
 
 
 def model_card(

@@ -76,7 +76,7 @@ def lengths_of(dataset: Any, *, column: str, name: str) -> list[int]:
             return [len(dataset[i][name]) for i in range(len(dataset))]
     columns = ", ".join(map(str, first)) if isinstance(first, Mapping) else f"a {type(first).__name__}"
     raise UsageError(
-        f"train_sampling_strategy='group_by_length' needs the length of each sample, and a sample has {columns}",
+        f"this train_sampling_strategy needs the length of each sample, and a sample has {columns}",
         where="TrainingArguments.length_column_name",
         do=f"add a column {column!r}, set length_column_name to the one that holds it, or let samples have {name!r}",
     )

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from echelon.base.errors import UsageError
 from echelon.trainer.arguments import TrainingArguments
+from echelon.trainer.balanced_batches import BalancedBatchSampler
 from echelon.trainer.length_groups import LengthGroupedSampler, lengths_of
 
 __all__ = ["as_dataset", "length_of", "make_loader", "train_sampler"]
@@ -51,27 +52,38 @@ def as_dataset(data: Any) -> Any:
 
 
 def train_sampler(
-    args: TrainingArguments, dataset: Any, *, samples_per_step: int, length_name: str
-) -> Sampler[int] | None:
-    """Return the order of the training data; the prepared loader makes it one of (seed, epoch) only.
+    args: TrainingArguments, dataset: Any, *, batch_size: int, accumulation: int, num_ranks: int, length_name: str
+) -> Sampler[Any] | None:
+    """Return the order of the training data (of the strategy ``batch_rebalance``, its batches).
+
+    The prepared loader makes it one of (seed, epoch) only.
 
     Args:
         args: which order.
         dataset: None or without a length: no sampler.
-        samples_per_step: of this rank in one optimizer step.
+        batch_size: samples of one rank in one forward pass.
+        accumulation: forward passes of an optimizer step.
+        num_ranks: ranks.
         length_name: the column whose length is that of the sample.
     """
     if dataset is None or length_of(dataset) is None:
         return None
     if args.train_sampling_strategy == "sequential":
         return SequentialSampler(dataset)
+    if args.train_sampling_strategy == "random":
+        return RandomSampler(dataset)
+    lengths = lengths_of(dataset, column=args.length_column_name, name=length_name)
+    seed = args.seed if args.data_seed is None else args.data_seed
     if args.train_sampling_strategy == "group_by_length":
-        return LengthGroupedSampler(
-            samples_per_step,
-            lengths=lengths_of(dataset, column=args.length_column_name, name=length_name),
-            seed=args.seed if args.data_seed is None else args.data_seed,
-        )
-    return RandomSampler(dataset)
+        return LengthGroupedSampler(batch_size * accumulation, lengths=lengths, seed=seed)
+    return BalancedBatchSampler(
+        lengths,
+        samples_per_update=batch_size * accumulation * num_ranks,
+        num_ranks=num_ranks,
+        num_rounds=accumulation,
+        seed=seed,
+        drop_last=args.dataloader_drop_last,
+    )
 
 
 def make_loader(
@@ -80,7 +92,7 @@ def make_loader(
     *,
     collator: Callable[[Any], Any],
     batch_size: int,
-    sampler: Sampler[int] | None,
+    sampler: Sampler[Any] | None,
     rank: int,
     device: torch.device,
 ) -> DataLoader[Any]:
@@ -98,7 +110,10 @@ def make_loader(
         options["prefetch_factor"] = args.dataloader_prefetch_factor
         options["multiprocessing_context"] = args.dataloader_multiprocessing_context
         options["worker_init_fn"] = partial(_seed_worker, num_workers=workers, rank=rank)
-    if not isinstance(dataset, IterableDataset):
+    if isinstance(sampler, BalancedBatchSampler):
+        del options["batch_size"]
+        options["batch_sampler"] = sampler
+    elif not isinstance(dataset, IterableDataset):
         options["sampler"] = sampler
         options["drop_last"] = args.dataloader_drop_last
     return DataLoader(dataset, **options)

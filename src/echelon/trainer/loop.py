@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
@@ -10,12 +11,16 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from echelon.accelerator.memory import clear_device_cache
+from echelon.accelerator.random_states import current_random_states, restore_random_states
 from echelon.base.logging import get_logger
 from echelon.base.protocols import SupportsSetEpoch
+from echelon.trainer.best_model import load_best, metric_for_best, note_best, remove_last_checkpoint
 from echelon.trainer.enums import SaveStrategy
 from echelon.trainer.fitting_batch import evaluation_ran_out
+from echelon.trainer.interruptions import TerminationWatch, TrainingInterrupted
 from echelon.trainer.losses import LossWindow, mean_loss
 from echelon.trainer.nonfinite import NonFiniteError, first_bad
+from echelon.trainer.place import Place, Start
 from echelon.trainer.plan import Plan
 from echelon.trainer.results import TrainOutput, speed_metrics
 from echelon.trainer.tokens import num_tokens
@@ -33,13 +38,38 @@ class TrainingLoop:
 
     It calls the Trainer's public methods, so that a subclass can override them, and keeps what belongs to this call
     only: the losses, the last norm of the gradients, the learning rate that was used.
+
+    Args:
+        trainer: whose training it is.
+        plan: its length.
+        loader: of the training data.
+        start: where it begins.
+        watch: of SIGTERM; None: it ends the process.
+        ignore_keys: outputs of the model that evaluations leave out.
     """
 
-    def __init__(self, trainer: Trainer, plan: Plan, loader: Any, *, ignore_keys: list[str] | None) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        plan: Plan,
+        loader: Any,
+        *,
+        start: Start,
+        watch: TerminationWatch | None,
+        ignore_keys: list[str] | None,
+    ) -> None:
         self.trainer = trainer
         self.plan = plan
         self.loader = loader
+        self.begins = start
+        self.place = trainer._place
+        self.watch = watch
         self.ignore_keys = ignore_keys
+        self.is_exact = trainer.accelerator.parity != "off"
+        self.is_stepping = False
+        """Between the step of the optimizer and the end of what belongs to it."""
+        self.last_saved_step: int | None = None
+        self._boundary: dict[str, Any] | None = None  # of the last whole step, for an error after it
         self.losses = LossWindow()
         self.total_loss = 0.0
         self.grad_norm: torch.Tensor | None = None
@@ -50,59 +80,84 @@ class TrainingLoop:
         self.counts_tokens = args.include_num_input_tokens_seen != "no"
         self.prepares_update = self.counts_tokens or args.torch_empty_cache_steps is not None
         self.start = self.logged_at = time.time()
+        self.first_step = trainer.state.global_step
+        if trainer.state.global_step:
+            self._restore(self.place)
+        place, accelerator = self.place, trainer.accelerator
+        place.batch_size, place.world_size, place.parity = (
+            plan.batch_size,
+            accelerator.num_processes,
+            accelerator.parity,
+        )
+        place.canonical_shards = accelerator.config.value.canonical_shards
+        place.is_within_update = False
 
     def run(self) -> TrainOutput:
         """Train, and return what came of it.
 
         Collective: every rank.
         """
-        trainer, args, plan = self.trainer, self.trainer.args, self.plan
+        trainer, args, plan, start = self.trainer, self.trainer.args, self.plan, self.begins
         self.start = self.logged_at = time.time()
-        trainer.state.epoch = 0.0
+        if trainer.state.epoch is None:
+            trainer.state.epoch = 0.0
         trainer._tell("on_train_begin")
         if args.eval_on_start:
             self._evaluate()
         self._train_mode()
-        for epoch in range(plan.num_epochs):
-            self._run_epoch(epoch)
+        is_done = trainer.state.global_step >= plan.max_steps and not start.num_batches
+        # With other batches than those of the saved run, max_steps may lie beyond the epochs of the plan.
+        num_epochs = sys.maxsize if args.max_steps > 0 and start.epoch else plan.num_epochs
+        for epoch in () if is_done else range(start.epoch, num_epochs):
+            self._run_epoch(epoch, start if epoch == start.epoch else Start(epoch=epoch))
             if trainer.control.should_training_stop:
                 break
         self._count_losses()  # those since the last log
-        trainer.state.total_flos += self._all_ranks(self.floating_point_ops)
-        mean = self.total_loss / max(trainer.state.global_step, 1)
-        part = trainer.state.global_step / max(plan.max_steps, 1)  # a training that was ended early
-        metrics = speed_metrics(
-            "train", self.start, num_samples=int(plan.num_train_samples * part), num_steps=trainer.state.global_step
-        )
+        self._store_flops()
+        num_steps = trainer.state.global_step - self.first_step
+        mean = self.total_loss / max(num_steps, 1)
+        part = num_steps / max(plan.max_steps, 1)  # a training that was ended early, or that went on
+        num_samples = int(plan.num_train_samples * part)
+        metrics = speed_metrics("train", self.start, num_samples=num_samples, num_steps=num_steps)
         metrics |= {"total_flos": trainer.state.total_flos, "train_loss": mean, **trainer._memory.end("train")}
-        trainer._load_best()
+        load_best(trainer)
         trainer.is_in_train = False
         trainer._log(metrics)
-        trainer._remove_last_checkpoint()
+        remove_last_checkpoint(trainer)
         trainer._tell("on_train_end")
         trainer._hub.wait()
         return TrainOutput(trainer.state.global_step, mean, metrics)
 
-    def _run_epoch(self, epoch: int) -> None:
-        trainer, plan, accumulation = self.trainer, self.plan, self.trainer._accumulation_steps
+    def _run_epoch(self, epoch: int, start: Start) -> None:
+        trainer, plan, place = self.trainer, self.plan, self.place
         if isinstance(self.loader, SupportsSetEpoch):
             self.loader.set_epoch(epoch)
+        loader = self.loader
+        if start.num_to_skip:
+            loader = trainer.accelerator.skip_first_batches(loader, start.num_to_skip)
+        place.epoch, place.num_batches, place.is_over = epoch, start.num_batches, False
         trainer._tell("on_epoch_begin")
-        batches, done = iter(self.loader), 0
+        if start.random_states is not None and not start.is_read_first:
+            restore_random_states(start.random_states)
+        after_reading = start.random_states if start.is_read_first else None
+        self._note_boundary()
+        batches = iter(loader)
         try:
-            while done < plan.batches_per_epoch:
-                wanted = min(accumulation, plan.batches_per_epoch - done)
-                group, num_items = trainer.get_batch_samples(batches, wanted, trainer.accelerator.device)
-                if not group:
+            while place.num_batches < plan.batches_per_epoch and trainer.state.global_step < plan.max_steps:
+                made = (
+                    self._exact_update(batches, after_reading)
+                    if self.is_exact
+                    else self._update(batches, after_reading)
+                )
+                if not made:
                     break
-                done += len(group)
-                self._update(group, num_items, epoch + done / plan.batches_per_epoch)
+                after_reading = None
                 if trainer.control.should_epoch_stop or trainer.control.should_training_stop:
                     break
         finally:
             if isinstance(batches, Generator):
                 batches.close()  # a prepared loader counts as being read until then
-        if not done:
+        if not place.num_batches:
             logger.warning(
                 "the training data gave no batch in pass %d: the training ends at step %d of %d",
                 epoch + 1,
@@ -111,12 +166,24 @@ class TrainingLoop:
             )
             trainer.control.should_training_stop = True
         trainer._tell("on_epoch_end")
+        place.is_over = True
         self._log_evaluate_save()
+        self._stop_if_told()
 
-    def _update(self, group: list[Any], num_items: Any, epoch: float) -> None:
-        """Make one optimizer step of the batches in ``group``; ``epoch`` is how far the training is after it."""
-        trainer = self.trainer
-        args, state, model, losses = trainer.args, trainer.state, trainer.model_wrapped, self.losses
+    def _update(self, batches: Any, random_states: Any) -> bool:
+        """Make one optimizer step of the next batches; False: there are none.
+
+        Args:
+            batches: of the epoch.
+            random_states: what random numbers are drawn from when they are read; None: as they come.
+        """
+        trainer, model, losses = self.trainer, self.trainer.model_wrapped, self.losses
+        wanted = min(trainer._accumulation_steps, self.plan.batches_per_epoch - self.place.num_batches)
+        group, num_items = trainer.get_batch_samples(batches, wanted, trainer.accelerator.device)
+        if not group:
+            return False
+        if random_states is not None:
+            restore_random_states(random_states)
         trainer._tell("on_step_begin")
         trainer.current_gradient_accumulation_steps = len(group)
         last = len(group) - 1
@@ -130,6 +197,42 @@ class TrainingLoop:
                 losses.add(trainer._training_step(model, inputs, num_items))
             if i < last:
                 trainer._tell("on_substep_end")
+        self._step(group, num_batches=len(group))
+        return True
+
+    def _exact_update(self, batches: Any, random_states: Any) -> bool:
+        """Make one optimizer step in the micro-steps that the loader cuts it into; False: there is none.
+
+        Args:
+            batches: of the epoch.
+            random_states: as in ``_update``.
+        """
+        trainer, model, accelerator = self.trainer, self.trainer.model_wrapped, self.trainer.accelerator
+        trainer.current_gradient_accumulation_steps = 1  # the weight of each sample or label makes the mean
+        group: list[Any] = []
+        while not group or not accelerator.sync_gradients:
+            if group:
+                trainer._tell("on_substep_end")
+            group, num_items = trainer.get_batch_samples(batches, 1, accelerator.device)
+            if not group:
+                return False
+            if random_states is not None:
+                restore_random_states(random_states)
+                random_states = None
+            if accelerator.progress.micro_step <= 1:
+                trainer._tell("on_step_begin")
+            if self.prepares_update:
+                self._prepare_update([accelerator.trim_for_metrics(inputs) for inputs in group])
+            with accelerator.accumulate(model):
+                trainer._training_step(model, group[0], num_items)
+        self.losses.add(torch.tensor(accelerator.update_loss(), dtype=torch.float64))
+        self._step(group, num_batches=1)
+        return True
+
+    def _step(self, group: list[Any], *, num_batches: int) -> None:
+        """Let the optimizer step with the gradients that are there, and do what comes after."""
+        trainer, place = self.trainer, self.place
+        args, state, model, losses = trainer.args, trainer.state, trainer.model_wrapped, self.losses
         if trainer._counts_flops:
             self.floating_point_ops += sum(float(trainer.floating_point_ops(inputs)) for inputs in group)
         optimizer = trainer.optimizer
@@ -139,6 +242,7 @@ class TrainingLoop:
             self._stop_on_nan(group)
         losses.end_step()
         trainer._tell("on_pre_optimizer_step")
+        self.is_stepping = True
         optimizer.step()
         trainer._tell("on_optimizer_step")
         self.learning_rate = optimizer.param_groups[0]["lr"]
@@ -149,10 +253,14 @@ class TrainingLoop:
         else:
             optimizer.zero_grad()
         state.global_step += 1
-        state.epoch = epoch
+        place.num_batches += num_batches
+        state.epoch = place.epoch + place.num_batches / self.plan.batches_per_epoch
+        self._note_boundary()
+        self.is_stepping = False
         control = trainer._tell("on_step_end")
         if control.should_log or control.should_evaluate or control.should_save:
             self._log_evaluate_save()
+        self._stop_if_told()
 
     def _log_evaluate_save(self) -> None:
         trainer, state = self.trainer, self.trainer.state
@@ -167,12 +275,89 @@ class TrainingLoop:
             trainer._log(logs, self.start if self.counts_tokens else None)
         if trainer.control.should_evaluate:
             metrics = self._evaluate()
-            is_best = trainer._note_best(metrics)
+            is_best = note_best(trainer, metrics)
             if trainer.args.save_strategy == SaveStrategy.BEST:
                 trainer.control.should_save = is_best
         if trainer.control.should_save:
-            trainer._save_checkpoint()
-            trainer._tell("on_save")
+            self._save()
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        """Write a checkpoint of now. Collective: every rank."""
+        trainer, place = self.trainer, self.place
+        self._store_flops()
+        num_processes = trainer.accelerator.num_processes
+        sums, num_steps = self.losses.state()
+        if num_processes > 1 and not self.is_exact:
+            # Each rank gets the mean of all, whatever their number will be.
+            sums = trainer.accelerator.reduce(sums.to(trainer.accelerator.device), "sum").cpu() / num_processes
+        place.window = {"sums": sums, "num_steps": num_steps}
+        place.last_logged_step, place.learning_rate = self.last_logged_step, self.learning_rate
+        place.grad_norm = None if self.grad_norm is None else float(self.grad_norm)
+        trial = None if trainer._trial is None else trainer._trial.trial
+        trainer._save_checkpoint(trainer.model, trial)
+        self.last_saved_step = trainer.state.global_step
+        trainer._tell("on_save")
+
+    def _restore(self, place: Place) -> None:
+        """Take over what was not logged yet, if ``place`` is that of the checkpoint."""
+        self.last_logged_step = self.trainer.state.global_step
+        if place.window:
+            self.losses.restore(place.window["sums"], place.window["num_steps"])
+            self.last_logged_step, self.learning_rate = place.last_logged_step, place.learning_rate
+            self.grad_norm = None if place.grad_norm is None else torch.tensor(place.grad_norm, dtype=torch.float64)
+
+    def _note_boundary(self) -> None:
+        """Note what an error in the next update must not change."""
+        if self.trainer.args.save_on_exception:
+            self._boundary = {
+                "random_states": current_random_states(),
+                "progress": self.trainer.accelerator.progress.to_json(),
+                "loader": self.loader.state_dict() if self.is_exact and hasattr(self.loader, "last_step") else None,
+            }
+
+    def save_last_step(self) -> None:
+        """Write a checkpoint of the place after the last whole step. Collective: every rank."""
+        trainer, boundary = self.trainer, self._boundary
+        assert boundary is not None
+        self.losses.drop_open_step()
+        restore_random_states(boundary["random_states"])
+        if boundary["loader"] is not None:
+            self.loader.load_state_dict(boundary["loader"])
+        trainer.accelerator.gradient_state.sync_gradients = True
+        trainer.accelerator.progress.load_json(boundary["progress"])
+        self.place.is_within_update = True
+        self._save()
+
+    def _stop_if_told(self) -> None:
+        """After SIGTERM on any rank: save, and end the process or (``enable_jit_checkpoint``) the training.
+
+        Collective: where SIGTERM is watched.
+
+        Raises:
+            TrainingInterrupted: ``save_on_signal``, and the training is saved.
+        """
+        trainer, watch = self.trainer, self.watch
+        if watch is None or not self._on_any_rank(watch.came):
+            return
+        watch.came = False
+        step = trainer.state.global_step
+        if self.last_saved_step != step or self.place.is_over:
+            self._save()
+        logger.warning("SIGTERM: the training is saved after step %d of %d", step, self.plan.max_steps)
+        if trainer.args.save_on_signal:
+            raise TrainingInterrupted
+        trainer.control.should_training_stop = True
+
+    def _on_any_rank(self, flag: bool) -> bool:
+        """Collective: on several ranks."""
+        accelerator = self.trainer.accelerator
+        if accelerator.num_processes == 1:
+            return flag
+        return bool(accelerator.reduce(torch.tensor(float(flag), device=accelerator.device), "sum") > 0)
+
+    # ---- parts of a step ---------------------------------------------------------------------------------------------
 
     def _evaluate(self) -> dict[str, float]:
         trainer = self.trainer
@@ -188,7 +373,7 @@ class TrainingLoop:
             trainer._trial.evaluated(metrics, step=trainer.state.global_step)
         scheduler = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
         if isinstance(scheduler, ReduceLROnPlateau) and trainer.state.global_step:
-            scheduler.step(trainer._metric_for_best(metrics))
+            scheduler.step(metric_for_best(trainer, metrics))
         return metrics
 
     def _train_mode(self) -> None:
@@ -221,14 +406,10 @@ class TrainingLoop:
         Collective: every rank.
         """
         trainer = self.trainer
-        accelerator = trainer.accelerator
         is_bad = not all(bool(loss.isfinite().all()) for loss in self.losses.last(len(group)))
         if self.grad_norm is not None and not trainer.args.fp16:  # loss scaling tries sizes that overflow
             is_bad |= not bool(torch.as_tensor(self.grad_norm).isfinite())
-        if accelerator.num_processes > 1:
-            flag = torch.tensor(float(is_bad), device=accelerator.device)
-            is_bad = bool(accelerator.reduce(flag, "sum") > 0)
-        if not is_bad:
+        if not self._on_any_rank(is_bad):
             return
         step = trainer.state.global_step + 1
         what = first_bad(trainer, group)
@@ -253,15 +434,21 @@ class TrainingLoop:
         """
         accelerator, num_steps = self.trainer.accelerator, self.losses.num_steps
         sums = self.losses.take()
-        if accelerator.num_processes > 1:
+        is_mine = accelerator.num_processes == 1 or self.is_exact  # in the exact modes every rank has the mean of all
+        if not is_mine:
             sums = accelerator.reduce(sums.to(accelerator.device), "sum")
         mean = mean_loss(
             sums,
-            num_steps=num_steps * accelerator.num_processes,
+            num_steps=num_steps * (1 if is_mine else accelerator.num_processes),
             filtered=self.trainer.args.logging_nan_inf_filter,
         )
         self.total_loss += mean * num_steps
         return mean
+
+    def _store_flops(self) -> None:
+        """Add the operations since the last call to the state. Collective: where the model can tell them."""
+        self.trainer.state.total_flos += self._all_ranks(self.floating_point_ops)
+        self.floating_point_ops = 0.0
 
     def _all_ranks(self, number: float) -> float:
         accelerator = self.trainer.accelerator

@@ -18,16 +18,19 @@ class LossWindow:
     def __init__(self) -> None:
         self.num_steps = 0
         """Updates that are complete."""
+        self._num_open = 0  # losses of the update that is not complete
         self._pending: list[torch.Tensor] = []
         self._sums = torch.zeros(3, dtype=torch.float64)
 
     def add(self, loss: torch.Tensor) -> None:
         """Note the loss of one forward pass, already divided by the passes of its update."""
         self._pending.append(loss)
+        self._num_open += 1
 
     def end_step(self) -> None:
         """Count an update that is complete."""
         self.num_steps += 1
+        self._num_open = 0
         if len(self._pending) >= _PENDING:
             self._fold()
 
@@ -41,6 +44,20 @@ class LossWindow:
         result = self._sums
         self._sums, self.num_steps = torch.zeros(3, dtype=torch.float64), 0
         return result
+
+    def state(self) -> tuple[torch.Tensor, int]:
+        """Return what ``take`` would, and the steps, without beginning anew."""
+        self._fold()
+        return self._sums.clone(), self.num_steps
+
+    def restore(self, sums: torch.Tensor, num_steps: int) -> None:
+        """Go on from what ``state`` gave."""
+        self._sums, self.num_steps = sums, num_steps
+
+    def drop_open_step(self) -> None:
+        """Forget the losses of an update that is not complete: it is not made."""
+        del self._pending[len(self._pending) - self._num_open :]
+        self._num_open = 0
 
     def _fold(self) -> None:
         if not self._pending:

@@ -39,6 +39,13 @@ def loss_in(outputs: Any, inputs: Any, *, model: nn.Module, label_names: Sequenc
             do="give compute_loss_func, which gets (outputs, the last part); or override compute_loss; or let forward take "
             "the last part, too, and return the loss first",
         )
+    if getattr(model, "base_model", None) is model:  # of transformers
+        raise UsageError(
+            f"{what}: it is the body of a model of transformers, without a head",
+            where="Trainer.compute_loss",
+            do=f"make one with a head, such as {type(model).__name__.removesuffix('Model')}ForSequenceClassification; or "
+            "override compute_loss",
+        )
     missing = [name for name in label_names if name not in inputs] or ([] if label_names else ["labels"])
     if missing:
         what += f", and the batch has no {' or '.join(repr(name) for name in missing)}"

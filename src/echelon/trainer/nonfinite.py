@@ -23,7 +23,13 @@ _ADVICE = (
 
 
 class NonFiniteError(EchelonError, FloatingPointError):
-    """A tensor of the training holds a nan or an infinity."""
+    """A tensor of the training holds a nan or an infinity (``TrainingArguments(stop_on_nan=True)``).
+
+    Causes: a learning rate that is too high, or no warm-up; a loss that divides by zero or takes the logarithm of zero;
+        fp16 beyond 65504; broken samples.
+    Do: the message names the first bad tensor, and the module that made it. Lower the learning rate or max_grad_norm, check
+        the data of that step, or compute in bf16 or float32.
+    """
 
     def __init__(self, what: str, *, where: str | None = None, do: str | None = _ADVICE) -> None:
         super().__init__(what, where=where, do=do)

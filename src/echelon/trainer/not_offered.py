@@ -11,7 +11,6 @@ __all__ = ["NOT_OFFERED", "refuse_what_is_not_offered"]
 
 # setting -> what to do instead. One line goes when its feature comes.
 NOT_OFFERED: Mapping[str, str] = {
-    "enable_jit_checkpoint": "save often enough with save_steps",
     "trackio_static_space_id": "leave it out, and make the static view with trackio's own command",
 }
 

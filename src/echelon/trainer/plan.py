@@ -35,6 +35,8 @@ class Plan:
     """Samples of all passes and ranks, for samples per second."""
     total_train_batch_size: int
     """Samples of one optimizer step, over all ranks."""
+    batch_size: int
+    """Samples of one batch of this rank; in the exact modes, of all ranks."""
     is_sized: bool
     """Whether the data have a length."""
 
@@ -75,6 +77,7 @@ def make_plan(
             num_examples=total * args.max_steps,
             num_train_samples=total * args.max_steps,
             total_train_batch_size=total,
+            batch_size=batch_size,
             is_sized=False,
         )
     batches = len(loader)
@@ -104,6 +107,7 @@ def make_plan(
         num_examples=samples,
         num_train_samples=num_train_samples,
         total_train_batch_size=total,
+        batch_size=batch_size,
         is_sized=True,
     )
 

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from echelon.base.errors import ConfigError
 from echelon.trainer.enums import SchedulerType, choose
+from echelon.trainer.greedy import GreedyLR
 
 __all__ = ["get_scheduler"]
 
@@ -39,12 +40,8 @@ def get_scheduler(
     more = dict(scheduler_specific_kwargs or {})
     if kind is SchedulerType.REDUCE_ON_PLATEAU:
         return ReduceLROnPlateau(optimizer, **more)
-    if kind not in _FACTORS:
-        raise ConfigError(
-            f"the schedule {kind.value!r} is not offered yet by this version of echelon",
-            where="get_scheduler",
-            do="use 'reduce_lr_on_plateau'",
-        )
+    if kind is SchedulerType.GREEDY:
+        return GreedyLR(optimizer, **more)
     if num_training_steps is None and kind in _NEED_THE_END:
         raise ConfigError(
             f"the schedule {kind.value!r} needs to know where it ends",

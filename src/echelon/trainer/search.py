@@ -77,7 +77,7 @@ def search(
     backend: Any,
     options: Mapping[str, Any],
 ) -> BestRun | list[BestRun] | None:
-    """Run the trials, by optuna, and return the best one (of several directions, a list); None on ranks other than zero.
+    """Run the trials, by optuna, and return the best one (of several directions, a list), on every rank.
 
     The arguments are afterwards what they were before.
 
@@ -103,18 +103,20 @@ def search(
     ranks = _Ranks(trainer, objective, optuna)
     try:
         if not trainer.accelerator.is_main_process:
-            ranks.follow()
-            return None
+            return ranks.follow()
         optimize = {name: options[name] for name in _OF_OPTIMIZE if name in options}
         several = {"directions": direction} if isinstance(direction, list) else {"direction": direction}
         study = optuna.create_study(**several, **{k: v for k, v in options.items() if k not in _OF_OPTIMIZE})
+        found: BestRun | list[BestRun] | None = None
         try:
             study.optimize(ranks.leading(space or default_space), n_trials=num_trials, **optimize)
+            if isinstance(direction, list):
+                found = [BestRun(str(best.number), best.values, best.params, study) for best in study.best_trials]
+            else:
+                found = BestRun(str(study.best_trial.number), study.best_trial.value, study.best_trial.params, study)
         finally:
-            ranks.end()
-        if isinstance(direction, list):
-            return [BestRun(str(best.number), best.values, best.params, study) for best in study.best_trials]
-        return BestRun(str(study.best_trial.number), study.best_trial.value, study.best_trial.params, study)
+            ranks.end(found)
+        return found
     finally:
         vars(trainer.args).update(before)
         trainer._end_trials()
@@ -165,24 +167,29 @@ class _Ranks:
 
         def _run(trial: Any) -> Any:
             values = dict(space(trial))
-            self.shared((trial.number, values, trial.params))
+            self.shared(("trial", (trial.number, values, trial.params)))
             return self._trainer._run_trial(Trial(self, trial, values))
 
         return _run
 
-    def follow(self) -> None:
-        """Run the trials of rank zero, until it ends."""
-        while (told := self.shared(None)) is not None:
-            number, values, params = told
+    def follow(self) -> BestRun | list[BestRun] | None:
+        """Run the trials of rank zero until it ends, and return what it found; None where it failed."""
+        while (told := self.shared(None))[0] == "trial":
+            number, values, params = told[1]
             trial = self.optuna.trial.FixedTrial(params, number)
             try:
                 self._trainer._run_trial(Trial(self, trial, values))
             except self.optuna.TrialPruned:
                 logger.debug("trial %d was ended early", number)
+        found: BestRun | list[BestRun] | None = told[1]
+        return found
 
-    def end(self) -> None:
-        """Tell the other ranks that there is no further trial."""
-        self.shared(None)
+    def end(self, found: BestRun | list[BestRun] | None) -> None:
+        """Tell the other ranks that there is no further trial, and what was found; optuna's study stays here."""
+        if isinstance(found, BestRun):
+            self.shared(("end", found._replace(run_summary=None)))
+        else:
+            self.shared(("end", found and [one._replace(run_summary=None) for one in found]))
 
     def shared(self, value: Any) -> Any:
         """Return rank zero's ``value``.

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from echelon.trainer.arguments import TrainingArguments
+    from echelon.trainer.plan import Plan
+    from echelon.trainer.trainer import Trainer
 
-__all__ = ["TrainerControl", "TrainerState"]
+__all__ = ["TrainerControl", "TrainerState", "begin_state"]
 
 
 @dataclass
@@ -72,6 +74,19 @@ class TrainerControl:
     def state(self) -> dict[str, Any]:
         """Return what trainer_state.json keeps of this object."""
         return {"args": asdict(self), "attributes": {}}
+
+
+def begin_state(trainer: Trainer, plan: Plan) -> TrainerState:
+    """Return the state of a training that begins."""
+    state = TrainerState(
+        max_steps=plan.max_steps,
+        num_train_epochs=plan.num_epochs,
+        train_batch_size=trainer._train_batch_size,
+        is_local_process_zero=trainer.is_local_process_zero(),
+        is_world_process_zero=trainer.is_world_process_zero(),
+    )
+    state.compute_steps(trainer.args, plan.max_steps)
+    return state
 
 
 def _interval(steps: float, max_steps: int) -> int:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-import platform
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,11 +19,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler
 
-from echelon._version import __version__
 from echelon.accelerator import AcceleratedOptimizer, Accelerator
 from echelon.accelerator.deepspeed_opening import groups_of
+from echelon.accelerator.loaders import forget_loader
 from echelon.accelerator.saving import write_tensors
-from echelon.accelerator.weights import load_weights, read_weights
 from echelon.base.device import num_devices
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.logging import get_logger
@@ -41,16 +38,26 @@ from echelon.trainer.checkpoints import (
     STATE_FILE,
     WEIGHTS_FILE,
     SavesItself,
-    remove_surplus,
+    checkpoint_format,
     write_json,
 )
+from echelon.trainer.checks import check_arguments
 from echelon.trainer.collate import PaddingCollator, Tokenizer, default_data_collator
-from echelon.trainer.columns import ColumnFilter, KeptColumns, Table, drop_columns, find_labels, kept_columns
+from echelon.trainer.columns import (
+    ColumnFilter,
+    KeptColumns,
+    Table,
+    drop_columns,
+    find_labels,
+    forward_of,
+    kept_columns,
+)
 from echelon.trainer.deepspeed import deepspeed_optimizer, deepspeed_schedule
-from echelon.trainer.enums import IntervalStrategy
 from echelon.trainer.evaluation import run_evaluation, whole_model_as
+from echelon.trainer.exact import check_exact, items_of, keep_global_batch, plan_of_updates
 from echelon.trainer.fitting_batch import train_with_a_batch_that_fits
-from echelon.trainer.hub import CARD_FILE, HubUpload, model_card
+from echelon.trainer.hub import HubUpload, push, write_card
+from echelon.trainer.interruptions import TerminationWatch, save_after
 from echelon.trainer.loaders import as_dataset, length_of, make_loader, train_sampler
 from echelon.trainer.loop import TrainingLoop
 from echelon.trainer.memory_metrics import MemoryMeter
@@ -59,16 +66,21 @@ from echelon.trainer.neftune import noisy_embeddings
 from echelon.trainer.nonfinite import checked_forward
 from echelon.trainer.notebook import NotebookProgressCallback
 from echelon.trainer.optimizers import decay_parameter_names, optimizer_class_and_arguments, parameter_groups
-from echelon.trainer.plan import Plan, announce, make_plan, no_length
+from echelon.trainer.place import Place, Start
+from echelon.trainer.plan import Plan, announce, make_plan
+from echelon.trainer.prediction import predict_batch
 from echelon.trainer.progress_bars import PrinterCallback, ProgressCallback
 from echelon.trainer.reporting import CSVCallback, TrackerCallback, run_folder
 from echelon.trainer.reports import metrics_format, metrics_table, write_metrics
 from echelon.trainer.results import EvalLoopOutput, EvalPrediction, PredictionOutput, TrainOutput, speed_metrics
+from echelon.trainer.resuming import checkpoint_to_resume, go_on, restore_state
+from echelon.trainer.saving import save_checkpoint
 from echelon.trainer.schedules import get_scheduler
 from echelon.trainer.search import BestRun, Trial, default_compute_objective, search, set_arguments
 from echelon.trainer.signatures import num_positional, parameters_of, takes, takes_anything, takes_trial
-from echelon.trainer.state import TrainerControl, TrainerState
+from echelon.trainer.state import TrainerControl, TrainerState, begin_state
 from echelon.trainer.time_limit import TimeLimitCallback
+from echelon.trainer.transformers_files import ARGUMENTS_BIN
 from echelon.trainer.verbosity import speak_at
 
 __all__ = ["Trainer"]
@@ -151,7 +163,7 @@ class Trainer:
         self._trial: Trial | None = None
         self._hp_name: Callable[[Any], str] | None = None
         self._fitted: tuple[int, int] | None = None
-        self._check_arguments(model, optimizers)
+        check_arguments(self, model, optimizers)
         self._memory.begin("init")
 
         self.model: nn.Module = model if model is not None else self.call_model_init()
@@ -193,6 +205,8 @@ class Trainer:
         Collective: every rank.
         """
         self.accelerator: Accelerator = make_accelerator(self.args)
+        self._place = Place()
+        self.accelerator.register_for_checkpointing(self._place)
         self._syncs_each_batch = bool(accumulation_options(self.args).get("sync_each_batch"))
         if self.accelerator.num_processes == 1 and not self.args.use_cpu and (count := num_devices()) > 1:
             warn(f"this machine has {count} accelerators, and one process uses one: echelon launch starts one for each")
@@ -214,41 +228,6 @@ class Trainer:
         package: Any = require("liger_kernel.transformers", extra="liger", purpose="use_liger_kernel=True")
         package._apply_liger_kernel_to_instance(model=self.model, **(self.args.liger_kernel_config or {}))
 
-    def _check_arguments(self, model: nn.Module | None, optimizers: tuple[Any, Any]) -> None:
-        if (model is None) == (self.model_init is None):
-            raise UsageError(
-                "Trainer needs a model or model_init, and was given " + ("neither" if model is None else "both"),
-                where="Trainer(model=, model_init=)",
-                do="give one of them",
-            )
-        if self.model_init is not None and any(part is not None for part in optimizers):
-            raise UsageError(
-                "optimizers belong to one model, and model_init makes a new one for each training",
-                where="Trainer(optimizers=, model_init=)",
-                do="give model= in place of model_init=, or override create_optimizer_and_scheduler",
-            )
-        if self.optimizer_cls_and_kwargs is not None and self.optimizer is not None:
-            raise UsageError(
-                "optimizers and optimizer_cls_and_kwargs both say what the optimizer is",
-                where="Trainer(optimizers=, optimizer_cls_and_kwargs=)",
-                do="give one of them",
-            )
-        if self.args.eval_strategy != IntervalStrategy.NO and self.eval_dataset is None:
-            raise UsageError(
-                f"eval_strategy={str(self.args.eval_strategy)!r}, but there is no eval_dataset",
-                where="Trainer(eval_dataset=)",
-                do="give an eval_dataset, or set eval_strategy='no'",
-            )
-        batch_metrics = self.args.batch_eval_metrics and self.compute_metrics is not None
-        if batch_metrics and not takes(self.compute_metrics, "compute_result"):  # type: ignore[arg-type]
-            raise UsageError(
-                "batch_eval_metrics=True calls compute_metrics for each batch, and it does not learn which is the last",
-                where="Trainer(compute_metrics=)",
-                do="give it a parameter compute_result: False: add to what you keep; True: return the metrics of all",
-            )
-        if self.train_dataset is not None and length_of(self.train_dataset) is None and self.args.max_steps <= 0:
-            raise no_length()
-
     def _model_changed(self) -> None:
         """Look once at what the model and the overridden methods take."""
         model = self.model
@@ -257,8 +236,9 @@ class Trainer:
         config: Any = getattr(model, "config", None)
         if hasattr(config, "use_cache"):
             config.use_cache = self.args.use_cache
+        forward = forward_of(model)
         declared = getattr(model, "accepts_loss_kwargs", None)
-        self.model_accepts_loss_kwargs = takes_anything(model.forward) if declared is None else bool(declared)
+        self.model_accepts_loss_kwargs = takes_anything(forward) if declared is None else bool(declared)
         self._computes_own_loss = (
             type(self).compute_loss is not Trainer.compute_loss
             or "compute_loss" in vars(self)
@@ -267,14 +247,15 @@ class Trainer:
         )
         self._num_positional = num_positional(model.forward)
         self._is_causal = is_causal(model)
-        found = find_labels(model.forward)
+        found = find_labels(forward)
         self._guesses_labels = self.args.label_names is None and not found and self._computes_own_loss
         self.label_names = list(self.args.label_names or found or (["labels"] if self._guesses_labels else []))
-        return_loss = inspect.signature(model.forward).parameters.get("return_loss")
+        return_loss = inspect.signature(forward).parameters.get("return_loss")
         self.can_return_loss = return_loss is not None and return_loss.default is True
         self._compute_loss_takes_items = takes(self.compute_loss, "num_items_in_batch")
         self._training_step_takes_items = takes(self.training_step, "num_items_in_batch")
         self._log_takes_start = takes(self.log, "start_time")
+        self._saves_in_its_own_way = type(self).save_model is not Trainer.save_model
         self._counts_flops = type(self).floating_point_ops is not Trainer.floating_point_ops or hasattr(
             model, "floating_point_ops"
         )
@@ -300,28 +281,42 @@ class Trainer:
         """Train, as ``args`` say.
 
         Args:
-            resume_from_checkpoint: not offered yet.
+            resume_from_checkpoint: a checkpoint; True: the newest of ``output_dir`` that is whole; ``auto``: the same, or a
+                new training where there is none; False: a new training; None: as ``args.resume_from_checkpoint`` says.
             trial: of a search: settings as a dict, or the trial of ``hyperparameter_search``.
             ignore_keys_for_eval: outputs of the model that evaluations leave out.
             kwargs: none; old programs pass ``model_path``.
 
         Collective: every rank.
+
+        Raises:
+            UsageError: there is no checkpoint.
+            CheckpointError: it is damaged, another model's, or means nothing here (docs/checkpoints.md).
         """
-        self._refuse_in_train(resume_from_checkpoint, kwargs)
+        wanted = _old_model_path(resume_from_checkpoint, kwargs)
         if isinstance(trial, Mapping):
             set_arguments(self.args, trial)
+        folder = checkpoint_to_resume(self, self.args.resume_from_checkpoint if wanted is None else wanted)
         accumulation = accumulation_options(self.args).get("num_steps") or self.args.gradient_accumulation_steps
         self._fitted = None
+        if self.accelerator.parity != "off":
+            check_exact(self)
+            keep_global_batch(self, folder)
         if not self.args.auto_find_batch_size:
-            return self._train(self.args.train_batch_size, accumulation, trial, ignore_keys_for_eval)
+            return self._train(self.args.train_batch_size, accumulation, trial, ignore_keys_for_eval, folder)
         return train_with_a_batch_that_fits(
             self,
-            lambda size, num_batches: self._train(size, num_batches, trial, ignore_keys_for_eval),
+            lambda size, num_batches: self._train(size, num_batches, trial, ignore_keys_for_eval, folder),
             accumulation=accumulation,
         )
 
     def _train(
-        self, batch_size: int, accumulation: int, trial: Any, ignore_keys_for_eval: list[str] | None
+        self,
+        batch_size: int,
+        accumulation: int,
+        trial: Any,
+        ignore_keys_for_eval: list[str] | None,
+        folder: Path | None,
     ) -> TrainOutput:
         args = self.args
         self._fitted = batch_size, accumulation
@@ -342,29 +337,35 @@ class Trainer:
                 stack.enter_context(checked_forward(self.model))
             loader = self.get_train_dataloader()
             plan = self._plan(loader)
-            self.state = TrainerState(
-                max_steps=plan.max_steps,
-                num_train_epochs=plan.num_epochs,
-                train_batch_size=batch_size,
-                is_local_process_zero=self.is_local_process_zero(),
-                is_world_process_zero=self.is_world_process_zero(),
-            )
+            self.state = begin_state(self, plan) if folder is None else restore_state(self, folder, plan)
             if self._trial is not None:
                 self.state.is_hyper_param_search = True
                 self.state.trial_name, self.state.trial_params = self._trial.name, dict(self._trial.values)
-            self.state.compute_steps(args, plan.max_steps)
             self.control = TrainerControl()
             self._prepare_training(plan.max_steps)
             self.callback_handler.train_dataloader = loader
+            self._place.load_state_dict(Place().state_dict())
+            start = Start() if folder is None else go_on(self, folder, loader, plan)
             announce(
                 plan,
                 batch_size=batch_size,
                 accumulation=accumulation,
                 num_parameters=self.get_num_trainable_parameters(),
             )
-            return TrainingLoop(self, plan, loader, ignore_keys=ignore_keys_for_eval).run()
+            watch = None
+            if args.save_on_signal or args.enable_jit_checkpoint:
+                watch = stack.enter_context(TerminationWatch())
+            loop = TrainingLoop(self, plan, loader, start=start, watch=watch, ignore_keys=ignore_keys_for_eval)
+            try:
+                return loop.run()
+            except (Exception, KeyboardInterrupt) as error:
+                if args.save_on_exception:
+                    save_after(error, loop)
+                raise
 
     def _plan(self, loader: Any) -> Plan:
+        if self.accelerator.parity != "off":
+            return plan_of_updates(self, loader)
         batch_size = getattr(loader, "batch_size", None) or self._train_batch_size
         return make_plan(
             self.args,
@@ -378,6 +379,7 @@ class Trainer:
     def _leave_training(self) -> None:
         self.is_in_train = False
         self._memory.cancel()
+        forget_loader(self.accelerator, self.callback_handler.train_dataloader)
 
     @property
     def _train_batch_size(self) -> int:
@@ -385,21 +387,16 @@ class Trainer:
         return self.args.train_batch_size if self._fitted is None else self._fitted[0]
 
     @property
+    def _global_batch_size(self) -> int:
+        """Samples of one optimizer step over all ranks, in the exact modes."""
+        args = self.args
+        return args.global_batch_size or (
+            args.train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
+        )
+
+    @property
     def _accumulation_steps(self) -> int:
         return self.args.gradient_accumulation_steps if self._fitted is None else self._fitted[1]
-
-    def _refuse_in_train(self, resume_from_checkpoint: Any, kwargs: Mapping[str, Any]) -> None:
-        if resume_from_checkpoint not in (None, False) or kwargs.get("model_path") is not None:
-            raise UsageError(
-                f"resume_from_checkpoint={resume_from_checkpoint!r} is not offered yet: it comes with crash-safe checkpoints",
-                where="Trainer.train",
-                do="load the weights of the checkpoint into the model (model.safetensors) and start a new training",
-            )
-        unknown = [name for name in kwargs if name != "model_path"]
-        if unknown:
-            raise UsageError(
-                f"train() does not take {', '.join(unknown)}", where="Trainer.train", do="see help(Trainer.train)"
-            )
 
     def _prepare_training(self, max_steps: int) -> None:
         """Make the optimizer and the schedule, and hand them and the model to the ranks."""
@@ -436,6 +433,9 @@ class Trainer:
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
             loss = self._compute_loss(model, inputs, num_items_in_batch)
+        if self.accelerator.parity != "off":
+            self.accelerator.backward(loss, num_items=items_of(inputs, model=self.model))
+            return loss.detach()
         is_scaled = self.loss_is_scaled_for_ga
         if not (num_items_in_batch is not None if is_scaled is None else is_scaled):
             loss = loss / self.current_gradient_accumulation_steps
@@ -525,7 +525,14 @@ class Trainer:
         """
         samples = list(itertools.islice(epoch_iterator, num_batches))
         num_items: Any = None
-        if self._counts_items and samples and isinstance(samples[0], Mapping) and "labels" in samples[0]:
+        is_exact = self.accelerator.parity != "off"  # there each loss brings its weight with it
+        if (
+            self._counts_items
+            and not is_exact
+            and samples
+            and isinstance(samples[0], Mapping)
+            and "labels" in samples[0]
+        ):
             num_items = sum(count_items(batch, model=self.model) for batch in samples)
             if self.args.average_tokens_across_devices and self.accelerator.num_processes > 1:
                 num_items = self.accelerator.reduce(num_items.to(device), "sum")
@@ -594,7 +601,8 @@ class Trainer:
             )
         takes_dataset = bool(parameters_of(self._get_train_sampler))
         sampler = self._get_train_sampler(self.train_dataset) if takes_dataset else self._get_train_sampler()
-        return self._make_loader(self.train_dataset, sampler, self._train_batch_size)
+        size = self._train_batch_size if self.accelerator.parity == "off" else self._global_batch_size
+        return self._make_loader(self.train_dataset, sampler, size)
 
     def get_eval_dataloader(self, eval_dataset: str | Any | None = None) -> DataLoader[Any]:
         """Return the loader of ``eval_dataset`` (also the name of one of several), dealt to the ranks."""
@@ -606,12 +614,14 @@ class Trainer:
         dataset = as_dataset(test_dataset)
         return self._make_loader(dataset, self._get_eval_sampler(dataset), self.args.eval_batch_size)
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[Any] | None:
         names = getattr(self.processing_class, "model_input_names", None) or ["input_ids"]
         return train_sampler(
             self.args,
             train_dataset if train_dataset is not None else self.train_dataset,
-            samples_per_step=self._train_batch_size * self._accumulation_steps,
+            batch_size=self._train_batch_size,
+            accumulation=self._accumulation_steps,
+            num_ranks=self.accelerator.num_processes,
             length_name=names[0],
         )
 
@@ -633,7 +643,7 @@ class Trainer:
             )
         return as_dataset(dataset)
 
-    def _make_loader(self, dataset: Any, sampler: Sampler[int] | None, batch_size: int) -> DataLoader[Any]:
+    def _make_loader(self, dataset: Any, sampler: Sampler[Any] | None, batch_size: int) -> DataLoader[Any]:
         collator, kept = self.data_collator, self._kept_columns()
         if kept is not None and isinstance(dataset, Table):
             dataset, dropped = drop_columns(dataset, kept, model=self.model)
@@ -693,6 +703,7 @@ class Trainer:
             ignore_keys=ignore_keys,
             metric_key_prefix=metric_key_prefix,
         )
+        forget_loader(self.accelerator, dataloader)
         output.metrics.update(self._speed(metric_key_prefix, start, output.num_samples))
         output.metrics.update(self._memory.end("eval"))
         self._log(output.metrics)
@@ -716,6 +727,7 @@ class Trainer:
             )
         finally:
             self._is_predicting = False
+            forget_loader(self.accelerator, dataloader)
         output.metrics.update(self._speed(metric_key_prefix, start, output.num_samples))
         output.metrics.update(self._memory.end("test"))
         self._tell("on_predict", metrics=output.metrics)
@@ -764,71 +776,7 @@ class Trainer:
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """Return (loss, logits, labels) of one batch; each may be None."""
-        if ignore_keys is None:
-            config = getattr(self.model, "config", None)
-            ignore_keys = list(getattr(config, "keys_to_ignore_at_inference", None) or ["past_key_values"])
-        inputs = self._prepare_inputs(inputs)
-        labels = self._labels_in(inputs)
-        if (dtype := self._dtype_of_evaluation()) is not None:
-            inputs = batches.map_tensors(lambda part: part.to(dtype) if part.is_floating_point() else part, inputs)
-        loss = None
-        with torch.no_grad():
-            if self._has_loss(inputs):
-                with self.compute_loss_context_manager():
-                    loss, outputs = self._loss_and_outputs(model, inputs)
-                loss = loss.detach().mean()
-            else:
-                outputs = self._call_model(model, inputs)
-        if prediction_loss_only:
-            return loss, None, None
-        if isinstance(outputs, Mapping):
-            left_out = [*ignore_keys, *(["loss"] if loss is not None else [])]
-            logits: Any = tuple(value for name, value in outputs.items() if name not in left_out)
-        elif isinstance(outputs, (tuple, list)):
-            # A model of transformers returns its loss first; an overridden compute_loss need not.
-            has_loss = loss is not None and isinstance(outputs[0], torch.Tensor) and not outputs[0].dim()
-            logits = tuple(outputs[1:] if has_loss else outputs)
-        else:
-            logits = (outputs,)
-        logits = batches.detach(logits)
-        return loss, logits[0] if len(logits) == 1 else logits, batches.detach(labels)
-
-    def _loss_and_outputs(self, model: nn.Module, inputs: Any) -> tuple[torch.Tensor, Any]:
-        try:
-            result = self.compute_loss(model, inputs, return_outputs=True)
-        except KeyError as error:
-            if isinstance(inputs, Mapping) and error.args and error.args[0] not in inputs:
-                raise self._missing_column(str(error.args[0]), inputs) from error
-            raise
-        if not (isinstance(result, tuple) and len(result) == 2):
-            raise UsageError(
-                f"compute_loss(..., return_outputs=True) returned a {type(result).__name__}, not (loss, outputs)",
-                where=f"{type(self).__name__}.compute_loss",
-                do="end it with: return (loss, outputs) if return_outputs else loss",
-            )
-        return result
-
-    def _has_loss(self, inputs: Any) -> bool:
-        """Tell whether a loss can be computed for a batch of an evaluation."""
-        if not isinstance(inputs, Mapping):
-            num_parts = len(inputs) if isinstance(inputs, (tuple, list)) else 1
-            if not self._computes_own_loss:  # forward gets all parts, the labels too, and returns the loss first
-                return num_parts > 1 and (self._num_positional is None or num_parts <= self._num_positional)
-            return num_parts > 1 or not self._is_predicting
-        if self.label_names and all(inputs.get(name) is not None for name in self.label_names):
-            return True
-        if self._guesses_labels:  # forward takes no labels: only compute_loss knows what it needs
-            return not self._is_predicting
-        return not self.label_names and self.can_return_loss
-
-    def _labels_in(self, inputs: Any) -> Any:
-        if isinstance(inputs, Mapping):
-            labels = tuple(inputs.get(name) for name in self.label_names)
-            if not labels or any(label is None for label in labels):
-                return None
-            return labels[0] if len(labels) == 1 else labels
-        # Tuples of a TensorDataset: the labels are last.
-        return inputs[-1] if isinstance(inputs, (tuple, list)) and len(inputs) > 1 else None
+        return predict_batch(self, model, inputs, prediction_loss_only=prediction_loss_only, ignore_keys=ignore_keys)
 
     def _model_for_evaluation(self) -> nn.Module:
         if not self._is_trained and self._preparation_time is None:
@@ -948,86 +896,22 @@ class Trainer:
             write_tensors(state, folder / WEIGHTS_FILE)
         if isinstance(self.processing_class, SavesItself):
             self.processing_class.save_pretrained(str(folder))
-        write_json(folder / ARGUMENTS_FILE, self.args.to_dict())
+        if checkpoint_format(self.args) == "transformers":
+            torch.save(self.args.to_dict(), folder / ARGUMENTS_BIN)
+        else:
+            write_json(folder / ARGUMENTS_FILE, self.args.to_dict())
 
     def save_state(self) -> None:
         """Write the state of the training to ``trainer_state.json`` in the output folder."""
         if self.args.should_save:
             self.state.save_to_json(self._output_dir / STATE_FILE)
 
-    def _save_checkpoint(self) -> None:
-        """Write ``checkpoint-<step>``: aside first, then under its name.
+    def _save_checkpoint(self, model: Any = None, trial: Any = None) -> None:
+        """Write ``checkpoint-<step>`` whole, then delete what is too much; both arguments are there for overrides.
 
         Collective: every rank.
         """
-        folder = self._output_dir / f"checkpoint-{self.state.global_step}"
-        aside = folder.with_name(f"{folder.name}.tmp")
-        self.save_model(aside, _internal_call=True)
-        self.accelerator.wait_for_everyone()
-        best = self.state.best_global_step
-        best_folder = self._output_dir / f"checkpoint-{best}"
-        if best is not None and (best == self.state.global_step or best_folder.exists()):
-            self.state.best_model_checkpoint = str(best_folder)
-        self.state.stateful_callbacks = self._callback_states()
-        if self.args.should_save:
-            self.state.save_to_json(aside / STATE_FILE)
-            if folder.exists():
-                shutil.rmtree(folder)  # of an earlier training into the same folder
-            aside.rename(folder)
-            remove_surplus(
-                self._output_dir,
-                limit=self.args.save_total_limit,
-                best=self.state.best_model_checkpoint,
-                keep_newest=True,
-            )
-            if self.args.push_to_hub and self.is_world_process_zero():
-                self._tell("on_push_begin")
-                self._hub.upload_checkpoint(folder, step=self.state.global_step)
-        self.accelerator.wait_for_everyone()
-
-    def _callback_states(self) -> dict[str, Any]:
-        states: dict[str, Any] = {"TrainerControl": self.control.state()}
-        for callback in self.callback_handler.callbacks:
-            state = getattr(callback, "state", None)  # the user's object, or one written for transformers
-            if callable(state):
-                states[type(callback).__name__] = state()
-        return states
-
-    def _note_best(self, metrics: dict[str, float]) -> bool:
-        """Note the metric of an evaluation if it is the best so far, and tell whether it is."""
-        if self.args.metric_for_best_model is None:
-            return False
-        value, best = self._metric_for_best(metrics), self.state.best_metric
-        is_better = best is None or (value > best if self.args.greater_is_better else value < best)
-        if is_better:
-            self.state.best_metric = value
-            self.state.best_global_step = self.state.global_step
-        return is_better
-
-    def _metric_for_best(self, metrics: dict[str, float]) -> float:
-        name = self.args.metric_for_best_model or "loss"
-        name = name if name.startswith("eval_") else f"eval_{name}"
-        if name not in metrics:
-            raise ConfigError(
-                f"metric_for_best_model={self.args.metric_for_best_model!r}, but the evaluation gives no {name!r}; "
-                f"it gives {', '.join(metrics)}",
-                where="TrainingArguments.metric_for_best_model",
-                do="choose one of them, or let compute_metrics return it",
-            )
-        return metrics[name]
-
-    def _load_best(self) -> None:
-        best = self.state.best_model_checkpoint
-        if self.args.load_best_model_at_end and best is not None:
-            logger.info("loading the best model from %s (%s)", best, self.state.best_metric)
-            path = Path(best) / WEIGHTS_FILE
-            load_weights(self.model, read_weights(path), source=path)
-
-    def _remove_last_checkpoint(self) -> None:
-        """With save_total_limit=1 and a best checkpoint that is not the last one: the last one was kept to go on from."""
-        best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
-        if self.args.should_save and best is not None and limit == 1:
-            remove_surplus(self._output_dir, limit=limit, best=best, keep_newest=False)
+        save_checkpoint(self)
 
     def push_to_hub(
         self,
@@ -1054,21 +938,7 @@ class Trainer:
         Raises:
             MissingExtraError: huggingface_hub is not installed.
         """
-        self.init_hf_repo(token=token)
-        self.save_model(_internal_call=True)
-        result = None
-        if self.is_world_process_zero():
-            self._tell("on_push_begin")
-            self.create_model_card(**kwargs)
-            self._hub.wait()
-            result = self._hub.upload(
-                commit_message or "End of training",
-                blocking=blocking,
-                token=token,
-                revision=revision if revision is not None else self.args.hub_revision,
-            )
-        self.accelerator.wait_for_everyone()
-        return result
+        return push(self, commit_message, blocking=blocking, token=token, revision=revision, card=kwargs)
 
     def init_hf_repo(self, token: str | None = None) -> None:
         """Make the repository of the upload, on rank zero."""
@@ -1088,28 +958,16 @@ class Trainer:
         dataset_args: str | list[str] | None = None,
     ) -> None:
         """Write README.md with the metadata, the results, the settings and the versions, on rank zero."""
-        if not self.is_world_process_zero():
-            return
-        base = finetuned_from or getattr(getattr(self.model, "config", None), "_name_or_path", None)
-        metadata = {
-            "library_name": "transformers" if hasattr(self.model, "push_to_hub") else "pytorch",
-            "language": language,
-            "license": license,
-            "base_model": base,
-            "tags": [*([tags] if isinstance(tags, str) else tags or []), "generated_from_trainer"],
-            "datasets": dataset_tags,
-            "pipeline_tag": tasks,
-        }
-        text = model_card(
-            self.args,
-            self.state.log_history,
-            name=model_name or self._output_dir.absolute().name,
-            metadata=metadata,
-            data=dataset if dataset is not None else dataset_tags,
-            versions={"echelon": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        )
-        self._output_dir.mkdir(parents=True, exist_ok=True)
-        (self._output_dir / CARD_FILE).write_text(text, encoding="utf-8")
+        if self.is_world_process_zero():
+            metadata = {
+                "language": language,
+                "license": license,
+                "base_model": finetuned_from,
+                "tags": tags,
+                "datasets": dataset_tags,
+                "pipeline_tag": tasks,
+            }
+            write_card(self, metadata, name=model_name, data=dataset if dataset is not None else dataset_tags)
 
     # ---- search ------------------------------------------------------------------------------------------------------
 
@@ -1123,7 +981,7 @@ class Trainer:
         hp_name: Callable[[Any], str] | None = None,
         **kwargs: Any,
     ) -> BestRun | list[BestRun] | None:
-        """Train with different settings, and return the best run (None on ranks other than zero).
+        """Train with different settings, and return the best run, on every rank.
 
         Args:
             hp_space: optuna's trial -> settings; None: learning rate, passes, seed and batch size.
@@ -1288,6 +1146,19 @@ def _processing_class(processing_class: Any, tokenizer: Any) -> Any:
             do="keep processing_class= only",
         )
     return tokenizer
+
+
+def _old_model_path(given: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Return the checkpoint that ``train`` was given, also under its old name."""
+    unknown = [name for name in kwargs if name != "model_path"]
+    if unknown:
+        raise UsageError(
+            f"train() does not take {', '.join(unknown)}", where="Trainer.train", do="see help(Trainer.train)"
+        )
+    if kwargs.get("model_path") is None:
+        return given
+    warn("train(model_path=) is called resume_from_checkpoint= now")
+    return kwargs["model_path"] if given is None else given
 
 
 def _unwrapped(optimizer: Any) -> Any:

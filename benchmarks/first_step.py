@@ -1,0 +1,118 @@
+"""How long examples/mnist_trainer.py takes to its first step: on echelon and, with the import changed, on transformers.
+
+From the start of the process to the first call of the model, in training. Both run the same text: the line that prints
+echelon's own `world` is left out, and a collator is given, as transformers' default one takes no pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+from overhead import installed, processor, write
+
+HEADING = "## Time to the first step"
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+ROUNDS = 7
+LIMIT = 0.5
+LIBRARIES = ("echelon", "transformers")
+
+PROGRAM = """
+import json, os, sys, time
+started, source = float(sys.argv[1]), sys.argv[2]
+sys.argv = ["mnist_trainer.py"]
+sys.path.insert(0, {examples!r})
+import mnist_net
+
+def first(self, images):
+    print(json.dumps([time.time() - started, time.process_time()]), flush=True)
+    os._exit(0)
+
+mnist_net.Net.forward = first
+exec(compile(source, "mnist_trainer.py", "exec"), {{"__name__": "__main__"}})
+"""
+
+
+def script(library: str) -> str:
+    """Return the text of the example for ``library``."""
+    text = (EXAMPLES / "mnist_trainer.py").read_text()
+    for old, new in (
+        ("from echelon import", f"from {library} import"),
+        ('    print(f"world: {trainer.accelerator.world}", flush=True)\n', ""),
+        ("compute_metrics=accuracy", "compute_metrics=accuracy, data_collator=default_collate"),
+        ("from mnist_data import", "from torch.utils.data import default_collate\nfrom mnist_data import"),
+    ):
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return text
+
+
+def measure(library: str) -> tuple[float, float]:
+    """Return the seconds to the first step, and those of CPU time."""
+    program = [sys.executable, "-c", PROGRAM.format(examples=str(EXAMPLES)), str(time.time()), script(library)]
+    done = subprocess.run(program, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    wall, cpu = json.loads(done.stdout.splitlines()[-1])
+    return wall, cpu
+
+
+def report(found: dict[str, list[tuple[float, float]]], *, rounds: int) -> str:
+    rows = ["| library | seconds | least - most | of CPU time |", "|---|---:|---:|---:|"]
+    for library, values in found.items():
+        walls, cpus = zip(*values)
+        rows.append(
+            f"| {library} | {statistics.median(walls):.2f} | {min(walls):.2f} - {max(walls):.2f} | {statistics.median(cpus):.2f} |"
+        )
+    lines = []
+    if len(found) == len(LIBRARIES):
+        wall, cpu = (statistics.median(a[i] / b[i] for a, b in zip(*found.values(), strict=True)) for i in (0, 1))
+        verdict = "met" if wall <= LIMIT else "missed"
+        lines = [
+            f"- echelon takes {wall:.2f} x the time of transformers (target: {LIMIT}, {verdict}); {cpu:.2f} x the CPU time"
+        ]
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", *LIBRARIES) if installed(name))
+    return f"""{HEADING}
+
+examples/mnist_trainer.py from the start of its process to its first forward pass, on MNIST whole; {rounds} rounds, in each of
+them first the one, then the other; the ratio is the median over the rounds.
+
+{chr(10).join(rows)}
+
+{chr(10).join(lines)}
+
+{date.today()}, {processor()}, Python {platform.python_version()}; {versions}.
+Repeat: `make peers`, then `.venv-peers/bin/python benchmarks/first_step.py --write`.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--write", action="store_true", help="put the table into benchmarks/RESULTS.md")
+    options = parser.parse_args()
+    libraries = [name for name in LIBRARIES if installed(name)]
+    if len(libraries) < len(LIBRARIES):
+        print("!! transformers is not installed here: only echelon is measured. To compare: make peers, make bench.")
+        if options.write:
+            sys.exit("--write needs transformers: a table without it says nothing")
+    found: dict[str, list[tuple[float, float]]] = {library: [] for library in libraries}
+    for number in range(options.rounds + 1):
+        for library in libraries:  # interleaved: a busy moment of the machine hits both alike
+            seconds = measure(library)
+            if number > 0:  # the first round fills the disk cache
+                found[library].append(seconds)
+    section = report(found, rounds=options.rounds)
+    print(section)
+    if options.write:
+        write(section)
+
+
+if __name__ == "__main__":
+    main()

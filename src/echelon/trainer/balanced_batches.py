@@ -1,0 +1,117 @@
+"""Batches of about equal cost: many short samples in one, a few long ones in another, and each rank as much as the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.utils.data import Sampler
+
+__all__ = ["BalancedBatchSampler", "balanced_sizes"]
+
+_QUADRATIC = 0.001
+"""What attention adds to the cost of a sample, by the square of its length."""
+
+
+class BalancedBatchSampler(Sampler[list[int]]):
+    """The batches of all ranks in turn: the samples of each update are random, and dealt so that no batch costs much.
+
+    A batch costs what its samples do when all are padded to the longest of them. Every update has the same number of
+    samples, its batches have different ones. The dearest batches of an update come first, one for each rank.
+
+    Args:
+        lengths: of every sample.
+        samples_per_update: of all ranks.
+        num_ranks: the batches of a round are neighbours.
+        num_rounds: batches of one rank in an update.
+        seed: pass e is drawn by a generator of the seed ``seed + e``.
+        drop_last: leave out the last update of a pass where it is short; otherwise it has fewer rounds, and samples from
+            the beginning of the pass only where there are fewer of its own than ranks.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        *,
+        samples_per_update: int,
+        num_ranks: int,
+        num_rounds: int,
+        seed: int,
+        drop_last: bool,
+    ) -> None:
+        self.lengths = lengths
+        self.samples_per_update = samples_per_update
+        self.num_ranks = num_ranks
+        self.num_rounds = num_rounds
+        self.seed = seed
+        self.drop_last = drop_last
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next pass."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        whole, rest = divmod(len(self.lengths), self.samples_per_update)
+        return self.num_ranks * (whole * self.num_rounds + (0 if self.drop_last else self._rounds_of(rest)))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order = torch.randperm(len(self.lengths), generator=generator).tolist()
+        for start in range(0, len(order), self.samples_per_update):
+            samples = order[start : start + self.samples_per_update]
+            if len(samples) < self.samples_per_update and self.drop_last:
+                return
+            missing = max(0, self.num_ranks - len(samples))
+            samples += (order * (-(-missing // len(order))))[:missing]
+            yield from self._batches(samples)
+
+    def _rounds_of(self, num_samples: int) -> int:
+        return min(self.num_rounds, max(1, num_samples // self.num_ranks)) if num_samples else 0
+
+    def _batches(self, samples: list[int]) -> list[list[int]]:
+        samples = sorted(samples, key=self.lengths.__getitem__, reverse=True)
+        rounds = self.num_rounds if len(samples) == self.samples_per_update else self._rounds_of(len(samples))
+        batches, start = [], 0
+        for size in balanced_sizes([self.lengths[i] for i in samples], num_batches=rounds * self.num_ranks):
+            batches.append(samples[start : start + size])
+            start += size
+        return sorted(batches, key=lambda batch: len(batch) * _cost(self.lengths[batch[0]]), reverse=True)
+
+
+def balanced_sizes(lengths: Sequence[int], *, num_batches: int) -> list[int]:
+    """Return the sizes of ``num_batches`` batches of neighbours, none empty, so that the dearest costs as little as can be.
+
+    Args:
+        lengths: of the samples, longest first; at least as many as batches.
+        num_batches: how many.
+    """
+    costs = [_cost(length) for length in lengths]
+    # A batch that begins at sample i costs size * costs[i]: the least limit that the batches keep is one of these.
+    low, high = costs[0], len(costs) * costs[0]
+    best = [len(costs)]
+    while high > low * (1 + 1e-12):
+        middle = (low + high) / 2
+        sizes = _sizes_within(middle, costs)
+        if len(sizes) <= num_batches:
+            high, best = middle, sizes
+        else:
+            low = middle
+    if len(low_sizes := _sizes_within(low, costs)) <= num_batches:
+        best = low_sizes
+    while len(best) < num_batches:  # to cut a batch makes none dearer
+        widest = max(range(len(best)), key=best.__getitem__)
+        best[widest : widest + 1] = [-(-best[widest] // 2), best[widest] // 2]
+    return best
+
+
+def _sizes_within(limit: float, costs: Sequence[float]) -> list[int]:
+    sizes, start = [], 0
+    while start < len(costs):
+        sizes.append(min(len(costs) - start, max(1, int(limit / costs[start]))))
+        start += sizes[-1]
+    return sizes
+
+
+def _cost(length: int) -> float:
+    return max(1, length) * (1 + _QUADRATIC * length)

@@ -1,0 +1,56 @@
+"""Where a training is in its data and its logs: what a checkpoint holds beside weights, optimizer and schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+__all__ = ["Place", "Start"]
+
+
+@dataclass(kw_only=True)
+class Place:
+    """The place of a training; an Accelerator saves it as an object that was registered for checkpointing."""
+
+    epoch: int = 0
+    num_batches: int = 0
+    """Batches of this rank in the epoch that were used; in the exact modes, updates."""
+    is_over: bool = False
+    """The epoch is over, with its evaluation."""
+    is_within_update: bool = False
+    """The training was left in the middle of an update, which is to be made again from its beginning."""
+    batch_size: int = 0
+    """Samples of such a batch: of one rank; in the exact modes, of all."""
+    world_size: int = 0
+    parity: str = "off"
+    canonical_shards: int | None = None
+    window: dict[str, Any] = field(default_factory=dict)
+    """Of the losses that are not logged yet."""
+    last_logged_step: int = 0
+    learning_rate: float = 0.0
+    grad_norm: float | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is saved."""
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what was saved."""
+        for item in fields(self):
+            setattr(self, item.name, state[item.name])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where a training begins."""
+
+    epoch: int = 0
+    num_batches: int = 0
+    """Batches of that epoch that were used."""
+    num_to_skip: int = 0
+    """Those of them that the loader does not leave out by itself."""
+    random_states: Mapping[str, Any] | None = None
+    """Of the saved run."""
+    is_read_first: bool = False
+    """The batches of the first update are read before these are put back, as transformers does."""

@@ -1,0 +1,273 @@
+"""Trainers on several ranks: they go on bit for bit, save together, and (parity) make the updates of one process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from echelon.base.errors import CheckpointError, ConfigError, UsageError
+from echelon.trainer import Trainer, TrainerCallback, TrainingArguments, interruptions
+from tests.harness import RanksFailed, run_on_ranks
+
+SEED, N, GLOBAL, STEPS = 4, 50, 12, 20  # 5 updates of an epoch, the last one of 2 samples
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(SEED)
+        layers = [nn.Linear(6, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3)]
+        self.layers = nn.Sequential(*layers).double()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        logits = self.layers(x)
+        return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def _data() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    # A sample without a label counts nothing in the mean: an update is one over labels, not over samples.
+    return [
+        {
+            "x": torch.randn(6, generator=generator, dtype=torch.float64),
+            "labels": torch.tensor(-100 if i == 7 else i % 3),
+        }
+        for i in range(N)
+    ]
+
+
+def _args(folder: str, **options: Any) -> TrainingArguments:
+    defaults: dict[str, Any] = {
+        "per_device_train_batch_size": 4,
+        "max_steps": STEPS,
+        "learning_rate": 0.05,
+        "warmup_steps": 2,
+        "optim": "sgd",
+        "max_grad_norm": 0.3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "seed": SEED,
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return TrainingArguments(output_dir=folder, **{**defaults, **options})
+
+
+class Ends(TrainerCallback):
+    """Ends a training after a step, and saves there."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            control.should_save = control.should_training_stop = True
+
+
+def _train(
+    folder: str, *, end: int | None = None, resume: Any = None, dropout: float = 0.0, data: Any = None, **options: Any
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    model = Net(dropout)
+    if resume:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(9.0)
+    callbacks = [] if end is None else [Ends(end)]
+    trainer = Trainer(model, _args(folder, **options), train_dataset=data or _data(), callbacks=callbacks)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*has random states of .* processes")
+        trainer.train(resume_from_checkpoint=resume)
+    logs = [
+        {name: entry[name] for name in ("loss", "grad_norm", "learning_rate")}
+        for entry in trainer.state.log_history
+        if "loss" in entry
+    ]
+    return logs, {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+def _plain_loop() -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Train with whole batches of GLOBAL samples; knows nothing of echelon."""
+    model, data, logs = Net(), _data(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for epoch in range(4):
+        order = torch.randperm(N, generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
+        for start in range(0, N, GLOBAL):
+            rows = [data[i] for i in order[start : start + GLOBAL]]
+            loss = model(torch.stack([r["x"] for r in rows]), torch.stack([r["labels"] for r in rows]))["loss"]
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            step = len(logs)
+            optimizer.param_groups[0]["lr"] = 0.05 * (step / 2 if step < 2 else (STEPS - step) / (STEPS - 2))
+            optimizer.step()
+            optimizer.zero_grad()
+            logs.append(
+                {"loss": loss.item(), "grad_norm": norm.item(), "learning_rate": optimizer.param_groups[0]["lr"]}
+            )
+    return logs, model.state_dict()
+
+
+def _require_close(found: Any, wanted: Any) -> None:
+    """float64: only the order of additions differs."""
+    assert len(found[0]) == len(wanted[0]) == STEPS
+    for one, other in zip(found[0], wanted[0]):
+        assert one == pytest.approx(other, rel=1e-12)
+    for name, value in wanted[1].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_exact_updates_are_those_of_whole_batches_in_a_plain_loop(tmp_path: Path, world_size: int) -> None:
+    options: dict[str, Any] = {"parity": "exact", "global_batch_size": GLOBAL, "max_micro_batch_size": 3}
+    wanted = _plain_loop()
+    for found in run_on_ranks(_train, str(tmp_path), world_size=world_size, **options):
+        _require_close(found, wanted)
+
+
+def _is_same(found: Any, wanted: Any) -> bool:
+    return found[0] == wanted[0] and all(torch.equal(found[1][name], value) for name, value in wanted[1].items())
+
+
+def test_bitwise_trainings_have_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"parity": "bitwise", "global_batch_size": GLOBAL, "canonical_shards": 4, "dropout": 0.2}
+    found = [
+        run_on_ranks(_train, str(tmp_path), world_size=world_size, **options, optim="adamw_torch")
+        for world_size in (1, 2, 3)
+    ]
+    assert all(_is_same(one, found[0][0]) for each in found for one in each)
+    assert len(found[0][0][0]) == STEPS
+
+
+@pytest.mark.parametrize("parity", ["exact", "bitwise"])
+def test_the_number_of_ranks_may_change_within_an_epoch(tmp_path: Path, parity: str) -> None:
+    options: dict[str, Any] = {"parity": parity, "canonical_shards": 4, "per_device_train_batch_size": 6}
+    folder = str(tmp_path)
+    whole = (
+        _plain_loop()
+        if parity == "exact"
+        else run_on_ranks(_train, folder + "/whole", world_size=1, **options, global_batch_size=GLOBAL)[0]
+    )
+    # The batch of all is what the first start makes: 6 samples, twice, on one process.
+    run_on_ranks(_train, folder, world_size=1, end=3, gradient_accumulation_steps=2, **options)
+    run_on_ranks(_train, folder, world_size=2, end=8, resume=True, **options)
+    for found in run_on_ranks(_train, folder, world_size=3, resume="auto", **options):
+        _require_close(found, whole) if parity == "exact" else None
+        assert parity == "exact" or _is_same(found, whole)
+
+
+@pytest.mark.parametrize("layout", ["echelon", "transformers"])
+def test_two_ranks_go_on_bit_for_bit(tmp_path: Path, layout: str) -> None:
+    options: dict[str, Any] = {"dropout": 0.3, "gradient_accumulation_steps": 2, "optim": "adamw_torch", "max_steps": 8}
+    options |= {"checkpoint_format": layout}
+    whole = run_on_ranks(_train, str(tmp_path / "whole"), **options)
+    assert whole[0][0] == whole[1][0]
+    run_on_ranks(_train, str(tmp_path), end=5, **options)  # 7 batches of each rank in an epoch: 4 updates
+    again = run_on_ranks(_train, str(tmp_path), resume=True, **options)
+    for found, wanted in zip(again, whole):
+        assert _is_same(found, wanted)
+    names = {path.name for path in (tmp_path / "checkpoint-5").iterdir()}
+    assert ({"rng_state_0.pth", "rng_state_1.pth"} <= names) is (layout == "transformers")
+
+    # Another number of processes cannot enter the middle of an epoch; from its beginning it can.
+    with pytest.raises(RanksFailed, match="samples would come twice, or never") as error:
+        run_on_ranks(_train, str(tmp_path), resume=True, world_size=1, **options)
+    assert isinstance(error.value.errors[0], CheckpointError)
+    logs, _ = run_on_ranks(_train, str(tmp_path), resume=True, world_size=1, ignore_data_skip=True, **options)[0]
+    assert len(logs) == 8
+
+
+def _fails(folder: str, ranks: list[int]) -> str:
+    class Breaks(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3 and args.process_index in ranks:
+                raise RuntimeError(f"broken on {args.process_index}")
+
+    args = _args(folder, save_on_exception=True, max_steps=5)
+    trainer = Trainer(Net(), args, train_dataset=_data(), callbacks=[Breaks])
+    try:
+        trainer.train()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_an_error_on_all_ranks_is_saved_after(tmp_path: Path) -> None:
+    assert run_on_ranks(_fails, str(tmp_path), [0, 1]) == ["broken on 0", "broken on 1"]
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
+
+
+def _fails_alone(folder: str) -> None:
+    messages: list[str] = []
+
+    class Keeps(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    keeps, logger = Keeps(), logging.getLogger("echelon.trainer.interruptions")
+    logger.addHandler(keeps)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(interruptions, "_PATIENCE", timedelta(seconds=0.5))
+            told = _fails(folder, [0])
+    finally:
+        logger.removeHandler(keeps)
+    raise AssertionError(f"{told}; {messages}")
+
+
+def test_an_error_on_one_rank_is_not_saved_after_and_says_why(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed) as error:
+        run_on_ranks(_fails_alone, str(tmp_path))
+    text = str(error.value.errors[0])
+    assert "broken on 0; [" in text
+    assert "no checkpoint is saved after step 3: the other ranks have not met it in the same step" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def _is_told_to_end(folder: str) -> tuple[Any, int]:
+    class Told(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2 and args.process_index == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = Trainer(Net(), _args(folder, save_on_signal=True), train_dataset=_data(), callbacks=[Told])
+    try:
+        trainer.train()
+    except SystemExit as stop:
+        return stop.code, trainer.state.global_step
+    return None, trainer.state.global_step
+
+
+def test_a_signal_to_one_rank_saves_all_of_them_after_the_same_step(tmp_path: Path) -> None:
+    assert run_on_ranks(_is_told_to_end, str(tmp_path)) == [(143, 3), (143, 3)]
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
+    for logs, _ in run_on_ranks(_train, str(tmp_path), resume="auto", max_steps=5):
+        assert len(logs) == 5
+
+
+def _refused(folder: str, **options: Any) -> str:
+    with pytest.raises((CheckpointError, ConfigError, UsageError)) as error:
+        _train(folder, **options)
+    return str(error.value)
+
+
+def test_what_an_exact_training_cannot_go_on_from_is_told(tmp_path: Path) -> None:
+    folder, exact = str(tmp_path), {"parity": "exact", "max_steps": 4}
+    _train(folder, end=2, **exact, global_batch_size=GLOBAL)
+    assert "set global_batch_size=12, or leave it out" in _refused(folder, resume=True, **exact, global_batch_size=8)
+    assert "saved with parity='exact'" in _refused(folder, resume=True, max_steps=4)
+    assert "max_micro_batch_size by hand" in _refused(folder, **exact, auto_find_batch_size=True)
+    other = str(tmp_path / "other")
+    _train(other, end=2, max_steps=4, checkpoint_format="transformers")
+    assert "which does not say what parity='exact' needs" in _refused(other, resume=True, **exact)
+    shards = {"parity": "bitwise", "max_steps": 4, "global_batch_size": GLOBAL}
+    _train(folder + "/b", end=2, **shards, canonical_shards=4)
+    assert "set canonical_shards=4" in _refused(folder + "/b", resume=True, **shards, canonical_shards=6)

@@ -1,0 +1,23 @@
+"""What the scripts would load by `from_pretrained`, made here: a tokenizer of single characters and a small BERT."""
+
+from typing import Any
+
+from transformers import BertConfig, BertTokenizer
+
+
+def tokenizer_of(texts: list[str]) -> BertTokenizer:
+    """Return a tokenizer that knows every character of ``texts``."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *sorted(set("".join(texts)))]
+    return BertTokenizer(vocab={word: number for number, word in enumerate(words)})
+
+
+def bert_config(tokenizer: BertTokenizer, **more: Any) -> BertConfig:
+    """Return the config of a BERT that learns in a second."""
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "initializer_range": 0.1,
+    }
+    return BertConfig(vocab_size=len(tokenizer), max_position_embeddings=64, pad_token_id=0, **{**sizes, **more})
