@@ -1,21 +1,25 @@
 """What saving costs: 1 GB of state, with and without checksums, in the background, and beside what others offer.
 
-Run it on a quiet machine: ``python benchmarks/checkpoint.py [folder] [megabytes]``. Peers that are not installed are left out.
+Run it on a quiet machine: ``python benchmarks/checkpoint.py [--folder DIR] [--megabytes N] [--turns N] [--write]``. The variants
+take turns, each turn in another order, and what is compared is compared turn by turn: the disk has its moods. Peers that are
+not installed are left out.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import importlib.metadata
 import importlib.util
 import io
 import os
-import shutil
+import platform
 import statistics
-import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +32,10 @@ from echelon.checkpoint.reading import open_verified
 from echelon.checkpoint.save import Content, begin_save, save
 from echelon.world.world import World
 
-REPEATS = 5
+TURNS = 7
+RESULTS = Path(__file__).with_name("RESULTS.md")
+TITLE = "## Saving a checkpoint"
+Times = dict[str, list[float]]
 
 
 class _NoChecksum:
@@ -67,96 +74,153 @@ def _step() -> None:
         x = (x @ x).tanh()
 
 
-def _own(folder: Path, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, list[float]]]:
-    world, content = World.current(cpu=True), Content(tensors=tensors)
-    times: dict[str, list[float]] = {"save": [], "save without checksums": [], "load, verified": []}
-    for turn in range(2 * REPEATS):  # by turns, and first by turns: the disk has its moods, and what came before counts
-        for checked in (turn % 2 == 0, turn % 2 == 1):
-            with contextlib.nullcontext() if checked else _without_checksums():
-                name = "save" if checked else "save without checksums"
-                times[name].append(_seconds(lambda to=folder / name: save(to, content, world=world)))
-    for _ in range(REPEATS):
-        times["load, verified"].append(_seconds(lambda: open_verified(folder / "save", world=world).read_into(tensors)))
-    yield from times.items()
+class _Variants:
+    """Each method is one variant, and notes its seconds; all save the same tensors."""
 
+    def __init__(self, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+        self.times: Times = {}
+        self._folder, self._tensors = folder, tensors
+        self._world, self._content = World.current(cpu=True), Content(tensors=tensors)
+        self._saver = BackgroundSaver()
+        self._buffers = {name: tensor.clone() for name, tensor in tensors.items()}
+        self.all: list[Callable[[], None]] = [self._save, self._unchecked, self._background, self._dcp, self._dcp_async]
+        if importlib.util.find_spec("accelerate") is not None:
+            from accelerate import Accelerator
 
-def _background(folder: Path, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, list[float]]]:
-    world, content, saver = World.current(cpu=True), Content(tensors=tensors), BackgroundSaver()
-    buffers = {name: torch.empty_like(tensor).copy_(tensor) for name, tensor in tensors.items()}
-    copies, blocked, alone, beside = [], [], [], []
-    for _ in range(REPEATS + 1):
-        copies.append(_seconds(lambda: [buffers[name].copy_(tensor) for name, tensor in tensors.items()]))
-        alone += [_seconds(_step) for _ in range(10)]
-        blocked.append(_seconds(lambda: saver.start(begin_save(folder / "async", content, world=world))))
-        while saver.is_busy:
+            self._accelerator = Accelerator(cpu=True)
+            model = torch.nn.Module()
+            model.weights = torch.nn.ParameterList(tensors.values())  # type: ignore[assignment]
+            self._accelerator.prepare(model)
+            self.all.append(self._accelerate)
+
+    def _note(self, name: str, seconds: float) -> None:
+        self.times.setdefault(name, []).append(seconds)
+
+    def _save(self) -> None:
+        target = self._folder / "save"
+        self._note("save", _seconds(lambda: save(target, self._content, world=self._world)))
+        load = _seconds(lambda: open_verified(target, world=self._world).read_into(self._buffers))
+        self._note("load, every file verified", load)
+
+    def _unchecked(self) -> None:
+        with _without_checksums():
+            target = self._folder / "unchecked"
+            self._note("save without checksums", _seconds(lambda: save(target, self._content, world=self._world)))
+
+    def _background(self) -> None:
+        copy = lambda: [self._buffers[name].copy_(tensor) for name, tensor in self._tensors.items()]  # noqa: E731
+        self._note("copy in memory", _seconds(copy))
+        self._note("step alone", statistics.median(_seconds(_step) for _ in range(15)))
+        target = self._folder / "background"
+        begin = lambda: self._saver.start(begin_save(target, self._content, world=self._world))  # noqa: E731
+        self._note("blocked by a save in the background", _seconds(begin))
+        beside = []
+        while self._saver.is_busy:
             beside.append(_seconds(_step))
-        saver.wait()
-    yield "copy in memory", copies[1:]
-    yield "blocked by a save in the background, first", blocked[:1]
-    yield "blocked by a save in the background", blocked[1:]
-    yield "a step of training alone", alone
-    yield "a step of training beside the writing", beside
+        self._note("step beside the writing", statistics.median(beside))
+        self._saver.wait()
 
+    def _dcp(self) -> None:
+        import torch.distributed.checkpoint as dcp
 
-def _others(folder: Path, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, list[float]]]:
-    import torch.distributed.checkpoint as dcp
+        target = self._folder / "dcp"
+        self._note("dcp.save", _seconds(lambda: dcp.save(dict(self._tensors), checkpoint_id=target)))
 
-    if importlib.util.find_spec("accelerate") is not None:
-        from accelerate import Accelerator
+    def _dcp_async(self) -> None:
+        import torch.distributed.checkpoint as dcp
 
-        accelerator = Accelerator(cpu=True)
-        model = torch.nn.Module()
-        model.weights = torch.nn.ParameterList(tensors.values())  # type: ignore[assignment]
-        accelerator.prepare(model)
-        yield (
-            "accelerate's save_state",
-            [_seconds(lambda: accelerator.save_state(folder / "acc")) for _ in range(REPEATS)],
-        )
-    made = not dist.is_initialized()
-    if made:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-    def dcp_save() -> None:
-        dcp.save(dict(tensors), checkpoint_id=folder / "dcp")
-
-    yield "dcp.save", [_seconds(dcp_save) for _ in range(REPEATS)]
-    blocked = []
-    for _ in range(REPEATS):
         pending: list[Any] = []
-        blocked.append(
-            _seconds(
-                lambda into=pending: into.append(dcp.async_save(dict(tensors), checkpoint_id=folder / "dcp_async"))
-            )
-        )
+        target = self._folder / "dcp_async"
+        start = lambda: pending.append(dcp.async_save(dict(self._tensors), checkpoint_id=target))  # noqa: E731
+        self._note("blocked by dcp.async_save", _seconds(start))
         pending[0].result()
-    yield "blocked by dcp.async_save", blocked
-    if made:
-        dist.destroy_process_group()
+
+    def _accelerate(self) -> None:
+        self._note("accelerate's save_state", _seconds(lambda: self._accelerator.save_state(self._folder / "acc")))
 
 
-def main(folder: Path, megabytes: int) -> None:
-    """Print seconds: the median, the least, the most."""
-    tensors = _tensors(megabytes)
-    size = sum(t.numel() * t.element_size() for t in tensors.values())
-    print(
-        f"{size / 1e9:.2f} GB in {len(tensors)} tensors, {folder}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}"
-    )
-    found: dict[str, float] = {}
-    for part in (_own, _background, _others):
-        scratch = folder / part.__name__
-        scratch.mkdir()
+def measure(folder: Path, tensors: dict[str, torch.Tensor], turns: int) -> Times:
+    """Return the seconds of each variant by turn; the first turn, in which memory and files are new, is one more."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
-            for name, times in part(scratch, tensors):
-                found[name] = statistics.median(times)
-                print(f"{name:44} {found[name]:8.4f}   {min(times):8.4f} .. {max(times):8.4f}", flush=True)
-        shutil.rmtree(scratch)
-    checksums = found["save"] / found["save without checksums"] - 1
-    print(f"checksums cost {checksums:+.1%} of a save (goal: at most 5 %)")
-    ratio = found["blocked by a save in the background"] / found["copy in memory"]
-    print(f"a save in the background blocks for {ratio:.2f} copies in memory (goal: at most 1.2)")
+            variants = _Variants(folder, tensors)
+            for turn in range(turns + 1):
+                for i in range(len(variants.all)):
+                    # Away and back: a variant comes as often after each neighbour, and early as late.
+                    place = (i + turn) % len(variants.all)
+                    variants.all[place if turn % 2 else -place - 1]()
+    finally:
+        dist.destroy_process_group()
+    return variants.times
+
+
+def _ratio(times: Times, name: str, other: str) -> float:
+    """Return the median over the turns of how many times ``other`` the variant ``name`` takes."""
+    return statistics.median(a / b for a, b in zip(times[name][1:], times[other][1:]))
+
+
+def section(times: Times, tensors: dict[str, torch.Tensor], turns: int) -> str:
+    """Return the measurement as a section of RESULTS.md."""
+    size = sum(t.numel() * t.element_size() for t in tensors.values())
+    rows = [
+        f"| {name} | {statistics.median(found[1:]):.3f} | {min(found[1:]):.3f} - {max(found[1:]):.3f} | {found[0]:.3f} |"
+        for name, found in times.items()
+    ]
+    checksums = _ratio(times, "save", "save without checksums") - 1
+    blocked = _ratio(times, "blocked by a save in the background", "copy in memory")
+    slower = _ratio(times, "step beside the writing", "step alone")
+    names = [name for name in ("torch", "accelerate") if importlib.util.find_spec(name) is not None]
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+    return "\n".join(
+        [
+            TITLE,
+            "",
+            f"{size / 1e9:.2f} GB in {len(tensors)} tensors, one process; seconds, the median of {turns} turns. In the first turn "
+            "memory is allocated",
+            "and files are new; it is not in the median. What is compared below is compared turn by turn.",
+            "",
+            "| | s | least - most | first |",
+            "|---|---:|---:|---:|",
+            *rows,
+            "",
+            f"- checksums cost {checksums:+.1%} of a save (target: at most 5 %, {'met' if checksums <= 0.05 else 'missed'})",
+            f"- a save in the background blocks for {blocked:.2f} copies in memory (target: 1.2, "
+            f"{'met' if blocked <= 1.2 else 'missed'}), the first one for "
+            f"{times['blocked by a save in the background'][0] / statistics.median(times['copy in memory'][1:]):.2f}",
+            f"- a step of training takes {slower:.2f} times as long while it is written",
+            "",
+            f"{date.today()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}; {versions}.",
+            "Repeat: `make peers`, then `.venv-peers/bin/python benchmarks/checkpoint.py --write`.",
+            "",
+        ]
+    )
+
+
+def write(text: str) -> None:
+    """Put the section into RESULTS.md, in the place of the one that is there."""
+    before, title, rest = RESULTS.read_text().partition(TITLE)
+    _, heading, after = rest.partition("\n## ")
+    following = f"\n{heading.lstrip()}{after}" if title and heading else ""
+    RESULTS.write_text(f"{before.rstrip()}\n\n{text}{following}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", help="on the disk to measure; it is made, and removed")
+    parser.add_argument("--megabytes", type=int, default=1000)
+    parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--write", action="store_true", help="replace the section in RESULTS.md")
+    arguments = parser.parse_args()
+    tensors = _tensors(arguments.megabytes)
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
+        times = measure(Path(scratch), tensors, arguments.turns)
+    text = section(times, tensors, arguments.turns)
+    print(text)
+    if arguments.write:
+        write(text)
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory(dir=sys.argv[1] if len(sys.argv) > 1 else None) as scratch:
-        main(Path(scratch), int(sys.argv[2]) if len(sys.argv) > 2 else 1000)
+    main()

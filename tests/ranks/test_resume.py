@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -34,6 +36,7 @@ class _Case:
     accumulation: int = 1
     noise: float = 0.0
     n: int = 18
+    draws: str = "torch"
 
 
 class _Samples(Dataset[torch.Tensor]):
@@ -42,6 +45,7 @@ class _Samples(Dataset[torch.Tensor]):
     def __init__(self, case: _Case) -> None:
         self.x = torch.randn(case.n, 6, generator=torch.Generator().manual_seed(7))
         self.noise = case.noise
+        self.draws = case.draws
         self.read: list[int] = []
 
     def __len__(self) -> int:
@@ -49,11 +53,18 @@ class _Samples(Dataset[torch.Tensor]):
 
     def __getitem__(self, i: int) -> torch.Tensor:
         self.read.append(i)
-        return self.x[i] + self.noise * torch.randn(6) if self.noise else self.x[i]
+        if not self.noise:
+            return self.x[i]
+        drawn = torch.randn(6)
+        if self.draws == "all":
+            drawn += random.gauss(0, 1) + torch.from_numpy(np.random.randn(6)).float()
+        return self.x[i] + self.noise * drawn
 
 
 def _objects(case: _Case, batch_size: int) -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[torch.Tensor]]:
     torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30)
@@ -115,6 +126,8 @@ def _train(case: _Case, *, resume: Path | None = None, save_to: Path | None = No
     model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
     if resume is not None:
         torch.manual_seed(99)
+        random.seed(99)
+        np.random.seed(99)
         torch.rand(5)
         assert accelerator.resume(resume)
     steps = 0
@@ -155,15 +168,17 @@ def _resume_everywhere(case: _Case, root: Path, has_plain: bool) -> tuple[dict[i
 _OFF, _EXACT = _Case(), _Case("exact")
 _CASES = {
     "off": (_OFF, 1),
-    "off-workers": (_Case(num_workers=2, n=12), 1),
+    "off-workers": (_Case(num_workers=2, noise=0.1, n=14), 1),
     "off-2": (_OFF, 2),
     "off-2-workers": (_Case(num_workers=2, n=16), 2),
     "off-accumulation": (_Case(accumulation=3, n=27), 1),
     "off-2-accumulation": (_Case(accumulation=2, n=24), 2),
     "off-augmentation": (_Case(noise=0.1), 1),
+    "off-all-augmentation": (_Case(noise=0.1, draws="all"), 1),
+    "off-2-workers-augmentation": (_Case(num_workers=2, noise=0.1, n=28, draws="all", accumulation=2), 2),
     "off-augmentation-accumulation": (_Case(noise=0.1, accumulation=2), 1),
     "exact": (_EXACT, 1),
-    "exact-workers": (_Case("exact", num_workers=2, n=12), 1),
+    "exact-workers": (_Case("exact", num_workers=2, noise=0.1, n=12, draws="all"), 1),
     "exact-2": (_EXACT, 2),
     "exact-2-accumulation": (_Case("exact", accumulation=2), 2),
     "bitwise-2": (_Case("bitwise", n=9), 2),
@@ -274,6 +289,64 @@ def test_the_number_of_processes_may_change_wherever_the_run_was_stopped(
 class _Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         yield from torch.randperm(17).tolist()  # drawn when the pass begins
+
+
+class _Counted(_Samples):
+    """Counts what its workers read."""
+
+    def __init__(self, case: _Case) -> None:
+        super().__init__(case)
+        self.counts = torch.zeros(2, dtype=torch.int64).share_memory_()
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        self.counts[info.id] += 1
+        return super().__getitem__(i)
+
+
+def _batches_of_an_epoch(parity: str, dispatches: bool, folder: Path) -> list[tuple[bool, int]]:
+    """Tell of some places in an epoch: are the batches after it the uninterrupted run's, and how many samples were read."""
+
+    def read(resume: Path | None = None, save_to: Path | None = None) -> tuple[list[torch.Tensor], int]:
+        torch.manual_seed(3 if resume is None else 99)
+        accelerator = Accelerator(
+            parity=parity, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatches), seed=3
+        )
+        batch_size = 4 if parity == "exact" else 2  # there it is that of all ranks
+        samples = _Counted(_Case(noise=0.1, n=32))
+        loader: Any = DataLoader(samples, batch_size=batch_size, shuffle=True, num_workers=2)
+        loader = accelerator.prepare(loader)
+        if resume is not None:
+            assert accelerator.resume(resume)
+        found = []
+        for _ in accelerator.epochs(1):
+            for number, x in enumerate(loader):
+                found.append(x.clone())
+                if save_to is not None and number in places:
+                    accelerator.save_state(save_to / f"{number}")
+        return found, int(samples.counts.sum())
+
+    places = (0, 3, 4)  # no round of the workers is over, one is, and another has begun
+    whole, _ = read(save_to=folder)
+    found = []
+    for number in places:
+        rest, num_read = read(resume=folder / f"{number}")
+        is_same = len(rest) == len(whole) - number - 1 and all(map(torch.equal, whole[number + 1 :], rest))
+        found.append((is_same, num_read))
+    return found
+
+
+@pytest.mark.parametrize(("parity", "dispatches"), [("off", False), ("off", True), ("exact", False)])
+def test_batches_that_workers_augment_are_the_same_from_any_place_on(
+    parity: str, dispatches: bool, tmp_path: Path
+) -> None:
+    results = run_on_ranks(_batches_of_an_epoch, parity, dispatches, tmp_path, timeout=180)
+    for found in results:
+        assert [is_same for is_same, _ in found] == [True] * 3
+        if (parity, dispatches) == ("off", False):
+            # Of 8 batches of 2 samples, 1, 4 and 5 were given; of these, the one that begins a round is read once more.
+            assert [num_read for _, num_read in found] == [16, 8, 8]
 
 
 def _read_stream(project: Path, dispatches: bool) -> tuple[list[Any], list[Any], list[Any]]:

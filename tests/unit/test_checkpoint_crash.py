@@ -147,12 +147,34 @@ def _in_background(muted: Muted = _nothing) -> Scenario:
     return Scenario(storage, _saved_in_a, start=start, returned=len(storage.operations), old=1, new=2)
 
 
+def _with_files_of_others(muted: Muted = _nothing) -> Scenario:
+    """Save, and let a hook write files into the folder, which it does not sync."""
+    storage = ToyStorage(muted)
+    content = content_of(1, 0)
+    save = begin_save(FOLDER / "a", content, world=world_of_threads(0, 1), storage=storage)
+    storage.make_folder(save.folder / "inside")
+    for path in (save.folder / "extra", save.folder / "inside" / "deep"):
+        handle = storage.create(path)
+        storage.write(handle, b"of a hook")
+        storage.close(handle)
+    save.finish()
+
+    def found(state: ToyStorage) -> int | None:
+        step = _saved(state, FOLDER / "a")
+        if step is not None:  # else it is no checkpoint, whatever else is there
+            assert {"extra", "inside/deep"} <= set(Checkpoint(FOLDER / "a", storage=state).manifest.files)
+        return step
+
+    return Scenario(storage, found, start=0, returned=len(storage.operations), old=None, new=1)
+
+
 SCENARIOS: dict[str, Callable[..., Scenario]] = {
     "first": _first,
     "again": _again,
     "again, by two renames": lambda muted=_nothing: _again(muted, WithoutExchange),
     "rotated": _rotated,
     "in the background": _in_background,
+    "with files of others": _with_files_of_others,
 }
 
 
@@ -186,7 +208,12 @@ GUARDS = [
     ("again, by two renames", "sync_folder", "run"),
     ("again, by two renames", "rename", "a"),
     ("again, by two renames", "rename", "a.tmp"),
+    ("rotated", "sync_folder", "checkpoint_1.tmp"),
     ("rotated", "sync_folder", "run"),
+    ("rotated", "rename", "checkpoint_1.tmp"),
+    ("with files of others", "sync", "extra"),
+    ("with files of others", "sync", "deep"),
+    ("with files of others", "sync_folder", "inside"),
 ]
 
 
@@ -206,7 +233,7 @@ def test_no_sync_and_no_rename_can_be_left_out(scenario: str, operation: str, na
 
 def test_every_sync_and_rename_of_a_save_is_among_them() -> None:
     found = set()
-    for scenario in ("first", "again", "again, by two renames"):
+    for scenario in SCENARIOS:
         calls: list[tuple[str, str]] = []
 
         def muted(operation: str, name: str, calls: list[tuple[str, str]] = calls) -> bool:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 import warnings
@@ -22,6 +23,7 @@ from safetensors.torch import load_file
 
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.warnings import EchelonWarning
+from echelon.checkpoint import lock as lock_module
 from echelon.checkpoint.background import BackgroundSaver, SaveFailures, TooManyFailedSavesError
 from echelon.checkpoint.lock import Owner, RunLock, is_over
 from echelon.checkpoint.numbered import numbered, remove_oldest, surplus
@@ -447,6 +449,79 @@ def test_a_second_run_is_refused_until_the_first_is_over(tmp_path: Path) -> None
     lock.require()
     lock.release()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_computes_for_long_keeps_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock_module, "_BEAT_S", 0.01)
+    path = tmp_path / ".lock"
+    lock = RunLock(path)
+    an_hour_ago = time.time() - 3600
+
+    def is_touched(within_s: float) -> bool:
+        os.utime(path, (an_hour_ago, an_hour_ago))
+        deadline = time.monotonic() + within_s
+        while path.stat().st_mtime == an_hour_ago and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return path.stat().st_mtime != an_hour_ago
+
+    assert is_touched(within_s=20)
+    path.write_text(path.read_text().replace(lock._me.token, "b" * 16))
+    time.sleep(0.1)
+    assert not is_touched(within_s=0.2)  # it is another's: no sign of life for that one
+    lock.release()
+    assert path.exists()
+    mine = RunLock(tmp_path / "other")
+    assert any(thread.name == f"lock {tmp_path.name}" for thread in threading.enumerate())
+    del mine  # nobody holds it: the thread ends, as the check after each test sees
+
+
+ZOMBIE = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from echelon import Accelerator
+from echelon.base.errors import CheckpointError
+from echelon.checkpoint.storage import LocalStorage
+from echelon.utils import ProjectConfiguration
+accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(sys.argv[1], automatic_checkpoint_naming=True))
+model = accelerator.prepare(torch.nn.Linear(1, 1))
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    sync_folder = LocalStorage.sync_folder
+    def stops(self, path):
+        sync_folder(self, path)
+        if ".tmp-" in path.name:  # all is written, and the names are about to change
+            os.kill(os.getpid(), signal.SIGSTOP)
+    LocalStorage.sync_folder = stops
+with torch.no_grad():
+    model.weight.fill_(int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
+try:
+    accelerator.save_state()
+except CheckpointError as error:
+    print("refused:", error.what)
+"""
+
+
+def test_a_frozen_process_of_an_earlier_attempt_cannot_save_when_it_wakes(tmp_path: Path) -> None:
+    def start(attempt: int) -> subprocess.Popen[str]:
+        environ = {**os.environ, "TORCHELASTIC_RUN_ID": "r", "TORCHELASTIC_RESTART_COUNT": f"{attempt}"}
+        command = [sys.executable, "-c", ZOMBIE, str(tmp_path)]
+        return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True)
+
+    with start(0) as old:
+        try:
+            _, status = os.waitpid(old.pid, os.WUNTRACED)
+            assert os.WIFSTOPPED(status)
+            with start(1) as new:
+                assert new.communicate(timeout=120)[0] == ""
+            assert new.returncode == 0
+        finally:
+            os.kill(old.pid, signal.SIGCONT)
+        told = old.communicate(timeout=120)[0]
+    assert told.startswith(f"refused: this process may not write checkpoints to {tmp_path / 'checkpoints'} any more")
+    assert "r, attempt 1 has it" in told
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == [".lock", "checkpoint_0"]
+    assert Checkpoint(tmp_path / "checkpoints" / "checkpoint_0").read("models.0.weight").item() == 1
 
 
 def test_a_rank_that_was_left_over_cannot_replace_what_the_next_attempt_has_saved(

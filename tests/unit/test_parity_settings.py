@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from echelon import Accelerator, Trainer, TrainingArguments
+from echelon import Accelerator
 from echelon.base import environ
 from echelon.base.errors import ConfigError
 from echelon.config.resolve import resolve
@@ -52,9 +51,3 @@ def test_the_script_wins_over_the_launcher() -> None:
 def test_a_micro_batch_size_without_exact_parity_is_an_error_that_names_its_place(given: Any, origin: str) -> None:
     with environ.patch(given(max_micro_batch_size="4")), pytest.raises(ConfigError, match=f"=4 .from {origin}"):
         Accelerator(cpu=True)
-
-
-def test_the_trainer_refuses_what_it_does_not_offer_yet(tmp_path: Path) -> None:
-    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
-    with environ.patch(_by_launcher(parity="exact")), pytest.raises(ConfigError, match="where: flag --parity"):
-        Trainer(torch.nn.Linear(2, 1), arguments)

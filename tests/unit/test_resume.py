@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from echelon import Accelerator, DataLoaderConfiguration
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.warnings import EchelonWarning
-from echelon.utils import ProjectConfiguration
+from echelon.utils import GradientAccumulationPlugin, ProjectConfiguration
 
 
 def _numbers(n: int, batch_size: int = 2, *, shuffle: bool = False) -> DataLoader[Any]:
@@ -205,6 +205,69 @@ def test_loaders_that_are_read_together_go_on_together(tmp_path: Path) -> None:
         assert parts[0] + parts[1] == whole, stop
         for folder in (tmp_path / "checkpoints").glob("checkpoint_*"):
             folder.rename(tmp_path / f"{stop}{folder.name}")
+
+
+def test_a_loader_whose_passes_go_on_over_epochs_does_not_keep_one_open(tmp_path: Path) -> None:
+    def make(stop: int) -> tuple[list[int], list[Any]]:
+        run = _Run(tmp_path, _numbers(6, shuffle=True), _numbers(10, shuffle=True))
+        endless = _again_and_again(run.loaders[1])
+        epochs = []
+        for epoch in run.accelerator.epochs(3):
+            epochs.append(epoch)
+            for i in run.loaders[0]:
+                run.read.append((i.tolist(), next(endless).tolist()))
+                if run.stops_after(stop):
+                    return epochs, run.read
+        return epochs, run.read
+
+    _, whole = make(0)
+    _, first = make(6)  # the second loader has begun its second pass, in this epoch, and is in the middle of it
+    epochs, rest = make(0)
+    assert epochs == [2]
+    assert first + rest == whole
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_half_an_update_that_an_epoch_began_and_the_next_goes_on_with_is_made_again(
+    num_workers: int, tmp_path: Path
+) -> None:
+    def make(stop: int) -> list[Any]:
+        plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False)
+        loader = DataLoader(range(10), batch_size=2, shuffle=True, num_workers=num_workers)  # type: ignore[arg-type]
+        run = _Run(tmp_path, loader, gradient_accumulation_plugin=plugin)
+        for epoch in run.accelerator.epochs(2):
+            for i in run.loaders[0]:
+                with run.accelerator.accumulate(run.model):
+                    run.accelerator.backward(run.model(i[:, None].float()).sum())
+                run.read.append((epoch, i.tolist(), torch.rand(()).item()))
+                if run.stops_after(stop):
+                    return run.read
+        return run.read
+
+    whole = make(0)
+    assert len(whole) == 10
+    make(6)  # the fifth and the sixth batch are half of the second update
+    assert make(0) == whole[4:]
+
+
+def test_an_evaluation_that_was_stopped_gets_an_order_of_its_own_in_the_next_epoch(tmp_path: Path) -> None:
+    def make(stop: int) -> list[Any]:
+        run = _Run(tmp_path, _numbers(6, shuffle=True), _numbers(8, shuffle=True))
+        for epoch in run.accelerator.epochs(2):
+            run.model.train()
+            run.read += [(epoch, i.tolist()) for i in run.loaders[0]]
+            run.model.eval()
+            for i in run.loaders[1]:
+                run.read.append((epoch, "evaluation", i.tolist()))
+                if run.stops_after(stop):
+                    return run.read
+        return run.read
+
+    whole = make(0)
+    evaluations = [[i for epoch, *_, i in whole[7 * number + 3 : 7 * number + 7]] for number in (0, 1)]
+    assert evaluations[0] != evaluations[1]
+    make(5)
+    assert make(0) == whole[7:]
 
 
 def _again_and_again(loader: Any) -> Iterator[Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import builtins
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from echelon.accelerator.agreement import agree_on_models, agree_on_settings
-from echelon.accelerator.bitwise import CanonicalLedger, open_canonical, outside_of_shards, refuse_batch_norms
+from echelon.accelerator.bitwise import open_canonical
 from echelon.accelerator.checkpoints import Checkpoints
 from echelon.accelerator.compiling import compile_regions, compile_whole, compiles, is_compiled, moved_to, uncompiled
 from echelon.accelerator.current import living_accelerators, note_accelerator
@@ -40,6 +40,7 @@ from echelon.accelerator.handlers import (
 from echelon.accelerator.ledger import Ledger
 from echelon.accelerator.loaders import rng_type_names, skip_first_batches
 from echelon.accelerator.metrics import gather_samples, own_samples
+from echelon.accelerator.micro_step import LocalBackward, MicroStep, checked_loss
 from echelon.accelerator.nested import collect_known, replace_prepared
 from echelon.accelerator.opening import (
     dynamo_plugin_of,
@@ -69,7 +70,9 @@ from echelon.base.logging import get_logger
 from echelon.base.progress import Progress
 from echelon.base.protocols import HasDeviceMap
 from echelon.config.origin import Setting, Source
-from echelon.data.loader import LoaderOptions, PreparedLoader, prepare_loader
+from echelon.data.loader import PreparedLoader
+from echelon.data.prepare import prepare_loader
+from echelon.data.reading import LoaderOptions
 from echelon.data.split import split_between_processes
 from echelon.distributed import collectives, control
 from echelon.distributed.collectives import broadcast_object_list
@@ -80,6 +83,8 @@ from echelon.engines.base import Engine
 from echelon.engines.deepspeed_options import DrivenScheduler, DummyOptim, DummyScheduler
 from echelon.precision.float8 import convert_model_to_fp8_ao
 from echelon.precision.policy import PrecisionPolicy, unwrap_forward
+from echelon.status.board import Phase
+from echelon.status.notes import slow, within
 from echelon.status.place import here
 from echelon.world.seed import set_seed
 
@@ -269,7 +274,6 @@ class Accelerator(AcceleratorFacts):
         self._dataloaders: list[PreparedLoader] = []
         self._originals: dict[int, tuple[object, Any]] = {}  # id of what was given -> (it, what it became)
         self._ledger = self._open_ledger()
-        self._canonical = self._ledger if isinstance(self._ledger, CanonicalLedger) else None
         self._epochs = self._open_epochs()
         self._compiled: dict[int, nn.Module] = {}  # id of a whole compiled model -> the engine's model in it
         self._watcher: Watcher | None = None
@@ -317,7 +321,7 @@ class Accelerator(AcceleratorFacts):
         Args:
             models: the models that this micro-step trains; none: all.
         """
-        return _MicroStep(self, tuple(map(self._engine_model, models)))
+        return MicroStep(self, tuple(map(self._engine_model, models)))
 
     def no_sync(self, model: nn.Module, *, unsynced: bool = False) -> AbstractContextManager[None]:
         """Return a context in which backward passes of ``model`` stay local.
@@ -327,7 +331,7 @@ class Accelerator(AcceleratorFacts):
             unsynced: optimizers step with the local gradients in it, on purpose: the ranks drift apart. Otherwise a step
                 in it is taken with gradients averaged over the ranks there and then.
         """
-        return _LocalBackward(self._engine.no_sync(self._engine_model(model)), self._optimizers if unsynced else ())
+        return LocalBackward(self._engine.no_sync(self._engine_model(model)), self._optimizers if unsynced else ())
 
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[Any]:
@@ -363,20 +367,20 @@ class Accelerator(AcceleratorFacts):
                 loader that was not prepared.
         """
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad or (loss.dim() > 0 and loss.numel() != 1):
-            loss = _checked_loss(loss, kwargs, num_devices=self.capabilities.num_devices)
+            loss = checked_loss(loss, kwargs, num_devices=self.capabilities.num_devices)
         if not self._is_data_checked:
             self._check_data()
         if self.gradient_state.sync_gradients:
             self._require_every_rank("backward()")
         scale, factor = self._weigh(loss, num_items)
-        if self._canonical is not None:
-            self._canonical.update.before_backward()
+        if self._ledger is not None:
+            self._ledger.before_backward()
         if scale == 0.0:
             self._engine.backward_nothing(loss, self._parameters(), **kwargs)
         else:
             self._engine.backward(loss if scale == 1.0 else loss * scale, **kwargs)
-        if self._canonical is not None and self.gradient_state.sync_gradients:
-            self._canonical.finish()
+        if self._ledger is not None:
+            self._ledger.after_backward()
         if factor != 1.0:
             self._finish_gradients(factor)
 
@@ -384,8 +388,6 @@ class Accelerator(AcceleratorFacts):
         """Return the factor of ``loss``, and that of the gradients after it. Collective: as ``backward``."""
         state, window = self.gradient_state, self._window
         contribution = None if self._ledger is None else self._ledger.contribution()
-        if self._canonical is not None and contribution is None:
-            raise outside_of_shards()
         inside = self._accumulating is not None or contribution is not None
         if contribution is None or self._ledger is None:
             if num_items is None:
@@ -394,8 +396,7 @@ class Accelerator(AcceleratorFacts):
             num_items, is_counted = (0.0 if contribution.is_loan else num_items), num_items is not None
             items = contribution.num_items if num_items is None else num_items
             postponed = sum(o.num_postponed for o in self._optimizers)
-            taken = self._num_steps() if self._canonical is not None else 0
-            self._ledger.note_loss(loss, items, num_postponed=postponed + taken)
+            self._ledger.note_loss(loss, items, num_postponed=postponed, num_taken=self._num_steps())
             if not is_counted:
                 return self._ledger.weigh(contribution), 1.0
         assert num_items is not None
@@ -558,7 +559,8 @@ class Accelerator(AcceleratorFacts):
         return list({id(parameter): parameter for parameter in [*held, *owned]}.values())
 
     def _finish_gradients(self, factor: float) -> None:
-        for model in self._models if self._canonical is not None else self._trained_models():
+        trained = self._trained_models()
+        for model in trained if self._ledger is None else self._ledger.finished_models(trained):
             self._engine.finish_gradients(model, factor)
         held = {id(parameter) for model in self._models for parameter in model.parameters()}
         strays = [p for o in self._optimizers for g in o.param_groups for p in g["params"] if id(p) not in held]
@@ -656,8 +658,8 @@ class Accelerator(AcceleratorFacts):
                 recipe = self.ao_recipe_handler
                 convert_model_to_fp8_ao(uncompiled(model), recipe.config, recipe.module_filter_func)
             self._precision.wrap_forward(model)
-        if self._canonical is not None:
-            refuse_batch_norms([model for model, _ in models])
+        if self._ledger is not None:
+            self._ledger.note_prepared([model for model, _ in models], optimizers)
         if self._ledger is not None and self.use_distributed:
             agree_on_models([model for model, _ in models])
         if models:
@@ -880,6 +882,14 @@ class Accelerator(AcceleratorFacts):
         if self.is_local_main_process:
             builtins.print(*args, **kwargs)
 
+    def slow(self, what: str) -> AbstractContextManager[None]:
+        """Return a context that may take long on this process, while others wait: ``echelon launch`` says nothing of it.
+
+        Args:
+            what: the work, for reports.
+        """
+        return slow(what)
+
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
         """Let rank zero run the block alone, then the others. Collective."""
@@ -1040,7 +1050,8 @@ class Accelerator(AcceleratorFacts):
         """
         meet("save_model()", advice="Rank zero writes.")
         folder = Path(save_directory).expanduser()
-        self._checkpoints.save_model(self, model, folder, max_shard_size=max_shard_size, safe=safe_serialization)
+        with within(Phase.SAVE):
+            self._checkpoints.save_model(self, model, folder, max_shard_size=max_shard_size, safe=safe_serialization)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -1078,6 +1089,7 @@ class Accelerator(AcceleratorFacts):
         safe_serialization: bool = True,
         *,
         blocking: bool = True,
+        metric: float | None = None,
         **save_model_func_kwargs: Any,
     ) -> Path:
         """Write everything that resuming needs: what was prepared or registered, random states, ``step``. Returns where.
@@ -1090,6 +1102,7 @@ class Accelerator(AcceleratorFacts):
                 ``automatic_checkpoint_naming`` it is ``project_dir/checkpoints/checkpoint_<iteration>`` instead.
             safe_serialization: weights as safetensors; False: by ``torch.save``, in Accelerate's layout.
             blocking: False: return when the state is copied, and write it in a thread; the next save waits for it.
+            metric: how good the state is, for ``ProjectConfiguration(keep_best=)``; rank zero's counts.
             save_model_func_kwargs: of engines that write by themselves; none of this version does.
 
         Collective: every rank.
@@ -1107,12 +1120,22 @@ class Accelerator(AcceleratorFacts):
             )
         meet("save_state()", advice="Each rank writes its part; rank zero what is one for all.")
         self.gradient_state.reading.asked.judge()
-        return self._checkpoints.save(self, output_dir, safe_serialization=safe_serialization, blocking=blocking)
+        with within(Phase.SAVE):
+            return self._checkpoints.save(
+                self, output_dir, safe_serialization=safe_serialization, blocking=blocking, metric=metric
+            )
+
+    @property
+    def best_checkpoint(self) -> Path | None:
+        """Of the automatically named checkpoints that are there, the one saved with the best ``metric``; None: none was."""
+        return self._checkpoints.best()
 
     def load_state(
         self,
         input_dir: str | os.PathLike[str] | None = None,
         load_kwargs: dict[str, Any] | None = None,
+        *,
+        allow_missing: Collection[str] = (),
         **load_model_func_kwargs: Any,
     ) -> None:
         """Load what ``save_state`` wrote, here or in Accelerate. No code of the files runs.
@@ -1123,6 +1146,8 @@ class Accelerator(AcceleratorFacts):
         Args:
             input_dir: the folder; None: of the automatically named ones the newest that is whole; what was passed over is told.
             load_kwargs: of ``torch.load``, for everything but the models; in Accelerate's layout.
+            allow_missing: pieces that the checkpoint and this run need not both have: ``"scheduler"``, ``"loader[0]"``,
+                ``"model[0].head"`` (weights whose names begin so), ... In echelon's own format.
             load_model_func_kwargs: ``map_location`` (``cpu`` or ``on_device``), and ``strict`` and others of
                 ``load_state_dict``, for the models.
 
@@ -1134,9 +1159,17 @@ class Accelerator(AcceleratorFacts):
             DesyncError: some ranks failed; they are named.
         """
         meet("load_state()")
-        self._checkpoints.load(self, input_dir, load_kwargs, load_model_func_kwargs)
+        options = {"allow_missing": allow_missing, **load_model_func_kwargs}
+        with within(Phase.LOAD):
+            self._checkpoints.load(self, input_dir, load_kwargs, options)
 
-    def resume(self, path: str | os.PathLike[str] | None = None, *, strict: bool = True) -> bool:
+    def resume(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        strict: bool = True,
+        allow_missing: Collection[str] = (),
+    ) -> bool:
         """Go on where an earlier start of the run has saved; call it after ``prepare``. False: nothing is there to go on with.
 
         What ``load_state`` loads, and then: the next pass of a training loader begins in the middle of its epoch where
@@ -1148,6 +1181,7 @@ class Accelerator(AcceleratorFacts):
             path: a folder that ``save_state`` was given; None: of the automatically named ones the newest that is whole,
                 and what was passed over is told.
             strict: a model has every weight of the checkpoint, and the other way round.
+            allow_missing: as of ``load_state``.
 
         Collective: every rank.
 
@@ -1158,7 +1192,8 @@ class Accelerator(AcceleratorFacts):
             DesyncError: some ranks failed; they are named.
         """
         meet("resume()")
-        return self._checkpoints.resume(self, path, strict=strict)
+        with within(Phase.LOAD):
+            return self._checkpoints.resume(self, path, strict=strict, allow_missing=allow_missing)
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """Iterate over the epochs that the run still has to make, up to ``num_epochs`` in all: ``range(num_epochs)`` at first.
@@ -1238,78 +1273,6 @@ class Accelerator(AcceleratorFacts):
         if self._watcher is not None:
             self._watcher.close(f"end_training() at {here()}")
         cleanup()
-
-
-class _MicroStep:
-    """The context of ``accumulate()``; a class, because a generator costs several microseconds a step."""
-
-    __slots__ = ("_accelerator", "_models", "_stack")
-
-    def __init__(self, accelerator: Accelerator, models: tuple[nn.Module, ...]) -> None:
-        self._accelerator = accelerator
-        self._models = models
-        self._stack: ExitStack | None = None
-
-    def __enter__(self) -> None:
-        accelerator = self._accelerator
-        synchronise = accelerator._begin_micro_step()
-        accelerator._accumulating = self._models
-        if not synchronise:
-            self._stack = ExitStack()
-            for model in self._models or accelerator._models:
-                self._stack.enter_context(accelerator._engine.no_sync(model))
-
-    def __exit__(self, *_: object) -> None:
-        accelerator = self._accelerator
-        accelerator._accumulating = None
-        if accelerator.gradient_state.sync_gradients and not (accelerator._ledger and accelerator._ledger.drives):
-            accelerator._window.end_window()
-            accelerator._epochs.end_update()
-        if self._stack is not None:
-            self._stack.close()
-
-
-class _LocalBackward:
-    """The context of ``no_sync()``."""
-
-    __slots__ = ("_context", "_optimizers")
-
-    def __init__(self, context: AbstractContextManager[Any], optimizers: Iterable[AcceleratedOptimizer]) -> None:
-        self._context = context
-        self._optimizers = list(optimizers)
-
-    def __enter__(self) -> None:
-        self._context.__enter__()
-        for optimizer in self._optimizers:
-            optimizer.unsynced = True
-
-    def __exit__(self, *details: Any) -> None:
-        for optimizer in self._optimizers:
-            optimizer.unsynced = False
-        self._context.__exit__(*details)
-
-
-def _checked_loss(loss: Any, kwargs: Mapping[str, Any], *, num_devices: int) -> torch.Tensor:
-    """Return the loss to backpropagate: of one for each device, the mean."""
-    if not isinstance(loss, torch.Tensor):
-        raise UsageError(
-            f"backward() was given {type(loss).__name__}, not a tensor",
-            do="give it the loss; a model that returns a dict or a tuple has it as .loss or [0]",
-        )
-    if loss.dim() == 1 and 1 < loss.numel() <= num_devices and "gradient" not in kwargs:
-        loss = loss.mean()
-    if loss.numel() != 1 and "gradient" not in kwargs:
-        raise UsageError(
-            f"backward() needs one number, and the loss has the shape {list(loss.shape)}",
-            do="reduce it, for example by loss.mean()",
-        )
-    if not loss.requires_grad:
-        raise UsageError(
-            "backward() was given a loss without a graph: nothing that it depends on requires gradients",
-            do="compute it from the model's outputs, outside torch.no_grad(), and without .item() or .detach()",
-        )
-    checked: torch.Tensor = loss
-    return checked
 
 
 def _as_iterable(parameters: Any) -> Iterable[torch.Tensor]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from echelon.accelerator.checkpoint_folders import as_save_failure
 from echelon.accelerator.project import ProjectConfiguration
 from echelon.accelerator.state_files import (
     collect_state,
@@ -22,7 +24,8 @@ from echelon.accelerator.state_files import (
     write_custom_state,
     write_state,
 )
-from echelon.accelerator.training_state import content_of, load_content, model_prefix
+from echelon.accelerator.state_names import Allowed, model_prefix
+from echelon.accelerator.training_state import content_of, load_content
 from echelon.accelerator.weights import write_shards
 from echelon.base import environ
 from echelon.base.errors import CheckpointError, UsageError
@@ -37,10 +40,11 @@ from echelon.checkpoint.lock import RunLock
 from echelon.checkpoint.manifest import MANIFEST, is_part
 from echelon.checkpoint.numbered import numbered, remove_oldest
 from echelon.checkpoint.reading import Checkpoint, newest, open_verified
-from echelon.checkpoint.save import Save, SaveFailedError, begin_save
+from echelon.checkpoint.save import Save, SaveFailedError, begin_save, together
 from echelon.checkpoint.storage import LocalStorage
 from echelon.distributed.collectives import gather_object
 from echelon.distributed.control import agree, fail_together
+from echelon.distributed.wire import gather_bytes
 from echelon.world.world import World
 
 if TYPE_CHECKING:
@@ -62,7 +66,7 @@ class Checkpoints:
         self.save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self.load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._background = BackgroundSaver()
-        self._failures = SaveFailures(project.max_failed_saves)
+        self.failures = SaveFailures(project.max_failed_saves)
         self._lock: RunLock | None = None
 
     def register(self, objects: Sequence[Any]) -> None:
@@ -87,18 +91,25 @@ class Checkpoints:
         return handle
 
     def save(
-        self, accelerator: Accelerator, output_dir: Any, *, safe_serialization: bool, blocking: bool = True
+        self,
+        accelerator: Accelerator,
+        output_dir: Any,
+        *,
+        safe_serialization: bool,
+        blocking: bool = True,
+        metric: Any = None,
     ) -> Path:
         """See ``Accelerator.save_state``."""
         world = accelerator.world
         target = self._next(_one_folder(output_dir, world, "save_state"))
         accelerator._engine.settle()
-        if self._writes_own_format(accelerator, safe_serialization=safe_serialization):
-            return self._save_own(accelerator, target.resolve(), blocking=blocking)
-        if not blocking:
+        if safe_serialization and self._chosen_format() == "echelon":
+            metric = None if metric is None else float(metric)
+            return self._save_own(accelerator, target.resolve(), blocking=blocking, metric=metric)
+        if not blocking or metric is not None:
             raise UsageError(
-                "save_state(blocking=False) needs echelon's own checkpoint format",
-                do="leave out checkpoint_format='accelerate' and safe_serialization=False, or blocking=False",
+                f"save_state({'metric=' if blocking else 'blocking=False'}) needs echelon's own checkpoint format",
+                do="leave out checkpoint_format='accelerate' and safe_serialization=False, or that argument",
             )
         models = _bare_models(accelerator)
         weights = [accelerator.get_state_dict(model) for model in accelerator._models]
@@ -133,7 +144,13 @@ class Checkpoints:
         if self._project.automatic_checkpoint_naming and limit is not None:
             with fail_together("deleting old checkpoints"):
                 if aside.is_owner:
-                    remove_oldest(target.parent, prefix=_PREFIX, limit=limit, keep=[target])
+                    remove_oldest(
+                        target.parent,
+                        prefix=_PREFIX,
+                        limit=limit,
+                        keep=[target],
+                        keep_every=self._project.keep_every,
+                    )
         self._project.iteration += 1
         return target
 
@@ -144,12 +161,19 @@ class Checkpoints:
         accelerator._engine.settle()
         self.wait()
         map_location = options.pop("map_location", None)
+        allowed = Allowed(options.pop("allow_missing", ()))
         input_dir = _one_folder(input_dir, accelerator.world, "load_state")
         checkpoint = self._own_checkpoint(input_dir, accelerator.world)
         if checkpoint is not None:
             with fail_together("load_state"):
-                self._load_own(accelerator, checkpoint, strict=options.pop("strict", True), others=options)
+                strict = options.pop("strict", True)
+                self._load_own(accelerator, checkpoint, strict=strict, allowed=allowed, others=options)
             return
+        if allowed:
+            raise UsageError(
+                "load_state(allow_missing=) needs echelon's own checkpoint format, and this is none",
+                do="leave it out, or load a checkpoint of echelon",
+            )
         with fail_together("load_state"):
             folder = self._source(input_dir)
             require_custom_states(folder, len(self.custom_objects))
@@ -173,7 +197,7 @@ class Checkpoints:
             for i, one in enumerate(self.custom_objects):
                 load_custom_state(one, folder, i)
 
-    def resume(self, accelerator: Accelerator, path: Any, *, strict: bool) -> bool:
+    def resume(self, accelerator: Accelerator, path: Any, *, strict: bool, allow_missing: Collection[str]) -> bool:
         """See ``Accelerator.resume``."""
         is_named = self._project.automatic_checkpoint_naming
         if path is None and not is_named:
@@ -188,7 +212,7 @@ class Checkpoints:
         if not agree(is_there):
             _logger.info("resume(): %s holds no checkpoint, so this is a new run", folder or self._folder())
             return False
-        self.load(accelerator, folder, None, {"strict": strict})
+        self.load(accelerator, folder, None, {"strict": strict, "allow_missing": allow_missing})
         with fail_together("resume"):
             accelerator._go_on()
         if is_named:  # also those that were passed over have a number
@@ -209,9 +233,9 @@ class Checkpoints:
         try:
             self._background.wait()
         except SaveFailedError as error:
-            self._failures.failed(error)
+            self.failures.failed(error)
         else:
-            self._failures.succeeded()
+            self.failures.succeeded()
 
     def close(self) -> None:
         """Wait for what is being written, and let other runs write here."""
@@ -228,12 +252,10 @@ class Checkpoints:
             )
         return chosen
 
-    def _writes_own_format(self, accelerator: Accelerator, *, safe_serialization: bool) -> bool:
-        is_own = self._chosen_format() == "echelon"
-        return is_own and safe_serialization and accelerator.capabilities.exposes_state
-
-    def _save_own(self, accelerator: Accelerator, target: Path, *, blocking: bool) -> Path:
-        world, each = accelerator.world, self._project.save_on_each_node
+    def _save_own(self, accelerator: Accelerator, target: Path, *, blocking: bool, metric: float | None) -> Path:
+        world = accelerator.world
+        # What is gathered is on rank zero alone, so only one checkpoint can be made of it.
+        each = self._project.save_on_each_node and accelerator.capabilities.exposes_state
         self.wait()
         is_first = world.rank == 0 or (each and world.is_local_rank_zero)
         with fail_together("locking the folder of the checkpoints"):
@@ -243,7 +265,9 @@ class Checkpoints:
         models = _bare_models(accelerator)
         random_states = accelerator._close_books()
         with fail_together("collecting the state"):
-            content = content_of(accelerator, models, custom_objects=self.custom_objects, random_states=random_states)
+            content = content_of(
+                accelerator, models, custom_objects=self.custom_objects, random_states=random_states, metric=metric
+            )
         try:
             save = begin_save(
                 target,
@@ -257,12 +281,12 @@ class Checkpoints:
                 self._run_save_hooks(accelerator, models, save)
             if blocking:
                 save.finish()
-                self._failures.succeeded()
+                self.failures.succeeded()
                 self._rotate(target, is_first)
             else:
                 self._background.start(save, afterwards=lambda folder: self._rotate(folder, is_first))
         except SaveFailedError as error:
-            self._failures.failed(error)
+            self.failures.failed(error)
             return target
         self._project.iteration += 1
         return target
@@ -274,25 +298,51 @@ class Checkpoints:
         """
         weights = [accelerator.get_state_dict(model) or {} for model in accelerator._models]
         given = list(weights)
+
+        def run() -> list[int]:
+            for hook in list(self.save_hooks.values()):
+                hook(models, weights, str(save.folder))
+            return [i for i, one in enumerate(given) if not any(one is kept for kept in weights)]
+
         try:
-            with fail_together("a hook of save_state"):
-                for hook in list(self.save_hooks.values()):
-                    hook(models, weights, str(save.folder))
+            taken_out = together("a hook of save_state", as_save_failure(run, save.target), gather_bytes)
         except BaseException:
             save.give_up()
             raise
-        for i, one in enumerate(given):
-            if not any(one is kept for kept in weights):
-                save.leave_out(model_prefix(i))
+        for i in taken_out[save.crew[0]]:  # the rank that makes the folder a checkpoint says it for all
+            save.leave_out(model_prefix(i))
 
     def _rotate(self, target: Path, is_first: bool) -> None:
         limit = self._project.total_limit
         if not (is_first and self._project.automatic_checkpoint_naming and limit is not None):
             return
         try:
-            remove_oldest(target.parent, prefix=_PREFIX, limit=limit, keep=[target])
+            remove_oldest(
+                target.parent,
+                prefix=_PREFIX,
+                limit=limit,
+                keep=[target, *self._best(target.parent)],
+                keep_every=self._project.keep_every,
+            )
         except OSError as error:
             warn(f"{target} is saved, but older checkpoints could not be deleted: {error}")
+
+    def best(self) -> Path | None:
+        """See ``Accelerator.best_checkpoint``."""
+        return next(iter(self._best(self._folder(), 1)), None)
+
+    def _best(self, folder: Path, number: int | None = None) -> list[Path]:
+        """Return the checkpoints in ``folder`` with the best metrics, the best first; of equal ones the newer."""
+        number = self._project.keep_best if number is None else number
+        if not number:
+            return []
+        measured = [
+            (metric, i, path)
+            for i, path in enumerate(numbered(folder, prefix=_PREFIX))
+            if (metric := _metric_of(path)) is not None
+        ]
+        sign = 1 if self._project.greater_is_better else -1
+        return [path for _, _, path in sorted(measured, key=lambda one: (-sign * one[0], -one[1]))[:number]]
 
     def _own_checkpoint(self, input_dir: Any, world: World) -> Checkpoint | None:
         """Return the verified checkpoint to load; None when it is not of echelon's own format.
@@ -323,7 +373,13 @@ class Checkpoints:
         return found.checkpoint
 
     def _load_own(
-        self, accelerator: Accelerator, checkpoint: Checkpoint, *, strict: bool, others: dict[str, Any]
+        self,
+        accelerator: Accelerator,
+        checkpoint: Checkpoint,
+        *,
+        strict: bool,
+        allowed: Allowed,
+        others: dict[str, Any],
     ) -> None:
         if others:
             raise UsageError(
@@ -337,9 +393,11 @@ class Checkpoints:
         changes = load_content(
             accelerator,
             checkpoint,
-            [model if any(model is one for one in left) else None for model in models],
+            models,
+            loaded=[model for model in models if not any(model is one for one in left)],
             custom_objects=self.custom_objects,
             strict=strict,
+            allowed=allowed,
         )
         accelerator.step = changes["step"]
         accelerator._reopen_books(changes["progress"])
@@ -426,6 +484,15 @@ def _require_savable(one: Any) -> None:
 def _is_ours(name: str) -> bool:
     """Does a file in a checkpoint belong to it, in whichever format it was written?"""
     return is_part(name) or is_state_file(name)
+
+
+def _metric_of(folder: Path) -> float | None:
+    """Return how good a checkpoint is; None when nobody said, or it cannot be read."""
+    try:
+        metric = Checkpoint(folder).objects().get("accelerator", {}).get("metric")
+    except (CheckpointError, OSError):
+        return None
+    return metric if isinstance(metric, (int, float)) and not math.isnan(metric) else None
 
 
 def _is_numbered(name: str) -> bool:

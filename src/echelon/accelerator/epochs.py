@@ -13,7 +13,8 @@ from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.random_states import current_random_states, restore_random_states
 from echelon.base.logging import get_logger
 from echelon.base.progress import Progress
-from echelon.data.loader import Book, PassFacts, PreparedLoader
+from echelon.data.loader import PreparedLoader
+from echelon.data.reading import Book, PassFacts
 
 __all__ = ["Epochs"]
 
@@ -86,7 +87,7 @@ class Epochs(Book):
         self._update = _Update(
             owner=loader,
             records={id(one.source): one.record_now(num_unused=int(one is loader)) for one in reading},
-            draws={id(one.source): one.draws() for one in reading},
+            draws={id(one.source): one.draws(num_unused=int(one is loader)) for one in reading},
             random_states=current_random_states(),
         )
 
@@ -115,8 +116,9 @@ class Epochs(Book):
 
     def load_own_state(self, state: dict[str, Any] | None) -> None:
         """Take over what ``own_state`` gave; None: it was not given on this process."""
+        draws = [] if state is None else state["draws"]
         for i, loader in enumerate(self._loaders):
-            loader.load_draws(None if state is None else state["draws"][i])
+            loader.load_draws(draws[i] if i < len(draws) else None)
         self._loaded_random_states = None if state is None else state["random"]
         self._next = None
 

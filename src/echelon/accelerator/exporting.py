@@ -13,11 +13,11 @@ import torch
 
 from echelon.accelerator.saving import refused_in
 from echelon.accelerator.state_files import TrainingState, is_state_file, write_custom_state, write_state
-from echelon.accelerator.training_state import model_prefix, state_keys, state_name, state_values
+from echelon.accelerator.state_names import model_prefix, state_keys, state_name, state_values
 from echelon.base.constants import SAFE_MODEL_NAME, SCALER_NAME
 from echelon.base.errors import CheckpointError
 from echelon.base.warnings import warn
-from echelon.checkpoint.layouts import TRAINER_STATE
+from echelon.checkpoint.layouts import TRAINER_STATE, weight_files
 from echelon.checkpoint.manifest import is_part
 from echelon.checkpoint.merge import weights_of, write_weights
 from echelon.checkpoint.reading import Checkpoint
@@ -35,8 +35,9 @@ REST = "echelon_rest"
 # What has a place there. The positions have one, too; but of what is read back it would not be known whose keys are whose.
 _OWN = frozenset({"random", "optimizer_values"})
 _SHARED = re.compile(r"accelerator|extra_states|optimizer_groups|schedulers|scaler|orders|custom\.\d+")
+_OF_TRAINING = re.compile(r"(optimizer|scheduler|scaler)\.pt|rng_state(_\d+)?\.pth")
 _OF_TRANSFORMERS = re.compile(
-    r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|(optimizer|scheduler|scaler)\.pt|rng_state(_\d+)?\.pth"
+    rf"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|{_OF_TRAINING.pattern}"
 )
 _MAX_SHARD_BYTES = 50 * 10**9  # as transformers cuts
 _EVERY_STEPS = 500  # transformers' default; a resumed Trainer takes it from the file, and fails where it is null
@@ -87,11 +88,13 @@ def export_transformers(checkpoint: Checkpoint, folder: Path, *, tell: Callable[
         CheckpointError: something in the checkpoint has no place in that layout.
     """
     objects = _objects(checkpoint)
+    is_of_trainer = (checkpoint.folder / TRAINER_STATE).exists()
+    has_files = not num_models_in(checkpoint) and bool(weight_files(checkpoint.folder))  # a Trainer writes weights once
     counts = {
-        "models": (num_models_in(checkpoint), 1, 1),
+        "models": (1 if has_files else num_models_in(checkpoint), 1, 1),
         "optimizers": (len(objects["optimizer_groups"]), 0, 1),
         "schedulers": (len(objects["schedulers"]), 0, 1),
-        "registered objects": (len(_custom(objects)), 0, 0),
+        "registered objects": (len(_custom(objects)), 0, int(is_of_trainer)),  # its place in the data
     }
     wrong = [f"{count} {what}" for what, (count, least, most) in counts.items() if not least <= count <= most]
     if wrong:
@@ -101,8 +104,8 @@ def export_transformers(checkpoint: Checkpoint, folder: Path, *, tell: Callable[
             do="export it with --format accelerate, or its weights alone with echelon checkpoint merge",
         )
     ranks = _ranks(checkpoint)
-    weights = weights_of(checkpoint, model_prefix(0))
-    write_weights(weights, folder, max_shard_bytes=_MAX_SHARD_BYTES, tell=tell)
+    if not has_files:
+        write_weights(weights_of(checkpoint, model_prefix(0)), folder, max_shard_bytes=_MAX_SHARD_BYTES, tell=tell)
     if objects["optimizer_groups"]:
         _write(_optimizer_state(checkpoint, objects, 0), folder / "optimizer.pt")
     for scheduler in objects["schedulers"]:
@@ -114,7 +117,8 @@ def export_transformers(checkpoint: Checkpoint, folder: Path, *, tell: Callable[
         _write(
             _random_states(own["random"], is_alone), folder / ("rng_state.pth" if is_alone else f"rng_state_{rank}.pth")
         )
-    copy_others(checkpoint.folder, folder, without=lambda name: is_part(name) or _OF_TRANSFORMERS.fullmatch(name))
+    written = _OF_TRAINING if has_files else _OF_TRANSFORMERS
+    copy_others(checkpoint.folder, folder, without=lambda name: is_part(name) or written.fullmatch(name))
     if not (folder / TRAINER_STATE).exists():
         progress = checkpoint.manifest.progress or {}
         state = {

@@ -13,7 +13,7 @@ import torch
 from echelon.accelerator.exporting import PARAMETER_NAMES, REST, copy_others
 from echelon.accelerator.saving import load
 from echelon.accelerator.state_files import is_state_file
-from echelon.accelerator.training_state import model_prefix, state_name
+from echelon.accelerator.state_names import model_prefix, state_name
 from echelon.accelerator.weights import read_weights
 from echelon.base.constants import OPTIMIZER_NAME, RNG_STATE_NAME, SAMPLER_NAME, SCALER_NAME, SCHEDULER_NAME
 from echelon.base.errors import CheckpointError

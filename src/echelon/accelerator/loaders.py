@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from echelon.accelerator.gradient_state import GradientState
-from echelon.data.loader import LoaderOptions, PreparedLoader, Reading, prepare_loader
+from echelon.data.loader import PreparedLoader
+from echelon.data.prepare import prepare_loader
+from echelon.data.reading import LoaderOptions, Reading
 from echelon.data.skip import skip_in_plain_loader
 from echelon.world.world import World
 
-__all__ = ["get_sampler", "prepare_data_loader", "skip_first_batches"]
+if TYPE_CHECKING:
+    from echelon.accelerator.accelerator import Accelerator
+
+__all__ = ["forget_loader", "get_sampler", "prepare_data_loader", "skip_first_batches"]
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
@@ -101,6 +106,14 @@ def prepare_data_loader(
 def rng_type_names(rng_types: Iterable[Any] | None) -> tuple[str, ...]:
     """Return the names of ``rng_types``, which may be members of ``RNGType``."""
     return tuple(str(getattr(kind, "value", kind)) for kind in rng_types or ())
+
+
+def forget_loader(accelerator: Accelerator, loader: Any) -> None:
+    """Let ``accelerator`` know nothing of a loader that it has prepared, and save nothing of it."""
+    accelerator._dataloaders[:] = [one for one in accelerator._dataloaders if one is not loader]
+    for key, (_, became) in list(accelerator._originals.items()):
+        if became is loader:
+            del accelerator._originals[key]
 
 
 def get_sampler(dataloader: DataLoader[Any]) -> Any:

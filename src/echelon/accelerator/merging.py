@@ -13,7 +13,7 @@ import torch
 
 from echelon.accelerator.exporting import num_models_in
 from echelon.accelerator.saving import load
-from echelon.accelerator.training_state import model_prefix
+from echelon.accelerator.state_names import model_prefix
 from echelon.accelerator.weights import read_weights, write_shards
 from echelon.base.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from echelon.base.errors import CheckpointError, UsageError

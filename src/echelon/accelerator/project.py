@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
+from echelon.base.errors import UsageError
+
 __all__ = ["ProjectConfiguration"]
 
 
@@ -30,9 +32,17 @@ class ProjectConfiguration:
     ECHELON_CHECKPOINT_FORMAT says, else ``echelon``. ``load_state`` reads both."""
     max_failed_saves: int = 3
     """So many checkpoints in a row that the disk did not take end the run; fewer are reported."""
+    keep_every: int | None = None
+    """Numbered checkpoints whose number is a multiple of it are kept for good, and do not count; None: no such."""
+    keep_best: int = 0
+    """So many of the checkpoints that were saved with ``save_state(metric=)`` are kept, too: the best."""
+    greater_is_better: bool = False
+    """The best metric is the greatest one; else it is a loss."""
 
     def __post_init__(self) -> None:
         self.set_directories(self.project_dir)
+        if self.keep_every is not None and self.keep_every < 1:
+            raise UsageError(f"keep_every={self.keep_every} is below 1", do="give None to keep none for good")
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
         """Set ``project_dir``, and ``logging_dir`` too where it has none."""

@@ -10,8 +10,23 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from echelon.accelerator.optimizer import AcceleratedOptimizer
+from echelon.accelerator.gathered_state import (
+    gathered_optimizer_state,
+    load_gathered_model,
+    load_gathered_optimizer,
+)
 from echelon.accelerator.random_states import current_random_states, restore_random_states
+from echelon.accelerator.state_names import (
+    Allowed,
+    NamedOptimizer,
+    frozen_names,
+    model_prefix,
+    names_of,
+    optional_weights,
+    state_keys,
+    state_name,
+    state_values,
+)
 from echelon.base.errors import CheckpointError
 from echelon.base.warnings import warn
 from echelon.checkpoint.reading import Checkpoint
@@ -19,12 +34,12 @@ from echelon.checkpoint.regions import box_of
 from echelon.checkpoint.save import Content
 from echelon.data.loader import PreparedLoader
 from echelon.engines.shards import from_parts
-from echelon.engines.stepping import load_plain_state_dict, plain_parameters, plain_state_dict
+from echelon.engines.stepping import load_plain_state_dict, plain_state_dict
 
 if TYPE_CHECKING:
     from echelon.accelerator.accelerator import Accelerator
 
-__all__ = ["content_of", "load_content", "model_prefix", "state_keys", "state_name", "state_values"]
+__all__ = ["content_of", "load_content"]
 
 _KERNELS = ("foreach", "fused")
 
@@ -40,13 +55,13 @@ class _SharesOut(Protocol):
         ...
 
 
-def model_prefix(index: int) -> str:
-    """Return what the names of a model's tensors begin with."""
-    return f"models.{index}."
-
-
 def content_of(
-    accelerator: Accelerator, models: Sequence[nn.Module], *, custom_objects: Sequence[Any], random_states: Any
+    accelerator: Accelerator,
+    models: Sequence[nn.Module],
+    *,
+    custom_objects: Sequence[Any],
+    random_states: Any,
+    metric: float | None = None,
 ) -> Content:
     """Return what this rank brings to a checkpoint.
 
@@ -55,31 +70,44 @@ def content_of(
         models: the user's own, as they were prepared.
         custom_objects: registered for checkpointing.
         random_states: of this process; None: those of now.
+        metric: how good the state is.
+
+    Collective: where the engine has to gather its state.
     """
+    engine, is_gathered = accelerator._engine, not accelerator.capabilities.exposes_state
     tensors: dict[str, Any] = {}
     extras: list[dict[str, Any]] = []
     for i, model in enumerate(models):
-        state = plain_state_dict(model)
+        state = (engine.full_state_dict(accelerator._models[i]) or {}) if is_gathered else plain_state_dict(model)
         tensors |= {f"{model_prefix(i)}{name}": value for name, value in state.items() if _is_tensor(value)}
         extras.append({name: value for name, value in state.items() if not _is_tensor(value)})
-    names = _names(models)
-    groups, values = [], []
+    names = names_of(models)
+    groups, values, rests = [], [], []
     for i, optimizer in enumerate(accelerator._optimizers):
-        inner = _inner(optimizer)
-        groups.append(_groups(inner, names))
-        rest: dict[str, dict[str, Any]] = {}
-        for name, parameter in _named(inner, names):
-            for key, value in inner.state.get(parameter, {}).items():
-                if _is_tensor(value):
-                    tensors[state_name(i, name, key)] = value
-                else:
-                    rest.setdefault(name, {})[key] = value
-        values.append(rest)
-    loaders = [loader for loader in accelerator._dataloaders if isinstance(loader, PreparedLoader)]
+        named = NamedOptimizer.of(optimizer, names, engine)
+        groups.append(named.groups)
+        by_name, rest = gathered_optimizer_state(named, engine) if is_gathered else (_own_state(named), {})
+        rests.append(rest)
+        tensors |= {
+            state_name(i, name, key): value
+            for name, entries in by_name.items()
+            for key, value in entries.items()
+            if _is_tensor(value)
+        }
+        plain = {name: {k: v for k, v in entries.items() if not _is_tensor(v)} for name, entries in by_name.items()}
+        values.append({name: entries for name, entries in plain.items() if entries})
+    loaders = _loaders(accelerator)
     objects = {
-        "accelerator": {"step": accelerator.step, "num_models": len(models)},
+        "accelerator": {
+            "step": accelerator.step,
+            "num_models": len(models),
+            "num_loaders": len(loaders),
+            "bits": {} if accelerator._ledger is None else accelerator._ledger.record(),
+            **({} if metric is None else {"metric": metric}),
+        },
         "extra_states": extras,
         "optimizer_groups": groups,
+        **({"optimizer_rests": rests} if any(rests) else {}),
         "schedulers": [scheduler.state_dict() for scheduler in accelerator._schedulers],
         "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
         "orders": [loader.order_state() for loader in loaders],
@@ -106,44 +134,69 @@ def content_of(
 def load_content(
     accelerator: Accelerator,
     checkpoint: Checkpoint,
-    models: Sequence[nn.Module | None],
+    models: Sequence[nn.Module],
     *,
+    loaded: Sequence[nn.Module] = (),
     custom_objects: Sequence[Any],
     strict: bool = True,
+    allowed: Allowed | None = None,
 ) -> dict[str, Any]:
     """Load ``checkpoint``, which was verified, and return ``step`` and ``progress``.
 
     Args:
         accelerator: whose objects are loaded.
         checkpoint: of any engine and number of ranks.
-        models: the user's own; None in the place of one that a hook has loaded.
+        models: the user's own.
+        loaded: those whose weights a hook has loaded.
         custom_objects: registered for checkpointing.
         strict: the model has every weight of the checkpoint, and the other way round.
+        allowed: what may be missing.
+
+    Collective: where the engine shards parameters.
 
     Raises:
         CheckpointError: something is missing, too much, or of another shape.
     """
+    allowed = allowed or Allowed()
+    engine, is_gathered = accelerator._engine, not accelerator.capabilities.exposes_state
     objects = checkpoint.objects()
-    _require_counts(accelerator, checkpoint, objects, custom_objects)
-    names = _names(models)
-    plans = [
-        _match_groups(_inner(optimizer), names, objects["optimizer_groups"][i], i, checkpoint)
-        for i, optimizer in enumerate(accelerator._optimizers)
+    own = checkpoint.rank_objects(accelerator.process_index)
+    loaders = _loaders(accelerator)
+    _require_pieces(accelerator, checkpoint, objects, custom_objects, loaders, allowed)
+    if accelerator._ledger is not None:
+        accelerator._ledger.require_record(objects["accelerator"].get("bits", {}), checkpoint.folder)
+    names, frozen = names_of(models), frozen_names(models)
+    optimizers = [
+        NamedOptimizer.of(optimizer, names, engine)
+        for optimizer, _ in zip(accelerator._optimizers, objects["optimizer_groups"])
     ]
-    for i, model in enumerate(models):
-        if model is not None:
-            _load_model(checkpoint, model, i, objects["extra_states"], strict=strict)
-    for i, optimizer in enumerate(accelerator._optimizers):
-        _load_optimizer(checkpoint, _inner(optimizer), names, plans[i], i)
+    plans = [
+        optimizer.matching(objects["optimizer_groups"][i], frozen, i, checkpoint)
+        for i, optimizer in enumerate(optimizers)
+    ]
+    for i, model in enumerate(models[: objects["accelerator"]["num_models"]]):
+        if any(model is one for one in loaded):
+            continue
+        extras = objects["extra_states"][i]
+        if is_gathered:
+            load_gathered_model(checkpoint, model, i, extras, engine=engine, strict=strict, allowed=allowed)
+        else:
+            _load_model(checkpoint, model, i, extras, strict=strict, allowed=allowed)
+    for i, optimizer in enumerate(optimizers):
+        if is_gathered:
+            rest = objects.get("optimizer_rests", {i: {}})[i]
+            load_gathered_optimizer(checkpoint, optimizer, _numbered(optimizer, plans[i]), i, rest, engine=engine)
+        else:
+            _load_optimizer(checkpoint, optimizer, plans[i], i)
     for scheduler, state in zip(accelerator._schedulers, objects["schedulers"]):
         scheduler.load_state_dict(state)
     if accelerator.scaler is not None and objects["scaler"] is not None:
         accelerator.scaler.load_state_dict(objects["scaler"])
-    own = checkpoint.rank_objects(accelerator.process_index)
-    _load_loaders(accelerator, checkpoint, objects["orders"], own)
+    _load_loaders(accelerator, checkpoint, loaders, objects["orders"], own or {})
     for i, one in enumerate(custom_objects):
-        one.load_state_dict(objects[f"custom.{i}"])
-    if own is not None:
+        if f"custom.{i}" in objects:
+            one.load_state_dict(objects[f"custom.{i}"])
+    if own is not None and own.get("random") is not None:
         restore_random_states(own["random"])
     if accelerator.num_processes > checkpoint.manifest.world_size:
         warn(
@@ -153,29 +206,63 @@ def load_content(
     return {"step": objects["accelerator"]["step"], "progress": checkpoint.manifest.progress}
 
 
-def _require_counts(
-    accelerator: Accelerator, checkpoint: Checkpoint, objects: Mapping[str, Any], custom_objects: Sequence[Any]
+def _require_pieces(
+    accelerator: Accelerator,
+    checkpoint: Checkpoint,
+    objects: Mapping[str, Any],
+    custom_objects: Sequence[Any],
+    loaders: Sequence[PreparedLoader],
+    allowed: Allowed,
 ) -> None:
-    num_custom = sum(name.startswith("custom.") for name in objects)
-    counts = {
-        "models": (objects["accelerator"]["num_models"], len(accelerator._models)),
-        "optimizers": (len(objects["optimizer_groups"]), len(accelerator._optimizers)),
-        "schedulers": (len(objects["schedulers"]), len(accelerator._schedulers)),
-        "objects registered for checkpointing": (num_custom, len(custom_objects)),
-    }
-    wrong = [f"{saved} {what}, and {here} are here" for what, (saved, here) in counts.items() if saved != here]
+    """Raise unless the checkpoint has what is here, and nothing else (but loaders), or that is allowed."""
+    facts = objects["accelerator"]
+    has_scaler = objects["scaler"] is not None
+    counts = [
+        ("model", "models", facts["num_models"], len(accelerator._models)),
+        ("optimizer", "optimizers", len(objects["optimizer_groups"]), len(accelerator._optimizers)),
+        ("scheduler", "schedulers", len(objects["schedulers"]), len(accelerator._schedulers)),
+        # What was imported does not know of all loaders; and a script may prepare more of them as it goes on.
+        ("loader", "loaders", min(facts.get("num_loaders", len(loaders)), len(loaders)), len(loaders)),
+        (
+            "custom",
+            "objects registered for checkpointing",
+            sum(name.startswith("custom.") for name in objects),
+            len(custom_objects),
+        ),
+    ]
+    wrong, pieces = [], []
+    for kind, what, saved, here in counts:
+        missing = [f"{kind}[{i}]" for i in range(min(saved, here), max(saved, here))]
+        missing = [piece for piece in missing if not allowed.covers(piece)]
+        if missing:
+            wrong.append(f"{saved} {what}, and {here} are here")
+            pieces += missing
+    if accelerator.scaler is not None and not has_scaler and "num_loaders" in facts and not allowed.covers("scaler"):
+        wrong.append("no state of a loss scaler, and there is one here")
+        pieces.append("scaler")
     if wrong:
         raise CheckpointError(
             f"{checkpoint.folder} holds {'; '.join(wrong)}",
-            do="prepare and register the same objects, in the same order, as when it was saved",
+            do="prepare and register the same objects, in the same order, as when it was saved, or load the rest by "
+            f"allow_missing=({', '.join(map(repr, pieces))},)",
         )
+
+
+def _loaders(accelerator: Accelerator) -> list[PreparedLoader]:
+    return [loader for loader in accelerator._dataloaders if isinstance(loader, PreparedLoader)]
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
 
 
 def _load_model(
-    checkpoint: Checkpoint, model: nn.Module, index: int, extras: Sequence[Mapping[str, Any]], *, strict: bool
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    index: int,
+    extras: Mapping[str, Any],
+    *,
+    strict: bool,
+    allowed: Allowed,
 ) -> None:
     prefix = model_prefix(index)
     state = plain_state_dict(model)
@@ -186,26 +273,17 @@ def _load_model(
             f"{on_meta[0]} is on the meta device: there is nothing to load into",
             do="prepare the model first, or give it values by to_empty()",
         )
-    saved = {name for name in checkpoint.names() if name.startswith(prefix)}
-    surplus = sorted(saved - targets.keys())
-    if surplus and strict:
-        raise CheckpointError(
-            f"{checkpoint.folder} has {', '.join(name.removeprefix(prefix) for name in surplus[:5])}, which the model has not",
-            do="load the checkpoint of this model, or give strict=False",
-        )
-    # Tied weights are there under one of their names alone where another program wrote them.
-    there = {_address(targets[name]) for name in saved & targets.keys()}
-    tied = tuple(name for name, value in targets.items() if name not in saved and _address(value) in there)
-    optional = tied if strict else tuple(targets)
+    names = [name.removeprefix(prefix) for name in targets]
+    optional = optional_weights(checkpoint, model, names, index, strict=strict, allowed=allowed)
     own = {_address(value) for value in (*model.parameters(), *model.buffers())}
-    if all(_address(value) in own for value in targets.values()) and not extras[index]:
+    if all(_address(value) in own for value in targets.values()) and not extras:
         checkpoint.read_into(targets, optional=optional)  # in place: nothing is there twice
         return
     # A module that gives copies in its state dict, or more than tensors, takes them back by load_state_dict.
     copies = {name: torch.empty_like(value) for name, value in targets.items()}
     missing = set(checkpoint.read_into(copies, optional=optional))
     read = {name.removeprefix(prefix): value for name, value in copies.items() if name not in missing}
-    load_plain_state_dict(model, {**state, **read, **extras[index]})
+    load_plain_state_dict(model, {**state, **read, **extras})
 
 
 def _address(value: torch.Tensor) -> tuple[int, int]:
@@ -216,64 +294,22 @@ def _address(value: torch.Tensor) -> tuple[int, int]:
 # ---- optimizers ------------------------------------------------------------------------------------------------------
 
 
-def _inner(optimizer: Any) -> Any:
-    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-
-
-def _names(models: Sequence[nn.Module | None]) -> dict[int, str]:
-    """Return the name of each parameter of all models, by its identity."""
-    return {
-        id(parameter): f"{model_prefix(i)}{name}"
-        for i, model in enumerate(models)
-        if model is not None
-        for name, parameter in plain_parameters(model)
-    }
-
-
-def _named(optimizer: Any, names: Mapping[int, str]) -> list[tuple[str, torch.Tensor]]:
-    """Return the parameters of an optimizer in their order; those of no model are named by their place."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [(names.get(id(parameter), f"parameter.{i}"), parameter) for i, parameter in enumerate(parameters)]
-
-
-def _groups(optimizer: Any, names: Mapping[int, str]) -> list[dict[str, Any]]:
-    named = iter(_named(optimizer, names))
-    return [{**group, "params": [next(named)[0] for _ in group["params"]]} for group in optimizer.param_groups]
-
-
-def state_name(index: int, parameter: str, key: str) -> str:
-    """Return the name of a tensor in the state of an optimizer."""
-    return f"optimizers.{index}.{parameter}.{key}"
-
-
-def _match_groups(
-    optimizer: Any, names: Mapping[int, str], saved: Sequence[dict[str, Any]], index: int, checkpoint: Checkpoint
-) -> Sequence[dict[str, Any]]:
-    """Return the saved groups; each must hold the parameters that the group has here, in whatever order."""
-    here = _groups(optimizer, names)
-    if [set(group["params"]) for group in saved] != [set(group["params"]) for group in here]:
-        sizes = [[len(group["params"]) for group in groups] for groups in (saved, here)]
-        differing = sorted(
-            {name for g in saved for name in g["params"]} ^ {name for g in here for name in g["params"]}
-        ) or ["the same parameters, in other groups"]
-        raise CheckpointError(
-            f"optimizer {index} of {checkpoint.folder} has groups of {sizes[0]} parameters, and here they are of {sizes[1]}; "
-            f"they differ in {', '.join(differing[:3])}",
-            do="make the optimizer with the parameter groups that it had when it was saved",
-        )
-    return saved
+def _own_state(optimizer: NamedOptimizer) -> dict[str, Mapping[str, Any]]:
+    """Return the state that this rank has, by the names of the parameters."""
+    state = optimizer.inner.state
+    return {name: state[parameter] for name, parameter in optimizer.parameters if parameter in state}
 
 
 def _load_optimizer(
-    checkpoint: Checkpoint, optimizer: Any, names: Mapping[int, str], groups: Sequence[dict[str, Any]], index: int
+    checkpoint: Checkpoint, optimizer: NamedOptimizer, groups: Sequence[Mapping[str, Any]], index: int
 ) -> None:
-    named = _named(optimizer, names)
+    inner = optimizer.inner
     wanted = [
         (number, name, parameter)
-        for number, (name, parameter) in enumerate(named)
-        if not isinstance(optimizer, _SharesOut) or optimizer.owner(parameter) == optimizer.rank
+        for number, (name, parameter) in enumerate(optimizer.parameters)
+        if not isinstance(inner, _SharesOut) or inner.owner(parameter) == inner.rank
     ]
-    by_parameter = state_keys(checkpoint, index, [name for name, _ in named])
+    by_parameter = state_keys(checkpoint, index, [name for name, _ in optimizer.parameters])
     values = state_values(checkpoint, index)
     state: dict[int, dict[str, Any]] = {}
     for number, name, parameter in wanted:
@@ -281,39 +317,21 @@ def _load_optimizer(
         entries |= values.get(name, {})
         if entries:
             state[number] = entries
-    counted = iter(range(len(named)))
-    numbered = [
+    inner.load_state_dict({"state": state, "param_groups": _numbered(optimizer, groups)})
+
+
+def _numbered(optimizer: NamedOptimizer, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the saved ``groups`` with numbers for the parameters that they have here."""
+    counted = iter(range(len(optimizer.parameters)))
+    return [
         # How the step is computed is this program's choice, and may depend on the layout.
         {
             **saved,
             **{key: here[key] for key in _KERNELS if key in here},
             "params": [next(counted) for _ in here["params"]],
         }
-        for saved, here in zip(groups, optimizer.param_groups)
+        for saved, here in zip(groups, optimizer.groups)
     ]
-    optimizer.load_state_dict({"state": state, "param_groups": numbered})
-
-
-def state_keys(checkpoint: Checkpoint, index: int, parameters: Sequence[str]) -> dict[str, list[str]]:
-    """Return which tensors the saved state of each parameter has."""
-    prefix = f"optimizers.{index}."
-    found: dict[str, list[str]] = {name: [] for name in parameters}
-    for name in checkpoint.names():
-        if name.startswith(prefix):
-            parameter, _, key = name.removeprefix(prefix).rpartition(".")
-            found.setdefault(parameter, []).append(key)
-    return found
-
-
-def state_values(checkpoint: Checkpoint, index: int) -> dict[str, dict[str, Any]]:
-    """Return what is no tensor in the state of the parameters, of whichever rank had it."""
-    found: dict[str, dict[str, Any]] = {}
-    for rank in range(checkpoint.manifest.world_size):
-        values = (checkpoint.rank_objects(rank) or {}).get("optimizer_values")
-        if values is None:
-            break  # nobody has such values
-        found = {**values[index], **found}
-    return found
 
 
 def _read_like(checkpoint: Checkpoint, name: str, parameter: torch.Tensor) -> torch.Tensor:
@@ -329,11 +347,14 @@ def _read_like(checkpoint: Checkpoint, name: str, parameter: torch.Tensor) -> to
 
 
 def _load_loaders(
-    accelerator: Accelerator, checkpoint: Checkpoint, orders: Sequence[Any], own: Mapping[str, Any] | None
+    accelerator: Accelerator,
+    checkpoint: Checkpoint,
+    loaders: Sequence[PreparedLoader],
+    orders: Sequence[Any],
+    own: Mapping[str, Any],
 ) -> None:
-    loaders = [loader for loader in accelerator._dataloaders if isinstance(loader, PreparedLoader)]
     num_saved = checkpoint.manifest.world_size
-    positions: Sequence[Any] = () if own is None else own["positions"]
+    positions: Sequence[Any] = own.get("positions") or ()
     for i, loader in enumerate(loaders):
         if i < len(orders):
             loader.load_order_state(orders[i])
@@ -347,7 +368,7 @@ def _load_loaders(
             )
         if i < len(positions) and positions[i] is not None:
             loader.load_state_dict(positions[i])
-    accelerator._epochs.load_own_state(own["pass"] if own and num_saved == accelerator.num_processes else None)
+    accelerator._epochs.load_own_state(own.get("pass") if num_saved == accelerator.num_processes else None)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -27,7 +27,11 @@ _POLL_S = 0.02
 
 
 class TooManyFailedSavesError(CheckpointError):
-    """Checkpoints could not be written several times in a row; a run that cannot be resumed is not gone on with."""
+    """Checkpoints could not be written several times in a row; a run that cannot be resumed is not gone on with.
+
+    Causes: those of SaveFailedError, three times in a row (``ProjectConfiguration(max_failed_saves=)``).
+    Do: free space, and start again: the run goes on from the last checkpoint that was written.
+    """
 
     exit_code = EXIT_CODE
 

@@ -11,7 +11,9 @@ import os
 import secrets
 import socket
 import sys
+import threading
 import time
+import weakref
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -23,6 +25,7 @@ __all__ = ["STALE_AFTER", "Owner", "RunLock", "is_over"]
 
 STALE_AFTER = timedelta(minutes=10)
 """Without a sign of life for so long, a run on another machine is taken to be over."""
+_BEAT_S = STALE_AFTER.total_seconds() / 10
 
 _MAX_BYTES = 4096
 # The run's name, and how often it was started, as launchers say it; a later start of one run follows the earlier one.
@@ -99,7 +102,8 @@ def is_over(owner: Owner, me: Owner, *, silent_for: timedelta, owner_lives: bool
 class RunLock:
     """The right to write checkpoints in one place; kept until it is released, or this process ends.
 
-    Only one process of a run takes it. A sign of life is each save.
+    Only one process of a run takes it. A thread gives a sign of life every minute, however long the run computes between two
+    saves.
 
     Raises:
         CheckpointError: another run has it; the error names it.
@@ -111,6 +115,10 @@ class RunLock:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not self._create():
             self._take_over()
+        over = threading.Event()
+        self._end_beating = weakref.finalize(self, over.set)
+        beat = threading.Thread(target=_beat, args=(path, self._me, over), name=f"lock {path.parent.name}", daemon=True)
+        beat.start()
 
     def require(self) -> None:
         """Give a sign of life.
@@ -130,6 +138,7 @@ class RunLock:
 
     def release(self) -> None:
         """Give the lock back, if this process still has it."""
+        self._end_beating()
         owner = _read(self._path)
         if owner is not None and owner.token == self._me.token:
             self._path.unlink(missing_ok=True)
@@ -165,6 +174,18 @@ class RunLock:
         own = self._path.with_name(f"{self._path.name}.{self._me.token}")
         own.write_text(json.dumps(asdict(self._me)), encoding="utf-8")
         return own
+
+
+def _beat(path: Path, me: Owner, over: threading.Event) -> None:
+    """Give signs of life for ``me`` until it is ``over``, or another owner has the lock."""
+    while not over.wait(_BEAT_S):
+        try:
+            owner = _read(path)
+            if owner is None or owner.token != me.token:
+                return
+            os.utime(path)
+        except OSError:
+            continue  # a network file system that does not answer now may do so in a minute
 
 
 def _read(path: Path) -> Owner | None:

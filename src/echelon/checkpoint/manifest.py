@@ -23,6 +23,7 @@ __all__ = [
     "VERSION",
     "Manifest",
     "chunk_key",
+    "is_inside",
     "is_part",
     "rank_objects_file",
     "read_manifest",
@@ -96,6 +97,11 @@ class Manifest:
     def of(self, name: str) -> TensorLayout | None:
         """Return the tensor ``name``, by any of its names; None when there is none."""
         return self.tensors.get(self.aliases.get(name, name))
+
+
+def is_inside(path: str) -> bool:
+    """Tell whether ``path`` (with slashes) cannot lead out of the folder."""
+    return "\\" not in path and "\0" not in path and all(part not in ("", ".", "..") for part in path.split("/"))
 
 
 def tensors_file(rank: int) -> str:
@@ -182,8 +188,7 @@ def _parse(text: bytes, path: Path) -> Manifest:
 
 def _facts(name: str, entry: Any) -> FileFacts:
     size, checksum = entry["size"], _text(entry["xxh3_128"])
-    # No other names: a path would lead out of the folder.
-    _require(is_part(name) and name != MANIFEST, f"the file name {name!r}")
+    _require(name != MANIFEST and (is_part(name) or is_inside(name)), f"the file name {name!r}")
     _require(type(size) is int and 0 <= size < 1 << 62 and _CHECKSUM.fullmatch(checksum), f"the file {name}")
     return FileFacts(size, checksum)
 

@@ -18,6 +18,7 @@ from echelon.checkpoint.manifest import (
     OBJECTS,
     Manifest,
     chunk_key,
+    is_part,
     rank_objects_file,
     read_manifest,
     tensors_file,
@@ -53,18 +54,25 @@ class Checkpoint:
                 continue
             path = self.folder / name
             try:
+                self._require_own_folders(name)
                 checksum = checksum_of(self._storage, path, expected_bytes=facts.size)
                 if checksum is None:
                     found.append(f"{path} has another size than the {facts.size:,} bytes that were written")
                 elif checksum != facts.xxh3_128:
                     found.append(f"{path} is damaged: its checksum is not the one of what was written")
-                elif name.endswith(".safetensors"):
+                elif is_part(name) and name.endswith(".safetensors"):
                     self._require_tensors(name)
             except FileNotFoundError:
                 found.append(f"{path} is missing")
             except (OSError, CheckpointError) as error:
                 found.append(f"{path}: {error.what if isinstance(error, CheckpointError) else error}")
         return found
+
+    def _require_own_folders(self, name: str) -> None:
+        """Raise where a folder on the way to a file is a link, which may lead out of the checkpoint."""
+        for parent in list(Path(name).parents)[:-1]:
+            if self._storage.kind(self.folder / parent) != "folder":
+                raise CheckpointError(f"{self.folder / parent} is missing, or no folder", do="use another checkpoint")
 
     # ---- objects -----------------------------------------------------------------------------------------------------
 
@@ -107,6 +115,11 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder} has no tensor {name!r}", do="load what was saved")
         return layout
 
+    def num_bytes(self, name: str) -> int:
+        """Return how much memory a tensor takes."""
+        layout = self.layout(name)
+        return math.prod(layout.shape) * require_dtype(layout.dtype).itemsize
+
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """Return a tensor, or the part of it in ``box``, on the host."""
         layout = self.layout(name)
@@ -128,23 +141,32 @@ class Checkpoint:
             CheckpointError: one is missing or has another shape; before anything is copied.
         """
         wanted = {name: box_of(target) for name, target in targets.items()}
-        missing = [name for name in wanted if self.manifest.of(name) is None]
-        required = [name for name in missing if name not in optional]
-        if required:
-            raise CheckpointError(
-                f"{self.folder} has no {', '.join(required[:5])}{' and others' if len(required) > 5 else ''}",
-                do="load the checkpoint of this model, or allow what may be missing by its name",
-            )
-        for name, (shape, _, _) in wanted.items():
-            if name not in missing and self.layout(name).shape != shape:
-                raise CheckpointError(
-                    f"{name} is {list(self.layout(name).shape)} in {self.folder}, and {list(shape)} here",
-                    do="load the checkpoint of this model",
-                )
+        missing = self.require_fit({name: shape for name, (shape, _, _) in wanted.items()}, optional=optional)
         for name, (_, box, values) in wanted.items():
             if name not in missing:
                 with torch.no_grad():
                     self._fill(name, self.layout(name), box, values)
+        return missing
+
+    def require_fit(self, shapes: Mapping[str, Sequence[int]], *, optional: Collection[str] = ()) -> list[str]:
+        """Return which tensors of ``shapes`` are not there.
+
+        Raises:
+            CheckpointError: one that is not ``optional`` is missing, or one has another shape.
+        """
+        missing = [name for name in shapes if self.manifest.of(name) is None]
+        required = [name for name in missing if name not in optional]
+        if required:
+            raise CheckpointError(
+                f"{self.folder} has no {', '.join(required[:5])}{' and others' if len(required) > 5 else ''}",
+                do="load the checkpoint of this model, or allow what may be missing by its name (load_state(allow_missing=))",
+            )
+        for name, shape in shapes.items():
+            if name not in missing and self.layout(name).shape != tuple(shape):
+                raise CheckpointError(
+                    f"{name} is {list(self.layout(name).shape)} in {self.folder}, and {list(shape)} here",
+                    do="load the checkpoint of this model",
+                )
         return missing
 
     def _fill(self, name: str, layout: TensorLayout, box: Box, values: torch.Tensor) -> None:

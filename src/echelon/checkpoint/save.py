@@ -28,7 +28,7 @@ from echelon.checkpoint.manifest import (
 )
 from echelon.checkpoint.regions import Box, Part, Piece, TensorLayout, box_of, share_out
 from echelon.checkpoint.storage import LocalStorage, Storage
-from echelon.checkpoint.tensor_file import FileFacts, require_dtype, write_file, write_tensors
+from echelon.checkpoint.tensor_file import FileFacts, require_dtype, sync_file, write_file, write_tensors
 from echelon.distributed.wire import gather_bytes
 from echelon.world.world import World
 
@@ -39,7 +39,12 @@ Gather = Callable[[bytes], list[bytes]]
 
 
 class SaveFailedError(CheckpointError):
-    """The file system of some rank said no; every rank raises it, and the checkpoints that were there are untouched."""
+    """The file system of some rank said no; every rank raises it, and the checkpoints that were there are untouched.
+
+    Causes: a full disk or quota, a folder that cannot be written, a network file system that is gone.
+    Do: free the bytes that the message names, or save elsewhere. The Accelerator reports it and trains on; a third time in a
+        row ends the run.
+    """
 
 
 _PATIENCE_S = 5.0  # what a network file system may need to show a new folder to another machine
@@ -108,7 +113,23 @@ class Save:
             files[name] = write_tensors(self.storage, self.folder / name, self.tensors)
         for name, content in self.objects.items():
             files[name] = write_file(self.storage, self.folder / name, [content])
+        if self.rank == self.crew[0]:
+            files |= self._added("")
         return {name: [facts.size, facts.xxh3_128] for name, facts in files.items()}
+
+    def _added(self, inside: str) -> dict[str, FileFacts]:
+        """Sync the files that others (hooks) have put into the folder, and return what is known of them."""
+        found: dict[str, FileFacts] = {}
+        for name in self.storage.entries(self.folder / inside):
+            path = f"{inside}{name}"
+            kind = self.storage.kind(self.folder / path)
+            if kind == "folder":
+                found |= self._added(f"{path}/")
+            elif kind == "file" and (inside or not is_part(name)):
+                found[path] = sync_file(self.storage, self.folder / path)
+        if inside:
+            self.storage.sync_folder(self.folder / inside)
+        return found
 
     def _commit(self, files: Sequence[dict[str, list[Any]]]) -> None:
         if self.rank != self.crew[0]:
@@ -119,9 +140,17 @@ class Save:
             self.folder,
             self.target,
             manifest=replace(self.manifest, files=merged).to_bytes(),
-            is_part=self.is_part,
+            is_part=self._is_part_of_old(),
             fence=self.fence,
         )
+
+    def _is_part_of_old(self) -> Callable[[str], bool]:
+        """Return what tells whether a file in the folder that is replaced belongs to the checkpoint there."""
+        try:
+            old = read_manifest(self.storage, self.target).files
+        except CheckpointError:
+            return self.is_part
+        return lambda name: self.is_part(name) or name in old
 
     def _or_checkpoint_error(self, action: Callable[[], Any]) -> Callable[[], Any]:
         """Return ``action`` with the file system's errors in words that say how much is missing."""

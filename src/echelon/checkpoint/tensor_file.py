@@ -29,6 +29,7 @@ __all__ = [
     "itemsize",
     "read_header",
     "require_dtype",
+    "sync_file",
     "write_file",
     "write_tensors",
 ]
@@ -160,17 +161,30 @@ def checksum_of(storage: Storage, path: Path, *, expected_bytes: int) -> str | N
     """Return the checksum of a file; None when its size is another than expected, and then nothing is read."""
     handle = storage.open(path)
     try:
-        if storage.size(handle) != expected_bytes:
-            return None
-        checksum = xxhash.xxh3_128()
-        buffer = memoryview(bytearray(min(BLOCK_BYTES, expected_bytes)))
-        for start in range(0, expected_bytes, BLOCK_BYTES):
-            block = buffer[: min(BLOCK_BYTES, expected_bytes - start)]
-            storage.read(handle, start, block)
-            checksum.update(block)
-        return checksum.hexdigest()
+        return _checksum(storage, handle, expected_bytes) if storage.size(handle) == expected_bytes else None
     finally:
         storage.close(handle)
+
+
+def sync_file(storage: Storage, path: Path) -> FileFacts:
+    """Return what is known of a file that another program has written, when it is on the disk."""
+    handle = storage.open(path)
+    try:
+        storage.sync(handle)
+        size = storage.size(handle)
+        return FileFacts(size, _checksum(storage, handle, size))
+    finally:
+        storage.close(handle)
+
+
+def _checksum(storage: Storage, handle: int, size: int) -> str:
+    checksum = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(min(BLOCK_BYTES, size)))
+    for start in range(0, size, BLOCK_BYTES):
+        block = buffer[: min(BLOCK_BYTES, size - start)]
+        storage.read(handle, start, block)
+        checksum.update(block)
+    return checksum.hexdigest()
 
 
 def read_header(storage: Storage, handle: int, *, source: str) -> dict[str, Stored]:

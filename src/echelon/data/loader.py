@@ -3,252 +3,30 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from echelon.base.errors import CheckpointError, DesyncError, UsageError
-from echelon.base.protocols import SupportsSetEpoch, SupportsShard, SupportsStateDict
+from echelon.base.protocols import SupportsSetEpoch, SupportsStateDict
 from echelon.base.warnings import warn
-from echelon.data.agree import agree_on_data
-from echelon.data.asked import Asked, num_collectives
-from echelon.data.dispatch import SliceFn
-from echelon.data.exact import ExactOptions, PassPlan
-from echelon.data.exact_sources import ExactDispatchSource, ExactSource, ExactStreamSource, IndexedExactSource
+from echelon.data.asked import num_collectives
+from echelon.data.exact import PassPlan
+from echelon.data.exact_sources import ExactDispatchSource, ExactSource
 from echelon.data.fork import settle_before_fork
 from echelon.data.place import to_device
-from echelon.data.rng import HostDraws, synchronize_rng_states
+from echelon.data.reading import LoaderOptions, PassFacts, Reading
+from echelon.data.rng import HostDraws, OtherDraws, synchronize_rng_states
 from echelon.data.slices import Contribution, LastStep
-from echelon.data.sources import (
-    DealtSource,
-    DispatchSource,
-    OwnShardsSource,
-    PlainSource,
-    Source,
-    Steps,
-    StreamSource,
-    batches_of,
-)
+from echelon.data.sources import DispatchSource, PlainSource, Source, Steps
+from echelon.status.board import Phase
+from echelon.status.notes import notes_of_process
 from echelon.world.world import World
 
-__all__ = [
-    "Book",
-    "DispatchedLoader",
-    "Driver",
-    "LoaderOptions",
-    "PassFacts",
-    "PreparedLoader",
-    "Reading",
-    "prepare_loader",
-]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderOptions:
-    """How loaders are cut for the ranks."""
-
-    split_batches: bool = False
-    """The loader's batch size is the global one; each batch is cut for the ranks."""
-    dispatch_batches: bool | None = None
-    """Rank zero alone reads and gives the others their parts; None: for iterable datasets whose batches are placed."""
-    even_batches: bool = True
-    """Fill the last round with samples from the beginning, so that every rank makes the same number of steps."""
-    use_seedable_sampler: bool = False
-    """Shuffle by (seed, epoch) instead of by the loader's generator."""
-    data_seed: int | None = None
-    """The seed of that order; None: the run's."""
-    non_blocking: bool = False
-    """Copy batches to the device without waiting (with pinned memory)."""
-    use_stateful_dataloader: bool = False
-    """Read by torchdata's StatefulDataLoader, so that a pass can be saved and resumed in its middle."""
-    exact: ExactOptions | None = None
-    """The exact modes: the loader's batches are those of all ranks together, and the choices above about cutting do not count."""
-    rng_types: tuple[str, ...] = ()
-    """Random states that every rank takes from rank zero at the beginning of a pass; ``generator``, the order's own, agrees
-    in any case."""
-
-
-class Driver(ABC):
-    """Whoever makes updates of what loaders give, in the exact modes."""
-
-    @abstractmethod
-    def plan_pass(self) -> PassPlan:
-        """Say what a pass that begins now would be for."""
-
-    @abstractmethod
-    def begin_pass(self, loader: PreparedLoader, plan: PassPlan) -> None:
-        """A pass begins. Collective: where ranks agree about it."""
-
-    @abstractmethod
-    def begin_micro_step(self, loader: PreparedLoader, contribution: Contribution) -> None:
-        """A micro-batch of a pass of updates is about to be given."""
-
-    @property
-    @abstractmethod
-    def awaits_loss(self) -> bool:
-        """Is this a later micro-step of an update, and its backward pass still to come?"""
-
-
-class Book(ABC):
-    """Whoever notes how far the passes of a run have come."""
-
-    @abstractmethod
-    def begin_pass(self, loader: PreparedLoader) -> PassFacts:
-        """A pass begins: say what it is."""
-
-    @abstractmethod
-    def begin_batch(self, loader: PreparedLoader) -> None:
-        """A batch is about to be given, and the next one has not been read."""
-
-    @abstractmethod
-    def begun_update(self, loader: PreparedLoader) -> dict[str, Any] | None:
-        """Return ``record`` of the place to which an update goes back that was begun and not ended; None: there is none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassFacts:
-    """What a pass is to the run."""
-
-    epoch: int
-    """Of the run."""
-    trains: bool
-    """It is one of updates, not an evaluation."""
-    outlives_epochs: bool = False
-    """Passes of this loader have gone on from one epoch into the next."""
-
-
-class Reading:
-    """Which prepared loaders are being read, innermost last."""
-
-    __slots__ = ("asked", "book", "driver", "joined", "loaders", "owner")
-
-    def __init__(self, owner: Any = None) -> None:
-        self.owner = owner
-        """The counters that this belongs to (a ``GradientState``, which lives above); None outside an Accelerator."""
-        self.loaders: list[PreparedLoader] = []
-        self.asked = Asked()
-        self.driver: Driver | None = None
-        self.book: Book | None = None
-        self.joined = False
-        """Inside ``join_uneven_inputs``: ranks that have run out shadow the others' collectives."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"owner": self.owner}  # a copy reads nothing yet, and nobody drives it
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["owner"])  # type: ignore[misc]
-
-    @property
-    def innermost(self) -> PreparedLoader | None:
-        """The loader whose loop is the innermost one now."""
-        return self.loaders[-1] if self.loaders else None
-
-
-def prepare_loader(
-    loader: DataLoader[Any],
-    *,
-    world: World,
-    options: LoaderOptions,
-    reading: Reading,
-    place: bool = True,
-    slice_fn: SliceFn | None = None,
-) -> PreparedLoader:
-    """Cut ``loader`` for the ranks; everything else stays as the user chose it.
-
-    Args:
-        loader: the user's. Where rank zero dispatches, the other ranks' may be one over an empty dataset.
-        world: whose part to read.
-        options: how to cut.
-        reading: where the loader notes that it is being read.
-        place: move batches to the device.
-        slice_fn: cuts a dispatched batch, called as ``slice_fn(batch, slice, process_index=, num_processes=)``.
-
-    Collective: every rank, in the same order.
-
-    Raises:
-        UsageError: the loader cannot be cut in the way asked for.
-        DesyncError: the ranks have datasets of different lengths.
-    """
-    is_iterable = isinstance(loader.dataset, IterableDataset)
-    dispatches = options.dispatch_batches
-    if dispatches is None:
-        dispatches = is_iterable and place
-    stateful = options.use_stateful_dataloader or isinstance(loader, SupportsStateDict)
-    seedable = options.use_seedable_sampler
-    target = world.device if place else None
-    even, split, seed = options.even_batches, options.split_batches, options.data_seed
-    source: Source
-    if world.world_size > 1 and not is_iterable and not dispatches:
-        agree_on_data(loader, getattr(batches_of(loader), "batch_size", None))
-    if options.exact is not None:
-        return _prepare_exact(
-            loader,
-            world=world,
-            options=options,
-            reading=reading,
-            target=target,
-            dispatches=dispatches,
-            slice_fn=slice_fn,
-        )
-    if world.world_size == 1:
-        seedable = seedable and type(loader.sampler) is RandomSampler
-        source = PlainSource(loader, seed=seed, seedable=seedable, stateful=stateful)
-    elif dispatches:
-        source = DispatchSource(
-            loader,
-            world=world,
-            even=even,
-            split=split,
-            seed=seed,
-            seedable=seedable and type(loader.sampler) is RandomSampler,
-            stateful=stateful,
-            slice_fn=slice_fn,
-            device=target,
-            non_blocking=options.non_blocking,
-        )
-        return DispatchedLoader(source, loader, world=world, options=options, reading=reading, device=None)
-    elif not is_iterable:
-        source = DealtSource(
-            loader, world=world, even=even, split=split, seed=seed, seedable=seedable, stateful=stateful
-        )
-    elif not split and isinstance(loader.dataset, SupportsShard) and loader.dataset.n_shards >= world.world_size:
-        source = OwnShardsSource(loader, world=world, even=even, stateful=stateful)
-    else:
-        source = StreamSource(loader, world=world, even=even, split=split, stateful=stateful)
-    device = target if target is not None and target.type != "cpu" else None
-    return PreparedLoader(source, loader, world=world, options=options, reading=reading, device=device)
-
-
-def _prepare_exact(
-    loader: DataLoader[Any],
-    *,
-    world: World,
-    options: LoaderOptions,
-    reading: Reading,
-    target: torch.device | None,
-    dispatches: bool,
-    slice_fn: SliceFn | None,
-) -> PreparedLoader:
-    exact = options.exact
-    assert exact is not None
-    if dispatches and world.world_size > 1:
-        source: ExactSource = ExactDispatchSource(
-            loader,
-            world=world,
-            options=exact,
-            slice_fn=slice_fn,
-            device=target,
-            non_blocking=options.non_blocking,
-        )
-        return DispatchedLoader(source, loader, world=world, options=options, reading=reading, device=None)
-    kind = ExactStreamSource if isinstance(loader.dataset, IterableDataset) else IndexedExactSource
-    source = kind(loader, world=world, options=exact)
-    device = target if target is not None and target.type != "cpu" else None
-    return PreparedLoader(source, loader, world=world, options=options, reading=reading, device=device)
+__all__ = ["DispatchedLoader", "PreparedLoader"]
 
 
 class PreparedLoader(DataLoader[Any]):
@@ -283,6 +61,7 @@ class PreparedLoader(DataLoader[Any]):
             _world=world,
             _draws=None,
             _draws_before=None,
+            _other_draws=OtherDraws(),
             _facts=None,
             _is_open=False,
             _loaded=None,
@@ -317,6 +96,7 @@ class PreparedLoader(DataLoader[Any]):
     """What the batch read last was drawn from."""
     _draws_before: dict[str, Any] | None
     """The same of the run that was saved."""
+    _other_draws: OtherDraws
     _loaded: dict[str, Any] | None
     """The ``record`` of a pass that was begun before a checkpoint was loaded."""
     _goes_on: bool
@@ -624,10 +404,19 @@ class PreparedLoader(DataLoader[Any]):
             "world_size": self._world.world_size,
         }
 
-    def draws(self) -> dict[str, Any] | None:
-        """Return what the batch after the one in hand was drawn from on this rank; None outside of a pass."""
+    def draws(self, *, num_unused: int = 0) -> dict[str, Any] | None:
+        """Return what the batch after the one in hand was drawn from on this rank; None outside of a pass.
+
+        The last ``num_unused`` batches count as not given.
+        """
         reader = next((r for r in reversed(self.reading.loaders) if r.source is self.source), self)
-        return None if reader._draws is None or not reader._is_open else reader._draws.noted
+        if reader._draws is None or not reader._is_open:
+            return None
+        workers = self.source.workers
+        if workers is None:
+            return reader._draws.noted
+        given = (reader.num_given - num_unused) * self.source.batches_per_step
+        return {**reader._draws.noted, "workers": workers.state(given)}
 
     def load_draws(self, draws: dict[str, Any] | None) -> None:
         """Read the first batch of a pass that goes on with the draws that ``draws`` was taken of."""
@@ -758,6 +547,9 @@ class PreparedLoader(DataLoader[Any]):
             is_saved = self.is_stateful
             self._facts = None if book is None else book.begin_pass(self)
             # One batch ahead: the last one is known as such while it is being used.
+            notes = notes_of_process()
+            if notes is not None:
+                notes.phase(Phase.DATA)
             steps, step = self._open(going_on)
             draws, draws_again = self._draws, self._draws is not None and self._draws.is_of_a_batch
             self._is_open = True
@@ -771,7 +563,14 @@ class PreparedLoader(DataLoader[Any]):
                 if draws_again:
                     assert draws is not None
                     draws.take()
+                if notes is not None:
+                    notes.phase(Phase.DATA)
                 step = next(steps, _END)
+                if notes is not None:
+                    notes.phase(Phase.TRAIN if torch.is_grad_enabled() else Phase.EVALUATE)
+                if draws_again:
+                    assert draws is not None
+                    draws.end_batch()
                 if step is _END:
                     self.end_of_dataloader = True
                     facts = facts or self.source.at_end()
@@ -831,18 +630,22 @@ class PreparedLoader(DataLoader[Any]):
             self._draws = None  # draws depend on the place alone
             steps = self._begin()
             return steps, next(steps, _END)
-        self._draws = HostDraws(self._generators(), is_of_a_batch=self._draws_by_batch)
+        self._draws = HostDraws(self._generators(), is_of_a_batch=self._draws_by_batch, others=self._other_draws)
         before, self._draws_before = self._draws_before, None
         if going_on is None:
             self._draws.take()
             steps = self._begin()
-            return steps, next(steps, _END)
+            step = next(steps, _END)
+            self._draws.end_batch()
+            return steps, step
         began = time.monotonic()
         with self._draws.put_back():
             if before is not None:
                 self._draws.go_back_to(before)
             # What is drawn for a whole pass is drawn again where nothing stands between; else it was noted.
             begins_again = before is not None and not (self._draws.is_of_a_batch and going_on["num_given"])
+            if before is not None and "workers" in before and self.source.workers is not None:
+                self.source.workers.load(before["workers"])
             steps = self._begin(going_on, begins_again=begins_again)
             step = next(steps, _END)
         self._tell_replay(going_on["num_given"], time.monotonic() - began)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,53 @@ import torch
 from echelon.base.errors import UsageError
 from echelon.distributed.collectives import broadcast
 
-__all__ = ["HostDraws", "synchronize_rng_state", "synchronize_rng_states"]
+__all__ = [
+    "HostDraws",
+    "OtherDraws",
+    "other_states",
+    "set_other_states",
+    "synchronize_rng_state",
+    "synchronize_rng_states",
+]
+
+
+def other_states() -> dict[str, Any]:
+    """Return the states of ``random`` and of numpy's global generator, comparable."""
+    state: Any = np.random.get_state()
+    kind, keys, *rest = state
+    return {"random": random.getstate(), "numpy": (kind, keys.tobytes(), *rest)}
+
+
+def set_other_states(states: Mapping[str, Any]) -> None:
+    """Set what ``other_states`` returned, if ``states`` has it."""
+    if "random" in states:
+        random.setstate(states["random"])
+        kind, keys, *rest = states["numpy"]
+        np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *rest))
+
+
+class OtherDraws:
+    """Finds out whether whoever reads samples draws from ``random`` or numpy, whose states take long to be noted.
+
+    It looks at the 1st, 2nd, 4th, 8th, ... batch until it has seen that they are drawn from.
+    """
+
+    def __init__(self, *, are_used: bool = False) -> None:
+        self.are_used = are_used
+        self._num = 0
+        self._before: dict[str, Any] | None = None
+
+    def before(self) -> dict[str, Any] | None:
+        """A batch is about to be read: return the states if it is looked at, or if they are used."""
+        self._num += 1
+        looks = self.are_used or self._num & (self._num - 1) == 0
+        self._before = other_states() if looks else None
+        return self._before
+
+    def after(self) -> None:
+        """The batch was read."""
+        if not self.are_used and self._before is not None:
+            self.are_used = other_states() != self._before
 
 
 class HostDraws:
@@ -21,18 +67,28 @@ class HostDraws:
 
     Args:
         generators: the loader's own.
-        is_of_a_batch: they are taken before each batch, and are torch's alone, so that it costs nothing; else once before
-            a pass, and are those of ``random`` and numpy, too.
+        is_of_a_batch: they are taken before each batch, and those of ``random`` and numpy only where ``others`` says so: it
+            costs next to nothing; else once before a pass, and all.
+        others: of this loader, over all its passes.
     """
 
-    def __init__(self, generators: Sequence[torch.Generator], *, is_of_a_batch: bool) -> None:
+    def __init__(self, generators: Sequence[torch.Generator], *, is_of_a_batch: bool, others: OtherDraws) -> None:
         self.is_of_a_batch = is_of_a_batch
         self._generators = generators
+        self._others = others
         self._states: dict[str, Any] = {}
 
     def take(self) -> None:
-        """Note the states of now."""
-        self._states = self._now(whole=not self.is_of_a_batch)
+        """Note the states of now: a batch (or a pass) is about to be read."""
+        if self.is_of_a_batch:
+            self._states = self._now(whole=False) | (self._others.before() or {})
+        else:
+            self._states = self._now(whole=True)
+
+    def end_batch(self) -> None:
+        """A batch was read."""
+        if self.is_of_a_batch:
+            self._others.after()
 
     def go_back_to(self, states: dict[str, Any]) -> None:
         """Draw from ``states`` on, which ``noted`` gave."""
@@ -55,15 +111,13 @@ class HostDraws:
 
     def _now(self, *, whole: bool) -> dict[str, Any]:
         states = {"torch": torch.get_rng_state(), "generators": [g.get_state() for g in self._generators]}
-        return states | {"random": random.getstate(), "numpy": np.random.get_state()} if whole else states
+        return states | other_states() if whole else states
 
     def _set(self, states: dict[str, Any]) -> None:
         torch.set_rng_state(states["torch"])
         for generator, state in zip(self._generators, states["generators"]):
             generator.set_state(state)
-        if "random" in states:
-            random.setstate(states["random"])
-            np.random.set_state(states["numpy"])
+        set_other_states(states)
 
 
 def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator | None = None) -> None:

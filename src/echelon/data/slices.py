@@ -50,6 +50,8 @@ class Contribution:
     """What every rank has in this micro-step; None when all have equally many."""
     shard: int | None = None
     """Which of the canonical shards it is (bitwise); None also for a rank that has fewer shards than others."""
+    shards: tuple[int | None, ...] = ()
+    """By rank: the shards of this micro-step that have samples (bitwise)."""
 
     @property
     def num_items(self) -> int:
@@ -189,6 +191,7 @@ def canonical_contributions(
             num_micro_steps=num_micro,
             step=None if len(set(real)) == 1 and real[0] else LastStep([count or 1 for count in real], real),
             shard=shard,
+            shards=tuple(own[micro] if num else None for own, num in zip(owned, real)),
         )
 
 

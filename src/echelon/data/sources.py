@@ -19,6 +19,7 @@ from echelon.data.rebuild import like, stateful_loader
 from echelon.data.skip import SkipBatchSampler
 from echelon.data.slices import Contribution, LastStep
 from echelon.data.stream import CollatePiece, DealtStream, ShowUsersDataset, open_like_rank_zero, read_own_shards
+from echelon.data.worker_draws import WorkerDraws
 from echelon.distributed.wire import gather_counts
 from echelon.world.world import World
 
@@ -46,6 +47,10 @@ class Source(ABC):
     """What draws the order of a pass; None when the data has an order of its own, or another rank draws it."""
     goes_on: bool = False
     """The next pass is one that was begun before (and saved in its middle)."""
+    workers: WorkerDraws | None = None
+    """Follows what the workers of ``inner`` draw, where the order of their batches is known."""
+    batches_per_step: int = 1
+    """Of ``inner``."""
 
     @abstractmethod
     def steps(self, skip: int) -> Steps:
@@ -81,11 +86,25 @@ class Source(ABC):
             self.goes_on = False
         return iterator
 
+    def _batches_from(self, skip: int) -> Iterator[Any]:
+        """Yield the batches of a pass of ``inner`` without the first ``skip``."""
+        num_again = 0 if self.workers is None else self.workers.begin(skip)
+        inner, skip = _skipping(self.inner, skip - num_again)
+        batches = islice(self._open(inner), skip, None)
+        return batches if self.workers is None else self.workers.follow(batches, num_again)
+
+    def _follow_workers(self, *, num_ahead: int) -> None:
+        if self.inner.num_workers and type(self.inner) is DataLoader and getattr(self.inner, "in_order", True):
+            self.workers = WorkerDraws(self.inner, num_ahead=num_ahead)
+            self.inner = self.workers.following(self.inner)
+
 
 class PlainSource(Source):
     """The user's loader, read by one process."""
 
-    def __init__(self, loader: DataLoader[Any], *, seed: int | None, seedable: bool, stateful: bool) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], *, seed: int | None, seedable: bool, stateful: bool, num_ahead: int = 2
+    ) -> None:
         self.inner = loader
         self.order = None
         batches = batches_of(loader)
@@ -98,10 +117,11 @@ class PlainSource(Source):
             self.inner = like(
                 loader, loader.dataset, kind=stateful_loader(), batch_size=loader.batch_size, drop_last=loader.drop_last
             )
+        if batches is not None:
+            self._follow_workers(num_ahead=num_ahead)
 
     def steps(self, skip: int) -> Steps:
-        inner, skip = _skipping(self.inner, skip)
-        for batch in islice(self._open(inner), skip, None):
+        for batch in self._batches_from(skip):
             yield batch, None
 
     def at_end(self) -> LastStep | None:
@@ -143,12 +163,12 @@ class DealtSource(Source):
             even_batches=even,
         )
         self.inner = with_batches(loader, self.batches, stateful=stateful)
+        self._follow_workers(num_ahead=2)
 
     def steps(self, skip: int) -> Steps:
         assert self.order is not None
         self.order.begin()
-        inner, skip = _skipping(self.inner, skip)
-        for batch in islice(self._open(inner), skip, None):
+        for batch in self._batches_from(skip):
             yield batch, None
 
     def at_end(self) -> LastStep | None:
@@ -251,14 +271,16 @@ class DispatchSource(Source):
         self.even = even
         self.split = split
         self.slice_fn = slice_fn
+        self.batches_per_step = 1 if split else world.world_size
         self._world = world
         self._device = device
         self._non_blocking = non_blocking
         self.order = None
         own_samples, own_batches = -1, -1
         if world.is_rank_zero:
-            plain = PlainSource(loader, seed=seed, seedable=seedable, stateful=stateful)
-            self.inner, self.order = plain.inner, plain.order
+            ahead = 3 * self.batches_per_step  # it looks for the end
+            plain = PlainSource(loader, seed=seed, seedable=seedable, stateful=stateful, num_ahead=ahead)
+            self.inner, self.order, self.workers = plain.inner, plain.order, plain.workers
             own_samples, own_batches = length_of(loader.dataset), length_of(loader)
         own_size = -1 if loader.batch_size is None else loader.batch_size
         own_skip = int(batches_of(loader) is not None)
@@ -279,10 +301,9 @@ class DispatchSource(Source):
         world = self._world
         batches = None
         # What is read for nothing is dealt for nothing, too: the samples at the beginning complete the last step.
-        num_unread, num_unused = (skip * self._batches_per_step, 0) if self._can_skip else (0, skip)
+        num_unread, num_unused = (skip * self.batches_per_step, 0) if self._can_skip else (0, skip)
         if world.is_rank_zero:
-            inner, left = _skipping(self.inner, num_unread)
-            batches = islice(self._open(inner), left, None)
+            batches = self._batches_from(num_unread)
         steps = dispatch(
             batches,
             rank=world.rank,
@@ -296,17 +317,13 @@ class DispatchSource(Source):
         )
         return islice(steps, num_unused, None)
 
-    @property
-    def _batches_per_step(self) -> int:
-        return 1 if self.split else self._world.world_size
-
     def at_end(self) -> LastStep | None:
         return None
 
     def num_steps(self) -> int:
         if self.total_batches < 0:
             raise TypeError("rank zero's loader has no length")
-        whole, rest = divmod(self.total_batches, self._batches_per_step)
+        whole, rest = divmod(self.total_batches, self.batches_per_step)
         return whole + (rest > 0 and not self.drop_last)
 
     def set_even(self, even: bool) -> None:
