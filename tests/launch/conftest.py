@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 _TOKEN = "ECHELON_TEST_TOKEN"
-_LIMIT_S = 60.0
+_LIMIT_S = 180.0  # eight times what the longest takes on a quiet machine
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 
@@ -24,6 +25,7 @@ def wait():
     while True:
         time.sleep(60)
 """
+WITHIN_S = 20.0  # 5 on a quiet machine
 RAISE = """
 def train():
     moment()
@@ -42,7 +44,7 @@ def fail(command: Command, body: str, *flags: str) -> Result:
     result = command.launch("--num_processes=2", "--quiet", *flags, "train.py")
     moment = float((command.directory / "moment").read_text())
     assert result.code != 0
-    assert result.ended - moment < 5.0
+    assert result.ended - moment < WITHIN_S
     report = result.err[result.err.index("echelon: ") :].splitlines()
     assert len(report) <= 30
     assert any(line.startswith("  where: ") for line in report)
@@ -71,44 +73,47 @@ def test_rank_that_ignores_sigterm_is_killed_in_time_with_all_children(command: 
     )  # the fixture looks for what is left
 
 
-def test_sys_exit_with_text(command: Command) -> None:
-    result = fail(command, "moment() or sys.exit('no data found') if rank == 1 else wait()\n")
-    assert result.code == 1
-    assert "rank 1 failed first: sys.exit(no data found)" in result.err
-    assert result.err.startswith("no data found\n")
+# One kind of end after the other, each in an attempt of its own.
+ENDS = """
+def work():
+    raise KeyError('lost')
+def in_thread():
+    t = threading.Thread(target=work, name='loader'); t.start(); t.join()
+    sys.exit(5)
+def crash():
+    import ctypes
+    ctypes.string_at(0)
+ends = [
+    lambda: sys.exit('no data found'),
+    lambda: os._exit(7),
+    lambda: os.kill(os.getpid(), signal.SIGKILL),
+    crash,
+    in_thread,
+]
+ends[int(os.environ["TORCHELASTIC_RESTART_COUNT"])]() if rank == 1 else wait()
+"""
 
 
-def test_exit_code_is_the_ranks_own(command: Command) -> None:
-    result = fail(command, "moment() or os._exit(7) if rank == 1 else wait()\n")
-    assert result.code == 7
-    assert "rank 1 failed first: exit code 7, without a Python exception" in result.err
-
-
-def test_killed_rank(command: Command) -> None:
-    result = fail(command, "moment() or os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else wait()\n")
-    assert result.code == 128 + 9
-    assert "rank 1 failed first: killed by SIGKILL (signal 9)" in result.err
-    assert "memory" in result.err
-
-
-def test_crash_in_native_code_names_the_users_line(command: Command) -> None:
-    result = fail(
-        command,
-        "def crash():\n    import ctypes\n    moment()\n    ctypes.string_at(0)\ncrash() if rank == 1 else wait()\n",
-    )
-    assert result.code == 128 + 11
-    assert "killed by SIGSEGV" in result.err
-    assert "in crash: ctypes.string_at(0)" in result.err
-
-
-def test_error_in_a_thread_explains_the_exit_code(command: Command) -> None:
-    body = "def work():\n    raise KeyError('lost')\n"
-    body += "if rank == 0: wait()\nt = threading.Thread(target=work, name='loader'); t.start(); t.join(); moment(); sys.exit(5)\n"
-    result = fail(command, body, "--log_dir", "logs")
-    assert result.code == 5
-    assert "rank 1 failed first (in thread 'loader'): KeyError: 'lost'" in result.err
-    assert f"logs:  {command.directory}/logs/" in result.err
-    assert "KeyError: 'lost'" in next(command.directory.rglob("rank_1/stderr.log")).read_text()
+def test_each_kind_of_end_is_told_in_words(command: Command) -> None:
+    command.write("train.py", HEAD + ENDS)
+    result = command.launch("--num_processes=2", "-q", "--max_restarts=4", "--log_dir", "logs", "train.py")
+    assert result.code == 5, result.err
+    reports = re.split(r"^echelon: (?=rank)", result.err, flags=re.MULTILINE)[1:]
+    assert [report.partition("\n")[0] for report in reports] == [
+        "rank 1 failed first: sys.exit(no data found)",
+        "rank 1 failed first: exit code 7, without a Python exception",
+        "rank 1 failed first: killed by SIGKILL (signal 9)",
+        "rank 1 failed first: killed by SIGSEGV (signal 11)",
+        "rank 1 failed first (in thread 'loader'): KeyError: 'lost'",
+    ]
+    assert "others: rank 0 stopped by echelon\n  where: rank 1 of 2\n" in reports[0]
+    assert "memory" in reports[2]
+    assert "in crash: ctypes.string_at(0)" in reports[3]
+    assert f"logs:  {command.directory}/logs/" in reports[4]
+    assert [report.count("echelon: restart") for report in reports] == [1, 1, 1, 1, 0]
+    (folder,) = (command.directory / "logs").iterdir()
+    assert (folder / "attempt_0" / "rank_1" / "stderr.log").read_text() == "no data found\n"
+    assert "KeyError: 'lost'" in (folder / "attempt_4" / "rank_1" / "stderr.log").read_text()
 
 
 def test_program_that_fails_without_python(command: Command) -> None:
@@ -129,7 +134,7 @@ def test_signal_to_the_launcher_stops_every_process(number: signal.Signals, mann
     sent = time.monotonic()
     process.send_signal(number)
     result = command.finish(process)
-    assert result.ended - sent < 5.0
+    assert result.ended - sent < WITHIN_S
     assert result.code == 128 + number
     assert result.err.startswith(f"echelon: stopped by {number.name}")
     assert "  where: " in result.err

@@ -30,7 +30,7 @@ SCRIPTS = {
 def in_worker(command: Command, kind: str, target: str, *args: str) -> Result:
     (command.directory / "records").mkdir()
     return command.run(
-        [sys.executable, worker.__file__, str(command.directory / "records"), "default", kind, target, *args]
+        [sys.executable, worker.__file__, str(command.directory / "records"), "-", "default", kind, target, *args]
     )
 
 

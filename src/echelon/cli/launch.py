@@ -18,7 +18,7 @@ import click
 
 from echelon.base.device import limit_devices, num_devices
 from echelon.base.errors import ConfigError, LaunchError
-from echelon.cli.launch_options import NUMBERS, LaunchCommand, flag_layer, options, typed_flags
+from echelon.cli.launch_options import NUMBERS, STALLED, LaunchCommand, flag_layer, options, typed_flags
 from echelon.config.files import from_file
 from echelon.config.places import find
 from echelon.config.resolve import Layer, Resolved, resolve
@@ -33,6 +33,7 @@ from echelon.launch.interrupts import Interrupted, Interrupts, watch
 from echelon.launch.output import Outputs, parse_streams
 from echelon.launch.script import Script, check
 from echelon.launch.slots import Slots, is_this_machine, named_slots
+from echelon.launch.supervise import STALL_FILE, StallRules
 
 __all__ = ["command"]
 
@@ -104,9 +105,14 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
             port=port,
             max_restarts=flags["max_restarts"],
             monitor_interval=timedelta(seconds=flags["monitor_interval"]),
+            stall=StallRules(timeout=timedelta(seconds=flags["stall_timeout"]), on_stall=flags["on_stall"]),
+            is_warm=not flags["no_warm"],
         )
         interrupts.hold()
-        ends = run_job(job, interrupts)
+        outcome = run_job(job, interrupts)
+    if outcome.stall is not None:
+        return STALLED
+    ends = outcome.ends
     if first_failure(ends) is not None:
         what, where, do = explain(ends, logs=job.logs)
         print(f"echelon: {LaunchError(what, where=where, do=do)}", file=sys.stderr)
@@ -213,13 +219,14 @@ def _outputs(flags: dict[str, Any], num_processes: int) -> Outputs:
 
 @contextmanager
 def _directory(log_dir: str | None) -> Iterator[Path]:
-    """Yield a new folder: below ``log_dir`` to stay, else a temporary one."""
+    """Yield a new folder: below ``log_dir`` to stay, else one that goes unless it holds the stacks of a stall."""
     if log_dir is None:
         path = Path(tempfile.mkdtemp(prefix="echelon-"))
         try:
             yield path
         finally:
-            shutil.rmtree(path, ignore_errors=True)
+            if not any(path.glob(f"attempt_*/{STALL_FILE.format('*')}")):  # `echelon doctor` is to find the stacks
+                shutil.rmtree(path, ignore_errors=True)
         return
     path = Path(log_dir).absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     try:

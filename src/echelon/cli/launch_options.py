@@ -17,10 +17,13 @@ from echelon.config.schema import RunConfig, field_docs, field_types
 from echelon.config.sources import from_flags
 from echelon.config.table import BY_FIELD, KEYS, Key
 
-__all__ = ["NUMBERS", "LaunchCommand", "flag_layer", "options", "typed_flags"]
+__all__ = ["NUMBERS", "STALLED", "LaunchCommand", "flag_layer", "options", "typed_flags"]
 
 NUMBERS = ("auto", "gpu", "cpu")
 """What ``--num_processes`` can be besides a number, as in torchrun."""
+
+STALLED = 124
+"""The exit code of a run that was stopped because it stood still; as that of timeout(1)."""
 
 _ARGV = "echelon.launch.argv"
 # These take no value, as in accelerate; the others of two values take true or false.
@@ -144,6 +147,26 @@ def _own_options() -> list[Callable[[Callable[..., Any]], Callable[..., Any]]]:
             default=0,
             metavar="N",
             help="Start all processes again when one fails, at most N times.",
+        ),
+        click.option(
+            "--no-warm",
+            is_flag=True,
+            help="Start restarted processes as new programs, not from one that has imported torch: for scripts that "
+            "cannot live with fork.",
+        ),
+        click.option(
+            "--stall-timeout",
+            type=click.FloatRange(min=0.0),
+            default=60.0,
+            metavar="SECONDS",
+            help="After so long without a move of a rank that waits for others, say why. 0: never. Default 60.",
+        ),
+        click.option(
+            "--on-stall",
+            type=click.Choice(["report", "restart", "stop"]),
+            default="report",
+            help="What to do then, besides the report. Default: report, and go on. A stopped run ends with exit code "
+            f"{STALLED}.",
         ),
         click.option(
             "--monitor-interval",

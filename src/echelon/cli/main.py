@@ -19,6 +19,7 @@ __all__ = ["cli", "main"]
 _COMMANDS = {
     "checkpoint": ("echelon.cli.checkpoint", "List, verify, show, merge, export and import checkpoints."),
     "config": ("echelon.cli.config", "Make, show, convert and compare settings; say where each value came from."),
+    "doctor": ("echelon.cli.doctor", "Show why a run stood still or failed: the stack of each rank, and the errors."),
     "env": ("echelon.cli.env", "Show versions, platform and devices, for bug reports."),
     "launch": ("echelon.cli.launch", "Run a script on one or more processes of this machine."),
     "merge-weights": (

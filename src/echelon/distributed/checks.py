@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from echelon.base.errors import DesyncError, UsageError
 from echelon.config.sources import is_debug
+from echelon.status.notes import notes_of_process
 
 __all__ = ["check_same", "ranks_of", "wire_device"]
 
@@ -25,6 +26,9 @@ def check_same(operation: str, description: str, *, group: dist.ProcessGroup | N
     Raises:
         DesyncError: the descriptions differ.
     """
+    notes = notes_of_process()
+    if notes is not None:
+        notes.operation(operation, description)
     backends = _backends(group)
     if set(backends.values()) != {"gloo"} and not is_debug():
         return

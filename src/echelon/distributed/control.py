@@ -16,6 +16,7 @@ from echelon.base.errors import DesyncError
 from echelon.base.rank import known_rank
 from echelon.distributed.checks import ranks_of, wire_device
 from echelon.distributed.meeting import meet
+from echelon.status.notes import slow, waiting
 from echelon.world.environment import detect
 from echelon.world.group import DEFAULT_TIMEOUT
 
@@ -123,14 +124,16 @@ def main_first(*, scope: Literal["run", "machine"] = "run", mesh: DeviceMesh | N
     key = f"main_first/{turn}/outcome"
     if rank == first:
         try:
-            yield
+            with slow("main_first"):
+                yield
         except BaseException as error:
             store.set(key, f"failed: {type(error).__name__}: {error}")
             raise
         store.set(key, "done")
         return
-    while not _appears(store, key, within=timedelta(seconds=10)):
-        continue
+    with waiting("main_first"):
+        while not _appears(store, key, within=timedelta(seconds=10)):
+            continue
     outcome = store.get(key).decode()
     if outcome != "done":
         raise DesyncError(f"main_first: rank {first} {outcome}", do=f"mend the error of rank {first}")

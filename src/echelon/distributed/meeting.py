@@ -15,6 +15,7 @@ from echelon.base.errors import DesyncError, RankTimeoutError
 from echelon.base.logging import get_logger
 from echelon.distributed.checks import ranks_of
 from echelon.distributed.watcher import all_groups, begun_collectives, desk_of
+from echelon.status.notes import waiting
 from echelon.status.place import here
 
 __all__ = ["meet"]
@@ -76,7 +77,8 @@ def meet(
         return
     pg = group if group is not None else dist.group.WORLD
     assert pg is not None
-    _Meeting(pg, operation, advice).attend(timeout=timeout, patience=patience, reminder=reminder)
+    with waiting(operation):
+        _Meeting(pg, operation, advice).attend(timeout=timeout, patience=patience, reminder=reminder)
 
 
 class _Meeting:

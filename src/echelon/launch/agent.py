@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, final
@@ -21,15 +21,23 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from echelon.base import environ
-from echelon.launch.failure import RankEnd, explain, is_settled
+from echelon.base.errors import LaunchError
+from echelon.diagnose.stall import Stall
+from echelon.launch.failure import RankEnd, explain, is_settled, lost_each_other
 from echelon.launch.interrupts import Interrupted, Interrupts
 from echelon.launch.output import Outputs
 from echelon.launch.processes import Workers
 from echelon.launch.rendezvous import LoopbackRendezvous
 from echelon.launch.script import Script
+from echelon.launch.supervise import StallRules, Supervisor
+from echelon.launch.warm import WarmStarter
+from echelon.status.board import Board
+from echelon.status.notes import BOARD_VARIABLE
 
-__all__ = ["Job", "run_job"]
+__all__ = ["Job", "Outcome", "run_job"]
 
+# What scripts that note something on the board have imported.
+_OF_ECHELON = ("echelon.accelerator", "echelon.accelerator.accelerator")
 # A rank that fails takes its exit up to 1.7 s to show, its victims' errors come before: who failed is known after this.
 _STRAGGLERS = timedelta(seconds=1.5)
 _SETTLE_POLL = timedelta(milliseconds=20)
@@ -57,10 +65,22 @@ class Job:
     """Of the store; 0: a free one."""
     max_restarts: int
     monitor_interval: timedelta
+    stall: StallRules
+    is_warm: bool = True
+    """Restarted ranks are forked from a process that has imported torch; False: each is a new program."""
 
 
-def run_job(job: Job, interrupts: Interrupts) -> list[RankEnd]:
-    """Run ``job`` to its end and return how the ranks of its last attempt ended.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How the last attempt ended."""
+
+    ends: list[RankEnd]
+    stall: Stall | None = None
+    """It was stopped because of this; it has been told."""
+
+
+def run_job(job: Job, interrupts: Interrupts) -> Outcome:
+    """Run ``job`` to its end and return how its last attempt ended.
 
     Raises:
         Interrupted: a signal came; the processes are stopped.
@@ -75,8 +95,11 @@ def run_job(job: Job, interrupts: Interrupts) -> list[RankEnd]:
         monitor_interval=job.monitor_interval.total_seconds(),
     )
     agent = _Agent(spec, job, interrupts)
-    agent.run()
-    return agent.ends
+    try:
+        agent.run()
+    finally:
+        agent.close()
+    return Outcome(ends=agent.ends, stall=agent.stall)
 
 
 @final
@@ -91,18 +114,43 @@ class _Agent(SimpleElasticAgent):
         self._job = job
         self._interrupts = interrupts
         self._workers: Workers | None = None
+        self._board: Board | None = None
+        self._supervisor: Supervisor | None = None
+        self._warm = WarmStarter()
+        self._environment_of_ranks: dict[int, dict[str, str]] = {}
         self.ends: list[RankEnd] = []
+        self.stall: Stall | None = None
+
+    def close(self) -> None:
+        """End what forks ranks, and remove the board of the last attempt."""
+        self._warm.close()
+        self._remove_board()
+
+    def _remove_board(self) -> None:
+        if self._board is not None:
+            self._board.close()
+            self._board = None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         job = self._job
         attempt = job.max_restarts - self._remaining_restarts
         if attempt:
-            what, _, _ = explain(self.ends, logs=job.logs)
-            print(f"echelon: {what}\n  restart {attempt} of {job.max_restarts}", file=sys.stderr, flush=True)
+            if self.stall is None:  # that has been told
+                what, where, do = explain(self.ends, logs=job.logs)
+                print(f"echelon: {LaunchError(what, where=where, do=do)}", file=sys.stderr)
+            print(f"echelon: restart {attempt} of {job.max_restarts}", file=sys.stderr, flush=True)
         self._interrupts.check()
         directory = job.directory / f"attempt_{attempt}"
-        self._workers = Workers(job.script, directory=directory, outputs=job.outputs)
-        return self._workers.start(self._environments(worker_group, attempt, directory))
+        directory.mkdir(parents=True)
+        self._remove_board()
+        self.stall = None
+        self._board = Board(job.num_processes, folder=str(directory))
+        self._supervisor = Supervisor(self._board, directory=directory, rules=job.stall, check=self._interrupts.check)
+        self._workers = Workers(
+            job.script, directory=directory, outputs=job.outputs, board=self._board, warm=self._warm
+        )
+        self._environment_of_ranks = self._environments(worker_group, attempt, directory)
+        return self._workers.start(self._environment_of_ranks)
 
     def _environments(self, group: WorkerGroup, attempt: int, directory: Path) -> dict[int, dict[str, str]]:
         """Return for each local rank its environment: what torchrun sets, and what the job adds."""
@@ -120,6 +168,7 @@ class _Agent(SimpleElasticAgent):
             "TORCHELASTIC_RUN_ID": self._job.run_id,
             "TORCHELASTIC_USE_AGENT_STORE": str(group.spec.rdzv_handler.use_agent_store),
         }
+        assert self._board is not None
         common.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
         return {
             worker.local_rank: {
@@ -127,6 +176,7 @@ class _Agent(SimpleElasticAgent):
                 "RANK": str(worker.global_rank),
                 "LOCAL_RANK": str(worker.local_rank),
                 "WORLD_SIZE": str(worker.world_size),
+                BOARD_VARIABLE: f"{self._board.path}:{worker.local_rank}",
                 "ROLE_RANK": str(worker.role_rank),
                 "ROLE_WORLD_SIZE": str(worker.role_world_size),
                 # For scripts that decorate their main with torch's @record.
@@ -144,23 +194,51 @@ class _Agent(SimpleElasticAgent):
             self.ends = self._workers.ends()
             return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(e.rank for e in self.ends))
         if all(code in (None, 0) for code in codes):
-            return RunResult(state=WorkerState.HEALTHY)
+            return self._after_a_look(worker_group)
         self.ends = self._settled_ends(self._workers)
         self._stop_workers(worker_group)
-        ids = {worker.global_rank: worker for worker in worker_group.workers}
-        failures = {
-            end.rank: ProcessFailure(ids[end.rank].local_rank, ids[end.rank].id, end.exit_code or 1, "")
-            for end in self.ends
-            if end.failed
-        }
-        return RunResult(state=WorkerState.FAILED, failures=failures)
+        return _failed(worker_group, self.ends)
+
+    def _after_a_look(self, worker_group: WorkerGroup) -> RunResult:
+        """Return that the ranks are well; or, when the run stands still and the user wants it to end then, failed."""
+        assert self._workers is not None
+        assert self._supervisor is not None
+        assert self._board is not None
+        if self._remaining_restarts > 0 and self._job.is_warm and self._talks():
+            # Not before: until then the ranks themselves import, and need the processors.
+            modules = _OF_ECHELON if self._board.note(0) is not None else ()
+            self._warm.prepare(next(iter(self._environment_of_ranks.values())), modules)
+        stall = self._supervisor.look(self._workers.running())
+        if stall is None or not stall.is_alarm or self._job.stall.on_stall == "report":
+            return RunResult(state=WorkerState.HEALTHY)
+        self.stall = stall
+        if self._job.stall.on_stall == "stop":
+            self._remaining_restarts = 0
+        self.ends = self._workers.ends()
+        # A stopped process sees no SIGTERM, and one that is held by native code does nothing with it.
+        self._stop_workers(worker_group)
+        return _failed(worker_group, self.ends)
+
+    def _talks(self) -> bool:
+        """Tell whether the ranks have begun to communicate: their script uses torch, and has imported it."""
+        assert self._board is not None
+        watches = [self._board.watch(index) for index in range(self._board.num_slots)]
+        return all(watch is not None and watch.num_collectives > 0 for watch in watches)
 
     def _settled_ends(self, workers: Workers) -> list[RankEnd]:
         deadline = time.monotonic() + _STRAGGLERS.total_seconds()
         while not is_settled(ends := workers.ends()) and time.monotonic() < deadline:
             time.sleep(_SETTLE_POLL.total_seconds())
             self._interrupts.check()
-        return ends
+        running = [end.rank for end in ends if end.exit_code is None and end.record is None]
+        if not running or not lost_each_other(ends):
+            return ends
+        # Nobody has failed by himself: those that run still may say what they do instead.
+        assert self._supervisor is not None
+        answers = self._supervisor.ask(workers.running())
+        return [
+            replace(end, last_words=answers.get(end.rank)) if end.rank in running else end for end in workers.ends()
+        ]
 
     def _stop_workers(self, worker_group: WorkerGroup, *_args: object, **_kwargs: object) -> None:
         # torch 2.7 passes is_restart as well.
@@ -183,3 +261,16 @@ class _Agent(SimpleElasticAgent):
 
     def _is_interrupted(self) -> bool:
         return self._interrupts.count > 0
+
+
+def _failed(group: WorkerGroup, ends: list[RankEnd]) -> RunResult:
+    ids = {worker.global_rank: worker for worker in group.workers}
+    # Torch asks for one at least; after a stall nobody has failed.
+    failed = [end for end in ends if end.failed] or ends[:1]
+    return RunResult(
+        state=WorkerState.FAILED,
+        failures={
+            end.rank: ProcessFailure(ids[end.rank].local_rank, ids[end.rank].id, end.exit_code or 1, "")
+            for end in failed
+        },
+    )

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
 
+from echelon.diagnose.stall import Answer, Class, Stall, disagreement, name_ranks
+
 __all__ = [
     "Cause",
     "ErrorRecord",
@@ -24,6 +26,7 @@ __all__ = [
     "explain",
     "first_failure",
     "is_settled",
+    "lost_each_other",
 ]
 
 
@@ -67,6 +70,8 @@ class RankEnd:
     record: ErrorRecord | None = None
     stack: tuple[Frame, ...] = ()
     """What a crash in native code left of the Python stack, innermost first."""
+    last_words: Answer | None = None
+    """Where it was, and which collectives it had begun, when it failed or when it was asked after that."""
 
     @property
     def failed(self) -> bool:
@@ -152,6 +157,7 @@ def _shell_code(code: int) -> int:
 
 _MAX_FRAMES = 4
 _MAX_MESSAGE_LINES = 6
+_MAX_RANKS = 8
 
 
 def explain(ends: Sequence[RankEnd], *, logs: str) -> tuple[str, str, str]:
@@ -163,6 +169,9 @@ def explain(ends: Sequence[RankEnd], *, logs: str) -> tuple[str, str, str]:
     """
     first = first_failure(ends)
     assert first is not None, ends
+    differing = _disagreement(first, ends)
+    if differing is not None:
+        return _explain_disagreement(differing, first, ends, logs=logs)
     what, do = _verdict(first, ends)
     lines = [f"rank {first.rank} of {len(ends)}"]
     lines += [_frame_line(frame) for frame in _told_frames(first)]
@@ -170,6 +179,33 @@ def explain(ends: Sequence[RankEnd], *, logs: str) -> tuple[str, str, str]:
     if others:
         what = f"{what}\n  others: {others}"
     return what, "\n         ".join(lines), f"{do}\n  logs:  {logs}"
+
+
+def lost_each_other(ends: Sequence[RankEnd]) -> bool:
+    """Tell whether no rank failed by itself as far as is known: they lost contact, or gloo has aborted one."""
+    first = first_failure(ends)
+    return first is not None and (cause_of(first, ends) is Cause.COMMUNICATION or first.exit_code == -signal.SIGABRT)
+
+
+def _disagreement(first: RankEnd, ends: Sequence[RankEnd]) -> Stall | None:
+    if not lost_each_other(ends):
+        return None
+    found = disagreement({end.rank: end.last_words for end in ends if end.last_words is not None})
+    # An abort while one rank is merely behind is something else's.
+    return None if found is not None and found.kind is Class.MISSING and first.exit_code == -signal.SIGABRT else found
+
+
+def _explain_disagreement(found: Stall, first: RankEnd, ends: Sequence[RankEnd], *, logs: str) -> tuple[str, str, str]:
+    by_text: dict[str, list[int]] = {}
+    for rank, text in sorted(found.ranks.items(), key=lambda item: (item[0] not in found.culprits, item[0])):
+        by_text.setdefault(text, []).append(rank)
+    lines = [f"\n    {name_ranks(ranks)}: {text}" for text, ranks in list(by_text.items())[:_MAX_RANKS]]
+    if len(by_text) > _MAX_RANKS:
+        lines.append(f"\n    and {len(by_text) - _MAX_RANKS} more")
+    aborted = f"; gloo aborted rank {first.rank} for it" if first.exit_code == -signal.SIGABRT else ""
+    what = f"{found.kind.value}: {found.what}{''.join(lines)}\n  others: the ranks lost each other{aborted}"
+    culprits = found.culprits or tuple(sorted(found.ranks))
+    return what, f"{name_ranks(culprits)} of {len(ends)}", f"{found.do}\n  logs:  {logs}"
 
 
 def _verdict(end: RankEnd, ends: Sequence[RankEnd]) -> tuple[str, str]:
@@ -250,7 +286,7 @@ def _others(first: RankEnd, ends: Sequence[RankEnd]) -> str:
     for end in ends:
         if end.rank != first.rank:
             ranks.setdefault(_end_in_words(end, first, ends), []).append(end.rank)
-    return "; ".join(f"{_name_ranks(numbers)} {words}" for words, numbers in ranks.items())
+    return "; ".join(f"{name_ranks(numbers)} {words}" for words, numbers in ranks.items())
 
 
 def _end_in_words(end: RankEnd, first: RankEnd, ends: Sequence[RankEnd]) -> str:
@@ -271,16 +307,3 @@ def _end_in_words(end: RankEnd, first: RankEnd, ends: Sequence[RankEnd]) -> str:
         if end.exit_code < 0
         else f"ended with exit code {end.exit_code}{later}"
     )
-
-
-def _name_ranks(ranks: Sequence[int]) -> str:
-    """Return ``rank 3`` or ``ranks 0-2, 5``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    names = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -18,20 +18,26 @@ from echelon.base.errors import LaunchError
 from echelon.launch import worker
 from echelon.launch.failure import RankEnd
 from echelon.launch.output import Outputs, log_file, relay
-from echelon.launch.records import read_record, read_stack
+from echelon.launch.records import read_last_words, read_record, read_stack
 from echelon.launch.script import Script
+from echelon.launch.warm import Process, WarmStarter
+from echelon.status.board import Board, Doing
 
 __all__ = ["Workers"]
 
 _POLL = timedelta(milliseconds=10)
+_CRASHES = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV})
 
 
 @dataclass(slots=True)
 class _Worker:
     rank: int
+    local_rank: int
     directory: Path
-    process: subprocess.Popen[bytes]
+    process: Process
     ended_ns: int | None = None
+    is_finished: bool = False
+    """Its program had ended well before the process did."""
     relays: list[threading.Thread] = field(default_factory=list)
 
 
@@ -42,10 +48,14 @@ class Workers:
         script: what each runs.
         directory: gets ``rank_<n>/`` with the error record, the stacks of a crash, and logs.
         outputs: where stdout and stderr go.
+        board: of these ranks, one slot for each.
+        warm: starts them when it is ready; else they are started as new programs.
     """
 
-    def __init__(self, script: Script, *, directory: Path, outputs: Outputs) -> None:
+    def __init__(self, script: Script, *, directory: Path, outputs: Outputs, board: Board, warm: WarmStarter) -> None:
         self._script = script
+        self._board = board
+        self._warm = warm
         self._directory = directory
         self._outputs = outputs
         self._workers: list[_Worker] = []
@@ -70,6 +80,10 @@ class Workers:
                 ) from error
         return {i: w.process.pid for i, w in enumerate(self._workers)}
 
+    def running(self) -> dict[int, tuple[int, int | None]]:
+        """Return for each rank, in the order of the slots, its process id and its exit code so far."""
+        return {w.rank: (w.process.pid, self._exit_code(w)) for w in self._workers}
+
     def _start_one(self, local_rank: int, rank: int, directory: Path, environment: Mapping[str, str]) -> _Worker:
         streams: dict[str, int | BinaryIO | None] = {}
         pipes: list[tuple[int, BinaryIO, Literal["stdout", "stderr"]]] = []
@@ -90,18 +104,24 @@ class Workers:
             childs.append(write_end)
             pipes.append((read_end, file, name))
         try:
-            process = subprocess.Popen(
-                self._command(directory, local_rank),
-                env=dict(environment),
-                stdout=streams["stdout"],
-                stderr=streams["stderr"],
-                start_new_session=True,
-            )
+            process = self._start_process(self._command(directory, local_rank), environment, streams)
         finally:
             for end in childs:
                 os.close(end) if isinstance(end, int) else end.close()
         relays = [relay(pipe, file, name, prefix=f"[rank{rank}]: ") for pipe, file, name in pipes]
-        return _Worker(rank, directory, process, relays=relays)
+        return _Worker(rank, local_rank, directory, process, relays=relays)
+
+    def _start_process(
+        self, command: list[str], environment: Mapping[str, str], streams: Mapping[str, int | BinaryIO | None]
+    ) -> Process:
+        if self._script.kind != "program" and self._warm.is_ready:
+            stdout, stderr = (_number(streams[name], default) for name, default in (("stdout", 1), ("stderr", 2)))
+            forked = self._warm.start(command[2:], environment, stdout=stdout, stderr=stderr)
+            if forked is not None:
+                return forked
+        return subprocess.Popen(
+            command, env=dict(environment), stdout=streams["stdout"], stderr=streams["stderr"], start_new_session=True
+        )
 
     def _command(self, directory: Path, local_rank: int) -> list[str]:
         script = self._script
@@ -110,22 +130,40 @@ class Workers:
             return [script.target, *args]
         buffering = "line" if self._outputs.place(local_rank, "stdout") == "both" else "default"
         # By its path, not `-m`: with `-m` a json.py in the current directory would be found before the real one.
-        return [sys.executable, worker.__file__, str(directory), buffering, script.kind, script.target, *args]
+        place = f"{self._board.path}:{local_rank}"
+        return [sys.executable, worker.__file__, str(directory), place, buffering, script.kind, script.target, *args]
 
     def ends(self) -> list[RankEnd]:
         """Return how each rank ended so far, in the order of the ranks."""
         return [self._end(w) for w in self._workers]
 
     def _end(self, one: _Worker) -> RankEnd:
-        code = _exit_code(one)
+        code = self._exit_code(one)
         # The record first appears at the exception, half a second before the exit.
         record = read_record(one.directory / worker.ERROR_FILE) if code != 0 else None
         stack = read_stack(one.directory / worker.STACK_FILE) if code is not None and code < 0 else ()
-        return RankEnd(rank=one.rank, exit_code=code, ended_ns=one.ended_ns, record=record, stack=stack)
+        words = read_last_words(one.directory) if code != 0 else None
+        return RankEnd(
+            rank=one.rank, exit_code=code, ended_ns=one.ended_ns, record=record, stack=stack, last_words=words
+        )
 
     def exit_codes(self) -> list[int | None]:
         """Return the exit codes so far; None: still running. Cheap: looks at no file."""
-        return [_exit_code(w) for w in self._workers]
+        return [self._exit_code(w) for w in self._workers]
+
+    def _exit_code(self, one: _Worker) -> int | None:
+        code = one.process.poll()
+        if code is not None and one.ended_ns is None:
+            one.ended_ns = time.monotonic_ns()
+            watch = self._board.watch(one.local_rank)
+            one.is_finished = watch is not None and bool(watch.doing & Doing.FINISHED)
+            if one.is_finished and -code in _CRASHES:
+                name = signal.Signals(-code).name
+                print(
+                    f"echelon: rank {one.rank} had finished when the interpreter's own end failed ({name}): this is no error",
+                    file=sys.stderr,
+                )
+        return 0 if code is not None and code < 0 and one.is_finished else code
 
     def stop(self, number: int, *, grace: timedelta, is_impatient: Callable[[], bool] = lambda: False) -> None:
         """Send the signal ``number``, wait ``grace``, then kill what is left, with all its children.
@@ -135,12 +173,12 @@ class Workers:
             grace: how long the processes have.
             is_impatient: asked again and again; true ends the grace.
         """
-        running = [w for w in self._workers if _exit_code(w) is None]
+        running = [w for w in self._workers if self._exit_code(w) is None]
         for one in running:
             # A script's own children (DataLoader workers) are its to end; a shell waits for its children, so tell all.
             _send(one.process.pid, number, to_group=self._script.kind == "program")
         deadline = time.monotonic() + grace.total_seconds()
-        while any(_exit_code(w) is None for w in running) and time.monotonic() < deadline and not is_impatient():
+        while any(self._exit_code(w) is None for w in running) and time.monotonic() < deadline and not is_impatient():
             time.sleep(_POLL.total_seconds())
         for one in self._workers:
             # Also of ranks that ended by themselves: what they left behind may hold memory or a device.
@@ -163,11 +201,10 @@ class Workers:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _exit_code(one: _Worker) -> int | None:
-    code = one.process.poll()
-    if code is not None and one.ended_ns is None:
-        one.ended_ns = time.monotonic_ns()
-    return code
+def _number(stream: int | BinaryIO | None, default: int) -> int:
+    if stream is None:
+        return default
+    return stream if isinstance(stream, int) else stream.fileno()
 
 
 def _send(pid: int, number: int, *, to_group: bool) -> None:

@@ -1,11 +1,12 @@
 """What each rank runs: the user's script exactly as ``python script.py`` would, plus a record of its first error.
 
 The launcher runs this file by its path, so it imports the standard library only, nothing of echelon and no torch:
-``python worker.py DIRECTORY default|line script|module TARGET ARGS...``
+``python worker.py DIRECTORY BOARD|- default|line script|module TARGET ARGS...``
 """
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import importlib.util
 import io
@@ -17,7 +18,7 @@ import sys
 import threading
 import time
 from types import CodeType, ModuleType, TracebackType
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 __all__ = ["ERROR_FILE", "STACK_FILE", "Recorder", "die_with_parent", "is_user_file", "main"]
 
@@ -33,7 +34,9 @@ _PR_SET_PDEATHSIG = 1
 class Recorder:
     """Write the errors of this process to ``directory/error.json``, whole or not at all."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, reporter: Any = None) -> None:
+        self._reporter = reporter
+        self.has_failed = False
         self._path = os.path.join(directory, ERROR_FILE)
         self._records: list[dict[str, Any]] = []
         self._lock = threading.Lock()
@@ -43,6 +46,7 @@ class Recorder:
         """Record ``error``, raised in ``where`` (``main`` or a thread's name); never raises."""
         if os.getpid() != self._pid:
             return  # a child forked by the script: its errors are not the rank's
+        self.has_failed = self.has_failed or where == "main"
         record = {
             "time_ns": time.monotonic_ns(),
             "where": where,
@@ -50,6 +54,7 @@ class Recorder:
             "message": _text(error),
             "chain": [f"{_type_name(cause)}: {_text(cause)}" for cause in _causes(error)],
             "frames": _frames(error.__traceback__),
+            "collectives": None if self._reporter is None else self._reporter.collectives(),
         }
         with self._lock:
             if len(self._records) == _MAX_RECORDS:
@@ -121,7 +126,7 @@ def is_user_file(path: str) -> bool:
 
 def main(argv: list[str]) -> None:
     """Run the target in ``argv`` as ``__main__`` of this process."""
-    directory, buffering, kind, target, *args = argv
+    directory, board, buffering, kind, target, *args = argv
     die_with_parent()
     # Kept open for the life of the process: a crash in native code writes the Python stacks there.
     stack_file = open(os.path.join(directory, STACK_FILE), "w", encoding="utf-8")  # noqa: SIM115
@@ -129,8 +134,12 @@ def main(argv: list[str]) -> None:
     if buffering == "line":
         # The launcher reads our output through a pipe and shows it: be as prompt as on a terminal.
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    recorder = Recorder(directory)
+    reporter = None if board == "-" else _start_reporter(board, directory, stack_file)
+    recorder = Recorder(directory, reporter)
     _hook_threads(recorder)
+    if reporter is not None:
+        # Registered first, so called last: after it only the interpreter itself ends.
+        atexit.register(lambda: reporter.close(finished=not recorder.has_failed))
     try:
         if kind == "module":
             _run_module(target, args)
@@ -141,6 +150,7 @@ def main(argv: list[str]) -> None:
             recorder.add(_without_worker(stop), where="main")
         raise
     except KeyboardInterrupt:
+        recorder.has_failed = True
         _quiet_interrupt()
     except BaseException as error:  # noqa: BLE001 - whatever ends the script is what we are here to record
         error = _without_worker(error)
@@ -150,6 +160,27 @@ def main(argv: list[str]) -> None:
         sys.excepthook(type(error), error, error.__traceback__)
         # Errors of ours may say how the process is to end (checkpoints that cannot be written: 74).
         sys.exit(error.exit_code if type(error).__module__.startswith("echelon.") else 1)  # type: ignore[attr-defined]
+
+
+def _start_reporter(board: str, directory: str, stack_file: IO[str]) -> Any:
+    """Start what tells the launcher where this rank is; its files are loaded by their path, as this one was."""
+    folder = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "status")
+    modules = []
+    for name in ("board", "place", "reporter"):
+        spec = importlib.util.spec_from_file_location(f"_echelon_{name}", os.path.join(folder, f"{name}.py"))
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # dataclasses look their own module up
+        spec.loader.exec_module(module)
+        modules.append(module)
+    try:
+        reporter = modules[2].Reporter(modules[0], modules[1], board, directory, stack_file)
+    except OSError as problem:  # somebody has emptied /dev/shm: the program can run without
+        print(f"echelon: cannot tell the launcher where this rank is: {problem}", file=sys.stderr)
+        return None
+    reporter.start()
+    return reporter
 
 
 def die_with_parent() -> None:

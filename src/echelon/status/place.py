@@ -6,16 +6,24 @@ import json
 import linecache
 import sys
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["Place", "here", "place_of_thread"]
+__all__ = ["Place", "Sight", "here", "is_users", "place_of_thread", "sight_of"]
 
 _NOT_THE_USERS = (str(Path(__file__).resolve().parent.parent), str(Path(json.__file__).parent.parent), "<frozen")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 # Autograd calls the others, from native code in part.
 _COMMUNICATING = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/")
 _MODULE_CALL = "/torch/nn/modules/module.py"
+_TRAINING = ("/torch/nn/parallel/", "/torch/autograd/")
+_IMPORT = "<frozen importlib._bootstrap>"
+# Not in the stack of a program that runs what was compiled.
+_COMPILING = (
+    *("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py", "/torch/_inductor/async_compile.py"),
+    *("/torch/utils/cpp_extension.py", "/triton/compiler/", _IMPORT),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +50,21 @@ class Place:
         return cls(**json.loads(text))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sight:
+    """What the stack of a thread says without a look at any source: cheap enough for twice a second."""
+
+    file: str
+    line: int
+    signature: int
+    """Equal while the thread is in the same calls, at the same places of them."""
+    communicates: bool
+    trains: bool
+    """It communicates in a backward pass, or in the forward pass of a wrapped model."""
+    compiles: bool
+    """Or imports a module."""
+
+
 def here() -> Place:
     """Return where the caller is."""
     return _place_of(sys._getframe(1))
@@ -56,26 +79,51 @@ def place_of_thread(ident: int) -> Place | None:
     return None if frame is None else _place_of(frame)
 
 
+def sight_of(innermost: FrameType) -> Sight:
+    """Return what the stack that ends in ``innermost`` says."""
+    place = _place_of(innermost)
+    stack: list[int] = []
+    trains = compiles = False
+    frame: FrameType | None = innermost
+    while frame is not None:
+        name = frame.f_code.co_filename
+        trains = trains or any(part in name for part in _TRAINING)
+        compiles = compiles or any(part in name for part in _COMPILING)
+        stack += (id(frame), frame.f_lasti)
+        frame = frame.f_back
+    return Sight(
+        file=place.file,
+        line=place.line,
+        signature=hash(tuple(stack)) & 0xFFFFFFFFFFFFFFFF,
+        communicates=place.communicates,
+        trains=trains and place.communicates,
+        compiles=compiles and not place.communicates,
+    )
+
+
 def _place_of(innermost: FrameType) -> Place:
     """Return the innermost line that is the user's own; of a forward pass, that which called the model."""
     found: FrameType | None = None
     last = innermost
-    is_inside, communicates = True, False  # still deeper than all that the user wrote
+    is_inside, communicates, imports = True, False, False  # still deeper than all that the user wrote
     frame: FrameType | None = innermost
     while frame is not None:
         name = frame.f_code.co_filename
-        if _is_users(name):
+        if is_users(name):
             found, is_inside = found or frame, False
         else:
             communicates = communicates or (is_inside and any(part in name for part in _COMMUNICATING))
+            imports = imports or (is_inside and name == _IMPORT)
             if name.endswith(_MODULE_CALL):  # what was found is a line of the model
                 found = None
         last, frame = frame, frame.f_back
     found = found or last
     name = found.f_code.co_filename
     source = linecache.getline(name, found.f_lineno).strip()
-    return Place(file=name, line=found.f_lineno, source=source, communicates=communicates)
+    return Place(file=name, line=found.f_lineno, source=source, communicates=communicates and not imports)
 
 
-def _is_users(name: str) -> bool:
+@lru_cache(maxsize=4096)  # for the walk up a stack, of which each line is in one of a few files
+def is_users(name: str) -> bool:
+    """Tell whether a file is the user's own: not echelon's, not installed, not Python's."""
     return not name.startswith(_NOT_THE_USERS) and not any(part in name for part in _INSTALLED)

@@ -1,0 +1,69 @@
+"""``echelon doctor RUN``: what a run that stood still, or failed, has left in its folder."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from echelon.base.errors import UsageError
+from echelon.launch.records import read_record
+from echelon.launch.supervise import STALL_FILE
+from echelon.launch.worker import ERROR_FILE
+from echelon.status.reporter import ANSWER_FILE
+
+__all__ = ["command"]
+
+
+@click.command("doctor")
+@click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--all-threads", is_flag=True, help="Show every thread of each rank, not the main one alone.")
+def command(run: Path, all_threads: bool) -> None:
+    """Show the stalls of a run, with the stack of each rank, and the errors of its ranks.
+
+    RUN is the folder that the report of the stall names: below --log_dir, else a temporary one.
+    """
+    attempts = sorted(run.glob("attempt_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+    if not attempts:
+        raise UsageError(
+            f"{run} is not the folder of a run", do="name the folder that the report names, or one below --log_dir"
+        )
+    told = False
+    for attempt in attempts:
+        for line in [*_stalls(attempt, all_threads=all_threads), *_errors(attempt)]:
+            told = True
+            click.echo(line)
+    if not told:
+        click.echo(f"{run}: no rank has stalled or failed")
+
+
+def _stalls(attempt: Path, *, all_threads: bool) -> Iterator[str]:
+    pattern = re.compile(STALL_FILE.format(r"(\d+)"))
+    found = {int(m[1]): path for path in attempt.iterdir() if (m := pattern.fullmatch(path.name))}
+    for number, path in sorted(found.items()):
+        yield f"{attempt.name}: {path.read_text(encoding='utf-8').rstrip()}"
+        for folder in _ranks(attempt):
+            try:
+                answer = json.loads((folder / ANSWER_FILE.format(number)).read_text(encoding="utf-8"))
+                stacks = [answer["stack"], *(answer["threads"] if all_threads else [])]
+            except (OSError, ValueError, KeyError, TypeError):
+                yield f"\n{folder.name}: it gave no answer"
+                continue
+            for stack in stacks:
+                yield f"\n{folder.name}, most recent call last:\n{''.join(stack).rstrip()}"
+
+
+def _errors(attempt: Path) -> Iterator[str]:
+    for folder in _ranks(attempt):
+        record = read_record(folder / ERROR_FILE)
+        if record is not None:
+            thread = f" in thread {record.thread!r}" if record.thread else ""
+            yield f"\n{attempt.name}, {folder.name}: {record.type}: {record.message}{thread}"
+            yield from (f"  {f.file}:{f.line} in {f.function}: {f.source}" for f in record.frames)
+
+
+def _ranks(attempt: Path) -> list[Path]:
+    return sorted(attempt.glob("rank_*"), key=lambda path: int(path.name.rpartition("_")[2]))

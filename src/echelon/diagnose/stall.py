@@ -1,0 +1,356 @@
+"""Does the run stand still, why, and because of whom: from the boards of all ranks, and from what they answer when asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import final
+
+from echelon.diagnose.collectives import Divergence, History, first_divergence
+from echelon.status.board import Doing, Note, Phase, Watch
+from echelon.status.place import Place
+
+__all__ = ["Answer", "Class", "RankView", "Stall", "StallClock", "diagnose", "disagreement", "name_ranks"]
+
+_SILENT_S = 10.0
+"""So long after its last heartbeat a rank that runs is taken to be held by native code."""
+_BUSY = 0.1
+"""A rank that computes has used at least this part of the time."""
+_LONG_PHASES = frozenset({Phase.SAVE, Phase.LOAD})
+
+
+class Class(Enum):
+    """What kind of stall it is."""
+
+    STOPPED = "a stopped process"
+    SILENT = "a rank that does not answer"
+    UNEVEN = "uneven data"
+    OTHER_OPERATION = "different collectives"
+    OTHER_SHAPE = "different shapes"
+    MISSING = "a missing rank"
+    SLOW = "slow, but alive"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankView:
+    """What the launcher knows of one rank at one moment."""
+
+    rank: int
+    watch: Watch | None = None
+    note: Note | None = None
+    exit_code: int | None = None
+    is_stopped: bool = False
+    """By SIGSTOP or the like."""
+    cpu_s: float = 0.0
+    """Processor time that the process has used."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is in a call that may wait for other ranks."""
+        in_call = self.watch is not None and self.watch.doing & (Doing.COMMUNICATES | Doing.ENDED) == Doing.COMMUNICATES
+        return in_call or (self.note is not None and self.note.waits)
+
+    @property
+    def slow_with(self) -> str:
+        """What it has declared to take long, or is seen to compile; empty: nothing, or it waits all the same."""
+        if self.waits:
+            return ""
+        if self.watch is not None and self.watch.doing & Doing.COMPILES:
+            return "compiling or importing"
+        if self.note is None:
+            return ""
+        return self.note.slow or (str(self.note.phase) if self.note.phase in _LONG_PHASES else "")
+
+    @property
+    def standing(self) -> tuple[object, ...]:
+        """What is equal between two moments when the rank has not moved on."""
+        watch, note = self.watch, self.note
+        counts = (watch.num_collectives if watch else 0, note and (note.num_operations, note.step, note.phase))
+        # In a wait of echelon's own the thread looks around again and again, and its stack with it.
+        is_own_wait = note is not None and note.waits
+        return (*counts, self.waits, 0 if watch is None or is_own_wait else watch.signature)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a rank said when it was asked, or wrote when it failed."""
+
+    place: Place | None = None
+    trains: bool = False
+    """Whether it is in a backward pass, or in the forward pass of a wrapped model."""
+    histories: Mapping[str, History] = field(default_factory=dict)
+    no_histories: str = ""
+    """Why there are none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stall:
+    """The verdict."""
+
+    kind: Class
+    culprits: tuple[int, ...]
+    """The ranks that are late, or do something else; empty: there is no majority, or nobody knows."""
+    what: str
+    """The first line of the report."""
+    ranks: Mapping[int, str]
+    """What each rank is in."""
+    do: str
+    waited_s: float
+
+    @property
+    def is_alarm(self) -> bool:
+        """Whether something has to be done: a rank that is slow comes by itself."""
+        return self.kind is not Class.SLOW
+
+
+@dataclass(slots=True)
+class _Since:
+    standing: tuple[object, ...]
+    time: float
+    cpu_s: float
+
+
+@final
+class StallClock:
+    """Knows since when each rank has not moved.
+
+    Args:
+        timeout_s: after this time without a move a rank that waits for others makes a stall.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._since: dict[int, _Since] = {}
+
+    def look(self, views: Sequence[RankView], now: float) -> bool:
+        """Note what moved since the last look; tell whether it is time to ask the ranks what they do."""
+        for view in views:
+            known = self._since.get(view.rank)
+            if known is None or (not view.is_stopped and known.standing != view.standing):
+                self._since[view.rank] = _Since(view.standing, now, view.cpu_s)
+        running = [view for view in views if view.exit_code is None]
+        if any(view.slow_with for view in running):
+            for since in self._since.values():  # the others wait for what was declared: that does not count
+                since.time = now
+            return False
+        stuck = [v for v in running if self.stood_s(v, now) >= self._timeout_s]
+        return any(v.waits or v.is_stopped or self.is_silent(v, now) for v in stuck)
+
+    def stood_s(self, view: RankView, now: float) -> float:
+        """Return how long the rank has not moved."""
+        return now - self._since[view.rank].time
+
+    def is_silent(self, view: RankView, now: float) -> bool:
+        """Tell whether the rank's reporter has not written for long although its process runs."""
+        watch = view.watch
+        if watch is None or view.is_stopped or watch.doing & Doing.ENDED:
+            return False  # it has not begun to write, or it cannot, or it has done with it
+        return now - watch.time_ns / 1e9 > max(2.0, min(_SILENT_S, self._timeout_s))
+
+    def is_busy(self, view: RankView, now: float) -> bool:
+        """Tell whether the rank computes, or moves from line to line."""
+        since = self._since[view.rank]
+        return now - since.time < self._timeout_s / 2 or view.cpu_s - since.cpu_s > _BUSY * (now - since.time)
+
+
+def diagnose(
+    views: Sequence[RankView], answers: Mapping[int, Answer], clock: StallClock, *, now: float
+) -> Stall | None:
+    """Return why the run stands still; None: it does not.
+
+    Args:
+        views: of all ranks, taken after the answers.
+        answers: by rank; of a rank that gave none, nothing.
+        clock: that has looked at ``views``.
+        now: on the clock's time.
+    """
+    running = [view for view in views if view.exit_code is None]
+    waiting = [view for view in running if view.waits and not view.is_stopped and not clock.is_silent(view, now)]
+    waited = max((clock.stood_s(view, now) for view in running), default=0.0)
+    texts = {view.rank: _in_words(view, answers.get(view.rank), clock, now) for view in views}
+
+    def stall(kind: Class, culprits: Sequence[int], what: str, do: str) -> Stall:
+        return Stall(kind=kind, culprits=tuple(culprits), what=what, ranks=texts, do=do, waited_s=waited)
+
+    waiters = f", and {name_ranks([v.rank for v in waiting])} wait{'s' if len(waiting) == 1 else ''} for others"
+    waiters = waiters if waiting else ""
+    if stopped := [view.rank for view in running if view.is_stopped]:
+        what = f"{name_ranks(stopped)} {_is(stopped)} stopped (SIGSTOP){waiters}"
+        return stall(
+            Class.STOPPED, stopped, what, "continue it (kill -CONT), or stop the run; somebody else stopped it"
+        )
+    if silent := [view.rank for view in running if clock.is_silent(view, now)]:
+        what = f"{name_ranks(silent)} {_is(silent)} held by native code: not even another thread of it runs{waiters}"
+        return stall(
+            Class.SILENT,
+            silent,
+            what,
+            "look at the line above: a library that keeps Python's lock (GIL) while it waits",
+        )
+    if not waiting:
+        return None
+    if ended := [view.rank for view in views if view.exit_code == 0]:
+        what = f"{name_ranks(ended)} {_has(ended)} ended{waiters}"
+        return stall(Class.UNEVEN, ended, what, _UNEVEN)
+    away = [view for view in running if not view.waits]
+    if away:
+        names = [view.rank for view in away]
+        if all(clock.is_busy(view, now) for view in away):
+            what = f"{name_ranks(names)} {_is(names)} slow, but alive{waiters}"
+            return stall(Class.SLOW, names, what, 'wait, or declare it: with accelerator.slow("what it does")')
+        what = f"{name_ranks(names)} {_does(names)} not come{waiters}"
+        return stall(
+            Class.MISSING, names, what, "see why this rank is elsewhere; every rank must make the same collective calls"
+        )
+    if len(waiting) < 2:
+        return None  # one process waits for something of its own
+    # A backward pass is such a call from its first line on.
+    computing = [v.rank for v in waiting if clock.is_busy(v, now) and not _has_begun(answers.get(v.rank))]
+    if computing:
+        what = f"{name_ranks(computing)} {_is(computing)} slow, but alive"
+        return stall(Class.SLOW, computing, what, "wait; it computes")
+    found = first_divergence({rank: answer.histories for rank, answer in answers.items()})
+    if found is not None:
+        kind, what, do = _of_divergence(found, trains={rank for rank, answer in answers.items() if answer.trains})
+        return stall(kind, found.diverging, what, do)
+    return _without_histories(running, answers, stall)
+
+
+_UNEVEN = (
+    "let every rank make the same number of steps: as many batches on each (drop_last, a padded sampler, "
+    "join_uneven_inputs), no early break or return on one"
+)
+_SAME = "call the same collectives, with the same shapes, in the same order on every rank; look for `if rank == 0` around one"
+
+
+def disagreement(answers: Mapping[int, Answer]) -> Stall | None:
+    """Return in what the ranks of a run that failed differ; None: in nothing that is known.
+
+    Args:
+        answers: what the ranks wrote when they lost each other, or said when they were asked then.
+    """
+    found = first_divergence({rank: answer.histories for rank, answer in answers.items()})
+    if found is None:
+        return None
+    kind, what, do = _of_divergence(found, trains={rank for rank, answer in answers.items() if answer.trains})
+    texts = {}
+    for rank, answer in answers.items():
+        collective = found.at.get(rank)
+        parts = ([f"in {collective}"] if collective else []) + ([f"at {answer.place}"] if answer.place else [])
+        texts[rank] = "; ".join(parts) or "at a place that it did not tell"
+    return Stall(kind=kind, culprits=found.diverging, what=what, ranks=texts, do=do, waited_s=0.0)
+
+
+def _of_divergence(found: Divergence, *, trains: set[int]) -> tuple[Class, str, str]:
+    ranks = found.diverging
+    if found.kind == "behind":
+        others = next(str(collective) for collective in found.at.values() if collective is not None)
+        return (
+            Class.MISSING,
+            f"{name_ranks(ranks)} {_does(ranks)} not come to {others}, which the others have begun",
+            "see what this rank waits for; every rank must make the same collective calls in the same order",
+        )
+    elsewhere = {rank for rank in found.at if rank not in trains}
+    if found.kind == "other operation" and trains and elsewhere and trains & set(found.at):
+        who = sorted(elsewhere)
+        return (
+            Class.UNEVEN,
+            f"{name_ranks(who)} {_has(who)} left the training loop, and {name_ranks(sorted(trains))} still train",
+            _UNEVEN,
+        )
+    kind = Class.OTHER_OPERATION if found.kind == "other operation" else Class.OTHER_SHAPE
+    calls = ", ".join(f"{name_ranks(group)} in {text}" for text, group in _camps(found).items())
+    if not ranks:
+        return kind, f"the ranks are in {kind.value}: {calls}", _SAME
+    return kind, f"{name_ranks(ranks)} {_does(ranks)} not do what the others do: {calls}", _SAME
+
+
+def _camps(found: Divergence) -> dict[str, list[int]]:
+    camps: dict[str, list[int]] = {}
+    for rank, collective in sorted(found.at.items()):
+        camps.setdefault(str(collective), []).append(rank)
+    return camps
+
+
+def _without_histories(running: Sequence[RankView], answers: Mapping[int, Answer], stall: object) -> Stall | None:
+    assert callable(stall)
+    by_line: dict[str, list[int]] = {}
+    for view in running:
+        by_line.setdefault(_line_of(view, answers.get(view.rank)), []).append(view.rank)
+    names = [view.rank for view in running]
+    if len(by_line) == 1:
+        what = f"{name_ranks(names)} wait for each other in one and the same place"
+        found: Stall = stall(Class.UNKNOWN, (), what, "look at the network between the ranks, and at the stacks")
+        return found
+    largest = max(by_line.values(), key=len)
+    culprits = [rank for rank in names if rank not in largest] if 2 * len(largest) > len(names) else []
+    what = (
+        f"the ranks wait in different places: {', '.join(f'{name_ranks(r)} at {line}' for line, r in by_line.items())}"
+    )
+    different: Stall = stall(Class.OTHER_OPERATION, tuple(culprits), what, _SAME)
+    return different
+
+
+def _is_at(answer: Answer | None, note: Note) -> bool:
+    """Tell whether the rank is in the operation that it noted last: at the same line."""
+    place = None if answer is None else answer.place
+    return place is not None and place.line == note.line and place.file.endswith(note.file.removeprefix("..."))
+
+
+def _has_begun(answer: Answer | None) -> bool:
+    return answer is not None and any(not c.is_over for h in answer.histories.values() for c in h.begun)
+
+
+def _line_of(view: RankView, answer: Answer | None) -> str:
+    if answer is not None and answer.place is not None:
+        return f"{answer.place.file}:{answer.place.line}"
+    return f"{view.watch.file}:{view.watch.line}" if view.watch is not None else "a place that it does not tell"
+
+
+def _in_words(view: RankView, answer: Answer | None, clock: StallClock, now: float) -> str:
+    """Return what the rank is in: state, operation, phase and step, the user's line."""
+    if view.exit_code is not None:
+        return f"has ended (exit code {view.exit_code})"
+    parts: list[str] = []
+    if view.is_stopped:
+        parts.append("stopped")
+    elif clock.is_silent(view, now):
+        parts.append("silent")
+    note = view.note
+    if note is not None and note.operation and (note.waits or _is_at(answer, note)):
+        parts.append(f"in {note.operation}" + (f" of {note.detail}" if note.detail else ""))
+    elif view.waits and answer is not None:
+        pending = [c for h in answer.histories.values() for c in h.begun if not c.is_over]
+        parts += [f"in {pending[0]}"] if pending else []
+    if note is not None and (note.step or note.phase):
+        parts.append(", ".join(filter(None, (f"step {note.step}", str(note.phase)))))
+    if answer is not None and answer.place is not None:
+        return "; ".join([*parts, f"at {answer.place}"])
+    return "; ".join([*parts, f"last seen at {_line_of(view, None)}"])
+
+
+def _is(ranks: Sequence[int]) -> str:
+    return "is" if len(ranks) == 1 else "are"
+
+
+def _has(ranks: Sequence[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
+
+
+def _does(ranks: Sequence[int]) -> str:
+    return "does" if len(ranks) == 1 else "do"
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return ``rank 3`` or ``ranks 0-2, 5``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    names = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

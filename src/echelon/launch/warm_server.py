@@ -1,0 +1,107 @@
+"""A process that has imported torch, and forks ranks from itself: they start in a tenth of a second instead of in seconds.
+
+It does nothing but import: one thread (a fork takes no other with it), no work of torch's, no device. Like the worker it is
+run by its path: ``python warm_server.py SOCKET MODULES...``. On the socket it says ``{"ready": ...}``, takes one request for each rank
+with the two files of its output, answers ``{"pid": ...}``, and says ``{"pid": ..., "status": ...}`` when a rank has ended.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+__all__ = ["MESSAGE_BYTES", "main"]
+
+MESSAGE_BYTES = 1 << 20
+# torch._dynamo: the first optimizer imports it, which takes as long as torch itself.
+_IMPORTS = ("torch", "torch.distributed", "torch._dynamo")
+
+
+def main(argv: list[str]) -> None:
+    """Serve until the launcher closes its end of the socket."""
+    control = socket.socket(fileno=int(argv[0]))
+    worker, environ = _load("launch", "worker"), _load("base", "environ")
+    worker.die_with_parent()
+    for name in (*_IMPORTS, *argv[1:]):
+        importlib.import_module(name)
+    tasks = Path("/proc/self/task")
+    num_threads = len(list(tasks.iterdir())) if tasks.exists() else 1
+    _send(control, {"ready": num_threads == 1, "threads": num_threads})
+    wake, woken = os.pipe()
+    os.set_blocking(woken, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(woken)
+    sources: list[Any] = [control, wake]
+    while True:
+        readable, _, _ = select.select(sources, [], [])
+        if wake in readable:
+            os.read(wake, 4096)
+            _tell_ended(control)
+        if control in readable:
+            data, files, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 2)
+            if not data:
+                return  # the ranks that still run die with this process
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for file in (wake, woken):
+                    os.close(file)
+                control.close()
+                _run_rank(json.loads(data), files, worker, environ)
+            for file in files:
+                os.close(file)
+            _send(control, {"pid": pid})
+
+
+def _run_rank(request: dict[str, Any], files: list[int], worker: ModuleType, environ: ModuleType) -> NoReturn:
+    os.setsid()
+    for number, file in enumerate(files, 1):
+        os.dup2(file, number)
+        os.close(file)
+    environ.write({**dict.fromkeys(environ.snapshot()), **request["environment"]})
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()  # as in a new process; `random` does it by itself after a fork
+    worker.main(request["argv"])
+    sys.exit(0)
+
+
+def _tell_ended(control: socket.socket) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        _send(control, {"pid": pid, "status": os.waitstatus_to_exitcode(status)})
+
+
+def _send(control: socket.socket, message: dict[str, Any]) -> None:
+    control.send(json.dumps(message).encode())
+
+
+def _load(folder: str, name: str) -> ModuleType:
+    """Load a file of echelon by its path: the ranks' programs must not find echelon imported."""
+    path = Path(__file__).resolve().parent.parent / folder / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"_echelon_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,151 @@
+"""A run that stands still, or whose ranks do different things: the right rank, the right class, the user's line; and its end."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.launch.conftest import Command, Result
+
+# Two ranks; rank 1 does what `fault` says, once. The pause before lets the reporter see a rank in its loop.
+RAW = """
+import ctypes, os, signal, sys, time
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+rank, bad, attempt = dist.get_rank(), int(sys.argv[1]), os.environ["TORCHELASTIC_RESTART_COUNT"]
+x = torch.ones(4)
+def train():
+    for step in range(6):
+        if step == 3:
+            dist.barrier()
+            time.sleep(1.0)
+            if rank == bad and attempt == "0":
+                fault()
+        dist.all_reduce(x)
+def fault():
+    FAULT
+train()
+print(f"rank {rank} has trained in attempt {attempt}", flush=True)
+dist.destroy_process_group()
+"""
+DDP = """
+import sys, time
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+rank, bad = dist.get_rank(), int(sys.argv[1])
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(5 if rank == bad else 8):
+    optimizer.zero_grad()
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+dist.barrier()
+"""
+ACCELERATOR = """
+import sys, time
+import torch
+from echelon import Accelerator
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(64, 4)), batch_size=4)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for step, (x,) in enumerate(loader):
+    accelerator.backward(model(x).sum())
+    optimizer.step()
+    if step == 2 and accelerator.process_index == int(sys.argv[1]):
+        with accelerator.slow("tokenising"):
+            time.sleep(float(sys.argv[2]))
+        FAULT
+"""
+TIMEOUT_S = "5"
+LIMIT = re.compile(r"no rank that waits has moved for (\d+) s \(--stall_timeout 5\)")
+
+
+def stall(command: Command, script: str, fault: str, *flags: str, args: tuple[str, ...] = (), ranks: int = 2) -> Result:
+    command.write("train.py", script.replace("FAULT", fault))
+    head = ["-q", f"--num_processes={ranks}", "--stall_timeout", TIMEOUT_S, "--log_dir", "logs", "--tee=0", *flags]
+    return command.launch(*head, "train.py", *args)
+
+
+def at(command: Command, text: str) -> str:
+    """Return a pattern of the line of the script that holds ``text``."""
+    lines = (command.directory / "train.py").read_text().splitlines()
+    number = next(i for i, line in enumerate(lines, 1) if text in line)
+    return rf"at \S*train\.py:{number}: {re.escape(lines[number - 1].strip())}"
+
+
+def report(result: Result) -> str:
+    """Return the last report; check what holds for each."""
+    text = result.err[result.err.rindex("\nechelon: " if "\nechelon: " in result.err else "echelon: ") :].strip()
+    assert len(text.splitlines()) <= 30
+    assert "\n  where: " in text
+    assert "\n  do:    " in text
+    return text
+
+
+def test_a_stopped_rank_is_named_and_the_run_restarted_without_it(command: Command) -> None:
+    fault = "os.kill(os.getpid(), signal.SIGSTOP)"
+    result = stall(command, RAW, fault, "--on_stall=restart", "--max_restarts=1", args=("1",))
+    assert result.code == 0, result.err
+    assert sorted(result.out.splitlines()) == [f"rank {rank} has trained in attempt 1" for rank in (0, 1)]
+    assert "stall (a stopped process): rank 1 is stopped (SIGSTOP), and rank 0 waits for others" in result.err
+    assert re.search(r"rank 0: in all_reduce number 5 of float\[4\]; " + at(command, "dist.all_reduce(x)"), result.err)
+    assert re.search(r"rank 1: stopped; last seen at \S*train.py:\d+", result.err)
+    waited = LIMIT.search(result.err)
+    assert waited is not None
+    assert "the run is restarted (--on_stall)" in result.err
+    assert "restart 1 of 1" in result.err
+    # Later: the stack of each rank.
+    run = next((command.directory / "logs").iterdir())
+    told = command.echelon("doctor", str(run))
+    assert told.code == 0, told.err
+    assert "attempt_0: stall (a stopped process): rank 1 is stopped" in told.out
+    assert re.search(r"rank_0, most recent call last:\n(.*\n)*  File \"\S*train.py\", line \d+, in train", told.out)
+    assert "rank_1: it gave no answer" in told.out
+
+
+def test_a_rank_that_does_not_come_stops_the_run_but_not_while_it_says_that_it_is_slow(command: Command) -> None:
+    result = stall(command, ACCELERATOR, "time.sleep(1000)", "--on_stall=stop", args=("1", "7"))
+    assert result.code == 124, result.err
+    text = report(result)
+    assert text.startswith("echelon: stall (a missing rank): rank 1 does not come, and rank 0 waits for others")
+    assert re.search(r"rank 1: step 3, forward/backward; " + at(command, "time.sleep(1000)"), text)
+    assert re.search(
+        r"rank 0: in all_reduce number \d+ of float\[20\]; step 3, forward/backward; " + at(command, "backward("), text
+    )
+    assert "the run is stopped (--on_stall)" in text
+    assert result.err.count("echelon: stall") == 1  # not in the 7 s that were declared
+
+
+def test_ranks_with_unlike_shapes_are_both_shown_with_their_lines(command: Command) -> None:
+    result = stall(command, RAW, "dist.all_reduce(torch.ones(9))", args=("1",))
+    assert result.code != 0
+    text = report(result)
+    assert text.startswith("echelon: different shapes: the ranks are in different shapes: ")
+    assert re.search(r"rank 0: in all_reduce number 5 of float\[4\]; " + at(command, "dist.all_reduce(x)"), text)
+    assert re.search(r"rank 1: in all_reduce number 5 of float\[9\]; " + at(command, "torch.ones(9)"), text)
+    assert "gloo aborted rank" in text
+    assert "where: ranks 0-1 of 2" in text
+
+
+def test_uneven_data_is_told_from_a_wrong_call(command: Command) -> None:
+    result = stall(command, DDP, "", "--on_stall=stop", args=("0",))
+    text = report(result)
+    assert "uneven data: rank 0 has left the training loop, and rank 1 still train" in text.replace(
+        "stall (uneven data)", "uneven data"
+    )
+    assert re.search(r"rank 0: in barrier number \d+; " + at(command, "dist.barrier()"), text)
+    assert re.search(r"rank 1: in all_reduce number \d+ of float\[72\]; " + at(command, "backward()"), text)
+
+
+@pytest.mark.soak
+def test_native_code_that_holds_the_interpreter_is_named(command: Command) -> None:
+    result = stall(command, RAW, "ctypes.PyDLL(None).sleep(1000)", "--on_stall=stop", args=("1",))
+    assert result.code == 124
+    text = report(result)
+    assert text.startswith("echelon: stall (a rank that does not answer): rank 1 is held by native code")
+    assert re.search(r"rank 1: silent; " + at(command, "sleep(1000)"), text)

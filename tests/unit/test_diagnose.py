@@ -1,0 +1,238 @@
+"""Why a run stands still: the right class and the right ranks from what the boards show, and no alarm while it moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from echelon.diagnose.collectives import Collective, History, first_divergence, read_history
+from echelon.diagnose.stall import Answer, Class, RankView, Stall, StallClock, diagnose, disagreement, name_ranks
+from echelon.status.board import Doing, Note, Phase, Watch
+from echelon.status.place import Place
+
+ALL = tuple(range(4))
+
+
+def view(rank: int, *, waits: bool = True, signature: int = 1, seen: float = 100.0, doing: int = 0) -> RankView:
+    kind = Doing(doing) | (Doing.COMMUNICATES if waits else Doing.NOTHING)
+    return RankView(rank=rank, watch=Watch(int(seen * 1e9), 1, signature, 33, kind, 0, 12, "train.py"))
+
+
+def note(**fields: object) -> Note:
+    return Note(0, 0, 0, 0, Phase.NONE, False, "", "", "", "")._replace(**fields)  # type: ignore[arg-type]
+
+
+def history(*kinds: str, size: int = 4, pending: bool = True, ranks: tuple[int, ...] = ALL) -> dict[str, History]:
+    begun = tuple(
+        Collective(number=i, kind=kind, sizes=((size,),), dtypes=("Float",), is_over=not pending or i < len(kinds))
+        for i, kind in enumerate(kinds, 1)
+    )
+    return {"0": History(ranks=ranks, begun=begun)}
+
+
+def answer(*kinds: str, line: int = 12, trains: bool = False, **more: object) -> Answer:
+    place = Place(file="train.py", line=line, source="dist.all_reduce(x)")
+    return Answer(place=place, trains=trains, histories=history(*kinds, **more))  # type: ignore[arg-type]
+
+
+def verdict(views: list[RankView], answers: Mapping[int, Answer], *, stands_s: float = 61.0) -> Stall | None:
+    """Let the run stand, as the supervisor sees it: a look at the beginning, and one ``stands_s`` later."""
+    clock = StallClock(60.0)
+    alive = [replace(v, watch=v.watch and v.watch._replace(time_ns=int(100e9))) for v in views]
+    clock.look([replace(v, is_stopped=False, cpu_s=0.0) for v in alive], 100.0)
+    now = 100.0 + stands_s
+    if not clock.look(views, now):
+        return None
+    return diagnose(views, answers, clock, now=now)
+
+
+def seen_now(rank: int, **more: object) -> RankView:
+    return view(rank, seen=161.0, **more)  # type: ignore[arg-type]
+
+
+REDUCE = ("all_reduce", "all_reduce")
+TOGETHER = {rank: answer(*REDUCE) for rank in ALL}
+
+
+def test_a_rank_that_is_elsewhere_is_missing() -> None:
+    views = [seen_now(rank, waits=rank != 2) for rank in ALL]
+    found = verdict(views, {**TOGETHER, 2: answer("all_reduce", line=31, pending=False)})
+    assert found is not None
+    assert (found.kind, found.culprits) == (Class.MISSING, (2,))
+    assert found.what == "rank 2 does not come, and ranks 0-1, 3 wait for others"
+    assert found.ranks[2] == "at train.py:31: dist.all_reduce(x)"
+    assert found.ranks[0] == "in all_reduce number 2 of float[4]; at train.py:12: dist.all_reduce(x)"
+    assert found.is_alarm
+
+
+def test_a_rank_that_computes_is_slow_and_no_alarm() -> None:
+    busy = replace(seen_now(2, waits=False), cpu_s=30.0)
+    found = verdict([*(seen_now(rank) for rank in (0, 1, 3)), busy], TOGETHER)
+    assert found is not None
+    assert (found.kind, found.culprits, found.is_alarm) == (Class.SLOW, (2,), False)
+
+
+def test_a_backward_pass_that_computes_waits_for_nobody_yet() -> None:
+    views = [replace(seen_now(rank), cpu_s=55.0) for rank in ALL]
+    found = verdict(views, {rank: answer(*REDUCE, pending=False, trains=True) for rank in ALL})
+    assert found is not None
+    assert not found.is_alarm
+
+
+@pytest.mark.parametrize(
+    "long",
+    [
+        {"slow": "tokenising"},
+        {"phase": Phase.SAVE},
+        {"phase": Phase.LOAD},
+    ],
+)
+def test_what_is_declared_to_take_long_is_no_stall(long: dict[str, object]) -> None:
+    elsewhere = replace(seen_now(2, waits=False), note=note(**long))
+    assert verdict([*(seen_now(rank) for rank in (0, 1, 3)), elsewhere], TOGETHER, stands_s=3600.0) is None
+
+
+def test_a_compiler_is_no_stall_and_the_clock_begins_after_it() -> None:
+    clock, waiting = StallClock(60.0), [seen_now(0), seen_now(1)]
+    compiling = replace(waiting[1], watch=waiting[1].watch and waiting[1].watch._replace(doing=Doing.COMPILES))
+    assert not clock.look([waiting[0], compiling], 100.0)
+    assert not clock.look([waiting[0], compiling], 190.0)
+    assert not clock.look(waiting, 191.0)
+    assert not clock.look(waiting, 249.0)
+    assert clock.look(waiting, 251.0)
+
+
+def test_ranks_that_move_are_never_asked() -> None:
+    clock = StallClock(60.0)
+    for now in range(0, 36_000, 5):
+        views = [view(rank, signature=now // 50, seen=float(now)) for rank in ALL]
+        assert not clock.look(views, float(now))
+
+
+def test_a_stopped_process_is_named() -> None:
+    views = [seen_now(rank) for rank in (0, 1, 3)] + [replace(view(2), is_stopped=True)]
+    found = verdict(views, TOGETHER)
+    assert found is not None
+    assert (found.kind, found.culprits) == (Class.STOPPED, (2,))
+    assert found.ranks[2].startswith("stopped; ")
+
+
+def test_a_rank_whose_reporter_is_silent_is_held_by_native_code() -> None:
+    found = verdict([seen_now(0), seen_now(1), view(2, waits=False), seen_now(3)], {r: TOGETHER[r] for r in (0, 1, 3)})
+    assert found is not None
+    assert (found.kind, found.culprits) == (Class.SILENT, (2,))
+    assert found.ranks[2] == "silent; last seen at train.py:12"
+
+
+def test_a_rank_at_its_end_is_not_silent() -> None:
+    ending = view(2, doing=Doing.ENDED | Doing.COMMUNICATES)
+    assert verdict([ending], {}) is None
+
+
+def test_an_end_while_others_wait_is_uneven_data() -> None:
+    ended = replace(view(0), exit_code=0)
+    found = verdict([ended, *(seen_now(rank) for rank in (1, 2, 3))], TOGETHER)
+    assert found is not None
+    assert (found.kind, found.culprits) == (Class.UNEVEN, (0,))
+
+
+def test_a_rank_behind_the_training_loop_is_uneven_data() -> None:
+    answers = {rank: answer("all_reduce", trains=True) for rank in (1, 2, 3)}
+    found = verdict([seen_now(rank) for rank in ALL], {0: answer("barrier", line=14), **answers})
+    assert found is not None
+    assert (found.kind, found.culprits) == (Class.UNEVEN, (0,))
+    assert found.what == "rank 0 has left the training loop, and ranks 1-3 still train"
+
+
+def test_another_collective_and_another_shape_are_told_apart() -> None:
+    views = [seen_now(rank) for rank in ALL]
+    other = verdict(views, {**TOGETHER, 3: answer("all_reduce", "broadcast")})
+    assert other is not None
+    assert (other.kind, other.culprits) == (Class.OTHER_OPERATION, (3,))
+    shape = verdict(views, {**TOGETHER, 1: answer(*REDUCE, size=9)})
+    assert shape is not None
+    assert (shape.kind, shape.culprits) == (Class.OTHER_SHAPE, (1,))
+
+
+def test_two_ranks_have_no_majority_and_both_are_shown() -> None:
+    found = verdict([seen_now(0), seen_now(1)], {0: answer("all_reduce"), 1: answer("broadcast", line=20)})
+    assert found is not None
+    assert (found.kind, found.culprits) == (Class.OTHER_OPERATION, ())
+    assert "rank 0 in all_reduce number 1 of float[4], rank 1 in broadcast number 1 of float[4]" in found.what
+    assert set(found.ranks) == {0, 1}
+
+
+def test_without_a_flight_recorder_the_lines_decide() -> None:
+    views = [seen_now(rank) for rank in ALL]
+    places = {
+        rank: Answer(place=Place(file="train.py", line=31 if rank == 2 else 12), no_histories="off") for rank in ALL
+    }
+    found = verdict(views, places)
+    assert found is not None
+    assert (found.kind, found.culprits) == (Class.OTHER_OPERATION, (2,))
+
+
+def test_an_operation_of_echelon_is_a_wait_whatever_its_stack() -> None:
+    waiting = [
+        replace(view(rank, waits=False, signature=rank), note=note(waits=True, operation="save_state()"))
+        for rank in (0, 1)
+    ]
+    clock = StallClock(60.0)
+    clock.look(waiting, 100.0)
+    missing = seen_now(2, waits=False)
+    views = [*waiting, missing]
+    for now in (100.5, 130.0, 161.0):  # it looks around: its stack is another one each time
+        seen = [v.watch and v.watch._replace(signature=int(now), time_ns=int(now * 1e9)) for v in waiting]
+        views = [*(replace(v, watch=watch) for v, watch in zip(waiting, seen)), missing]
+        is_stuck = clock.look(views, now)
+    assert is_stuck
+    found = diagnose(views, {}, clock, now=161.0)
+    assert found is not None
+    assert found.culprits == (2,)
+    assert found.ranks[0].startswith("in save_state()")
+
+
+def test_one_process_that_waits_for_itself_is_no_stall() -> None:
+    assert verdict([seen_now(0)], {0: answer("all_reduce", ranks=(0,))}) is None
+
+
+def test_the_first_difference_counts_not_the_last() -> None:
+    found = first_divergence(
+        {0: history("all_reduce", "barrier", "broadcast"), 1: history("all_reduce", "reduce", "gather")}
+    )
+    assert found is not None
+    assert {rank: str(c) for rank, c in found.at.items()} == {
+        0: "barrier number 2 of float[4]",
+        1: "reduce number 2 of float[4]",
+    }
+
+
+def test_gathers_of_unlike_sizes_do_not_differ() -> None:
+    assert first_divergence({0: history("all_to_all", size=3), 1: history("all_to_all", size=5)}) is None
+
+
+def test_ranks_that_lost_each_other_disagree_only_where_they_are_known_to() -> None:
+    assert disagreement({0: answer(*REDUCE), 1: answer(*REDUCE)}) is None
+    found = disagreement({**TOGETHER, 2: answer(*REDUCE, size=9, line=25)})
+    assert found is not None
+    assert (found.kind, found.culprits) == (Class.OTHER_SHAPE, (2,))
+    behind = disagreement({**TOGETHER, 2: answer("all_reduce", line=40)})
+    assert behind is not None
+    assert (behind.kind, behind.culprits) == (Class.MISSING, (2,))
+
+
+def test_what_a_rank_wrote_is_read_as_data() -> None:
+    groups = {"0": {"ranks": [0, 1], "entries": [[1, "all_reduce", [[4, 2]], ["Float"], True]]}}
+    collective = Collective(number=1, kind="all_reduce", sizes=((4, 2),), dtypes=("Float",), is_over=True)
+    assert read_history({"groups": groups}) == {"0": History(ranks=(0, 1), begun=(collective,))}
+    assert read_history({"missing": "off"}) == {}
+
+
+def test_names_of_ranks() -> None:
+    assert [name_ranks(r) for r in ([3], [0, 1, 2, 5], range(0, 40, 2))] == [
+        "rank 3",
+        "ranks 0-2, 5",
+        "ranks 0, 2, 4, 6, 8, 10, 12, 14, ...",
+    ]

@@ -1,0 +1,182 @@
+"""The status board: what a rank notes is what the launcher reads, whole, whatever happens in the middle of a note."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from echelon.base import environ
+from echelon.status import board as layout
+from echelon.status import notes as status_notes
+from echelon.status import place, reporter
+from echelon.status.board import Board, Doing, Note, Phase, Slot, Watch
+
+WATCH = Watch(5, 77, 2**63 + 1, 12, Doing.COMMUNICATES | Doing.DUMPS, 3, 41, "/home/me/train.py")
+NOTE = Note(9, 118, 4, 33, Phase.SAVE, True, "gather", "float32[3, 4]", "tokenising", "/home/me/tr\u00e4in.py")
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> Iterator[Board]:
+    board = Board(3, folder=str(tmp_path))
+    yield board
+    board.close()
+
+
+def test_what_is_noted_is_read_by_slot(board: Board) -> None:
+    slot = Slot(board.path, 1)
+    assert (board.watch(1), board.note(1)) == (None, None)
+    slot.watch(WATCH)
+    slot.note(NOTE)
+    assert (board.watch(1), board.note(1)) == (WATCH, NOTE)
+    assert [board.note(other) for other in (0, 2)] == [None, None]
+
+
+def test_long_texts_are_cut_and_a_path_keeps_its_end(board: Board) -> None:
+    slot = Slot(board.path, 0)
+    slot.note(NOTE._replace(operation="x" * 300, file="/" + "d" * 300 + "/train.py"))
+    read = board.note(0)
+    assert read is not None
+    assert read.operation == "x" * 48
+    assert (len(read.file), read.file[:3], read.file[-9:]) == (100, "...", "/train.py")
+
+
+def test_question_reaches_every_slot(board: Board) -> None:
+    slots = [Slot(board.path, index) for index in range(3)]
+    assert [slot.question for slot in slots] == [0, 0, 0]
+    assert board.ask() == 1
+    assert board.ask() == 2
+    assert [slot.question for slot in slots] == [2, 2, 2]
+
+
+def test_a_note_that_is_cut_off_anywhere_leaves_the_one_before(board: Board) -> None:
+    slot = Slot(board.path, 2)
+    slot.note(NOTE)
+    whole = bytes(slot._memory)
+    slot.note(NOTE._replace(step=119, operation="reduce", file="/elsewhere.py"))
+    after = bytes(slot._memory)
+    changed = [i for i in range(len(whole)) if whole[i] != after[i]]
+    for end in range(changed[0], changed[-1] + 1):  # the process dies when so many bytes are written
+        slot._memory[:] = after[:end] + whole[end:]
+        assert board.note(2) == NOTE, end
+    slot._memory[:] = after
+    assert board.note(2) == NOTE._replace(step=119, operation="reduce", file="/elsewhere.py")
+
+
+def test_a_reader_never_sees_a_mixture_while_a_thread_writes(board: Board) -> None:
+    slot, ends = Slot(board.path, 0), threading.Event()
+
+    def write() -> None:
+        number = 0
+        while not ends.is_set():
+            number += 1
+            slot.note(NOTE._replace(step=number, num_operations=number, line=number % 10**6, operation=str(number)))
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        deadline, steps = time.monotonic() + 0.5, set()
+        while time.monotonic() < deadline:
+            note = board.note(0)
+            if note is not None:
+                assert note.operation == str(note.step) == str(note.num_operations)
+                steps.add(note.step)
+    finally:
+        ends.set()
+        thread.join()
+    assert len(steps) > 1
+
+
+def test_a_file_that_is_no_board_is_refused(board: Board, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_bytes(b"\0" * 4096)
+    with pytest.raises(ValueError, match="no status board of version 1"):
+        Slot(str(other), 0)
+    with pytest.raises(ValueError, match="has 3 slots, and no slot 3"):
+        Slot(board.path, 3)
+
+
+def test_the_file_is_the_users_own_and_goes_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "_SHARED", str(tmp_path / "no such folder"))  # macOS
+    board = Board(1, folder=str(tmp_path))
+    path = Path(board.path)
+    assert path.parent == tmp_path
+    assert path.stat().st_mode & 0o777 == 0o600
+    board.close()
+    assert not path.exists()
+
+
+def test_the_board_of_a_launcher_that_was_killed_goes_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "_SHARED", str(tmp_path))
+    running, orphan, young = Board(1, folder="/"), tmp_path / "echelon-board-old", tmp_path / "echelon-board-young"
+    for path in (orphan, young):
+        path.touch()
+    for path in (orphan, Path(running.path)):
+        os.utime(path, (0, 0))
+    Board(1, folder="/").close()
+    assert not orphan.exists()
+    assert young.exists()
+    assert Path(running.path).exists()
+    running.close()
+
+
+def test_the_program_notes_its_step_phase_and_operations(board: Board) -> None:
+    assert status_notes.notes_of_process() is None  # no launcher: no board
+    with environ.patch({status_notes.BOARD_VARIABLE: f"{board.path}:1"}):
+        notes = status_notes.notes_of_process()
+        assert notes is not None
+        assert notes is status_notes.notes_of_process()
+        notes.step(7, Phase.TRAIN)
+        notes.operation("gather", "float32[2]")
+        line = sys._getframe().f_lineno - 1
+        with status_notes.within(Phase.SAVE), status_notes.slow("tokenising"), status_notes.waiting("barrier"):
+            inside = board.note(1)
+        after = board.note(1)
+    assert inside is not None
+    assert after is not None
+    assert (inside.phase, inside.slow, inside.operation, inside.waits) == (Phase.SAVE, "tokenising", "barrier", True)
+    assert (after.phase, after.slow, after.waits, after.step, after.num_operations) == (Phase.TRAIN, "", False, 7, 2)
+    assert inside.file == after.file == __file__[-100:]
+    assert inside.line == line + 2
+    # A variable that was inherited from a run that is over.
+    with environ.patch({status_notes.BOARD_VARIABLE: "/no/such/board:0"}):
+        assert status_notes.notes_of_process() is None
+    with status_notes.slow("nothing"), status_notes.waiting("nothing"), status_notes.within(Phase.LOAD):
+        pass
+
+
+def test_the_reporter_says_where_the_thread_is_and_answers(board: Board, tmp_path: Path) -> None:
+    with (tmp_path / "stack.txt").open("w") as stack_file:
+        here = reporter.Reporter(layout, place, f"{board.path}:0", str(tmp_path), stack_file)
+        here._terminate = [None]  # leave the C++ of this process alone
+        here._look()
+        first = board.watch(0)
+        here._look()  # the same line of this function, another call
+        second = board.watch(0)
+        assert board.ask() == 1
+        here._look()
+        third = board.watch(0)
+        here._closing.release()
+        if reporter.DUMP_SIGNAL is not None:
+            os.kill(os.getpid(), reporter.DUMP_SIGNAL)
+            reporter.faulthandler.unregister(reporter.DUMP_SIGNAL)
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert (first.pid, first.file, first.answered) == (os.getpid(), __file__[-100:], 0)
+    assert first.line < second.line < third.line
+    assert first.signature != second.signature
+    assert first.time_ns <= second.time_ns <= time.monotonic_ns()
+    assert third.answered == 1
+    answer = json.loads((tmp_path / reporter.ANSWER_FILE.format(1)).read_text())
+    assert answer["place"]["file"] == __file__
+    assert any("test_the_reporter_says_where" in line for line in answer["stack"])
+    assert reporter.DUMP_SIGNAL is None or "test_the_reporter_says" in (tmp_path / "stack.txt").read_text()
