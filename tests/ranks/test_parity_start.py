@@ -180,6 +180,29 @@ def test_a_sum_of_one_rank_over_the_length_of_all_is_caught(parity: str) -> None
         assert run_on_ranks(_evaluate, parity, share, asked, world_size=2) == [[], []]
 
 
+# ---- the seed --------------------------------------------------------------------------------------------------------
+
+
+def _order_of_a_late_seed(parity: str) -> list[list[float]]:
+    """Return what this rank reads in two programs that call ``manual_seed`` between Accelerator() and prepare()."""
+    read = []
+    for program in range(2):
+        torch.manual_seed(100 + 10 * program + dist.get_rank())  # whatever the process had before
+        accelerator = Accelerator(parity=parity)
+        torch.manual_seed(5 if dist.get_rank() == 0 else 6)
+        loader = accelerator.prepare(_numbers(16, 8, shuffle=True))
+        read.append([float(x) for (batch,) in loader for x in batch.flatten()])
+    return read
+
+
+@pytest.mark.parametrize("parity", ["exact", "bitwise"])
+def test_the_order_comes_from_rank_zeros_seed_when_the_loader_is_prepared(parity: str) -> None:
+    first, second = run_on_ranks(_order_of_a_late_seed, parity, world_size=2)
+    assert first[0] == first[1]
+    assert second[0] == second[1]
+    assert sorted(first[0] + second[0]) == [float(i) for i in range(16)]
+
+
 # ---- progress --------------------------------------------------------------------------------------------------------
 
 

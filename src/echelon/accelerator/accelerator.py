@@ -75,7 +75,6 @@ from echelon.data.prepare import prepare_loader
 from echelon.data.reading import LoaderOptions
 from echelon.data.split import split_between_processes
 from echelon.distributed import collectives, control
-from echelon.distributed.collectives import broadcast_object_list
 from echelon.distributed.meeting import meet
 from echelon.distributed.setup import cleanup
 from echelon.distributed.watcher import Watcher
@@ -503,7 +502,7 @@ class Accelerator(AcceleratorFacts):
         return state.sync_gradients or state.plugin.sync_each_batch
 
     def _open_ledger(self) -> Ledger | None:
-        """Make the book of the exact modes. Collective: in these."""
+        """Make the book of the exact modes."""
         config = self._config.value
         if config.seed is not None and self._config.origins["seed"].source is Source.CODE:
             set_seed(config.seed)
@@ -515,10 +514,9 @@ class Accelerator(AcceleratorFacts):
                     do="give parity='exact', too, or leave max_micro_batch_size out",
                 )
             return None
-        seed = config.seed if config.seed is not None else torch.initial_seed() & (2**62 - 1)
         book: dict[str, Any] = {
             "world": self._world,
-            "seed": broadcast_object_list([seed])[0] if self.num_processes > 1 else seed,
+            "seed": config.seed,
             "state": self.gradient_state,
             "window": self._window,
             "progress": self._progress,

@@ -217,9 +217,10 @@ class CanonicalLedger(Ledger):
         return math.fsum(sums) / num_items
 
     def options(self, config: DataLoaderConfiguration) -> ExactOptions:
-        """Return how loaders read."""
+        """Return how loaders read. Collective: at the first call."""
+        seed = self.seed
         return ExactOptions(
-            seed=self.seed if config.data_seed is None else config.data_seed,
+            seed=seed if config.data_seed is None else config.data_seed,
             order=config.order,
             max_micro_batch_size=self._max_micro_batch_size,
             replays=config.replay_iterable,

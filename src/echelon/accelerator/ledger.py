@@ -38,7 +38,7 @@ class Ledger(Driver):
         self,
         *,
         world: World,
-        seed: int,
+        seed: int | None,
         state: GradientState,
         window: Window,
         progress: Progress,
@@ -46,8 +46,7 @@ class Ledger(Driver):
         drop_gradients: Callable[[], None],
         max_micro_batch_size: int | None,
     ) -> None:
-        self.seed = seed
-        """Of the run; the same on every rank."""
+        self._seed = seed
         self._world = world
         self._state = state
         self._window = window
@@ -65,6 +64,19 @@ class Ledger(Driver):
         self._told: set[str] = set()
         self._is_within = False  # has an update begun, and not come to its last micro-step?
         self._random_states: dict[str, Any] | None = None  # at its beginning, where it has several micro-steps
+
+    @property
+    def seed(self) -> int:
+        """Of the run; the same on every rank. Where none was given, rank zero's of torch when the first loader is prepared.
+
+        Not earlier: many a script makes its Accelerator first, and calls ``set_seed`` then.
+
+        Collective: at the first call.
+        """
+        if self._seed is None:
+            (seeds,) = gather_counts(torch.initial_seed() & (2**62 - 1))
+            self._seed = seeds[0]
+        return self._seed
 
     def tell_batch(self, batch_size: int | None) -> None:
         """Say once what a batch size means now."""
@@ -265,9 +277,10 @@ class Ledger(Driver):
         return loss / num_items
 
     def options(self, config: DataLoaderConfiguration) -> ExactOptions:
-        """Return how loaders read."""
+        """Return how loaders read. Collective: at the first call."""
+        seed = self.seed
         return ExactOptions(
-            seed=self.seed if config.data_seed is None else config.data_seed,
+            seed=seed if config.data_seed is None else config.data_seed,
             order=config.order,
             max_micro_batch_size=self._max_micro_batch_size,
             replays=config.replay_iterable,
