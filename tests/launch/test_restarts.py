@@ -127,11 +127,13 @@ def check(command: Command, result: Result, *, kills: int) -> None:
     assert result.err.count("killed by SIGKILL") == kills
 
 
-def test_twenty_kills_cost_twenty_restarts_and_change_nothing(command: Command) -> None:
-    check(command, kill_again_and_again(command, kills=20, seed=1, ranks=4, delay_s=0.1, flags=[]), kills=20)
+@pytest.mark.parametrize("kills", [8, pytest.param(20, marks=pytest.mark.soak)])
+def test_each_kill_costs_one_restart_and_changes_nothing(kills: int, command: Command) -> None:
+    result = kill_again_and_again(command, kills=kills, seed=1, ranks=4, delay_s=0.1, flags=[])
+    check(command, result, kills=kills)
     # The first attempt is never warm; the second one is when the first has lived long enough.
     warm = {int(path.name.split("_")[1]) for path in command.directory.glob("warm_*")}
-    assert len(warm) >= 10
+    assert len(warm) >= kills // 3
     assert 0 not in warm
 
 
