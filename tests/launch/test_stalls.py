@@ -121,6 +121,7 @@ def test_a_rank_that_does_not_come_stops_the_run_but_not_while_it_says_that_it_i
     assert result.err.count("echelon: stall") == 1  # not in the 7 s that were declared
 
 
+@pytest.mark.soak
 def test_ranks_with_unlike_shapes_are_both_shown_with_their_lines(command: Command) -> None:
     result = stall(command, RAW, "dist.all_reduce(torch.ones(9))", args=("1",))
     assert result.code != 0

@@ -5,13 +5,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import gzip
-import io
 import os
 import re
-import runpy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,10 +17,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
 from tests.harness import run_on_ranks
 from tests.launch.conftest import Command
+from tests.launch.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "docs" / "tour.md", ROOT / "docs" / "tour.zh.md"]
@@ -115,9 +112,9 @@ class Reader:
         """Do what the command does with processes that are there already: seconds less for each."""
         count = re.search(r"(?:num_processes|nproc-per-node) (\d+)", line)
         world_size = int(count[1]) if count else 1
-        parity = "exact" if "--parity exact" in line else None
+        environ = {"ECHELON_PARITY": "exact"} if "--parity exact" in line else {}
         script = line.split()[-1]
-        return run_on_ranks(_program, script, str(self.folder), parity, world_size=world_size, init_group=False)[0]
+        return run_on_ranks(run_program, script, str(self.folder), environ, world_size=world_size, init_group=False)[0]
 
 
 def _check_lines(output: str, expected: list[str]) -> None:
@@ -128,20 +125,6 @@ def _check_lines(output: str, expected: list[str]) -> None:
         places = [place for place, printed in enumerate(rest) if pattern.fullmatch(printed.rstrip())]
         assert places, f"the page says {line!r}, and the program prints\n{output}"
         rest = rest[places[0] + 1 :]
-
-
-def _program(script: str, folder: str, parity: str | None) -> str:
-    """Run a script as a program in this rank, and return what it prints."""
-    printed, before = io.StringIO(), os.getcwd()
-    os.chdir(folder)
-    try:
-        with mock.patch.object(sys, "path", [folder, *sys.path]), contextlib.redirect_stdout(printed):
-            with mock.patch.dict(os.environ, {"ECHELON_PARITY": parity} if parity else {}):
-                runpy.run_path(script, run_name="__main__")
-    finally:
-        os.chdir(before)
-        sys.modules.pop("digits", None)
-    return printed.getvalue()
 
 
 def _stopped_at_its_first_checkpoint(script: str, folder: str) -> None:
@@ -156,9 +139,7 @@ def _stopped_at_its_first_checkpoint(script: str, folder: str) -> None:
 
     kind, name = (Trainer, "_save_checkpoint") if "trainer" in script else (Accelerator, "save_state")
     with mock.patch.object(kind, name, and_stop(getattr(kind, name))), pytest.raises(KeyboardInterrupt):
-        _program(script, folder, None)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+        run_program(script, folder)
 
 
 @pytest.fixture
