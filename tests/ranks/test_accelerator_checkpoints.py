@@ -27,7 +27,7 @@ from echelon.checkpoint.reading import Checkpoint
 from echelon.checkpoint.storage import LocalStorage
 from echelon.utils import DeepSpeedPlugin, ProjectConfiguration
 from tests.checkpoint_ranks import no_code_and_no_other_files
-from tests.harness import run_on_ranks
+from tests.harness import run_on_ranks, shut_down
 from tests.ranks.test_state_files import _both
 
 LAYOUTS = [("single", 1), ("ddp", 2), ("ddp", 3), ("zero1", 2), ("zero1", 3), ("fsdp2", 2), ("fsdp2", 4)]
@@ -147,13 +147,27 @@ def load_and_go_on(layout: str, folder: str, dtype: torch.dtype) -> tuple[Result
 
 
 def check_layouts(
-    saved: tuple[str, int], others: list[tuple[str, int]], folder: str, dtype: torch.dtype, tolerance: float
+    saved: tuple[str, int],
+    others: list[tuple[str, int]],
+    folder: str,
+    dtype: torch.dtype,
+    tolerance: float,
+    *,
+    is_one_history: bool = False,
 ) -> None:
-    """Save in one layout, go on in each of ``others``, and compare with going on in place, and with the plain loop."""
+    """Save in one layout, go on in each of ``others``, and compare with going on in place, and with the plain loop.
+
+    ``is_one_history``: no process joins those that have done something before, as in a program.
+    """
     layout, world_size = saved
+    if is_one_history:
+        shut_down()
     (at_save, gone_on), *_ = run_on_ranks(save_and_go_on, layout, folder, dtype, world_size=world_size, timeout=180)
     expected = _plain(6, dtype)
     for other, other_size in others:
+        if is_one_history and other_size > world_size:
+            shut_down()
+            world_size = other_size
         (at_load, resumed), *_ = run_on_ranks(load_and_go_on, other, folder, dtype, world_size=other_size, timeout=180)
         assert at_load[1] == at_save[1]
         assert at_load[0].keys() == at_save[0].keys()

@@ -40,7 +40,8 @@ def own_format(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_one_layout_has_saved_is_gone_on_with_in_any_other(
     saved: tuple[str, int], others: list[tuple[str, int]], tmp_path: Path
 ) -> None:
-    check_layouts(saved, others, str(tmp_path / "s"), torch.float32, tolerance=2e-6)
+    # DeepSpeed keeps much in variables of its modules: ranks of which some have trained with it before train wrongly together.
+    check_layouts(saved, others, str(tmp_path / "s"), torch.float32, tolerance=2e-6, is_one_history=True)
 
 
 def _frozen_and_evaluated(folder: str, saves: bool, stage: int | None) -> dict[str, list[float]]:

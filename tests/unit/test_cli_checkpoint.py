@@ -508,7 +508,10 @@ def test_export_and_import_give_the_same_checkpoint(echelon: Echelon, copy: Path
             done = echelon("checkpoint", "import", there, back)
         assert (done.code, done.err) == (0, "")
         before, after = _content(source), _content(back)
-        for name in ("num_loaders", "bits"):  # Accelerate's layout does not tell, and nothing is compared where they are not
+        for name in (
+            "num_loaders",
+            "bits",
+        ):  # Accelerate's layout does not tell, and nothing is compared where they are not
             before["objects"]["accelerator"].pop(name, None)
         for key, value in before.items():
             assert _same(after[key], value), key
