@@ -43,7 +43,7 @@ def _leaves_a_rank_without(n: int, batch: int, world: int, split: bool) -> bool:
     return -(-n // batch) % world != 0
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.soak), 3])
 def test_gather_for_metrics_returns_each_sample_exactly_once(world_size: int) -> None:
     assert run_on_ranks(_evaluate_all, False, True, world_size=world_size, timeout=240) == [[]] * world_size
 

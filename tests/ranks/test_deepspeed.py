@@ -105,7 +105,8 @@ def _check(check: engine_contract.Check, stage: int) -> None:
 
 
 @pytest.mark.parametrize("check", engine_contract.CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("stage", STAGES)
+# What stages 0 and 2 have of their own, the loops and layouts below show.
+@pytest.mark.parametrize("stage", [pytest.param(n, marks=[pytest.mark.soak] if n in (0, 2) else []) for n in STAGES])
 def test_the_contract(stage: int, check: engine_contract.Check) -> None:
     run_on_ranks(_check, check, stage, world_size=2)
 
