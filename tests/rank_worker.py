@@ -19,6 +19,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+ENOUGH_THREADS = 12
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
@@ -88,7 +90,8 @@ def _serve(connection: Connection, call: Call) -> None:
         # Not before the others are done: closing the sockets could break a collective that they are still in.
         assert isinstance(pickle.loads(connection.recv_bytes()), Finish)
         close_group()
-        gc.collect()  # the threads of a group that something in a circle holds poll a hundred times a second
+        if _num_threads() > ENOUGH_THREADS:
+            gc.collect()  # those of a group that something in a circle holds poll a hundred times a second
     finally:
         os.environ.clear()
         os.environ.update(before)

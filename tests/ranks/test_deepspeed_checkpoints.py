@@ -33,7 +33,7 @@ def own_format(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (OWN[3], [OWN[3], OTHERS[1], OWN[2]]),
         (OWN[1], [OWN[1], OTHERS[3]]),
-        (OTHERS[3], [OWN[3], OWN[0]]),
+        pytest.param(OTHERS[3], [OWN[3], OWN[0]], marks=pytest.mark.soak),
         *(pytest.param(layout, ALL, marks=pytest.mark.soak) for layout in ALL),
     ],
 )
