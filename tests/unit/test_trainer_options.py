@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import sys
+from mmap import mmap
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -290,7 +291,8 @@ def test_a_compiled_model_trains_as_the_plain_one_and_saves_its_own_names(tmp_pa
 def test_memory_metrics_are_there_when_asked_for(tmp_path: Path) -> None:
     class Hungry(Line):
         def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-            self.kept = torch.ones(12, 2**20)  # 48 MiB, which stay: above what malloc keeps for later
+            # pages of its own: malloc may still have 48 MiB that an earlier test has freed
+            self.kept = torch.frombuffer(mmap(-1, 48 * 2**20), dtype=torch.uint8).fill_(1)
             return super().forward(x, labels)
 
     trainer = Trainer(Hungry(), _args(tmp_path, skip_memory_metrics=False), train_dataset=DATA, eval_dataset=DATA)
