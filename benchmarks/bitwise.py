@@ -6,13 +6,10 @@ take turns forth and back (A B C C B A), so that none of them always comes first
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
-import os
 import platform
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from datetime import date
@@ -22,20 +19,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from overhead import processor, write
+from overhead import processor
+from parity import CPU, RANKS, WALL, Found, main
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Accelerator
-from echelon.distributed import process_group, spawn
+from echelon.distributed import process_group
 
-RANKS = 2
 SHARDS = 8
 BATCH = 64  # samples of an update: shards of 8, 4 on each process
 WARM_UP = 2
 LIMIT = 1.15  # over exact in the same micro-batches
 WHOLE, EXACT, BITWISE = "off, whole", "exact, same micro-batches", "bitwise"
-WALL, CPU = 0, 1
 
 
 class Transformer(nn.Module):
@@ -97,7 +93,7 @@ def turn(model_name: str, variant: str, steps: int) -> tuple[float, float]:
 
 def measure(rank: int, rounds: int, steps: int, result: str) -> None:
     """Give every variant its turn in each round, forth and back."""
-    found: dict[str, list[list[float]]] = {}
+    found: Found = {}
     with process_group():
         for number in range(rounds + 1):
             for model_name in MODELS:
@@ -113,13 +109,13 @@ def measure(rank: int, rounds: int, steps: int, result: str) -> None:
         Path(result).write_text(json.dumps(found))
 
 
-def ratios(found: dict[str, list[list[float]]], model_name: str, other: str, column: int) -> list[float]:
+def ratios(found: Found, model_name: str, other: str, column: int) -> list[float]:
     """By turn: bitwise over the ``other`` of the same half of a round."""
     pairs = zip(found[f"{model_name}: {BITWISE}"], found[f"{model_name}: {other}"], strict=True)
     return [one[column] / two[column] for one, two in pairs]
 
 
-def report(found: dict[str, list[list[float]]], *, rounds: int, steps: int) -> str:
+def report(found: Found, rounds: int, steps: int) -> str:
     rows, worst = [], 0.0
     for model_name in MODELS:
         cells = []
@@ -152,22 +148,5 @@ Repeat: `.venv/bin/python benchmarks/bitwise.py --write`.
 """
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--write", action="store_true", help="put the table into benchmarks/RESULTS.md")
-    options = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder, "result")
-        spawn(measure, args=(options.rounds, options.steps, str(result)), nprocs=RANKS)
-        found = json.loads(result.read_text())
-    section = report(found, rounds=options.rounds, steps=options.steps)
-    print(section)
-    if options.write:
-        write(section)
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, report, rounds=10, steps=6)

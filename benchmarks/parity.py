@@ -13,6 +13,7 @@ import platform
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
@@ -34,6 +35,12 @@ WIDTH, HIDDEN, CLASSES = 256, 1520, 10  # 5.0 million parameters
 WARM_UP = 3
 LIMIT = 1.05
 WALL, CPU = 0, 1
+
+Found = dict[str, list[list[float]]]
+"""By variant: for each turn the wall time and the CPU time, in milliseconds per update."""
+Work = Callable[[int, int, int, str], None]
+"""Takes the rank, the rounds, the updates of a turn, and the file for what rank 0 has found."""
+Report = Callable[[Found, int, int], str]
 
 
 @dataclass(frozen=True)
@@ -113,7 +120,7 @@ def turn(variant: Variant, steps: int) -> tuple[float, float]:
 def measure(rank: int, rounds: int, steps: int, result: str) -> None:
     """Give every variant its turn in each round, forth and back, so that neither side of a pair is always first."""
     torch.set_num_threads(1)
-    found: dict[str, list[list[float]]] = {}
+    found: Found = {}
     with process_group():
         for number in range(rounds + 1):
             for kind in KINDS:
@@ -129,13 +136,13 @@ def measure(rank: int, rounds: int, steps: int, result: str) -> None:
         Path(result).write_text(json.dumps(found))
 
 
-def ratios(found: dict[str, list[list[float]]], kind: str, column: int) -> list[float]:
+def ratios(found: Found, kind: str, column: int) -> list[float]:
     """By round: "exact" over the "off" beside it."""
     pairs = zip(found[f"exact, {kind}"], found[f"off, {kind}"], strict=True)
     return [exact[column] / off[column] for exact, off in pairs]
 
 
-def report(found: dict[str, list[list[float]]], *, rounds: int, steps: int) -> str:
+def report(found: Found, rounds: int, steps: int) -> str:
     rows, costs = [], {}
     for kind in (Variant("off", *kind).kind for kind in KINDS):
         medians = [
@@ -170,22 +177,23 @@ Repeat: `.venv/bin/python benchmarks/parity.py --write`.
 """
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=20)
+def main(description: str | None, work: Work, report: Report, *, rounds: int, steps: int) -> None:
+    """Let ``work`` measure on its ranks, and print or write what ``report`` makes of it."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--write", action="store_true", help="put the table into benchmarks/RESULTS.md")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result")
-        spawn(measure, args=(options.rounds, options.steps, str(result)), nprocs=RANKS)
+        spawn(work, args=(options.rounds, options.steps, str(result)), nprocs=RANKS)
         found = json.loads(result.read_text())
-    section = report(found, rounds=options.rounds, steps=options.steps)
+    section = report(found, options.rounds, options.steps)
     print(section)
     if options.write:
         write(section)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, report, rounds=15, steps=20)

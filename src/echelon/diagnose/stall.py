@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import final
@@ -17,6 +17,7 @@ _SILENT_S = 10.0
 """So long after its last heartbeat a rank that runs is taken to be held by native code."""
 _BUSY = 0.1
 """A rank that computes has used at least this part of the time."""
+_MOST_LINES = 8
 _LONG_PHASES = frozenset({Phase.SAVE, Phase.LOAD})
 
 
@@ -103,6 +104,15 @@ class Stall:
     def is_alarm(self) -> bool:
         """Whether something has to be done: a rank that is slow comes by itself."""
         return self.kind is not Class.SLOW
+
+    def lines(self) -> list[str]:
+        """Return what the ranks are in, a line for those that say the same: the culprits first, and not too many."""
+        by_text: dict[str, list[int]] = {}
+        for rank, text in sorted(self.ranks.items(), key=lambda item: (item[0] not in self.culprits, item[0])):
+            by_text.setdefault(text, []).append(rank)
+        lines = [f"{name_ranks(ranks)}: {text}" for text, ranks in by_text.items()]
+        surplus = len(lines) - _MOST_LINES
+        return [*lines[:_MOST_LINES], f"and {surplus} more"] if surplus > 0 else lines
 
 
 @dataclass(slots=True)
@@ -274,23 +284,24 @@ def _camps(found: Divergence) -> dict[str, list[int]]:
     return camps
 
 
-def _without_histories(running: Sequence[RankView], answers: Mapping[int, Answer], stall: object) -> Stall | None:
-    assert callable(stall)
+def _without_histories(
+    running: Sequence[RankView],
+    answers: Mapping[int, Answer],
+    stall: Callable[[Class, Sequence[int], str, str], Stall],
+) -> Stall | None:
     by_line: dict[str, list[int]] = {}
     for view in running:
         by_line.setdefault(_line_of(view, answers.get(view.rank)), []).append(view.rank)
     names = [view.rank for view in running]
     if len(by_line) == 1:
         what = f"{name_ranks(names)} wait for each other in one and the same place"
-        found: Stall = stall(Class.UNKNOWN, (), what, "look at the network between the ranks, and at the stacks")
-        return found
+        return stall(Class.UNKNOWN, (), what, "look at the network between the ranks, and at the stacks")
     largest = max(by_line.values(), key=len)
     culprits = [rank for rank in names if rank not in largest] if 2 * len(largest) > len(names) else []
     what = (
         f"the ranks wait in different places: {', '.join(f'{name_ranks(r)} at {line}' for line, r in by_line.items())}"
     )
-    different: Stall = stall(Class.OTHER_OPERATION, tuple(culprits), what, _SAME)
-    return different
+    return stall(Class.OTHER_OPERATION, culprits, what, _SAME)
 
 
 def _is_at(answer: Answer | None, note: Note) -> bool:

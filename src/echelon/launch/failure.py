@@ -157,7 +157,6 @@ def _shell_code(code: int) -> int:
 
 _MAX_FRAMES = 4
 _MAX_MESSAGE_LINES = 6
-_MAX_RANKS = 8
 
 
 def explain(ends: Sequence[RankEnd], *, logs: str) -> tuple[str, str, str]:
@@ -196,14 +195,9 @@ def _disagreement(first: RankEnd, ends: Sequence[RankEnd]) -> Stall | None:
 
 
 def _explain_disagreement(found: Stall, first: RankEnd, ends: Sequence[RankEnd], *, logs: str) -> tuple[str, str, str]:
-    by_text: dict[str, list[int]] = {}
-    for rank, text in sorted(found.ranks.items(), key=lambda item: (item[0] not in found.culprits, item[0])):
-        by_text.setdefault(text, []).append(rank)
-    lines = [f"\n    {name_ranks(ranks)}: {text}" for text, ranks in list(by_text.items())[:_MAX_RANKS]]
-    if len(by_text) > _MAX_RANKS:
-        lines.append(f"\n    and {len(by_text) - _MAX_RANKS} more")
     aborted = f"; gloo aborted rank {first.rank} for it" if first.exit_code == -signal.SIGABRT else ""
-    what = f"{found.kind.value}: {found.what}{''.join(lines)}\n  others: the ranks lost each other{aborted}"
+    lines = "".join(f"\n    {line}" for line in found.lines())
+    what = f"{found.kind.value}: {found.what}{lines}\n  others: the ranks lost each other{aborted}"
     culprits = found.culprits or tuple(sorted(found.ranks))
     return what, f"{name_ranks(culprits)} of {len(ends)}", f"{found.do}\n  logs:  {logs}"
 

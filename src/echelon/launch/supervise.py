@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias, final
 
 from echelon.base.errors import LaunchError
-from echelon.diagnose.stall import Answer, RankView, Stall, StallClock, diagnose, name_ranks
+from echelon.diagnose.stall import Answer, RankView, Stall, StallClock, diagnose
 from echelon.launch.failure import Frame
 from echelon.launch.records import read_answer, read_stack
 from echelon.launch.worker import STACK_FILE
@@ -34,7 +34,6 @@ _LOOK_EVERY_S = 0.5
 _ANSWERS_WITHIN_S = 2.5
 _POLL_S = 0.05
 _STACK_WITHIN_S = 0.3
-_MOST_LINES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,12 +156,7 @@ class Supervisor:
         print(f"echelon: {report}", file=sys.stderr, flush=True)
 
     def _report(self, stall: Stall, no_histories: list[str]) -> str:
-        by_text: dict[str, list[int]] = {}
-        for rank, text in sorted(stall.ranks.items(), key=lambda item: (item[0] not in stall.culprits, item[0])):
-            by_text.setdefault(text, []).append(rank)
-        lines = [f"\n    {name_ranks(group)}: {text}" for text, group in list(by_text.items())[:_MOST_LINES]]
-        if len(by_text) > _MOST_LINES:
-            lines.append(f"\n    and {len(by_text) - _MOST_LINES} more")
+        lines = "".join(f"\n    {line}" for line in stall.lines())
         word = "stall" if stall.is_alarm else "note"
         missing = (
             f"\n    which collectives is not known: {'; '.join(no_histories)}"
@@ -172,7 +166,7 @@ class Supervisor:
         then = {"report": "the run goes on", "restart": "the run is restarted", "stop": "the run is stopped"}
         action = then[self._rules.on_stall if stall.is_alarm else "report"]
         error = LaunchError(
-            f"{word} ({stall.kind.value}): {stall.what}{''.join(lines)}{missing}",
+            f"{word} ({stall.kind.value}): {stall.what}{lines}{missing}",
             where=f"no rank that waits has moved for {stall.waited_s:.0f} s (--stall_timeout "
             f"{self._rules.timeout.total_seconds():g}); {action} (--on_stall)",
             do=f"{stall.do}\n  stacks: echelon doctor {self._directory.parent}",
