@@ -8,6 +8,8 @@ PIP_INSTALL := -m pip install -qq --disable-pip-version-check
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 export OMP_NUM_THREADS ?= 1
+# Each has kept ranks of its own, of up to 8 processes.
+TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check format soak bench peers side-by-side lock test-gpu clean
@@ -19,7 +21,7 @@ demo: $(VENV)/.stamp ## train a small model on two CPU processes
 	@$(BIN)/echelon launch --cpu --num_processes 2 examples/mnist_accelerator.py
 
 test: $(VENV)/.stamp ## run every test that needs no GPU
-	@$(BIN)/python -m pytest -m "not soak and not gpu"
+	@$(BIN)/python -m pytest -m "not soak and not gpu" -n $(TEST_PROCESSES) --dist loadfile
 
 check: $(VENV)/.stamp ## format, lint, types, layering
 	@$(BIN)/ruff format --check --quiet .

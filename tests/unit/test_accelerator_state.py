@@ -7,9 +7,16 @@ import gc
 import pytest
 
 from echelon import Accelerator, PartialState
+from echelon.accelerator.current import _Built
 from echelon.base.errors import UsageError
 from echelon.config.sources import current
 from echelon.state import AcceleratorState, is_initialized
+
+
+@pytest.fixture(autouse=True)
+def none_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the Accelerators that failed or cached calls of earlier tests still hold."""
+    monkeypatch.setattr(_Built, "accelerators", ())
 
 
 def test_it_is_a_view_of_the_accelerator_built_last() -> None:
