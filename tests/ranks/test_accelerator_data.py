@@ -15,10 +15,10 @@ from echelon.data.deal import DealtBatches
 from tests.harness import run_on_ranks
 
 
-def _evaluate_all(split: bool, even: bool) -> list[tuple[int, int]]:
+def _evaluate_all(split: bool, even: bool, sizes: list[int]) -> list[tuple[int, int]]:
     """Return the (n, batch) for which the gathered samples were not each sample once, in order."""
     wrong = []
-    for n, batch in itertools.product(range(1, 41), range(1, 8)):
+    for n, batch in itertools.product(sizes, range(1, 8)):
         world = dist.get_world_size()
         if split and batch % world:
             continue
@@ -43,14 +43,22 @@ def _leaves_a_rank_without(n: int, batch: int, world: int, split: bool) -> bool:
     return -(-n // batch) % world != 0
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.soak), 3])
-def test_gather_for_metrics_returns_each_sample_exactly_once(world_size: int) -> None:
-    assert run_on_ranks(_evaluate_all, False, True, world_size=world_size, timeout=240) == [[]] * world_size
+SIZES = [
+    pytest.param([*range(1, 41)], id="all", marks=pytest.mark.soak),
+    pytest.param([1, 5, 7, 12, 14, 23, 28], id="some"),
+]
 
 
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gather_for_metrics_returns_each_sample_exactly_once(world_size: int, sizes: list[int]) -> None:
+    assert run_on_ranks(_evaluate_all, False, True, sizes, world_size=world_size, timeout=240) == [[]] * world_size
+
+
+@pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(("split", "even"), [(True, True), (True, False), (False, False)])
-def test_gather_for_metrics_is_exact_however_batches_are_cut(split: bool, even: bool) -> None:
-    assert run_on_ranks(_evaluate_all, split, even, world_size=2, timeout=240) == [[]] * 2
+def test_gather_for_metrics_is_exact_however_batches_are_cut(split: bool, even: bool, sizes: list[int]) -> None:
+    assert run_on_ranks(_evaluate_all, split, even, sizes, world_size=2, timeout=240) == [[]] * 2
 
 
 def _deal(n: int, batch: int, world: int, **choices: Any) -> list[list[list[int]]]:

@@ -77,10 +77,10 @@ def _prepare(loader: DataLoader[Any], **choices: Any) -> Any:
 # ---- dealt -------------------------------------------------------------------------------------------------------------
 
 
-def _deal_all(split: bool, drop_last: bool, even: bool) -> list[Any]:
+def _deal_all(split: bool, drop_last: bool, even: bool, sizes: list[int]) -> list[Any]:
     """Return the (n, batch) where the pass was wrong."""
     world, wrong = dist.get_world_size(), []
-    for n, batch in itertools.product(range(21), range(1, 5)):
+    for n, batch in itertools.product(sizes, range(1, 5)):
         if split and batch % world:
             continue
         plain = DataLoader(Numbers(n), batch_size=batch, drop_last=drop_last)
@@ -106,12 +106,16 @@ def _deal_all(split: bool, drop_last: bool, even: bool) -> list[Any]:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.soak), 3])
-def test_dealt_samples_come_exactly_once(world_size: int) -> None:
+SIZES = [pytest.param([*range(21)], id="all", marks=pytest.mark.soak), pytest.param([0, 1, 2, 7, 12, 17], id="some")]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_dealt_samples_come_exactly_once(world_size: int, sizes: list[int]) -> None:
     for split, drop_last, even in itertools.product([False, True], repeat=3):
         if drop_last and not even:
             continue
-        assert run_on_ranks(_deal_all, split, drop_last, even, world_size=world_size) == [[]] * world_size
+        assert run_on_ranks(_deal_all, split, drop_last, even, sizes, world_size=world_size) == [[]] * world_size
 
 
 def _first_pieces() -> list[Any]:
@@ -229,9 +233,9 @@ def test_a_rank_without_any_sample_is_named() -> None:
 # ---- dispatched --------------------------------------------------------------------------------------------------------
 
 
-def _dispatch_all(split: bool, drop_last: bool, even: bool) -> list[Any]:
+def _dispatch_all(split: bool, drop_last: bool, even: bool, sizes: list[int]) -> list[Any]:
     world, rank, wrong = dist.get_world_size(), dist.get_rank(), []
-    for n, batch in itertools.product(range(21), range(1, 5)):
+    for n, batch in itertools.product(sizes, range(1, 5)):
         if split and batch % world:
             continue
         data = Numbers(n) if rank == 0 else Numbers(0)  # rank 0 alone has the data
@@ -256,14 +260,14 @@ def _dispatch_all(split: bool, drop_last: bool, even: bool) -> list[Any]:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.soak), 3])
-def test_dispatched_samples_come_exactly_once_and_rank_zero_alone_reads(world_size: int) -> None:
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_dispatched_samples_come_exactly_once_and_rank_zero_alone_reads(world_size: int, sizes: list[int]) -> None:
     for split, drop_last, even in itertools.product([False, True], repeat=3):
         if drop_last and not even:
             continue
-        assert (
-            run_on_ranks(_dispatch_all, split, drop_last, even, world_size=world_size, timeout=30) == [[]] * world_size
-        )
+        found = run_on_ranks(_dispatch_all, split, drop_last, even, sizes, world_size=world_size, timeout=30)
+        assert found == [[]] * world_size
 
 
 def _dispatch_map(shuffle: bool) -> Any:

@@ -31,9 +31,7 @@ def own_format(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("saved", "others"),
     [
-        (OWN[3], [OWN[3], OTHERS[1], OWN[2]]),
-        (OWN[1], [OWN[1], OTHERS[3]]),
-        pytest.param(OTHERS[3], [OWN[3], OWN[0]], marks=pytest.mark.soak),
+        (OWN[3], [OWN[3], OTHERS[1]]),
         *(pytest.param(layout, ALL, marks=pytest.mark.soak) for layout in ALL),
     ],
 )

@@ -150,7 +150,7 @@ QUICK: dict[str, Layouts] = {
     "mlp": [(2, "ddp"), (3, "fsdp2 stage 3")],
     "cnn": [(3, "zero1"), (1, "fsdp2 stage 3")],
     "transformer": [(4, "ddp"), (2, "fsdp2 stage 2")],
-    "gpt2": [(2, "ddp"), (2, "fsdp2 stage 3")],
+    "gpt2": [(2, "fsdp2 stage 3")],
 }
 ALL: Layouts = [(n, "ddp") for n in (1, 2, 3, 4, 6, 8)]
 ALL += [(n, engine) for engine in ("zero1", "fsdp2 stage 3", "fsdp2 stage 2") for n in (1, 2, 3, 4)]

@@ -135,7 +135,7 @@ def _evaluate_all(kind: str, max_micro: int | None) -> list[Any]:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.soak)])
 def test_results_are_those_of_one_process(world_size: int) -> None:
     kinds: list[tuple[str, int | None]] = [("map", None), ("stream", None)]
     kinds += [("dispatched stream", None), ("map", 1)] if world_size % 2 else [("dispatched map", None), ("stream", 2)]
