@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -89,6 +90,7 @@ def kill_again_and_again(
     command.write("train.py", TRAIN)
     head = [
         "-q",
+        "--summary",
         "--cpu",
         f"--num_processes={ranks}",
         f"--max_restarts={kills}",
@@ -125,6 +127,12 @@ def check(command: Command, result: Result, *, kills: int) -> None:
     # Each kill cost one restart, and nothing else did.
     assert re.findall(r"restart (\d+) of", result.err) == [str(n) for n in range(1, kills + 1)]
     assert result.err.count("killed by SIGKILL") == kills
+    (books,) = command.directory.glob("logs/*/goodput.jsonl")
+    run = json.loads(books.read_text().splitlines()[-1])
+    assert (run["kind"], run["num_restarts"]) == ("run", kills)
+    assert sum(run["seconds"].values()) == pytest.approx(run["wall_s"], rel=0.005)
+    assert all(run["seconds"][item] > 0 for item in ("init", "compute", "checkpoint", "restart"))
+    assert re.search(rf"\nechelon: goodput [\d.]+% of [\d.]+ s: .*; {kills} restarts\n", result.err)
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.soak)])

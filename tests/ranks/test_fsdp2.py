@@ -79,8 +79,9 @@ _OPTIONS = {
     "ignored": ShardingOptions(ignored=r"blocks\.0\.norm"),
     "integer": ShardingOptions(reshard_after_forward=2),
 }
-_RUNS = [("stage 3", 2), ("stage 2", 2), ("offload", 2), ("checkpointing", 2), ("by size", 2), ("ignored", 2)]
-_RUNS += [("stage 3", 4), ("hybrid", 4), ("integer", 4)]
+_RUNS: list[Any] = [pytest.param(kind, 4, marks=pytest.mark.soak) for kind in ("stage 3", "integer")]
+_RUNS += [("stage 3", 2), ("stage 2", 2), ("offload", 2), ("checkpointing", 2), ("by size", 2), ("ignored", 2)]
+_RUNS += [("hybrid", 4)]
 
 
 def _accelerator(kind: str, **settings: Any) -> Accelerator:

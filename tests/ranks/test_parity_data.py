@@ -219,7 +219,7 @@ def _read_cases(cases: list[_Case]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.soak)])
 def test_updates_are_the_batches_of_a_plain_loader(world_size: int) -> None:
     cases = _cases(seed=world_size)
     results = run_on_ranks(_read_cases, cases, world_size=world_size, timeout=120)

@@ -1,0 +1,56 @@
+"""What the time of a step is put down to: its own work, or the wait for a rank that is late."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from echelon import Accelerator
+from echelon.base import environ
+from echelon.status.board import Board, Part
+from echelon.status.notes import BOARD_VARIABLE
+from tests.harness import run_on_ranks
+
+NAP_S, STEPS = 0.05, 6
+
+
+def train(path: str) -> None:
+    rank = int(environ.get("RANK") or 0)
+    with environ.patch({BOARD_VARIABLE: f"{path}:{rank}"}):
+        accelerator = Accelerator(cpu=True)
+        loader = DataLoader(TensorDataset(torch.ones(8 * STEPS, 4)), batch_size=4)
+        model = torch.nn.Linear(4, 4)
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters()), loader)
+        for (x,) in loader:
+            loss = model(x).sum()
+            if rank == 1:
+                time.sleep(NAP_S)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            if rank == 0:
+                time.sleep(NAP_S)
+            accelerator.gather(loss)
+        accelerator.end_training()
+
+
+def test_a_rank_that_waits_in_the_backward_pass_or_a_gather_spends_that_on_communication(tmp_path: Path) -> None:
+    board = Board(2, folder=str(tmp_path))
+    try:
+        run_on_ranks(train, board.path, world_size=2, init_group=False)
+        times = [board.times(rank) for rank in (0, 1)]
+    finally:
+        board.close()
+    slept = STEPS * NAP_S
+    for found in times:
+        assert found is not None
+        spent = {part: found.spent_ns[part] / 1e9 for part in Part}
+        assert found.num_steps == STEPS
+        assert spent[Part.FORWARD] >= slept * 0.9  # its own naps
+        # The other's. The machine may be busy, so that a nap is longer than it was meant; never shorter.
+        assert spent[Part.COMMUNICATION] >= slept * 0.8
+        assert spent[Part.BACKWARD] < slept * 0.8
+        assert sum(found.spent_ns) == found.since_ns - found.begun_ns

@@ -1,0 +1,320 @@
+"""The ledger of a run adds up to its time, whatever happened to it; and who is late in a step is told from who waits."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from echelon.diagnose.goodput import Attempt, Ledger, RankTimes, account, spent_in
+from echelon.diagnose.straggler import Steps, steps_of
+from echelon.launch.accounts import GOODPUT_FILE, Accounts, Books, first_sign, process_start_ns, read_books
+from echelon.launch.failure import ErrorRecord, RankEnd
+from echelon.status import notes as status_notes
+from echelon.status.board import Board, Mark, Part, Phase, Slot, Times
+
+S = 10**9
+
+
+def spent(**seconds: float) -> tuple[int, ...]:
+    return tuple(int(seconds.get(part.name.lower(), 0) * S) for part in Part)
+
+
+def rank(
+    number: int, *, loop: float, until: float, part: Part, loaded: int = -1, steps: int = 0, **s: float
+) -> RankTimes:
+    """A rank whose loop began at `loop` and that is in `part` since `until`."""
+    times = Times(int(loop * S), int(until * S), loaded, steps, part, spent(**s))
+    assert sum(times.spent_ns) == times.since_ns - times.begun_ns
+    return RankTimes(rank=number, times=times)
+
+
+def marked(one: RankTimes, *marks: Mark, ended: float | None = None) -> RankTimes:
+    ended_ns = None if ended is None else int(ended * S)
+    return RankTimes(rank=one.rank, times=one.times, marks=marks, ended_ns=ended_ns)
+
+
+def attempt(started: float, failed: float, noticed: float, *ranks: RankTimes) -> Attempt:
+    return Attempt(started_ns=int(started * S), failed_ns=int(failed * S), noticed_ns=int(noticed * S), ranks=ranks)
+
+
+def ledger(*attempts: Attempt, ended: float) -> dict[str, float]:
+    found = account(attempts, began_ns=0, ended_ns=int(ended * S))
+    assert found.wall_s == ended
+    assert sum(found.seconds.values()) == pytest.approx(ended, abs=1e-6)
+    return {item: pytest.approx(seconds, abs=1e-6) for item, seconds in found.seconds.items()}
+
+
+# ---- the ledger ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_without_a_fault_is_split_into_its_parts_the_mean_of_the_ranks() -> None:
+    one = rank(
+        0, loop=2, until=9, part=Part.FORWARD, data=1, forward=2, backward=1, optimizer=1, communication=1, checkpoint=1
+    )
+    two = rank(1, loop=3, until=9, part=Part.DATA, data=1, forward=3, evaluation=2)
+    found = ledger(attempt(1, 12, 12, marked(one, ended=11), marked(two, ended=10)), ended=12.5)
+    assert found == {
+        "init": 2.5,
+        "compute": 5.5,  # (4 and the 2 of the open part; 5) / 2
+        "communication": 0.5,
+        "data wait": 1.5,  # (1; 1 and the 1 of the open part) / 2
+        "checkpoint": 0.5,
+        "end": 1.5 + 0.5,
+    }
+
+
+def test_what_is_made_again_after_a_kill_is_lost_and_the_checkpoint_is_not() -> None:
+    first = marked(
+        rank(0, loop=2, until=10, part=Part.FORWARD, steps=25, forward=6, data=1, checkpoint=1),
+        Mark(10, spent(forward=2, data=0.5)),
+        Mark(20, spent(forward=5, data=0.75, checkpoint=0.5)),
+    )
+    second = rank(0, loop=13, until=15, part=Part.FORWARD, loaded=20, forward=2)
+    found = ledger(attempt(1, 11, 11.5, first), attempt(12, 15, 15, second), ended=15)
+    assert found == {
+        "init": 2.0,
+        "compute": 5 + 2.0,
+        "data wait": 0.75,
+        "checkpoint": 1.0,
+        "lost steps": (6 + 1 - 5) + 0.25,
+        "detection": 0.5,
+        "restart": 1.5,
+    }
+
+
+def test_an_older_checkpoint_loses_more_than_one_attempt() -> None:
+    marks = Mark(10, spent(forward=1)), Mark(20, spent(forward=3))
+    first = marked(rank(0, loop=1, until=5, part=Part.FORWARD, forward=4), *marks)
+    second = marked(rank(0, loop=6, until=8, part=Part.FORWARD, loaded=20, forward=2), Mark(30, spent(forward=1)))
+    third = rank(0, loop=9, until=10, part=Part.FORWARD, loaded=10, forward=1)  # 20 and 30 were damaged
+    runs = attempt(0, 5, 5, first), attempt(5, 8, 8, second), attempt(8, 10, 10, third)
+    assert ledger(*runs, ended=10) == {"init": 1.0, "restart": 2.0, "compute": 1 + 1.0, "lost steps": 3 + 2.0}
+    # From the beginning: nothing of what was before remains.
+    fourth = rank(0, loop=11, until=12, part=Part.FORWARD, forward=1)
+    found = ledger(*runs, attempt(10, 12, 12, fourth), ended=12)
+    assert (found["compute"], found["lost steps"]) == (1.0, 7.0)
+
+
+def test_an_attempt_that_dies_before_it_begins_is_a_restart_and_loses_nothing() -> None:
+    first = marked(rank(0, loop=1, until=4, part=Part.FORWARD, forward=3), Mark(7, spent(forward=2)))
+    never = RankTimes(rank=0, times=Times(0, 0, 7, 0, Part.FORWARD, spent()))
+    third = rank(0, loop=8, until=9, part=Part.FORWARD, loaded=7, forward=1)
+    found = ledger(
+        attempt(0, 4, 4.25, first),
+        attempt(4.5, 5, 5.5, RankTimes(rank=0)),
+        attempt(5.5, 6, 6, never),
+        attempt(6, 9, 9, third),
+        ended=9,
+    )
+    assert found == {"init": 1.0, "compute": 3.0, "lost steps": 1.0, "detection": 0.75, "restart": 3.25}
+
+
+def test_a_rank_that_died_when_the_others_began_to_save_has_lost_nothing() -> None:
+    one = marked(rank(0, loop=1, until=3, part=Part.CHECKPOINT, forward=2), Mark(5, spent(forward=2)))
+    two = rank(1, loop=1, until=3, part=Part.FORWARD, forward=2)
+    again = [rank(i, loop=5, until=6, part=Part.FORWARD, loaded=5, forward=1) for i in (0, 1)]
+    found = ledger(attempt(0, 4, 4, one, two), attempt(4, 6, 6, *again), ended=6)
+    assert found == {"init": 1.0, "restart": 1.0, "compute": 2.5 + 1, "checkpoint": 0.5}
+
+
+def test_what_a_rank_noted_after_the_failure_belongs_to_detection() -> None:
+    late = rank(0, loop=1, until=7, part=Part.OPTIMIZER, forward=4, communication=2)
+    assert spent_in(attempt(0, 5, 8, late), late) == list(spent(forward=2, communication=2))
+    assert ledger(attempt(0, 5, 8, late), ended=8) == {
+        "init": 1.0,
+        "compute": 2.0,
+        "communication": 2.0,
+        "detection": 3.0,
+    }
+
+
+def test_a_program_that_notes_nothing_is_one_item() -> None:
+    runs = attempt(1, 5, 6, RankTimes(rank=0)), attempt(7, 9, 9, RankTimes(rank=0))
+    assert ledger(*runs, ended=9) == {"init": 1.0, "program": 6.0, "detection": 1.0, "restart": 1.0}
+    text = str(account(runs, began_ns=0, ended_ns=9 * S))
+    assert text == "goodput 66.7% of 9.0 s: program 6.0 s, init 1.0 s, detection 1.0 s, restart 1.0 s; 1 restart"
+
+
+def test_the_first_sign_is_the_exception_or_the_exit_whichever_showed_first() -> None:
+    record = ErrorRecord(time_ns=70, type="ValueError", message="")
+    failed, killed, well = (
+        RankEnd(rank=0, exit_code=1, ended_ns=90, record=record),
+        RankEnd(rank=1, exit_code=-9, ended_ns=80),
+        RankEnd(rank=2, exit_code=0, ended_ns=10),
+    )
+    assert first_sign([failed, killed, well]) == 70
+    assert first_sign([killed, well]) == 80
+    assert first_sign([well]) is None
+
+
+# ---- what a rank notes ---------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    now = 5 * S
+
+    def __call__(self) -> int:
+        return self.now
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> Iterator[Board]:
+    board = Board(2, folder=str(tmp_path))
+    yield board
+    board.close()
+
+
+def test_the_time_of_a_loop_is_kept_on_the_board_and_outlives_the_rank(
+    board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(status_notes, "monotonic_ns", clock)
+    notes = status_notes.Notes(Slot(board.path, 1))
+    assert board.times(1) is None
+    with notes.within(Phase.LOAD), notes.communicating():  # before the loop: init
+        clock.now += S
+    notes.loaded(20)
+    assert board.times(1) == Times(0, 0, 20, 0, Part.FORWARD, spent())
+
+    notes.phase(Phase.DATA)
+    begun = clock.now
+    clock.now += 2 * S
+    notes.phase(Phase.TRAIN)
+    clock.now += 3 * S
+    before = notes.part(Part.BACKWARD)
+    clock.now += 4 * S
+    notes.part(before)
+    with notes.communicating():
+        clock.now += 5 * S
+    notes.phase(Phase.OPTIMIZER)
+    clock.now += 6 * S
+    notes.step(1, Phase.TRAIN)
+    notes.mark(21)
+    with notes.within(Phase.SAVE), notes.communicating():  # it waits for the save
+        clock.now += 7 * S
+    notes.loaded(99)  # not what the loop began with
+    clock.now += 8 * S
+    notes.phase(Phase.EVALUATE)
+    clock.now += 9 * S  # it is killed here
+    all_spent = spent(data=2, forward=3 + 8, backward=4, communication=5, optimizer=6, checkpoint=7)
+    times = board.times(1)
+    assert times == Times(begun, clock.now - 9 * S, 20, 1, Part.EVALUATION, all_spent)
+    assert board.marks(1) == [Mark(21, spent(data=2, forward=3, backward=4, communication=5, optimizer=6))]
+    end = attempt(0, clock.now / S, clock.now / S, one := RankTimes(rank=1, times=times))
+    assert sum(spent_in(end, one) or []) == clock.now - begun
+
+
+def test_the_last_eight_marks_are_kept_and_a_torn_one_is_left_out(board: Board) -> None:
+    slot = Slot(board.path, 0)
+    for step in range(11):
+        slot.mark(Mark(step, spent(data=step)))
+    assert board.marks(0) == [Mark(step, spent(data=step)) for step in range(3, 11)]
+    before = bytes(slot._memory)
+    slot.mark(Mark(11, spent(data=11)))
+    after = bytes(slot._memory)
+    changed = [i for i in range(len(after)) if before[i] != after[i]]
+    slot._memory[:] = after[: changed[-1]] + before[changed[-1] :]
+    assert [mark.step for mark in board.marks(0)] == list(range(4, 11))
+
+
+def test_times_that_are_cut_off_anywhere_leave_those_before(board: Board) -> None:
+    slot = Slot(board.path, 0)
+    old, new = Times(1, 2, -1, 4, Part.DATA, spent(data=1)), Times(1, 3, -1, 5, Part.FORWARD, spent(data=2))
+    slot.times(old)
+    before = bytes(slot._memory)
+    slot.times(new)
+    after = bytes(slot._memory)
+    changed = [i for i in range(len(after)) if before[i] != after[i]]
+    for end in range(changed[0], changed[-1] + 1):
+        slot._memory[:] = after[:end] + before[end:]
+        assert board.times(0) == old, end
+    slot._memory[:] = after
+    assert board.times(0) == new
+
+
+# ---- who is late ---------------------------------------------------------------------------------------------------------
+
+
+def steps(**ranks: list[float]) -> Steps:
+    """From milliseconds of data, forward, backward, communication in a step."""
+    rows = {int(name[1:]): [100 * ms for ms in (*row, 0.0, 0.0, 0.0)] for name, row in ranks.items()}
+    found = steps_of(rows, num_steps=100)
+    assert found is not None
+    return found
+
+
+def test_who_waits_is_not_who_is_slow() -> None:
+    # Rank 2 needs 30 ms more for its forward pass; the others are in the reduction longest.
+    found = steps(r0=[1, 10, 20, 35], r1=[2, 11, 20, 33], r2=[1, 40, 20, 5], r3=[1, 10, 21, 34])
+    assert found.slowest == 2
+    assert found.verdict == (
+        "rank 2 is slow: forward 40.0 ms a step (median 10.5); the others wait up to 30.0 ms a step for it"
+    )
+    forward, wait = found.parts["forward"], found.parts["wait"]
+    assert (forward.least, forward.least_rank, forward.median, forward.most, forward.most_rank) == (10, 0, 10.5, 40, 2)
+    assert (wait.least, wait.least_rank, wait.most, wait.most_rank) == (0, 2, 30, 0)
+    assert found.parts["communication"].most == 5  # the wait is told apart
+    assert "forward 10.0 (rank 0) / 10.5 / 40.0 (rank 2)" in str(found)
+    assert "communication 5.0, wait 0.0 (rank 2) / 28.5 / 30.0 (rank 0)" in str(found)
+
+
+def test_slow_data_on_one_of_two_ranks_is_named_and_even_ranks_are_not() -> None:
+    found = steps(r0=[1, 10, 20, 25], r1=[21, 10, 20, 5])
+    assert (found.slowest, found.slow_part, found.slow_ms) == (1, "data", 21)
+    assert steps(r0=[1, 10, 20, 5], r1=[2, 10, 19, 5]).verdict == ""
+    assert steps(r0=[1, 10, 20, 0]).verdict == ""
+    assert steps_of({0: [1.0] * len(Part)}, num_steps=0) is None
+    few = steps_of({0: [0, 1, 0, 9, 0, 0, 0], 1: [0, 9, 0, 1, 0, 0, 0]}, num_steps=5)
+    assert few is not None
+    assert few.verdict == ""  # the first steps say little
+
+
+# ---- the launcher's books ------------------------------------------------------------------------------------------------
+
+
+def test_the_books_are_in_a_file_and_read_again(board: Board, tmp_path: Path) -> None:
+    began = time.monotonic_ns()
+    accounts = Accounts(tmp_path / GOODPUT_FILE, began_ns=began)
+    for _ in range(2):
+        accounts.open()
+        for index in (0, 1):
+            now = time.monotonic_ns()
+            Slot(board.path, index).times(Times(now, now, -1, 3, Part.FORWARD, spent()))
+        time.sleep(0.01)
+        accounts.close(board, [0, 1], failed_ns=time.monotonic_ns(), noticed_ns=time.monotonic_ns())
+        accounts.close(board, [0, 1], noticed_ns=time.monotonic_ns())  # it was over
+    books = accounts.finish()
+    assert sum(books.ledger.seconds.values()) == pytest.approx(books.ledger.wall_s)
+    assert books.ledger.num_restarts == 1
+    assert books.is_worth_telling
+    assert books.steps is not None
+    assert books.steps.num_steps == 6
+    again = read_books(tmp_path)
+    assert again is not None
+    assert again.lines() == books.lines()
+    lines = [json.loads(line) for line in (tmp_path / GOODPUT_FILE).read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["attempt", "attempt", "run"]
+    assert lines[0]["ranks"][1]["spent_s"]["forward"] >= 0.01
+    (tmp_path / GOODPUT_FILE).write_text("{")
+    assert read_books(tmp_path) is None
+
+
+def test_a_short_run_without_a_fault_is_not_told_unasked() -> None:
+    slow = steps(r0=[1, 10, 20, 25], r1=[21, 10, 20, 5])
+
+    def is_told(wall_s: float, found: Steps | None, restarts: int = 0) -> bool:
+        return Books(ledger=Ledger(wall_s=wall_s, num_restarts=restarts, seconds={}), steps=found).is_worth_telling
+
+    assert [is_told(2, slow), is_told(90, slow), is_told(90, None), is_told(2, None, 1)] == [False, True, False, True]
+
+
+def test_the_start_of_the_process_is_what_the_system_says() -> None:
+    ago = (time.monotonic_ns() - process_start_ns()) / 1e9
+    assert ago == pytest.approx(
+        time.time() - psutil.Process().create_time(), abs=1.5
+    )  # psutil knows the boot by the second
