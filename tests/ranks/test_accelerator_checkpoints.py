@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from echelon.checkpoint.reading import Checkpoint
 from echelon.checkpoint.storage import LocalStorage
 from echelon.utils import DeepSpeedPlugin, ProjectConfiguration
 from tests.checkpoint_ranks import no_code_and_no_other_files
-from tests.harness import run_on_ranks, shut_down
+from tests.harness import run_on_ranks
 from tests.ranks.test_state_files import _both
 
 LAYOUTS = [("single", 1), ("ddp", 2), ("ddp", 3), ("zero1", 2), ("zero1", 3), ("fsdp2", 2), ("fsdp2", 4)]
@@ -146,39 +147,39 @@ def load_and_go_on(layout: str, folder: str, dtype: torch.dtype) -> tuple[Result
     return at_load, result
 
 
-def check_layouts(
-    saved: tuple[str, int],
-    others: list[tuple[str, int]],
-    folder: str,
-    dtype: torch.dtype,
-    tolerance: float,
-    *,
-    is_one_history: bool = False,
-) -> None:
-    """Save in one layout, go on in each of ``others``, and compare with going on in place, and with the plain loop.
+@dataclass(frozen=True)
+class Saved:
+    """What a layout has saved in ``folder``, what it had then, and what it had after going on in place."""
 
-    ``is_one_history``: no process joins those that have done something before, as in a program.
-    """
-    layout, world_size = saved
-    if is_one_history:
-        shut_down()
-    (at_save, gone_on), *_ = run_on_ranks(save_and_go_on, layout, folder, dtype, world_size=world_size, timeout=180)
+    layout: tuple[str, int]
+    folder: str
+    at_save: Any
+    gone_on: Any
+
+
+def save_in(layout: tuple[str, int], folder: str, dtype: torch.dtype) -> Saved:
+    (at_save, gone_on), *_ = run_on_ranks(save_and_go_on, layout[0], folder, dtype, world_size=layout[1], timeout=180)
+    return Saved(layout, folder, at_save, gone_on)
+
+
+def check_load(saved: Saved, other: tuple[str, int], dtype: torch.dtype, tolerance: float) -> None:
+    """Go on in the layout ``other``, and compare with going on in place, and with the plain loop."""
+    (at_load, resumed), *_ = run_on_ranks(
+        load_and_go_on, other[0], saved.folder, dtype, world_size=other[1], timeout=180
+    )
+    assert at_load[1] == saved.at_save[1]
+    assert at_load[0].keys() == saved.at_save[0].keys()
+    assert len(at_load[0]) == 12 + 8 * 4
+    for name, tensor in saved.at_save[0].items():
+        assert torch.equal(tensor, at_load[0][name]), (saved.layout, other, name)
+    if other == saved.layout:
+        assert all(torch.equal(tensor, resumed[0][name]) for name, tensor in saved.gone_on[0].items())
     expected = _plain(6, dtype)
-    for other, other_size in others:
-        if is_one_history and other_size > world_size:
-            shut_down()
-            world_size = other_size
-        (at_load, resumed), *_ = run_on_ranks(load_and_go_on, other, folder, dtype, world_size=other_size, timeout=180)
-        assert at_load[1] == at_save[1]
-        assert at_load[0].keys() == at_save[0].keys()
-        assert len(at_load[0]) == 12 + 8 * 4
-        for name, tensor in at_save[0].items():
-            assert torch.equal(tensor, at_load[0][name]), (other, other_size, name)
-        if (other, other_size) == saved:
-            assert all(torch.equal(tensor, resumed[0][name]) for name, tensor in gone_on[0].items())
-        for name, tensor in expected[0].items():  # the order in which ranks are added; eps keeps Adam from raising it
-            torch.testing.assert_close(resumed[0][name], tensor, rtol=tolerance, atol=tolerance)
-        assert resumed[1] == expected[1]
+    for name, tensor in expected[0].items():  # the order in which ranks are added; eps keeps Adam from raising it
+        torch.testing.assert_close(
+            resumed[0][name], tensor, rtol=tolerance, atol=tolerance, msg=lambda m: f"{saved.layout} {other}: {m}"
+        )
+    assert resumed[1] == expected[1]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +195,9 @@ def check_layouts(
 def test_what_one_layout_has_saved_is_gone_on_with_in_any_other(
     saved: tuple[str, int], others: list[tuple[str, int]], tmp_path: Path
 ) -> None:
-    check_layouts(saved, others, str(tmp_path / "s"), torch.float64, tolerance=1e-12)
+    whole = save_in(saved, str(tmp_path / "s"), torch.float64)
+    for other in others:
+        check_load(whole, other, torch.float64, tolerance=1e-12)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -1,0 +1,231 @@
+"""What the launcher costs, and how soon a killed run goes on: `echelon launch` beside torchrun, in turns, with the same scripts.
+
+- a script that does nothing, on 2 processes: the seconds from the command to its end;
+- steps of 10 ms: what the status board, its reporter and the watching launcher add to them;
+- recovery: from the SIGKILL of a rank to the next step that is saved, with a small model's checkpoint loaded. The script is raw
+  DDP with torch.save. torchrun fails to restart now and then: only its successes count, and the failures are counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+from overhead import processor, write
+from tqdm import tqdm
+
+ECHELON, COLD, TORCHRUN = "echelon launch", "echelon launch --no_warm", "torchrun"
+COMMANDS = {
+    ECHELON: ["-m", "echelon", "launch", "-q", "--cpu", "--num_processes=2"],
+    COLD: ["-m", "echelon", "launch", "-q", "--cpu", "--num_processes=2", "--no_warm"],
+    TORCHRUN: ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"],
+}
+LIMIT_S = 120.0
+COST_LIMIT = 0.01
+WARM_LIMIT_S = 1.0
+NO_OP = "pass\n"
+
+STEPS = """
+import json, sys, time
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+weights, sums = torch.randn(256, 256), torch.ones(1000)
+took = []
+for number in range(int(sys.argv[1]) + 20):
+    begun = time.perf_counter()
+    until = begun + 0.01
+    while time.perf_counter() < until:
+        weights @ weights
+    dist.all_reduce(sums)
+    sums /= 2
+    took.append(time.perf_counter() - begun)
+if dist.get_rank() == 0:
+    took = sorted(took[20:])
+    json.dump(took, open(sys.argv[2], "w"))
+dist.destroy_process_group()
+"""
+
+RECOVERY = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+folder, rank = sys.argv[1], int(os.environ["RANK"])
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 10)))
+optimizer = torch.optim.AdamW(model.parameters())
+first, saved = 0, os.path.join(folder, "checkpoint.pt")
+if os.path.exists(saved):
+    state = torch.load(saved, weights_only=True)
+    first = state["step"]
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+for step in range(first, first + 10):
+    optimizer.zero_grad()
+    model(torch.randn(8, 64)).sum().backward()
+    optimizer.step()
+    if rank == 0:
+        torch.save({"step": step + 1, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, saved + ".new")
+        os.replace(saved + ".new", saved)
+        if attempt and step == first:
+            open(os.path.join(folder, f"committed_{attempt}"), "w").write(repr(time.time()))
+    if rank == 1 and attempt < int(sys.argv[2]) and step == first + 5:
+        time.sleep(4.0)  # the other rank waits; a spare has been prepared by now
+        open(os.path.join(folder, f"killed_{attempt + 1}"), "w").write(repr(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+dist.destroy_process_group()
+"""
+
+
+def run(launcher: str, script: str, *args: str, options: Sequence[str] = ()) -> tuple[float, int]:
+    """Run the text ``script`` under ``launcher``; return the seconds and the exit code."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "script.py")
+        path.write_text(script)
+        begun = time.perf_counter()
+        process = subprocess.Popen(
+            [sys.executable, *COMMANDS[launcher], *options, str(path), *args],
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            code = process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # it stops its ranks, too
+            code = process.wait()
+        return time.perf_counter() - begun, code
+
+
+def no_op(launcher: str) -> float:
+    seconds, code = run(launcher, NO_OP)
+    assert code == 0, launcher
+    return seconds
+
+
+def steps(launcher: str, number: int = 300) -> float:
+    """Return the mean seconds of a step, without the slowest tenth: that is the machine's other users."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result")
+        _, code = run(launcher, STEPS, str(number), str(result))
+        assert code == 0, launcher
+        took = json.loads(result.read_text())
+    return statistics.fmean(took[: len(took) * 9 // 10])
+
+
+def recoveries(launcher: str, kills: int) -> list[float]:
+    """Return the seconds of each recovery; fewer than ``kills``: it was given up."""
+    with tempfile.TemporaryDirectory() as folder:
+        run(
+            launcher, RECOVERY, folder, str(kills), options=[f"--max_restarts={kills}"]
+        )  # stopped or not: its files count
+        found = []
+        for number in range(1, kills + 1):
+            killed, committed = Path(folder, f"killed_{number}"), Path(folder, f"committed_{number}")
+            if killed.exists() and committed.exists():
+                found.append(float(committed.read_text()) - float(killed.read_text()))
+        return found
+
+
+def pairs(measure: Callable[[str], float], rounds: int, what: str) -> list[tuple[float, float]]:
+    """Return echelon's and torchrun's value of each pair: A B, B A, A B, ..."""
+    found = []
+    for number in tqdm(range(rounds), desc=what, disable=None):
+        order = [ECHELON, TORCHRUN] if number % 2 == 0 else [TORCHRUN, ECHELON]
+        values = {launcher: measure(launcher) for launcher in order}
+        found.append((values[ECHELON], values[TORCHRUN]))
+    return found
+
+
+def quantile(values: Sequence[float], part: float) -> float:
+    """The least of ``values`` that at least ``part`` of them do not exceed."""
+    return sorted(values)[max(0, -(-len(values) * round(100 * part) // 100) - 1)]
+
+
+def in_words(found: list[tuple[float, float]]) -> tuple[float, str]:
+    ratios = [mine / its for mine, its in found]
+    middle = statistics.median(ratios)
+    low, _, high = statistics.quantiles(ratios, n=4)
+    return middle, f"{middle:.3f} ({low:.3f} - {high:.3f})"
+
+
+def recovery_rows(kills: int, rounds: int) -> Iterator[tuple[str, list[float], int]]:
+    """Yield, by launcher, its recoveries, and how many restarts did not come."""
+    found: dict[str, list[float]] = {launcher: [] for launcher in COMMANDS}
+    for _ in tqdm(range(rounds), desc="recovery", disable=None):
+        for launcher in COMMANDS:
+            # torchrun's first restart fails often, and then no further one comes: one kill for each of its runs.
+            asked = [1] * kills if launcher == TORCHRUN else [kills]
+            for number in asked:
+                found[launcher] += recoveries(launcher, number)
+    for launcher, values in found.items():
+        yield launcher, values, kills * rounds - len(values)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--launches", type=int, default=20)
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--kills", type=int, default=4, help="in each round, of each launcher")
+    parser.add_argument("--rounds", type=int, default=5, help="of recoveries")
+    parser.add_argument("--write", action="store_true", help="put the table into benchmarks/RESULTS.md")
+    options = parser.parse_args()
+    for launcher in COMMANDS:
+        no_op(launcher)  # files into the cache
+
+    launches = pairs(no_op, options.launches, "no-op")
+    start_ratio, start = in_words(launches)
+    taken = pairs(steps, options.pairs, "steps")
+    cost_ratio, cost = in_words(taken)
+    rows, warm, cold, torchruns = [], 0.0, 0.0, 0.0
+    for launcher, values, failures in recovery_rows(options.kills, options.rounds):
+        middle, last = (quantile(values, part) if values else float("nan") for part in (0.5, 0.95))
+        rows.append(f"| {launcher} | {len(values)} | {failures} | {middle:.2f} | {last:.2f} |")
+        warm = last if launcher == ECHELON else warm
+        cold = middle if launcher == COLD else cold
+        torchruns = middle if launcher == TORCHRUN else torchruns
+    mine, its = ([pair[i] for pair in launches] for i in (0, 1))
+
+    def verdict(holds: bool) -> str:
+        return "met" if holds else "missed"
+
+    section = f"""## Launching, watching, restarting
+
+2 processes on this machine, torchrun and `echelon launch` in turns with the same scripts; ratios: echelon's over torchrun's, the
+median of the pairs and their middle half.
+
+- a script that does nothing ({options.launches} pairs): {statistics.median(mine):.2f} s under echelon, {statistics.median(its):.2f} s under torchrun; ratio {start} (target: 1, {verdict(start_ratio <= 1)})
+- steps of 10 ms with an all_reduce ({options.pairs} pairs of 300 steps): {1e3 * statistics.median(p[0] for p in taken):.3f} and {1e3 * statistics.median(p[1] for p in taken):.3f} ms; ratio {cost} (target: {1 + COST_LIMIT}, {verdict(cost_ratio <= 1 + COST_LIMIT)})
+- recovery, from the SIGKILL of a rank to the next saved step, in seconds:
+
+| launcher | recovered | failed | p50 | p95 |
+|---|---:|---:|---:|---:|
+{chr(10).join(rows)}
+
+- warm, p95: {warm:.2f} s (target: {WARM_LIMIT_S}, {verdict(warm <= WARM_LIMIT_S)}); cold, p50: {cold:.2f} s beside torchrun's {torchruns:.2f} (target: no more, {verdict(cold <= torchruns)})
+
+{date.today()}, {processor()}, Python {platform.python_version()}; torch {version("torch")}, echelon {version("echelon")}.
+Repeat: `.venv/bin/python benchmarks/launch.py --write`.
+"""
+    print(section)
+    if options.write:
+        write(section)
+
+
+if __name__ == "__main__":
+    main()
