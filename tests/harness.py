@@ -310,7 +310,7 @@ class _Worker:
         """Return the Python stacks of the process, which is not answering."""
         if self.process.poll() is not None:
             return ""
-        self.process.send_signal(signal.SIGUSR1)
+        self.process.send_signal(signal.SIGUSR2)
         deadline = time.monotonic() + 2.0
         size = -1
         # faulthandler writes at once and marks no end: the dump is there when the file has stopped growing.

@@ -65,7 +65,7 @@ def main(connection_fd: int, stacks_path: str) -> None:
     _die_with_parent()
     connection = Connection(connection_fd)
     with open(stacks_path, "w") as stacks:
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
         _import_heavy()
         _send(connection, Ready())
         while True:

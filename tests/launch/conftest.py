@@ -40,7 +40,7 @@ class Command:
         path.write_bytes(text.encode() if isinstance(text, str) else text)
         return name
 
-    def start(self, argv: list[str], **variables: str) -> subprocess.Popen[str]:
+    def start(self, argv: list[str], terminal: int | None = None, **variables: str) -> subprocess.Popen[str]:
         foreign = (
             "ECHELON_",
             "ACCELERATE_",
@@ -63,9 +63,9 @@ class Command:
             argv,
             cwd=self.directory,
             env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL if terminal is None else terminal,
+            stdout=subprocess.PIPE if terminal is None else terminal,
+            stderr=subprocess.PIPE if terminal is None else terminal,
             text=True,
         )
         self._started.append(process)

@@ -30,6 +30,8 @@ RAISE = """
 def train():
     moment()
     raise ValueError("bad sample 17")
+import signal  # a program that saves when it is asked to end
+signal.signal(signal.SIGTERM, lambda *_: open("saves", "w").close())
 train() if rank == 1 else wait()
 """
 STUBBORN = """
@@ -57,6 +59,7 @@ def test_exception_on_one_rank(command: Command) -> None:
     line = (HEAD + RAISE).splitlines().index('    raise ValueError("bad sample 17")') + 1
     assert result.code == 1
     assert "echelon: rank 1 failed first: ValueError: bad sample 17" in result.err
+    assert not (command.directory / "saves").exists()  # rank 0 was stopped: that is no preemption
     assert f'train.py:{line} in train: raise ValueError("bad sample 17")' in result.err
     assert "others: rank 0 stopped by echelon" in result.err
     # The traceback is the plain one: it begins at the script.

@@ -137,3 +137,29 @@ def test_the_last_lines_name_the_rank_the_class_and_the_line(
         assert re.search(LINES[kind].replace("{bad}", str(bad)), report), report
     assert re.search(r"^  where: ", report, re.MULTILINE)
     assert re.search(r"^  do:    ", report, re.MULTILINE)
+
+
+CLEAN = """
+draw = random.Random(rank)
+for number in range(10_000):
+    if draw.random() < 0.001:
+        time.sleep(draw.uniform(0.0, 4.0))
+    if number == 7000 and rank == 2:
+        until = time.monotonic() + 90
+        while time.monotonic() < until:  # as a compiler does; longer than --stall_timeout
+            sum(range(100_000))
+    step(torch.ones(4, 8))
+print("done", flush=True)
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("script", ["raw", "echelon"])
+def test_ten_thousand_clean_steps_raise_no_alarm(script: str, command: Command) -> None:
+    body = RAW if script == "raw" else ECHELON
+    head = HEAD.replace("bad, fault_step, kind = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]", "import random")
+    command.write("train.py", head + body + CLEAN)
+    out, err = command.start_launch("-q", "--num_processes=4", "train.py").communicate(timeout=3000)
+    assert out.count("done") == 4, err
+    told = re.findall(r"^echelon: .*", err, re.MULTILINE)
+    assert all(line.startswith("echelon: note (slow, but alive): rank 2 is slow") for line in told), err

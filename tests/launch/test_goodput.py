@@ -108,14 +108,17 @@ def test_the_ledger_of_five_kills_adds_up_and_agrees_with_what_was_seen(command:
     loops = [[events(folder, a, r) for r in (0, 1)] for a in range(kills + 1)]
     begun = [sum(next(t for what, _, t in log if what == "loop") for log in logs) / 2 for logs in loops]
     gaps = [after - kill for kill, after in zip(killed, begun[1:])]
-    assert seconds["detection"] + seconds["restart"] == pytest.approx(sum(gaps), rel=0.05, abs=0.1 * kills)
     # From the save of what the next attempt begins with to the kill, less what was saved since.
     lost = 0.0
     for kill, logs, after in zip(killed, loops, loops[1:]):
         loaded = next(number for what, number, _ in after[0] if what == "loop")
         lost += kill - next(t for what, number, t in logs[0] if what == "saved" and number == loaded)
     print(f"detection and restart as seen {sum(gaps):.2f} s, lost steps {lost:.2f} s")
-    assert seconds["lost steps"] == pytest.approx(lost, rel=0.1, abs=0.1 * kills)
+    # A death shows when a launcher on a busy machine has looked: until then the time is a step's that is lost.
+    assert seconds["lost steps"] == pytest.approx(lost, rel=0.05, abs=0.25 * kills)
+    assert seconds["detection"] + seconds["restart"] == pytest.approx(sum(gaps), rel=0.05, abs=0.25 * kills)
+    gone = seconds["detection"] + seconds["restart"] + seconds["lost steps"]
+    assert gone == pytest.approx(sum(gaps) + lost, rel=0.02, abs=0.02 * kills)
     # Each rank sleeps 8 ms for a batch, rank 1 another 20 ms for its loss, and rank 0 waits for it.
     steps = run["steps"]
     num_steps = steps["num_steps"]

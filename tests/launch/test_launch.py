@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from echelon.base.cores import usable_cores
 from tests.launch.conftest import Command
 
 # Each rank writes what it sees; no torch, so that it starts in milliseconds.
@@ -110,7 +111,9 @@ def test_flag_beats_environment_beats_file_and_the_loser_is_told(command: Comman
     config = {name: entry[0] for name, entry in json.loads(found[0]["env"]["ECHELON_CONFIG"]).items()}
     assert config == {"mixed_precision": "no", "num_processes": 2, "gradient_accumulation_steps": 4}
     assert "mixed_precision='no' (from flag --mixed-precision) overrides 'fp16' (from file c.yaml:1)" in result.err
-    assert found[0]["env"]["OMP_NUM_THREADS"] == "1"
+    threads = max(1, usable_cores() // 2)
+    assert found[0]["env"]["OMP_NUM_THREADS"] == str(threads)
+    assert f"echelon: OMP_NUM_THREADS={threads} for each process ({usable_cores()} cores can be used); " in result.err
 
 
 def test_module_runs_as_with_python_m(command: Command) -> None:

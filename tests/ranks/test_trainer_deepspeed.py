@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from echelon import Trainer, TrainingArguments
+from echelon import Trainer, TrainerCallback, TrainingArguments
 from echelon.base.errors import ConfigError
 from tests.harness import run_on_ranks
 
@@ -111,6 +111,79 @@ def test_a_trainer_trains_under_a_config_full_of_auto(more: dict[str, Any], tmp_
     assert max(seen) == pytest.approx(0.05, rel=0.2)
     assert off is not None
     assert off < 0.05  # bf16 on one side, float32 on the other
+
+
+def _train_in_parts(folder: str, config: dict[str, Any], *, end: int | None, resume: bool) -> tuple[list[float], Any]:
+    """Return the losses of all steps and the weights."""
+
+    class Ends(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == end:
+                control.should_save = control.should_training_stop = True
+
+    arguments = TrainingArguments(
+        folder,
+        use_cpu=True,
+        deepspeed=config,
+        per_device_train_batch_size=4,
+        num_train_epochs=2,
+        learning_rate=0.05,
+        logging_steps=1,
+        save_strategy="no",
+        seed=3,
+        max_grad_norm=0.5,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    model = Model()
+    if resume:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(9.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of DeepSpeed's, about torch
+        trainer = Trainer(model=model, args=arguments, train_dataset=_samples(), callbacks=[Ends()])  # type: ignore[arg-type]
+        trainer.train(resume_from_checkpoint=resume)
+        state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], state
+
+
+def _plain_loop() -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train on batches of both processes' samples; knows nothing of echelon."""
+    model, samples, losses = Model(), _samples(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.0)
+    for epoch in range(2):
+        order = torch.randperm(64, generator=torch.Generator().manual_seed(3 + epoch)).tolist()
+        for start in range(0, 64, 8):
+            rows = [samples[i] for i in order[start : start + 8]]
+            loss = model(torch.stack([r["x"] for r in rows]), torch.stack([r["labels"] for r in rows]))["loss"]
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.param_groups[0]["lr"] = 0.05 * (1 - len(losses) / 16)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_training_goes_on_from_its_checkpoint_as_if_it_had_not_been_stopped(stage: int, tmp_path: Path) -> None:
+    config = {
+        **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"),
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    whole = run_on_ranks(_train_in_parts, str(tmp_path / "whole"), config, end=None, resume=False, timeout=120)
+    run_on_ranks(_train_in_parts, str(tmp_path / "parts"), config, end=11, resume=False, timeout=120)  # in epoch 1
+    again = run_on_ranks(_train_in_parts, str(tmp_path / "parts"), config, end=None, resume=True, timeout=120)
+    losses, weights = _plain_loop()
+    assert again[0][0] == whole[0][0]
+    assert whole[0][0] == pytest.approx(losses, rel=1e-4)  # float32, summed in another order over 16 steps
+    for name, value in weights.items():
+        assert torch.equal(again[0][1][name], whole[0][1][name]), name
+        torch.testing.assert_close(whole[0][1][name], value, rtol=1e-3, atol=1e-5)
 
 
 def test_a_config_that_contradicts_the_arguments_is_an_error(tmp_path: Path) -> None:

@@ -41,15 +41,18 @@ UNSAID = {
     **{f"ACCELERATE_DEEPSPEED_OFFLOAD_{name}_DEVICE": "none" for name in ("OPTIMIZER", "PARAM")},
 }
 # What is told besides: a "false" that the file says, and the paths that accelerate reads and its launcher forgets.
-MORE = {"ACCELERATE_USE_CPU", "ACCELERATE_DEBUG_MODE", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"} | {
-    f"ACCELERATE_DEEPSPEED_OFFLOAD_{name}_NVME_PATH" for name in ("OPTIMIZER", "PARAM")
-}
+MORE = {
+    "ACCELERATE_USE_CPU",
+    "ACCELERATE_DEBUG_MODE",
+    "ACCELERATE_CPU_AFFINITY",
+    "ACCELERATE_USE_FSDP",
+    "ACCELERATE_USE_DEEPSPEED",
+} | {f"ACCELERATE_DEEPSPEED_OFFLOAD_{name}_NVME_PATH" for name in ("OPTIMIZER", "PARAM")}
 REFUSED = (
     "distributed_type: XLA",
     "distributed_type: MEGATRON_LM",
     "mpirun_hostfile",
     "fp8_backend",
-    "enable_cpu_affinity",
 )
 
 
@@ -80,6 +83,8 @@ def test_what_accelerate_config_writes_loads_and_tells_the_ranks_the_same(
         ours = rank_variables(resolved, num_processes=2, num_threads=None, has_accelerator=True)
         ours = {name: value.lower() for name, value in ours.items() if name.startswith(names)}
         theirs = {name: value.lower() for name, value in theirs.items() if name.startswith(names)}
+        if "ACCELERATE_CPU_AFFINITY" in theirs:  # both read either word
+            theirs["ACCELERATE_CPU_AFFINITY"] = "true"
         theirs.pop("ACCELERATE_CONFIG_DS_FIELDS", None)  # names of keys, for a check that is made here before the start
         ours.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
         assert {name: ours.get(name, UNSAID.get(name)) for name in theirs} == theirs, path

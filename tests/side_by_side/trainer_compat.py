@@ -25,6 +25,7 @@ FILES = {
     "balanced": "unit/test_trainer_balanced_batches.py",
     "behaviours": "unit/test_trainer_behaviours.py",
     "checkpoints": "unit/test_trainer_checkpoints.py",
+    "lock": "unit/test_trainer_lock.py",
     "errors": "unit/test_trainer_errors.py",
     "exact": "unit/test_trainer_exact.py",
     "loop": "unit/test_trainer_loop.py",

@@ -198,7 +198,6 @@ IMPOSSIBLE = {
     "mpirun_config: {mpirun_hostfile: hosts}": "its ranks are recognised",
     "megatron_lm_config: {megatron_lm_tp_degree: 2}": "distributed_type: FSDP or DEEPSPEED",
     "ipex_config: {ipex: true}": "PyTorch has these optimizations itself",
-    "enable_cpu_affinity: true": "numactl",
     "fp8_config: {backend: TE, margin: 0}": "set it to AO",
 }
 

@@ -94,11 +94,12 @@ def test_what_is_declared_to_take_long_is_no_stall(long: dict[str, object]) -> N
     assert verdict([*(seen_now(rank) for rank in (0, 1, 3)), elsewhere], TOGETHER, stands_s=3600.0) is None
 
 
-def test_a_compiler_is_no_stall_and_the_clock_begins_after_it() -> None:
+@pytest.mark.parametrize("doing", [Doing.COMPILES, Doing.DEBUGS, Doing.DEBUGS | Doing.COMMUNICATES])
+def test_a_compiler_or_debugger_is_no_stall_and_the_clock_begins_after_it(doing: Doing) -> None:
     clock, waiting = StallClock(60.0), [seen_now(0), seen_now(1)]
-    compiling = replace(waiting[1], watch=waiting[1].watch and waiting[1].watch._replace(doing=Doing.COMPILES))
-    assert not clock.look([waiting[0], compiling], 100.0)
-    assert not clock.look([waiting[0], compiling], 190.0)
+    held = replace(waiting[1], watch=waiting[1].watch and waiting[1].watch._replace(doing=doing))
+    assert not clock.look([waiting[0], held], 100.0)
+    assert not clock.look([waiting[0], held], 190.0)
     assert not clock.look(waiting, 191.0)
     assert not clock.look(waiting, 249.0)
     assert clock.look(waiting, 251.0)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from echelon.cli.launch_options import STALLED
+from echelon.diagnose.goodput import ITEMS
 from echelon.diagnose.stall import Class
 
 PAGE = (Path(__file__).resolve().parent.parent.parent / "docs" / "diagnosis.md").read_text(encoding="utf-8")
@@ -26,6 +27,11 @@ def test_the_example_runs() -> None:
 def test_every_class_is_explained(kind: Class) -> None:
     table = [line for line in PAGE.splitlines() if line.startswith("| ")]
     assert any(kind.value in line.split("|")[1] for line in table)
+
+
+def test_every_item_of_the_ledger_is_explained() -> None:
+    rows = [line.split("|")[1].strip() for line in PAGE.splitlines() if line.startswith("| ")]
+    assert set(ITEMS) <= set(rows)
 
 
 def test_the_exit_code_is_the_one_that_is_told() -> None:

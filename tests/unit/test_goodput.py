@@ -72,7 +72,8 @@ def test_what_is_made_again_after_a_kill_is_lost_and_the_checkpoint_is_not() -> 
     first = marked(
         rank(0, loop=2, until=10, part=Part.FORWARD, steps=25, forward=6, data=1, checkpoint=1),
         Mark(10, spent(forward=2, data=0.5)),
-        Mark(20, spent(forward=5, data=0.75, checkpoint=0.5)),
+        Mark(20, spent(forward=4)),
+        Mark(20, spent(forward=5, data=0.75, checkpoint=0.5)),  # once more, in the place of the other
     )
     second = rank(0, loop=13, until=15, part=Part.FORWARD, loaded=20, forward=2)
     found = ledger(attempt(1, 11, 11.5, first), attempt(12, 15, 15, second), ended=15)

@@ -411,11 +411,47 @@ def test_a_signal_ends_the_training_after_the_step_and_auto_goes_on(
     else:
         assert first.train(resume_from_checkpoint="auto").global_step == 5
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-5"]
-    assert "SIGTERM: the training is saved after step 5 of 8" in caplog.text
+    assert "asked to end by a signal: the training is saved after step 5 of 8" in caplog.text
     assert signal.getsignal(signal.SIGTERM) is before
     second = _trainer(_args(tmp_path, **options), seed=99)
     assert second.train(resume_from_checkpoint="auto").global_step == 8
     assert _losses(second) == losses
+
+
+class SignalsInEvaluation(TrainerCallback):
+    """The process is asked to end in the middle of the second evaluation."""
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 4 and not self.__dict__.setdefault("is_sent", False):
+            self.is_sent = True
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_an_evaluation_that_a_signal_ends_is_made_again(tmp_path: Path) -> None:
+    def trainer(folder: str, **more: Any) -> Trainer:
+        options = {"save_strategy": "no", "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2}
+        args = _args(tmp_path / folder, save_on_signal=True, **options)
+        return _trainer(args, noise=True, eval_dataset=Noisy(noise=True), **more)
+
+    whole = trainer("whole")
+    whole.train()
+    first = trainer("parts", callbacks=[SignalsInEvaluation()])
+    with pytest.raises(SystemExit) as error:
+        first.train()
+    assert error.value.code == 143
+    assert [entry["step"] for entry in first.state.log_history if "eval_loss" in entry] == [2]
+    assert [path.name for path in (tmp_path / "parts").iterdir()] == ["checkpoint-4"]
+    second = trainer("parts", seed=99)
+    second.train(resume_from_checkpoint="auto")
+    losses = [
+        [(entry["step"], entry["eval_loss"]) for entry in made.state.log_history if "eval_loss" in entry]
+        for made in (whole, second)
+    ]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 4
+    assert _losses(second) == _losses(whole)
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(second.model.state_dict()[name], value), name
 
 
 def test_the_example_of_the_document_goes_on(

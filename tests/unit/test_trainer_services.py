@@ -257,7 +257,7 @@ def test_a_model_is_uploaded_with_its_card(tmp_path: Path, hub: Hub) -> None:
     upload = hub.uploads[0]
     assert (upload["repo_id"], upload["commit_message"], upload["revision"]) == ("me/my-model", "Done", "main")
     assert upload["files"] == ["README.md", "model.safetensors", "training_args.json"]
-    assert upload["ignore_patterns"] == ["_*", "checkpoint-*"]
+    assert upload["ignore_patterns"] == ["_*", "checkpoint-*", ".lock*"]
     assert events == ["push"]
     card = (folder / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: pytorch\nlicense: mit\ntags:\n- generated_from_trainer\n---\n")

@@ -97,7 +97,8 @@ def test_optimizers_step_as_torchs_own_and_are_taken_for_them(
     train(models[0], own)
     assert "torch._dynamo" not in sys.modules
     assert len(steps) == 6
-    assert isinstance(own, kind) and (made.__name__, made.__module__) == (kind.__name__, kind.__module__)
+    assert isinstance(own, kind)
+    assert (made.__name__, made.__module__) == (kind.__name__, kind.__module__)
     unloaded.undo()
     assert [type(copied) for copied in (copy.deepcopy(own), pickle.loads(pickle.dumps(own)))] == [kind, kind]
     plain = kind(models[1].parameters(), lr=0.1)  # type: ignore[call-arg]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import builtins
 import math
 import os
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from echelon.accelerator.agreement import agree_on_models, agree_on_settings
+from echelon.accelerator.backward_time import timed_backward
 from echelon.accelerator.bitwise import open_canonical
 from echelon.accelerator.checkpoints import Checkpoints
 from echelon.accelerator.compiling import compile_regions, compile_whole, compiles, is_compiled, moved_to, uncompiled
@@ -55,11 +57,11 @@ from echelon.accelerator.opening import (
 from echelon.accelerator.optimizer import AcceleratedOptimizer
 from echelon.accelerator.parallelism import ParallelismConfig
 from echelon.accelerator.plugins import DataLoaderConfiguration, GradientAccumulationPlugin, TorchDynamoPlugin
+from echelon.accelerator.preemption import Preemption, save_and_end
 from echelon.accelerator.profiling import ProfileKwargs, profile
 from echelon.accelerator.project import ProjectConfiguration
 from echelon.accelerator.saving import save, without_wrappers
 from echelon.accelerator.scheduler import AcceleratedScheduler
-from echelon.accelerator.sharding_plugin import FullyShardedDataParallelPlugin
 from echelon.accelerator.state import AcceleratorState, only_if
 from echelon.accelerator.tracking import Tracking
 from echelon.accelerator.unprepared import refuse_unprepared_loader
@@ -83,9 +85,12 @@ from echelon.engines.deepspeed_options import DrivenScheduler, DummyOptim, Dummy
 from echelon.precision.float8 import convert_model_to_fp8_ao
 from echelon.precision.policy import PrecisionPolicy, unwrap_forward
 from echelon.status.board import Phase
-from echelon.status.notes import slow, within
+from echelon.status.notes import note_loaded, saving, slow, within
 from echelon.status.place import here
 from echelon.world.seed import set_seed
+
+if TYPE_CHECKING:
+    from echelon.accelerator.sharding_plugin import FullyShardedDataParallelPlugin
 
 __all__ = ["Accelerator"]
 
@@ -273,6 +278,8 @@ class Accelerator(AcceleratorFacts):
         self._dataloaders: list[PreparedLoader] = []
         self._originals: dict[int, tuple[object, Any]] = {}  # id of what was given -> (it, what it became)
         self._ledger = self._open_ledger()
+        self.preemption = Preemption()
+        """Where the run may stop when it is asked to end."""
         self._epochs = self._open_epochs()
         self._compiled: dict[int, nn.Module] = {}  # id of a whole compiled model -> the engine's model in it
         self._watcher: Watcher | None = None
@@ -374,10 +381,11 @@ class Accelerator(AcceleratorFacts):
         scale, factor = self._weigh(loss, num_items)
         if self._ledger is not None:
             self._ledger.before_backward()
-        if scale == 0.0:
-            self._engine.backward_nothing(loss, self._parameters(), **kwargs)
-        else:
-            self._engine.backward(loss if scale == 1.0 else loss * scale, **kwargs)
+        with timed_backward(loss):
+            if scale == 0.0:
+                self._engine.backward_nothing(loss, self._parameters(), **kwargs)
+            else:
+                self._engine.backward(loss if scale == 1.0 else loss * scale, **kwargs)
         if self._ledger is not None:
             self._ledger.after_backward()
         if factor != 1.0:
@@ -539,7 +547,16 @@ class Accelerator(AcceleratorFacts):
             models=self._models,
             loaders=self._dataloaders,
             is_exact=self._ledger is not None,
+            owner=weakref.ref(
+                self
+            ),  # a cycle would keep what this holds (a lock's thread) until Python looks for cycles
         )
+
+    def _at_boundary(self, is_new_step: bool, is_whole: bool) -> None:
+        """The run may stop here: if all ranks are to, save and end."""
+        preemption = self.preemption
+        if not preemption.is_driven and preemption.at_boundary(is_new_step=is_new_step, is_whole=is_whole):
+            save_and_end(self)
 
     def _drop_gradients(self) -> None:
         for optimizer in self._optimizers:
@@ -1118,7 +1135,7 @@ class Accelerator(AcceleratorFacts):
             )
         meet("save_state()", advice="Each rank writes its part; rank zero what is one for all.")
         self.gradient_state.reading.asked.judge()
-        with within(Phase.SAVE):
+        with saving(self.progress.step):
             return self._checkpoints.save(
                 self, output_dir, safe_serialization=safe_serialization, blocking=blocking, metric=metric
             )
@@ -1160,6 +1177,7 @@ class Accelerator(AcceleratorFacts):
         options = {"allow_missing": allow_missing, **load_model_func_kwargs}
         with within(Phase.LOAD):
             self._checkpoints.load(self, input_dir, load_kwargs, options)
+        note_loaded(self.progress.step)
 
     def resume(
         self,
@@ -1190,8 +1208,14 @@ class Accelerator(AcceleratorFacts):
             DesyncError: some ranks failed; they are named.
         """
         meet("resume()")
+        if not self.preemption.is_driven:
+            self.preemption.folder = path
+            self.preemption.join()
         with within(Phase.LOAD):
-            return self._checkpoints.resume(self, path, strict=strict, allow_missing=allow_missing)
+            is_there = self._checkpoints.resume(self, path, strict=strict, allow_missing=allow_missing)
+        if is_there:
+            note_loaded(self.progress.step)
+        return is_there
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """Iterate over the epochs that the run still has to make, up to ``num_epochs`` in all: ``range(num_epochs)`` at first.
@@ -1201,7 +1225,9 @@ class Accelerator(AcceleratorFacts):
         ``progress.epoch`` is the present one, and each loader's order is that of it (or of a later one, if it has had more
         passes).
         """
-        yield from self._epochs.loop(self._go_on(), num_epochs)
+        first = self._go_on()
+        with self.preemption.during(self):
+            yield from self._epochs.loop(first, num_epochs)
 
     def _go_on(self) -> int:
         """Let loaders go on where the run is; return its epoch."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zipfile
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,8 @@ from safetensors import SafetensorError
 from echelon.accelerator.state_names import model_prefix
 from echelon.accelerator.weights import read_weights
 from echelon.base.errors import CheckpointError, UsageError
-from echelon.checkpoint.aside import written_aside
+from echelon.checkpoint.aside import Aside, written_aside
 from echelon.checkpoint.background import store_gather
-from echelon.checkpoint.commit import clean
 from echelon.checkpoint.layouts import TRAINER_STATE, json_of, layout_of, weight_files
 from echelon.checkpoint.merge import aliases_of
 from echelon.checkpoint.numbered import numbered, remove_oldest
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from echelon.accelerator.accelerator import Accelerator
 
 __all__ = [
+    "alone_in",
     "as_save_failure",
     "checkpoints_in",
-    "clean_up",
     "holds_model",
     "holds_training",
     "is_own_format",
@@ -179,6 +179,23 @@ def problems_in(folder: Path) -> list[str]:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
+def alone_in(accelerator: Accelerator, folder: Path, *, prefix: str) -> AbstractContextManager[None]:
+    """Keep other runs from writing checkpoints ``prefix`` + number to ``folder`` in the block.
+
+    What killed saves left there is removed. Blocks may stand in one another; several objects of one process do not meet.
+
+    Collective: every rank, on entering.
+
+    Raises:
+        CheckpointError: another run has the folder, and which.
+    """
+
+    def belongs(name: str) -> bool:
+        return name.startswith(prefix) and name.removeprefix(prefix).isdigit()
+
+    return accelerator._checkpoints.alone_in(accelerator, folder, belongs=belongs)
+
+
 def save_files(accelerator: Accelerator, target: Path, write: Callable[[Path], None]) -> bool:
     """Make ``target`` a checkpoint of echelon's own format that holds the files which ``write(folder)`` makes.
 
@@ -193,7 +210,8 @@ def save_files(accelerator: Accelerator, target: Path, write: Callable[[Path], N
     world, each = accelerator.world, accelerator.project_configuration.save_on_each_node
 
     def save() -> None:
-        begun = begin_save(target, Content(progress=accelerator.progress.to_json()), world=world, on_each_node=each)
+        content = Content(progress=accelerator.progress.to_json())
+        begun = begin_save(target, content, world=world, fence=accelerator._checkpoints.fence, on_each_node=each)
         try:
             together(f"writing {target}", as_save_failure(lambda: write(begun.folder), target), gather_bytes)
         except BaseException:
@@ -222,10 +240,14 @@ def write_files(
         TooManyFailedSavesError: the disk did not take it, and this is the last failure that is borne.
     """
 
+    def fill(aside: Aside) -> None:
+        write(aside.folder, aside.is_owner)
+        if (fence := accelerator._checkpoints.fence) is not None:
+            fence()  # last of all: the folder gets its name next
+
     def save() -> None:
         with written_aside(target, world=accelerator.world, is_part=is_part) as aside:
-            run = as_save_failure(lambda: write(aside.folder, aside.is_owner), target)
-            together(f"writing {target}", run, gather_bytes)
+            together(f"writing {target}", as_save_failure(lambda: fill(aside), target), gather_bytes)
 
     return _counted(accelerator, save)
 
@@ -309,8 +331,3 @@ def read_model_files(folder: Path) -> dict[str, Any]:
 def remove_checkpoints(folder: Path, *, prefix: str, limit: int, keep: Collection[Path]) -> list[Path]:
     """Delete the lowest numbers until ``limit`` are left, never ``keep``; return what is gone. On one rank."""
     return remove_oldest(folder, prefix=prefix, limit=limit, keep=keep)
-
-
-def clean_up(folder: Path, *, prefix: str) -> list[str]:
-    """Remove what interrupted saves left in ``folder``, and return the names. On one rank, which alone writes there."""
-    return clean(LocalStorage(), folder, belongs=lambda name: name.removeprefix(prefix).isdigit())

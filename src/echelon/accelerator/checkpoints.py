@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +69,8 @@ class Checkpoints:
         self._background = BackgroundSaver()
         self.failures = SaveFailures(project.max_failed_saves)
         self._lock: RunLock | None = None
+        self._place: Path | None = None
+        """Where this run alone may write, for as long as a block of ``alone_in`` lasts."""
 
     def register(self, objects: Sequence[Any]) -> None:
         """See ``Accelerator.register_for_checkpointing``."""
@@ -237,6 +240,43 @@ class Checkpoints:
         else:
             self.failures.succeeded()
 
+    @property
+    def fence(self) -> Callable[[], None] | None:
+        """What raises when another run has taken the place of this one; None: nothing is locked by this process."""
+        return None if self._lock is None else self._lock.require
+
+    @contextmanager
+    def alone_in(self, accelerator: Accelerator, folder: Path, *, belongs: Callable[[str], bool]) -> Iterator[None]:
+        """Keep other runs from writing checkpoints to ``folder`` in the block; what killed saves left there is removed.
+
+        Args:
+            accelerator: of this object.
+            folder: one in which the block is entered already is not locked again.
+            belongs: tells by its name whether something in ``folder`` is a checkpoint of this run.
+
+        Collective: every rank.
+
+        Raises:
+            CheckpointError: another run has it, and which.
+        """
+        folder = folder.resolve()
+        if folder == self._place:
+            yield
+            return
+        each = self._project.save_on_each_node and accelerator.capabilities.exposes_state
+        lock, place = self._lock, self._place
+        try:
+            with fail_together(f"locking {folder}"):
+                if accelerator.process_index == 0 or (each and accelerator.is_local_main_process):
+                    self._lock = RunLock(folder / ".lock")
+                    clean(LocalStorage(), folder, belongs=belongs)
+            self._place = folder
+            yield
+        finally:
+            if self._lock is not None and self._lock is not lock:
+                self._lock.release()
+            self._lock, self._place = lock, place
+
     def close(self) -> None:
         """Wait for what is being written, and let other runs write here."""
         self.wait()
@@ -274,7 +314,7 @@ class Checkpoints:
                 content,
                 world=world,
                 is_part=_is_ours,
-                fence=None if self._lock is None else self._lock.require,
+                fence=self.fence,
                 on_each_node=each,
             )
             if self.save_hooks:

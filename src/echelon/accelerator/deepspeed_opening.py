@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim import Optimizer
 
 from echelon.accelerator.deepspeed_plugin import DeepSpeedPlugin
 from echelon.accelerator.handlers import GradScalerKwargs
 from echelon.accelerator.optimizer import Clipping
-from echelon.accelerator.sharding_plugin import FullyShardedDataParallelPlugin
 from echelon.base.errors import ConfigError
 from echelon.base.logging import get_logger
 from echelon.base.variables import parse_flag_from_env
@@ -29,6 +27,9 @@ from echelon.engines.deepspeed_config import parameter_groups, unresolved
 from echelon.engines.deepspeed_options import DeepSpeedOptions, DummyOptim, DummyScheduler
 from echelon.engines.registry import BY_DEEPSPEED, SHARDING
 from echelon.world.environment import detect
+
+if TYPE_CHECKING:
+    from echelon.accelerator.sharding_plugin import FullyShardedDataParallelPlugin
 
 __all__ = [
     "DeepSpeedUse",
@@ -369,6 +370,8 @@ def sharding_of_deepspeed(
                 where=f"{where} {key}",
                 do=f"take it out, and give prepare() {'an optimizer' if key == 'optimizer' else 'a schedule'} of torch",
             )
+    from echelon.accelerator.sharding_plugin import FullyShardedDataParallelPlugin  # noqa: PLC0415 - slow to import
+
     translated = FullyShardedDataParallelPlugin(
         fsdp_version=2, reshard_after_forward=_resharding(config, stage), cpu_offload=_offloading(config, where)
     )
@@ -396,7 +399,11 @@ def _offloading(config: Any, where: str) -> Any:
             )
         if device == "cpu":
             pinned.append(bool(node.get("pin_memory", True)))
-    return CPUOffloadPolicy(pin_memory=all(pinned)) if pinned else False
+    if not pinned:
+        return False
+    from torch.distributed.fsdp import CPUOffloadPolicy  # noqa: PLC0415 - slow to import
+
+    return CPUOffloadPolicy(pin_memory=all(pinned))
 
 
 def _scaling(fp16: Mapping[str, Any]) -> GradScalerKwargs:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,6 +16,9 @@ from echelon.base.logging import get_logger
 from echelon.base.progress import Progress
 from echelon.data.loader import PreparedLoader
 from echelon.data.reading import Book, PassFacts
+
+if TYPE_CHECKING:
+    from echelon.accelerator.accelerator import Accelerator
 
 __all__ = ["Epochs"]
 
@@ -43,6 +47,7 @@ class Epochs(Book):
         models: those that it has prepared, at any time.
         loaders: the same of loaders.
         is_exact: a ledger keeps the place of an update.
+        owner: the Accelerator, which is told where the run may stop (``preemption.py``).
     """
 
     def __init__(
@@ -53,12 +58,15 @@ class Epochs(Book):
         models: Sequence[nn.Module],
         loaders: Sequence[PreparedLoader],
         is_exact: bool,
+        owner: weakref.ref[Accelerator],
     ) -> None:
         self._state = state
         self._progress = progress
         self._models = models
         self._loaders = loaders
         self._is_exact = is_exact
+        self._owner = owner
+        self._num_at_boundary = 0  # steps at the last one
         self._epoch: int | None = None  # of the loop over epochs that we are in
         self._next: int | None = None  # where that goes on, in a run without training loaders
         self._update: _Update | None = None
@@ -90,6 +98,22 @@ class Epochs(Book):
             draws={id(one.source): one.draws(num_unused=int(one is loader)) for one in reading},
             random_states=current_random_states(),
         )
+
+    def end_batch(self, loader: PreparedLoader) -> None:
+        """See ``Book``: the run may stop here, between two updates."""
+        state, owner = self._state, self._owner()
+        if not state.sync_gradients or owner is None:
+            return
+        num_steps, facts = owner._num_steps(), loader.facts
+        is_new_step, self._num_at_boundary = num_steps != self._num_at_boundary, num_steps
+        is_inner = len(state.reading.loaders) > 1  # the turn of another loop is not over
+        is_whole = is_new_step and facts is not None and facts.trains and not loader.end_of_dataloader and not is_inner
+        owner._at_boundary(is_new_step, is_whole)
+
+    def _end_epoch(self) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner._at_boundary(False, True)
 
     def begun_update(self, loader: PreparedLoader) -> dict[str, Any] | None:
         """See ``Book``."""
@@ -165,9 +189,13 @@ class Epochs(Book):
                 self._epoch = self._next = self._progress.epoch = epoch
                 for loader in self._loaders:
                     loader.enter_epoch(epoch)
+                if epoch > first:  # only now: a pass that was left has no rest any more
+                    self._end_epoch()
                 yield epoch
                 self._next = epoch + 1
             for loader in self._loaders:  # nothing is left of a pass that was left in the last one
                 loader.enter_epoch(num_epochs)
+            if self._loaders:
+                self._end_epoch()
         finally:
             self._epoch = None

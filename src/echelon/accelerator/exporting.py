@@ -19,12 +19,20 @@ from echelon.base.errors import CheckpointError
 from echelon.base.warnings import warn
 from echelon.checkpoint.layouts import TRAINER_STATE, weight_files
 from echelon.checkpoint.manifest import is_part
-from echelon.checkpoint.merge import weights_of, write_weights
+from echelon.checkpoint.merge import Weights, weights_in, weights_of, write_weights
 from echelon.checkpoint.reading import Checkpoint
 from echelon.checkpoint.storage import LocalStorage
 from echelon.checkpoint.tensor_file import write_file
 
-__all__ = ["PARAMETER_NAMES", "REST", "copy_others", "export_accelerate", "export_transformers", "num_models_in"]
+__all__ = [
+    "PARAMETER_NAMES",
+    "REST",
+    "copy_others",
+    "export_accelerate",
+    "export_transformers",
+    "num_models_in",
+    "weights_beside",
+]
 
 PARAMETER_NAMES = "param_names"
 """Where torch keeps the names of a group's parameters; loading does not look at them."""
@@ -54,6 +62,8 @@ def export_accelerate(checkpoint: Checkpoint, folder: Path, *, tell: Callable[[i
     """
     objects = _objects(checkpoint)
     ranks = _ranks(checkpoint)
+    if not num_models_in(checkpoint):
+        write_weights(weights_beside(checkpoint), folder, name=SAFE_MODEL_NAME, tell=tell)
     for i in range(num_models_in(checkpoint)):
         name = f"{SAFE_MODEL_NAME}_{i}" if i else SAFE_MODEL_NAME
         write_weights(weights_of(checkpoint, model_prefix(i)), folder, name=name, tell=tell)
@@ -76,7 +86,10 @@ def export_accelerate(checkpoint: Checkpoint, folder: Path, *, tell: Callable[[i
         write_state(folder, state, rank=rank, writes_shared=rank == min(ranks))
     for i, state in enumerate(_custom(objects)):
         write_custom_state(_Holds(state), folder, i)
-    copy_others(checkpoint.folder, folder, without=lambda name: is_part(name) or is_state_file(name))
+    # By a Trainer's state a folder is known to be of transformers' layout.
+    copy_others(
+        checkpoint.folder, folder, without=lambda name: is_part(name) or is_state_file(name) or name == TRAINER_STATE
+    )
 
 
 def export_transformers(checkpoint: Checkpoint, folder: Path, *, tell: Callable[[int], None] = lambda _: None) -> None:
@@ -138,6 +151,20 @@ def num_models_in(checkpoint: Checkpoint) -> int:
     """Return how many models of an Accelerator a checkpoint has the tensors of."""
     found = {match[1] for name in checkpoint.names() if (match := re.match(r"models\.(\d+)\.", name))}
     return max(map(int, found), default=-1) + 1
+
+
+def weights_beside(checkpoint: Checkpoint) -> Weights:
+    """Return the weights in the files that a Trainer has written for others; they are not among its own tensors then.
+
+    Raises:
+        CheckpointError: there are none, as where adapters alone are trained.
+    """
+    files = weight_files(checkpoint.folder)
+    if not files or any(file.suffix != ".safetensors" for file in files):
+        raise CheckpointError(
+            f"{checkpoint.folder} holds no weights of a model", do="see with echelon checkpoint show what it holds"
+        )
+    return weights_in(files)
 
 
 def copy_others(source: Path, target: Path, *, without: Callable[[str], object]) -> None:

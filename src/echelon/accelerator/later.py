@@ -260,7 +260,7 @@ prepare_tpu = not_offered_function("prepare_tpu", instead=tpu_instead())
 setup_fp8_env = not_offered_function("setup_fp8_env", instead=_LAUNCH)
 
 # Binding processes to cores.
-_CORES = "start with numactl or taskset"
+_CORES = "ask for enable_cpu_affinity: echelon launch --enable_cpu_affinity, or ACCELERATE_CPU_AFFINITY=1"
 override_numa_affinity = not_offered_function("override_numa_affinity", instead=_CORES)
 set_numa_affinity = not_offered_function("set_numa_affinity", instead=_CORES)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from echelon.accelerator.exporting import num_models_in
+from echelon.accelerator.exporting import num_models_in, weights_beside
 from echelon.accelerator.saving import load
 from echelon.accelerator.state_names import model_prefix
 from echelon.accelerator.weights import read_weights, write_shards
@@ -59,11 +59,12 @@ def merge(
     kind = None if precision is None else PRECISIONS[precision]
     if require_layout(source) == "echelon":
         checkpoint = open_whole(source, show)
-        model = _chosen(model, num_models_in(checkpoint), source)
+        count = num_models_in(checkpoint)
+        model = _chosen(model, count or 1, source)
         extras = checkpoint.objects().get("extra_states", [])
         if len(extras) > model and extras[model]:
             warn(f"model {model} has states that are no tensors, and are left out: {', '.join(extras[model])}")
-        weights = weights_of(checkpoint, model_prefix(model))
+        weights = weights_of(checkpoint, model_prefix(model)) if count else weights_beside(checkpoint)
     else:
         if not weight_files(source):
             require_whole(source)

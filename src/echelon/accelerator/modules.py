@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from echelon.accelerator.enums import CustomDtype, DistributedType
 from echelon.accelerator.handlers import AutocastKwargs
 from echelon.accelerator.saving import extract_model_from_parallel
 from echelon.base.errors import UsageError
 from echelon.base.optional import is_available
+from echelon.base.sharded import is_dtensor
 from echelon.config.sources import current
 from echelon.precision.policy import PrecisionPolicy
 from echelon.world.world import World
@@ -224,7 +224,7 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
 
 def model_has_dtensor(model: nn.Module) -> bool:
     """Tell whether a parameter of ``model`` is a ``DTensor``."""
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return any(is_dtensor(parameter) for parameter in model.parameters())
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,10 @@ from echelon.accelerator.handlers import (
 from echelon.accelerator.parallelism import ParallelismConfig
 from echelon.accelerator.plugins import GradientAccumulationPlugin, TorchDynamoPlugin
 from echelon.accelerator.profiling import ProfileKwargs
-from echelon.accelerator.sharding_plugin import FullyShardedDataParallelPlugin
+from echelon.base.cores import bind, cores_of_node, share_of
+from echelon.base.device import numa_node_of
 from echelon.base.errors import ConfigError
+from echelon.base.logging import get_logger
 from echelon.base.variables import parse_flag_from_env
 from echelon.base.warnings import warn
 from echelon.config.origin import Origin
@@ -37,6 +40,9 @@ from echelon.engines.sharding import ShardingOptions
 from echelon.world.environment import detect
 from echelon.world.world import World
 
+if TYPE_CHECKING:
+    from echelon.accelerator.sharding_plugin import FullyShardedDataParallelPlugin
+
 __all__ = [
     "dynamo_plugin_of",
     "dynamo_settings",
@@ -47,6 +53,8 @@ __all__ = [
     "refuse_what_is_not_offered",
     "resolve_settings",
 ]
+
+_logger = get_logger(__name__)
 
 
 def refuse_what_is_not_offered(**arguments: Any) -> None:
@@ -148,8 +156,22 @@ def open_world(config: RunConfig, options: InitProcessGroupKwargs, engine: Engin
         load(engine)  # a name that no engine has is an error before a group is made for it
         needs_group = True
     if dist.is_initialized() or (detect().world_size == 1 and not needs_group):
-        return World.current(cpu=config.cpu)
-    return setup(**options.to_kwargs())  # its defaults ("nccl") stand for the backend of the device, as in Accelerate
+        world = World.current(cpu=config.cpu)
+    else:
+        # Its defaults ("nccl") stand for the backend of the device, as in Accelerate.
+        world = setup(**options.to_kwargs())
+    if config.enable_cpu_affinity:
+        _keep_to_cores(world.device, world.local_rank, world.local_world_size)
+    return world
+
+
+@lru_cache  # once in a process: a share of the share would be less
+def _keep_to_cores(device: torch.device, local_rank: int, local_world_size: int) -> None:
+    """Bind this process to the cores near its device; on the CPU, or where no device tells its place, to a share."""
+    node = numa_node_of(device)
+    cores = (cores_of_node(node) if node is not None else None) or share_of(local_rank, local_world_size)
+    bind(cores)
+    _logger.info("process %d of this machine keeps to the cores %s", local_rank, sorted(cores), all_ranks=True)
 
 
 def open_sharding(
@@ -173,19 +195,10 @@ def open_sharding(
     Raises:
         ConfigError: something else than a plugin and a config, or ranks that cannot be divided so.
     """
-    for name, kind, value in (
-        ("fsdp_plugin", FullyShardedDataParallelPlugin, plugin),
-        ("parallelism_config", ParallelismConfig, config),
-    ):
-        if value is not None and not isinstance(value, kind):
-            raise ConfigError(
-                f"{name} is a {type(value).__name__}",
-                where=f"code Accelerator({name}=)",
-                do=f"give a {kind.__name__}, or leave it out",
-            )
+    _check_kind("parallelism_config", config, ParallelismConfig)
     is_asked = parse_flag_from_env("ACCELERATE_USE_FSDP") and not is_echelons_own("ACCELERATE_USE_FSDP")
-    if plugin is None and is_asked:
-        plugin = FullyShardedDataParallelPlugin()
+    if plugin is not None or is_asked:
+        plugin = _plugin(plugin)
     if config is None and parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
         config = ParallelismConfig()
     replicas = None
@@ -193,7 +206,7 @@ def open_sharding(
         config.check_covers(world.world_size)
         replicas = config.dp_replicate_size if config.total_size > 1 else None
     if plugin is None and ((config is not None and config.dp_shard_enabled) or engine in SHARDING):
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        plugin = _plugin(None, fsdp_version=2)
     sharding = None
     if plugin is not None:
         sharding = plugin.sharding_options(world, mixed_precision=mixed_precision, replicas=replicas)
@@ -203,6 +216,23 @@ def open_sharding(
         groups = sharding.replicas if sharding is not None else world.world_size
         config = replace(config, dp_replicate_size=groups, dp_shard_size=world.world_size // groups)
     return plugin, sharding, config
+
+
+def _plugin(given: Any, **options: Any) -> FullyShardedDataParallelPlugin:
+    # With torch's FSDP it takes half as long to import as torch itself: who shards pays for it.
+    from echelon.accelerator.sharding_plugin import FullyShardedDataParallelPlugin  # noqa: PLC0415
+
+    _check_kind("fsdp_plugin", given, FullyShardedDataParallelPlugin)
+    return FullyShardedDataParallelPlugin(**options) if given is None else given
+
+
+def _check_kind(name: str, value: object, kind: type) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise ConfigError(
+            f"{name} is a {type(value).__name__}",
+            where=f"code Accelerator({name}=)",
+            do=f"give a {kind.__name__}, or leave it out",
+        )
 
 
 def make_engine(

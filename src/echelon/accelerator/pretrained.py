@@ -13,8 +13,6 @@ from typing import Any
 import safetensors
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from echelon.accelerator.compiling import is_compiled_module
@@ -26,6 +24,7 @@ from echelon.base.constants import (
     WEIGHTS_NAME,
 )
 from echelon.base.errors import CheckpointError, UsageError
+from echelon.base.sharded import is_dtensor, is_fsdp_module
 from echelon.base.variables import parse_flag_from_env
 from echelon.base.warnings import warn
 from echelon.distributed.control import fail_together
@@ -176,7 +175,7 @@ def load_checkpoint_in_model(
         broadcast_from_rank0=broadcast_from_rank0,
     )
     bare = _bare(model)
-    mesh = next((p.device_mesh for p in bare.parameters() if isinstance(p, DTensor)), None)
+    mesh = next((p.device_mesh for p in bare.parameters() if is_dtensor(p)), None)
     if dtype is not None:
         if mesh is not None:
             raise UsageError(
@@ -208,7 +207,7 @@ def _bare(model: nn.Module) -> nn.Module:
 
 def _read(model: nn.Module, checkpoint: Path, *, device: torch.device, strict: bool) -> None:
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if is_fsdp_module(module):
             module.reshard()  # stage 2 leaves parameters whole after a forward pass
     stored = _stored_in(checkpoint)
     own = dict(_own_tensors(model))
@@ -223,7 +222,7 @@ def _read(model: nn.Module, checkpoint: Path, *, device: torch.device, strict: b
     with torch.no_grad():
         for name, weight in found:
             target = own[name]
-            local = target.to_local() if isinstance(target, DTensor) else target
+            local = target.to_local() if is_dtensor(target) else target
             part = weight.read(slices_of(target))
             first = filled.setdefault(id(target), name)
             if first == name:

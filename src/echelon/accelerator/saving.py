@@ -13,10 +13,10 @@ import numpy as np
 import safetensors.torch
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from echelon.accelerator.compiling import is_compiled_module, moved_to, uncompiled
 from echelon.base.errors import CheckpointError, UsageError
+from echelon.base.sharded import is_old_fsdp
 from echelon.base.warnings import warn
 from echelon.precision.policy import unwrap_forward
 from echelon.world.world import World
@@ -46,7 +46,7 @@ _ALLOWED: tuple[Any, ...] = (
     codecs.encode,  # how pickle writes bytes
 )
 PLAIN_DATA = "save tensors, numbers, text, lists, tuples, dicts and numpy arrays"
-_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
+_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
@@ -203,8 +203,8 @@ def extract_model_from_parallel(
 
 
 def without_wrappers(model: Any) -> Any:
-    """Return the model inside of DDP and DataParallel, whoever wrapped it."""
-    while isinstance(model, _WRAPPERS):
+    """Return the model inside of DDP, DataParallel and the older FSDP, whoever wrapped it."""
+    while isinstance(model, _WRAPPERS) or is_old_fsdp(model):
         model = model.module
     return model
 

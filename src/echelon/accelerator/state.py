@@ -6,7 +6,7 @@ import builtins
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,6 @@ from echelon.accelerator.enums import DistributedType
 from echelon.accelerator.parallelism import ParallelismConfig
 from echelon.accelerator.plugins import TorchDynamoPlugin
 from echelon.accelerator.process_facts import ProcessFacts
-from echelon.accelerator.sharding_plugin import FullyShardedDataParallelPlugin
 from echelon.base import environ
 from echelon.base.capabilities import Capabilities
 from echelon.base.device import use_device
@@ -29,6 +28,9 @@ from echelon.distributed import control
 from echelon.distributed.setup import cleanup, setup
 from echelon.world.environment import detect
 from echelon.world.world import World
+
+if TYPE_CHECKING:
+    from echelon.accelerator.sharding_plugin import FullyShardedDataParallelPlugin
 
 __all__ = ["AcceleratorState", "PartialState", "is_initialized", "only_if"]
 

@@ -18,11 +18,13 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
 
 from echelon.accelerator.compiling import is_compiled_module
+from echelon.base import environ
 from echelon.base.errors import CheckpointError, ConfigError, UsageError
 from echelon.base.variables import get_int_from_env
 from echelon.base.warnings import warn
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
+from echelon.config.sources import CHOSEN_THREADS
 from echelon.distributed.collectives import gather_object
 
 __all__ = [
@@ -97,8 +99,9 @@ def open_surroundings(config: Resolved[RunConfig], device: torch.device) -> Surr
     Raises:
         ConfigError: the ranks differ, or kernels are allowed whose bits may differ from one time to the next.
     """
-    # Torch's own number depends on how a process was started.
-    torch.set_num_threads(get_int_from_env(["OMP_NUM_THREADS"], 1))
+    # Torch's own number depends on how a process was started, the launcher's on the machine and the number of processes.
+    is_the_users = environ.get("OMP_NUM_THREADS") != environ.get(CHOSEN_THREADS)
+    torch.set_num_threads(get_int_from_env(["OMP_NUM_THREADS"], 1) if is_the_users else 1)
     own = Surroundings.here(config.value.canonical_shards, device)
     if dist.is_initialized() and dist.get_world_size() > 1:
         all_of_them = gather_object([asdict(own)])

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from echelon.accelerator.gathered_state import (
     gathered_optimizer_state,
@@ -28,6 +27,7 @@ from echelon.accelerator.state_names import (
     state_values,
 )
 from echelon.base.errors import CheckpointError
+from echelon.base.sharded import is_dtensor
 from echelon.base.warnings import warn
 from echelon.checkpoint.reading import Checkpoint
 from echelon.checkpoint.regions import box_of
@@ -287,7 +287,7 @@ def _load_model(
 
 
 def _address(value: torch.Tensor) -> tuple[int, int]:
-    local = value.to_local() if isinstance(value, DTensor) else value
+    local = value.to_local() if is_dtensor(value) else value
     return (local.data_ptr(), local.numel()) if local.numel() else (0, 0)
 
 
@@ -336,7 +336,7 @@ def _numbered(optimizer: NamedOptimizer, groups: Sequence[Mapping[str, Any]]) ->
 
 def _read_like(checkpoint: Checkpoint, name: str, parameter: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor, sharded as ``parameter`` is; what has another shape is whole."""
-    if checkpoint.layout(name).shape != tuple(parameter.shape) or not isinstance(parameter, DTensor):
+    if checkpoint.layout(name).shape != tuple(parameter.shape) or not is_dtensor(parameter):
         return checkpoint.read(name)
     _, box, _ = box_of(parameter)
     sharded: torch.Tensor = from_parts({"values": checkpoint.read(name, box)}, parameter)

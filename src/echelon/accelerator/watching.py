@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from echelon.base.sharded import is_dtensor
 from echelon.distributed.watcher import Watcher
 from echelon.world.world import World
 
@@ -23,6 +23,6 @@ def watched(models: Sequence[nn.Module], *, world: World) -> Watcher | None:
     if world.world_size == 1:
         return None
     watcher = Watcher.of_process(world.device)
-    meshes = {p.device_mesh for model in models for p in model.parameters() if isinstance(p, DTensor)}
+    meshes = {p.device_mesh for model in models for p in model.parameters() if is_dtensor(p)}
     watcher.watch(group for mesh in meshes for group in mesh.get_all_groups())
     return watcher

@@ -12,7 +12,6 @@ import safetensors
 import safetensors.torch
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from echelon.accelerator.compiling import is_compiled_module
 from echelon.accelerator.modules import convert_file_size_to_int
@@ -24,6 +23,7 @@ from echelon.base.constants import (
     WEIGHTS_PATTERN_NAME,
 )
 from echelon.base.errors import CheckpointError
+from echelon.base.sharded import is_dtensor
 from echelon.engines.shards import part_like
 
 __all__ = ["load_weights", "read_weights", "write_shards"]
@@ -107,7 +107,7 @@ def load_weights(
     own = list(state)
     # Of a sharded parameter this rank takes its part.
     parts = {
-        name: part_like(value, state[name]) if isinstance(state.get(name), DTensor) else value
+        name: part_like(value, state[name]) if is_dtensor(state.get(name)) else value
         for name, value in _named_as(own, tensors).items()
     }
     try:

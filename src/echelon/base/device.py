@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from echelon.base import environ
 from echelon.base.errors import ConfigError
@@ -11,7 +12,16 @@ from echelon.base.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["backend_of", "choose_device", "has_fp8", "has_tf32", "limit_devices", "num_devices", "use_device"]
+__all__ = [
+    "backend_of",
+    "choose_device",
+    "has_fp8",
+    "has_tf32",
+    "limit_devices",
+    "numa_node_of",
+    "num_devices",
+    "use_device",
+]
 
 # torch is imported inside the functions: this floor must import without it (the launcher starts in milliseconds).
 
@@ -86,6 +96,23 @@ def use_device(device: torch.device) -> None:
 
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
+
+
+def numa_node_of(device: torch.device) -> int | None:
+    """Return the NUMA node that ``device`` is connected to; None: it is the CPU, or of a kind that does not tell."""
+    import torch  # noqa: PLC0415 - torch-free floor
+
+    if device.type != "cuda":
+        return None
+    facts: Any = torch.cuda.get_device_properties(device)
+    if not hasattr(facts, "pci_domain_id"):  # before torch 2.9
+        return None
+    address = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
+    try:
+        # -1: the machine has one node.
+        return max(0, int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text(encoding="ascii")))
+    except OSError:  # Windows, or a container without the file
+        return None
 
 
 def backend_of(device: torch.device) -> str:

@@ -43,7 +43,7 @@ def written_aside(target: Path, *, world: World, is_part: Callable[[str], bool])
         UsageError: the folder cannot be replaced.
         DesyncError: some ranks failed, in the block or outside it; they are named.
     """
-    token: str = broadcast_object_list([secrets.token_hex(4)])[0]
+    token: str = broadcast_object_list([secrets.token_hex(8)])[0]  # as long as ``commit.clean`` looks for
     folder = target.with_name(f"{target.name}.tmp-{token}")
     is_owner = False
     try:

@@ -107,7 +107,9 @@ def clean(storage: Storage, parent: Path, *, belongs: Callable[[str], bool]) -> 
         name, kind = _aside(entry)
         if name is None or not belongs(name) or storage.kind(parent / entry) != "folder":
             continue
-        if kind == "old" and place_of(storage, parent / name) == parent / entry:
+        place = place_of(storage, parent / name)
+        # Without a manifest (another program's layout) it is whole as long as nothing else has its place.
+        if kind == "old" and (place == parent / entry or storage.kind(place) is None):
             storage.rename(parent / entry, parent / name)
         else:
             discard(storage, parent / entry)

@@ -12,10 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from echelon.base.errors import CheckpointError, DesyncError
+from echelon.base.sharded import is_dtensor, local_shape_and_offset
 from echelon.checkpoint.tensor_file import itemsize
 
 __all__ = ["Box", "Chunk", "Overlap", "Part", "Piece", "TensorLayout", "box_of", "overlaps", "share_out", "uncovered"]
@@ -104,8 +103,10 @@ def box_of(tensor: torch.Tensor | Part) -> tuple[tuple[int, ...], Box, torch.Ten
     """
     if isinstance(tensor, Part):
         return tensor.shape, Box(tensor.offset, tuple(tensor.values.shape)), tensor.values.detach()
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return tuple(tensor.shape), Box.whole(tensor.shape), tensor.detach()
+    from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - who has a DTensor has loaded it
+
     others = [placement for placement in tensor.placements if type(placement) not in (Shard, Replicate)]
     if others:
         raise CheckpointError(
@@ -113,9 +114,9 @@ def box_of(tensor: torch.Tensor | Part) -> tuple[tuple[int, ...], Box, torch.Ten
             do="redistribute it to Shard or Replicate before it is saved",
         )
     local = tensor.to_local().detach()
-    lengths, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    assert tuple(local.shape) == tuple(lengths), (local.shape, lengths)
-    return tuple(tensor.shape), Box(tuple(offset), tuple(lengths)), local
+    lengths, offset = local_shape_and_offset(tensor)
+    assert tuple(local.shape) == lengths, (local.shape, lengths)
+    return tuple(tensor.shape), Box(offset, lengths), local
 
 
 def share_out(pieces: Mapping[int, Iterable[Piece]]) -> dict[str, TensorLayout]:

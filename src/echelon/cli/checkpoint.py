@@ -45,14 +45,7 @@ def command() -> None:
 @click.pass_context
 def ls(ctx: click.Context, folder: str, verify: bool, as_json: bool) -> None:
     """List the checkpoints in FOLDER (or in FOLDER/checkpoints), newest first, and what interrupted saves have left."""
-    from echelon.checkpoint.listing import list_folder  # noqa: PLC0415 - torch, which --help does not need
-
-    path = _folder(folder)
-    reading = _bar if verify else None
-    found = list_folder(path, verify=reading)
-    if not found.entries and (path / "checkpoints").is_dir():
-        path = path / "checkpoints"
-        found = list_folder(path, verify=reading)
+    path, found = _listed(_folder(folder), verify=_bar if verify else None)
     if as_json:
         click.echo(_json({"folder": str(path), **asdict(found)}))
     else:
@@ -65,8 +58,8 @@ def ls(ctx: click.Context, folder: str, verify: bool, as_json: bool) -> None:
 @_JSON
 @click.pass_context
 def verify(ctx: click.Context, paths: tuple[str, ...], as_json: bool) -> None:
-    """Read every file of checkpoints, and name each that is damaged; exit with 1 if one is."""
-    results = [_verified(_folder(path)) for path in paths]
+    """Read every file of checkpoints (or of all in a folder of them), and name each that is damaged; exit with 1 if one is."""
+    results = [_verified(folder) for path in paths for folder in _all_in(_folder(path))]
     if as_json:
         click.echo(_json(results))
     else:
@@ -79,11 +72,11 @@ def verify(ctx: click.Context, paths: tuple[str, ...], as_json: bool) -> None:
 @click.argument("path")
 @_JSON
 def show(path: str, as_json: bool) -> None:
-    """Print what a checkpoint holds: tensors, optimizers, progress, settings with their origins, and layout."""
+    """Print what a checkpoint (of a folder of several: the newest) holds: tensors, optimizers, progress, settings with their origins, and layout."""
     from echelon.checkpoint.layouts import require_whole, weight_files  # noqa: PLC0415 - torch
     from echelon.checkpoint.reading import Checkpoint  # noqa: PLC0415 - torch
 
-    folder = _folder(path)
+    folder = _newest_in(_folder(path))
     if require_whole(folder) == "echelon":
         content = _content(Checkpoint(folder))
     else:
@@ -102,13 +95,13 @@ def show(path: str, as_json: bool) -> None:
 def merge(path: str, out: str, max_shard_size: str, model: int | None, precision: str | None) -> None:
     """Write the whole weights of a model in the checkpoint PATH as safetensors into the new folder OUT.
 
-    A few megabytes at a time, on one process, whatever number of ranks saved it.
+    Of a folder of several checkpoints it is the newest. A few megabytes at a time, on one process, whatever number of ranks saved it.
     """
     from echelon.accelerator import merging  # noqa: PLC0415 - torch
     from echelon.accelerator.modules import convert_file_size_to_int  # noqa: PLC0415 - torch
 
     limit = convert_file_size_to_int(max_shard_size)
-    with _new_folder(_folder(path), out) as (source, folder):
+    with _new_folder(_newest_in(_folder(path)), out) as (source, folder):
         files = merging.merge(source, folder, model=model, max_shard_bytes=limit, precision=precision, reading=_bar)
     click.echo(f"wrote {', '.join(file.name for file in files)} to {out}")
 
@@ -120,10 +113,20 @@ def merge(path: str, out: str, max_shard_size: str, model: int | None, precision
     "--format", "layout", type=click.Choice(["accelerate", "transformers"]), required=True, help="Whose files."
 )
 def export(path: str, out: str, layout: str) -> None:
-    """Write the checkpoint PATH as files that Accelerate's load_state or transformers' Trainer reads, into the new folder OUT."""
-    from echelon.accelerator import exporting, merging  # noqa: PLC0415 - torch
-    from echelon.checkpoint.layouts import TRAINER_STATE  # noqa: PLC0415 - torch
+    """Write the checkpoint PATH as files that Accelerate's load_state or transformers' Trainer reads, into the new folder OUT.
 
+    Of a folder of several checkpoints it is the newest.
+    """
+    from echelon.accelerator import exporting, merging  # noqa: PLC0415 - torch
+    from echelon.checkpoint.layouts import TRAINER_STATE, require_layout  # noqa: PLC0415 - torch
+
+    path = str(_newest_in(_folder(path)))
+    if (present := require_layout(Path(path))) != "echelon":
+        raise UsageError(
+            f"{path} is of another layout ({present}) already",
+            where="echelon checkpoint export",
+            do="use it as it is, or bring it to echelon's own format by echelon checkpoint import, and export that",
+        )
     write = {"accelerate": exporting.export_accelerate, "transformers": exporting.export_transformers}[layout]
     with _new_folder(_folder(path), out) as (source, folder):
         checkpoint = merging.open_whole(source, _bar)
@@ -179,6 +182,39 @@ def _folder(path: str) -> Path:
     if not place_of(LocalStorage(), folder).is_dir():
         raise UsageError(f"there is no folder {path}", where="echelon checkpoint", do="check the path")
     return folder
+
+
+def _listed(folder: Path, *, verify: Any = None) -> tuple[Path, Listing]:
+    """Return the folder of checkpoints that ``folder`` is, or has, and what is in it."""
+    from echelon.checkpoint.listing import list_folder  # noqa: PLC0415 - torch, which --help does not need
+
+    found = list_folder(folder, verify=verify)
+    if not found.entries and (folder / "checkpoints").is_dir():
+        folder = folder / "checkpoints"
+        found = list_folder(folder, verify=verify)
+    return folder, found
+
+
+def _all_in(folder: Path) -> list[Path]:
+    """Return ``folder``, or the checkpoints in it where it is none of echelon's own."""
+    from echelon.checkpoint.layouts import layout_of  # noqa: PLC0415 - torch
+
+    place, found = (folder, None) if layout_of(folder) == "echelon" else _listed(folder)
+    return [place / entry.name for entry in found.entries] if found and found.entries else [folder]
+
+
+def _newest_in(folder: Path) -> Path:
+    """Return ``folder``, or the newest checkpoint in it where it is none, which is told."""
+    from echelon.checkpoint.layouts import layout_of  # noqa: PLC0415 - torch
+
+    if layout_of(folder) is not None:
+        return folder
+    place, found = _listed(folder)
+    whole = [entry for entry in found.entries if entry.state != "damaged"]
+    if not whole:
+        return folder  # which is refused by what reads it
+    click.echo(f"{place / whole[0].name} is taken, the newest of {len(found.entries)}", err=True)
+    return place / whole[0].name
 
 
 def _require_new(target: Path) -> None:
@@ -284,7 +320,9 @@ def _state(entry: Entry) -> str:
 
 
 def _content(checkpoint: Checkpoint) -> dict[str, Any]:
+    from echelon.checkpoint.layouts import weight_files  # noqa: PLC0415 - torch
     from echelon.checkpoint.manifest import OBJECTS  # noqa: PLC0415 - torch
+    from echelon.checkpoint.merge import weights_in  # noqa: PLC0415 - torch
     from echelon.checkpoint.tensor_file import itemsize  # noqa: PLC0415 - torch
 
     manifest = checkpoint.manifest
@@ -292,7 +330,8 @@ def _content(checkpoint: Checkpoint) -> dict[str, Any]:
     if OBJECTS in files and (wrong := checkpoint.problems(share=files.index(OBJECTS), num_shares=len(files))):
         raise CheckpointError("; ".join(wrong), do="use another checkpoint")
     objects = checkpoint.objects() if OBJECTS in files else {}
-
+    # A Trainer's weights stand in the files that others read, and nowhere else.
+    beside = [file for file in weight_files(checkpoint.folder) if file.suffix == ".safetensors"]
     return {
         "path": str(checkpoint.folder),
         "format": "echelon",
@@ -317,6 +356,10 @@ def _content(checkpoint: Checkpoint) -> dict[str, Any]:
                 "ranks": [chunk.rank for chunk in tensor.chunks],
             }
             for name, tensor in sorted(manifest.tensors.items())
+        ]
+        + [
+            {"name": name, "dtype": tensor.kind, "shape": list(tensor.shape), "file": tensor.pieces[0][1].name}
+            for name, tensor in sorted(weights_in(beside).tensors.items())
         ],
         "aliases": dict(manifest.aliases),
     }
@@ -361,7 +404,12 @@ def _readable(content: dict[str, Any]) -> str:
         ]
         parts.append("\n".join([f"optimizer {i}", *told]))
     tensors = [
-        ("  " + one["name"], one["dtype"], str(one["shape"]), f"ranks {_ranks(one['ranks'])}" if "ranks" in one else "")
+        (
+            "  " + one["name"],
+            one["dtype"],
+            str(one["shape"]),
+            f"ranks {_ranks(one['ranks'])}" if "ranks" in one else one.get("file", ""),
+        )
         for one in content["tensors"]
     ]
     parts.append("\n".join([f"{len(tensors)} tensors", _table(tensors)]))

@@ -1,4 +1,4 @@
-"""``echelon doctor RUN``: what a run that stood still, or failed, has left in its folder."""
+"""``echelon doctor RUN``: what a run has left in its folder: where its time went, how it stood still, or failed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from echelon.base.errors import UsageError
+from echelon.launch.accounts import read_books
 from echelon.launch.records import read_record
 from echelon.launch.supervise import STALL_FILE
 from echelon.launch.worker import ERROR_FILE
@@ -22,7 +23,7 @@ __all__ = ["command"]
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
 @click.option("--all-threads", is_flag=True, help="Show every thread of each rank, not the main one alone.")
 def command(run: Path, all_threads: bool) -> None:
-    """Show the stalls of a run, with the stack of each rank, and the errors of its ranks.
+    """Show where the time of a run went, its stalls, with the stack of each rank, and the errors of its ranks.
 
     RUN is the folder that the report of the stall names: below --log_dir, else a temporary one.
     """
@@ -31,6 +32,9 @@ def command(run: Path, all_threads: bool) -> None:
         raise UsageError(
             f"{run} is not the folder of a run", do="name the folder that the report names, or one below --log_dir"
         )
+    books = read_books(run)
+    for line in [] if books is None else books.lines():
+        click.echo(f"{run}: {line}")
     told = False
     for attempt in attempts:
         for line in [*_stalls(attempt, all_threads=all_threads), *_errors(attempt)]:

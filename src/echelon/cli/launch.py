@@ -16,6 +16,7 @@ from typing import Any
 
 import click
 
+from echelon.base.cores import usable_cores
 from echelon.base.device import limit_devices, num_devices
 from echelon.base.errors import ConfigError, LaunchError
 from echelon.cli.launch_options import NUMBERS, STALLED, LaunchCommand, flag_layer, options, typed_flags
@@ -27,6 +28,7 @@ from echelon.config.schema import RunConfig
 from echelon.config.settle import check as check_settings
 from echelon.config.settle import settle
 from echelon.config.sources import from_environment
+from echelon.launch.accounts import process_start_ns
 from echelon.launch.environment import rank_variables
 from echelon.launch.failure import exit_status, explain, first_failure
 from echelon.launch.interrupts import Interrupted, Interrupts, watch
@@ -34,6 +36,7 @@ from echelon.launch.output import Outputs, parse_streams
 from echelon.launch.script import Script, check
 from echelon.launch.slots import Slots, is_this_machine, named_slots
 from echelon.launch.supervise import STALL_FILE, StallRules
+from echelon.status.hold import EXIT_CODE, SIGNALS
 
 __all__ = ["command"]
 
@@ -66,6 +69,7 @@ def _kind(flags: dict[str, Any]) -> Any:
 
 
 def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupts: Interrupts) -> int:
+    began_ns = process_start_ns()
     # First everything that can be wrong without torch, whose import takes a second or two.
     typed = typed_flags(ctx)
     layer = flag_layer(flags, typed)
@@ -82,6 +86,8 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
     num_processes = _num_processes(resolved, flags, typed, num_accelerators, slots)
     check_settings(resolved, world_size=num_processes)
     outputs = _outputs(flags, num_processes)
+    if outputs.debugged is not None and script.kind == "program":
+        raise ConfigError("--debugger needs a Python script", where="flag --no_python", do="leave one of the two out")
     threads = flags["num_cpu_threads_per_process"]
     variables = rank_variables(
         resolved, num_processes=num_processes, num_threads=threads, has_accelerator=num_accelerators > 0
@@ -92,7 +98,7 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
         _say_notes(resolved, variables, threads, file)
     from echelon.launch.agent import Job, run_job  # noqa: PLC0415 - imports torch: only now, all checks are done
 
-    with _directory(flags["log_dir"]) as directory:
+    with _directory(flags["log_dir"]) as directory, _terminal_restored():
         (directory / RUN_FILE).write_text(to_run_file(resolved), encoding="utf-8")
         job = Job(
             script=script,
@@ -106,12 +112,19 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
             max_restarts=flags["max_restarts"],
             monitor_interval=timedelta(seconds=flags["monitor_interval"]),
             stall=StallRules(timeout=timedelta(seconds=flags["stall_timeout"]), on_stall=flags["on_stall"]),
-            is_warm=not flags["no_warm"],
+            preemption_grace=timedelta(seconds=flags["preemption_grace"]),
+            is_warm=not flags["no_warm"] and outputs.debugged is None,  # a forked rank has no terminal to read from
+            began_ns=began_ns,
         )
         interrupts.hold()
         outcome = run_job(job, interrupts)
+    if flags["summary"] or (outcome.books.is_worth_telling and not flags["quiet"]):
+        for line in outcome.books.lines():
+            print(f"echelon: {line}", file=sys.stderr)
     if outcome.stall is not None:
         return STALLED
+    if outcome.preemption is not None:
+        return outcome.preemption.tell()
     ends = outcome.ends
     if first_failure(ends) is not None:
         what, where, do = explain(ends, logs=job.logs)
@@ -209,12 +222,37 @@ def _outputs(flags: dict[str, Any], num_processes: int) -> Outputs:
     tee, redirects = flags["tee"], flags["redirects"]
     if redirects is not None and flags["log_dir"] is None:
         raise ConfigError("--redirects needs a place for the files", where="flag --redirects", do="add --log_dir DIR")
-    if flags["log_dir"] is not None and tee is None and redirects is None:
-        tee = "3"
+    debugged = flags["debugger"]
+    if debugged is not None and debugged >= num_processes:
+        raise ConfigError(
+            f"there is no rank {debugged}", where="flag --debugger", do=f"give a rank from 0 to {num_processes - 1}"
+        )
+    if tee is None and redirects is None:
+        # The others leave the terminal to the debugger, or at least say that it is they.
+        if flags["log_dir"] is not None and debugged is not None:
+            redirects = "3"
+        elif flags["log_dir"] is not None or debugged is not None:
+            tee = "3"
     return Outputs(
         tee=parse_streams(tee or "0", num_processes=num_processes, flag="--tee"),
         redirect=parse_streams(redirects or "0", num_processes=num_processes, flag="--redirects"),
+        debugged=debugged,
     )
+
+
+@contextmanager
+def _terminal_restored() -> Iterator[None]:
+    """Set the terminal to what it was: a debugger that is stopped while it asks leaves it without echo."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    import termios  # noqa: PLC0415 - not on Windows, which has no such terminal either
+
+    before = termios.tcgetattr(sys.stdin)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
 @contextmanager
@@ -253,7 +291,9 @@ def _say_notes(
         )
     if threads is None and "OMP_NUM_THREADS" in variables:
         print(
-            "echelon: OMP_NUM_THREADS=1 for each process; --num_cpu_threads_per_process N changes it", file=sys.stderr
+            f"echelon: OMP_NUM_THREADS={variables['OMP_NUM_THREADS']} for each process ({usable_cores()} cores can be used); "
+            "--num_cpu_threads_per_process N changes it",
+            file=sys.stderr,
         )
 
 
@@ -265,4 +305,4 @@ def _say_interrupted(stop: Interrupted) -> int:
         do="nothing is left over; start it again with the same command",
     )
     print(f"echelon: {error}", file=sys.stderr)
-    return 128 + stop.number
+    return EXIT_CODE if stop.number in SIGNALS else 128 + stop.number

@@ -49,6 +49,7 @@ class LaunchCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse, and tell a tutorial's ``--localhost:0,2`` how it is written."""
+        args = self._with_rank(args)
         ctx.meta[_ARGV] = list(args)
         try:
             return super().parse_args(ctx, args)
@@ -61,6 +62,16 @@ class LaunchCommand(click.Command):
                 where="echelon launch",
                 do=f"did you mean --include {slots[1]}?",
             ) from error
+
+    def _with_rank(self, args: list[str]) -> list[str]:
+        """Return the arguments, ``--debugger`` without a number as ``--debugger=0``: click would take the script for it."""
+        valued = {name for p in self.params if isinstance(p, click.Option) and not p.is_flag for name in p.opts}
+        i = 0
+        while i < len(args) and args[i].startswith("-") and args[i] != "--":
+            if args[i] == "--debugger" and args[i + 1 :] and not args[i + 1].isdigit():
+                return [*args[:i], "--debugger=0", *args[i + 1 :]]
+            i += 2 if args[i].replace("_", "-") in valued else 1
+        return args
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Show the options of each section of settings apart."""
@@ -119,7 +130,8 @@ def _own_options() -> list[Callable[[Callable[..., Any]], Callable[..., Any]]]:
             "--num-cpu-threads-per-process",
             type=click.IntRange(min=1),
             metavar="N",
-            help="OMP_NUM_THREADS of each process; 1 when there are several.",
+            help="OMP_NUM_THREADS of each process. Without it, and when that is not set: the cores that can be used, "
+            "divided by the processes when there are several.",
         ),
         click.option(
             "--config-file",
@@ -169,11 +181,32 @@ def _own_options() -> list[Callable[[Callable[..., Any]], Callable[..., Any]]]:
             f"{STALLED}.",
         ),
         click.option(
+            "--preemption-grace",
+            type=click.FloatRange(min=0.0),
+            default=25.0,
+            metavar="SECONDS",
+            help="After SIGTERM or SIGUSR1, to the launcher or a rank, the ranks have so long to come to one step, where all "
+            "save and end with exit code 143. 0: SIGTERM stops them at once. Default 25: Kubernetes and Slurm kill after 30.",
+        ),
+        click.option(
             "--monitor-interval",
             type=click.FloatRange(min=0.001, max=60.0),
             default=0.05,
             metavar="SECONDS",
             help="How often to look at the processes. Default 0.05.",
+        ),
+        click.option(
+            "--debugger",
+            type=click.IntRange(min=0),
+            metavar="[RANK]",
+            help="Give the terminal to one rank (0 without a number): breakpoint() works there, and an exception opens "
+            "pdb where it was raised. While it asks nothing is a stall.",
+        ),
+        click.option(
+            "--summary",
+            is_flag=True,
+            help="Say at the end where the time went, and which rank was slow. Without it: after a restart, and when a "
+            "rank held up the others in a run of more than a minute.",
         ),
         click.option("--quiet", "-q", is_flag=True, help="Leave the launcher's notes out; errors are still shown."),
         click.option("--standalone", is_flag=True, help="Accepted: every run on one machine is."),

@@ -77,7 +77,7 @@ class RunConfig:
     gpu_ids: str | None = None
     """The accelerators to use, such as ``0,2``; None: all."""
     enable_cpu_affinity: bool = False
-    """Bind processes to the cores near their device; not offered."""
+    """Bind each process to the cores near its accelerator; on the CPU, to a share of the cores."""
     engine: str | None = None
     """The engine by its name; None: by the number of processes, and whether the model is sharded."""
     sharded_by: Literal["fsdp", "deepspeed"] | None = None

@@ -128,12 +128,6 @@ def _check_offered(resolved: Resolved[RunConfig]) -> None:
             where=str(origins["fp8_backend"]),
             do="set it to AO, and leave the other settings of fp8 out",
         )
-    if value.enable_cpu_affinity:
-        raise ConfigError(
-            "enable_cpu_affinity: processes are not bound to cores",
-            where=str(origins["enable_cpu_affinity"]),
-            do="set it to false; numactl, or the scheduler, can bind them",
-        )
     if value.engine is not None and value.engine not in _TAKES:
         others = {point.name for point in entry_points(group="echelon.engines")}
         if value.engine not in others:

@@ -17,6 +17,7 @@ from echelon.config.schema import RunConfig, coerce, field_types
 from echelon.config.table import BY_FIELD, KEYS, OTHER_VARIABLES, USE, own_variable
 
 __all__ = [
+    "CHOSEN_THREADS",
     "CONFIG_VARIABLE",
     "current",
     "decode",
@@ -31,6 +32,9 @@ __all__ = [
 
 CONFIG_VARIABLE = "ECHELON_CONFIG"
 
+CHOSEN_THREADS = "ECHELON_CHOSEN_THREADS"
+"""What the launcher has set OMP_NUM_THREADS to by itself, by the machine: where numbers must not depend on it, it does not count."""
+
 # A misspelt variable of the last two may be somebody else's: what reads them asks for the right ones.
 _PREFIXES = ("ACCELERATE_", "ECHELON_", "FSDP_", "PARALLELISM_CONFIG_")
 _FIELDS = MappingProxyType(
@@ -41,7 +45,7 @@ _FIELDS = MappingProxyType(
         if variable is not None
     }
 )
-_OTHERS = OTHER_VARIABLES | {CONFIG_VARIABLE, "ECHELON_LOG_LEVEL"}
+_OTHERS = OTHER_VARIABLES | {CHOSEN_THREADS, CONFIG_VARIABLE, "ECHELON_LOG_LEVEL"}
 _BY_LAUNCHER = frozenset(key.field for key in KEYS if key.section not in (None, "dynamo_config") and not key.shared) | {
     "sharded_by",
     "use_parallelism_config",

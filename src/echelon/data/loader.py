@@ -409,6 +409,8 @@ class PreparedLoader(DataLoader[Any]):
 
         The last ``num_unused`` batches count as not given.
         """
+        if self._goes_on:  # and has not begun to
+            return self._draws_before
         reader = next((r for r in reversed(self.reading.loaders) if r.source is self.source), self)
         if reader._draws is None or not reader._is_open:
             return None
@@ -581,6 +583,8 @@ class PreparedLoader(DataLoader[Any]):
                 if is_saved:
                     self._state = {**self._snapshot(inner_state), "_iterator_finished": self.end_of_dataloader}
                 yield batch if device is None else to_device(batch, device, non_blocking=non_blocking)
+                if book is not None:
+                    book.end_batch(self)
                 if self.contribution is not None:
                     self._tell_loans()
             self.iteration += 1

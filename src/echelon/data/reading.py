@@ -74,6 +74,10 @@ class Book(ABC):
         """A batch is about to be given, and the next one has not been read."""
 
     @abstractmethod
+    def end_batch(self, loader: PreparedLoader) -> None:
+        """The turn of the loop over the batch in hand has come to its end."""
+
+    @abstractmethod
     def begun_update(self, loader: PreparedLoader) -> dict[str, Any] | None:
         """Return ``record`` of the place to which an update goes back that was begun and not ended; None: there is none."""
 

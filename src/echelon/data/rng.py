@@ -12,6 +12,7 @@ import torch
 
 from echelon.base.errors import UsageError
 from echelon.distributed.collectives import broadcast
+from echelon.status.notes import communicating
 
 __all__ = [
     "HostDraws",
@@ -120,6 +121,7 @@ class HostDraws:
         set_other_states(states)
 
 
+@communicating
 def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator | None = None) -> None:
     """Give every rank the random state of rank zero, for each of ``rng_types``.
 

@@ -56,6 +56,8 @@ class RankView:
     @property
     def slow_with(self) -> str:
         """What it has declared to take long, or is seen to compile; empty: nothing, or it waits all the same."""
+        if self.watch is not None and self.watch.doing & Doing.DEBUGS:
+            return "a debugger"
         if self.waits:
             return ""
         if self.watch is not None and self.watch.doing & Doing.COMPILES:

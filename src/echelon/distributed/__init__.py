@@ -10,6 +10,7 @@ from echelon.distributed.collectives import (
     reduce,
 )
 from echelon.distributed.control import agree, barrier, main_first, rank_zero_only
+from echelon.distributed.preemption import should_stop
 from echelon.distributed.setup import cleanup, process_group, setup
 from echelon.distributed.shard import ShardedLoader, shard
 from echelon.launch.spawn import spawn
@@ -31,5 +32,6 @@ __all__ = [
     "reduce",
     "setup",
     "shard",
+    "should_stop",
     "spawn",
 ]

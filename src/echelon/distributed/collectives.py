@@ -12,6 +12,7 @@ from echelon.base.errors import DesyncError, UsageError
 from echelon.distributed.checks import check_same, ranks_of, wire_device
 from echelon.distributed.tree import describe, leaves, map_tensors
 from echelon.distributed.wire import bytes_of
+from echelon.status.notes import communicating
 
 __all__ = [
     "broadcast",
@@ -30,6 +31,7 @@ __all__ = [
 _all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
 
+@communicating
 def gather(data: Any, *, mesh: DeviceMesh | None = None) -> Any:
     """Concatenate each tensor of ``data`` over the ranks, along the first dimension.
 
@@ -54,6 +56,7 @@ def gather(data: Any, *, mesh: DeviceMesh | None = None) -> Any:
     return map_tensors(lambda tensor: _gather_tensor(tensor, group), data)
 
 
+@communicating
 def gather_object(data: Any, *, mesh: DeviceMesh | None = None) -> list[Any]:
     """Collect any picklable object of each rank; lists and tuples are joined into one list, in rank order.
 
@@ -78,6 +81,7 @@ def gather_object(data: Any, *, mesh: DeviceMesh | None = None) -> list[Any]:
     return objects
 
 
+@communicating
 def reduce(
     data: Any,
     reduction: Literal["mean", "sum", "max", "none"] = "mean",
@@ -129,6 +133,7 @@ def mean_over_ranks(data: Any, *, mesh: DeviceMesh | None = None) -> Any:
     return reduce(data, "mean", mesh=mesh)
 
 
+@communicating
 def broadcast(data: Any, from_process: int = 0, *, mesh: DeviceMesh | None = None) -> Any:
     """Give every rank the tensors of the rank ``from_process``; new tensors on the device of the local ones.
 
@@ -152,6 +157,7 @@ def broadcast(data: Any, from_process: int = 0, *, mesh: DeviceMesh | None = Non
     return map_tensors(lambda tensor: _broadcast_tensor(tensor, from_process, group), data)
 
 
+@communicating
 def broadcast_object_list(objects: list[Any], from_process: int = 0, *, mesh: DeviceMesh | None = None) -> list[Any]:
     """Replace, in place, each item of ``objects`` by that of the rank ``from_process``; also return the list.
 
@@ -169,6 +175,7 @@ def broadcast_object_list(objects: list[Any], from_process: int = 0, *, mesh: De
     return objects
 
 
+@communicating
 def pad_across_processes(
     data: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False, *, mesh: DeviceMesh | None = None
 ) -> Any:

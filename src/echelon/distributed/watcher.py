@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -58,6 +58,8 @@ class Watcher:
         self._closing = threading.Event()
         self._end = {"reason": "it has ended its process group", "failed": False}
         self._talks_until = 0.0
+        self.on_call: Callable[[], None] | None = None
+        """Called, in a thread of its own, when another rank has called all."""
         self._since_ns = time.time_ns()
         self._thread: _Thread | None = None
         store: Any = group.get_group_store()
@@ -122,6 +124,8 @@ class Watcher:
 
     def _look(self, desk: dist.Store) -> None:
         """Answer, if somebody has asked; print what somebody has to say."""
+        if self.on_call is not None and desk.check(["call"]):
+            self.on_call()
         request = f"ask/{self._rank}"
         if not desk.check([request]):
             return
@@ -147,7 +151,7 @@ class _Thread(threading.Thread):
 def desk_of(store: dist.Store) -> dist.Store:
     """Return the part of the default group's store in which ranks ask for each other.
 
-    ``ask/R``: empty, or a message to rank R, which removes the key when it has read it; ``place/R``: its last answer;
+    ``call``: somebody calls every rank (``Watcher.on_call``); ``ask/R``: empty, or a message to rank R, which removes the key when it has read it; ``place/R``: its last answer;
     ``ended/R``: why it answers no more.
     """
     return dist.PrefixStore("echelon/desk", store)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import DTensor
 
 from echelon.base.errors import UsageError
+from echelon.base.sharded import is_dtensor
 from echelon.distributed.wire import broadcast_bytes, gather_counts
 from echelon.engines.pages import release_pages
 from echelon.engines.shards import fsdp_groups, slices_of
@@ -105,7 +105,7 @@ def _send(value: torch.Tensor | None, own: torch.Tensor, *, device: torch.device
 
     Collective: every rank.
     """
-    local, held = own.to_local() if isinstance(own, DTensor) else own, slices_of(own)
+    local, held = own.to_local() if is_dtensor(own) else own, slices_of(own)
     if not own.dim():
         value, local, held = None if value is None else value.reshape(1), local.reshape(1), (slice(0, 1),)
     num_rows, row = (own.shape[0], own.shape[1:]) if own.dim() else (1, torch.Size())
@@ -130,12 +130,7 @@ def give_memory(model: nn.Module, names: Collection[str], *, device: torch.devic
     host.
     """
     groups = fsdp_groups(model)
-    on_host = {
-        id(part.sharded_param)
-        for group in groups
-        if isinstance(group.offload_policy, CPUOffloadPolicy)
-        for part in group.fsdp_params
-    }
+    on_host = {id(part.sharded_param) for group in groups if _is_offloaded(group) for part in group.fsdp_params}
     wanted = set(names)
     for name, parameter in model.named_parameters():
         if name in wanted:
@@ -152,6 +147,12 @@ def give_memory(model: nn.Module, names: Collection[str], *, device: torch.devic
     for group in groups:
         for part in group.fsdp_params:
             part.reset_sharded_param()  # as FSDPModule does after to_empty()
+
+
+def _is_offloaded(group: Any) -> bool:
+    from torch.distributed.fsdp import CPUOffloadPolicy  # noqa: PLC0415 - who has a group of it has loaded it
+
+    return isinstance(group.offload_policy, CPUOffloadPolicy)
 
 
 def refuse_without_values(model: nn.Module, *_: object) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
+from echelon.base.sharded import is_dtensor
 from echelon.engines.shards import local_parts, slices_of
 
 __all__ = ["clip_by_rows"]
@@ -26,7 +26,7 @@ def clip_by_rows(parameters: Iterable[torch.Tensor], max_norm: float, norm_type:
     if not gradients:
         return torch.tensor(0.0)
     device = local_parts(gradients[:1])[0].device
-    is_sharded = any(isinstance(gradient, DTensor) for gradient in gradients)
+    is_sharded = any(is_dtensor(gradient) for gradient in gradients)
     is_first = not is_sharded or dist.get_rank() == 0
     rows = [_row_norms(gradient, norm_type, is_first=is_first).to(device) for gradient in gradients]
     vector = torch.cat(rows)
@@ -49,7 +49,7 @@ def _row_norms(gradient: torch.Tensor, norm_type: float, *, is_first: bool) -> t
     else:
         wide = torch.promote_types(local.dtype, torch.float32)
         found = torch.linalg.vector_norm(local.flatten(1), norm_type, dim=1, dtype=wide).double()
-    if not isinstance(gradient, DTensor):
+    if not is_dtensor(gradient):
         return found if is_first else torch.zeros_like(found)
     norms = found.new_zeros(gradient.shape[0])
     norms[slices_of(gradient)[0]] = found

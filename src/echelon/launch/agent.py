@@ -23,15 +23,18 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from echelon.base import environ
 from echelon.base.errors import LaunchError
 from echelon.diagnose.stall import Stall
+from echelon.launch.accounts import GOODPUT_FILE, Accounts, Books, first_sign
 from echelon.launch.failure import RankEnd, explain, is_settled, lost_each_other
 from echelon.launch.interrupts import Interrupted, Interrupts
 from echelon.launch.output import Outputs
+from echelon.launch.preemption import Preemption
 from echelon.launch.processes import Workers
 from echelon.launch.rendezvous import LoopbackRendezvous
 from echelon.launch.script import Script
 from echelon.launch.supervise import StallRules, Supervisor
 from echelon.launch.warm import WarmStarter
 from echelon.status.board import Board
+from echelon.status.hold import EXIT_CODE
 from echelon.status.notes import BOARD_VARIABLE
 
 __all__ = ["Job", "Outcome", "run_job"]
@@ -41,7 +44,9 @@ _OF_ECHELON = ("echelon.accelerator", "echelon.accelerator.accelerator")
 # A rank that fails takes its exit up to 1.7 s to show, its victims' errors come before: who failed is known after this.
 _STRAGGLERS = timedelta(seconds=1.5)
 _SETTLE_POLL = timedelta(milliseconds=20)
-# Victims of another rank's failure have nothing to save; the short grace lets ordinary cleanup (temporary files) happen.
+# Not SIGTERM, which means preemption: victims of another rank's failure have nothing to save, and must not begin to. The
+# short grace lets those clean up (temporary files) that handle it.
+_STOP_SIGNAL = signal.SIGHUP if hasattr(signal, "SIGHUP") else signal.SIGTERM
 _GRACE_AFTER_FAILURE = timedelta(seconds=1)
 # The user or the scheduler asked: scripts may save, but all is over within 5 s.
 _GRACE_AFTER_SIGNAL = timedelta(seconds=3)
@@ -66,8 +71,12 @@ class Job:
     max_restarts: int
     monitor_interval: timedelta
     stall: StallRules
+    preemption_grace: timedelta
+    """The ranks have so long to come to one step when they are asked to save and end; zero: they are stopped at once."""
     is_warm: bool = True
     """Restarted ranks are forked from a process that has imported torch; False: each is a new program."""
+    began_ns: int
+    """When the launcher began, on ``time.monotonic_ns``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +84,12 @@ class Outcome:
     """How the last attempt ended."""
 
     ends: list[RankEnd]
+    books: Books
+    """Where the time went."""
     stall: Stall | None = None
     """It was stopped because of this; it has been told."""
+    preemption: Preemption | None = None
+    """It was asked to end, and has."""
 
 
 def run_job(job: Job, interrupts: Interrupts) -> Outcome:
@@ -98,8 +111,9 @@ def run_job(job: Job, interrupts: Interrupts) -> Outcome:
     try:
         agent.run()
     finally:
-        agent.close()
-    return Outcome(ends=agent.ends, stall=agent.stall)
+        books = agent.close()
+    preemption = agent.preemption if agent.is_preempted else None
+    return Outcome(ends=agent.ends, books=books, stall=agent.stall, preemption=preemption)
 
 
 @final
@@ -113,18 +127,28 @@ class _Agent(SimpleElasticAgent):
         super().__init__(spec, exit_barrier_timeout=5)
         self._job = job
         self._interrupts = interrupts
+        self.preemption = Preemption(interrupts, job.preemption_grace)
+        self.is_preempted = False
         self._workers: Workers | None = None
         self._board: Board | None = None
         self._supervisor: Supervisor | None = None
         self._warm = WarmStarter()
         self._environment_of_ranks: dict[int, dict[str, str]] = {}
+        self._accounts = Accounts(job.directory / GOODPUT_FILE, began_ns=job.began_ns)
         self.ends: list[RankEnd] = []
         self.stall: Stall | None = None
 
-    def close(self) -> None:
-        """End what forks ranks, and remove the board of the last attempt."""
+    def close(self) -> Books:
+        """End what forks ranks, and remove the board of the last attempt; return where the time went."""
         self._warm.close()
+        self._close_accounts(noticed_ns=time.monotonic_ns())  # an attempt that was interrupted
         self._remove_board()
+        return self._accounts.finish()
+
+    def _close_accounts(self, *, failed_ns: int | None = None, noticed_ns: int) -> None:
+        if self._board is not None:
+            ranks = [int(variables["RANK"]) for variables in self._environment_of_ranks.values()]
+            self._accounts.close(self._board, ranks, failed_ns=failed_ns, noticed_ns=noticed_ns)
 
     def _remove_board(self) -> None:
         if self._board is not None:
@@ -145,11 +169,13 @@ class _Agent(SimpleElasticAgent):
         self._remove_board()
         self.stall = None
         self._board = Board(job.num_processes, folder=str(directory))
-        self._supervisor = Supervisor(self._board, directory=directory, rules=job.stall, check=self._interrupts.check)
+        self.preemption.watch(self._board)
+        self._supervisor = Supervisor(self._board, directory=directory, rules=job.stall, check=self.preemption.check)
         self._workers = Workers(
             job.script, directory=directory, outputs=job.outputs, board=self._board, warm=self._warm
         )
         self._environment_of_ranks = self._environments(worker_group, attempt, directory)
+        self._accounts.open()
         return self._workers.start(self._environment_of_ranks)
 
     def _environments(self, group: WorkerGroup, attempt: int, directory: Path) -> dict[int, dict[str, str]]:
@@ -186,18 +212,42 @@ class _Agent(SimpleElasticAgent):
         }
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._interrupts.check()
+        self.preemption.check()
         assert self._workers is not None
         codes = self._workers.exit_codes()
+        if self.preemption.is_asked and all(code in (None, 0, EXIT_CODE) for code in codes):
+            return self._after_a_hold(codes)
         if all(code == 0 for code in codes):
-            self._workers.drain()
-            self.ends = self._workers.ends()
-            return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(e.rank for e in self.ends))
+            return self._succeeded()
         if all(code in (None, 0) for code in codes):
             return self._after_a_look(worker_group)
+        if self.preemption.is_asked:
+            self._remaining_restarts = 0
+        noticed_ns = time.monotonic_ns()
         self.ends = self._settled_ends(self._workers)
+        self._close_accounts(failed_ns=first_sign(self.ends), noticed_ns=noticed_ns)
         self._stop_workers(worker_group)
         return _failed(worker_group, self.ends)
+
+    def _succeeded(self) -> RunResult:
+        assert self._workers is not None
+        self._close_accounts(noticed_ns=time.monotonic_ns())
+        self._workers.drain()
+        self.ends = self._workers.ends()
+        return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(e.rank for e in self.ends))
+
+    def _after_a_hold(self, codes: list[int | None]) -> RunResult:
+        """Return how the run is that was asked to end; no rank has failed."""
+        assert self._workers is not None
+        if None not in codes:
+            # A run whose last step was made before it could stop has ended well.
+            self.is_preempted = EXIT_CODE in codes or self.preemption.is_saved
+        elif self.preemption.look():
+            self._workers.stop(signal.SIGKILL, grace=timedelta())
+            self.is_preempted = True
+        else:
+            return RunResult(state=WorkerState.HEALTHY)
+        return self._succeeded()
 
     def _after_a_look(self, worker_group: WorkerGroup) -> RunResult:
         """Return that the ranks are well; or, when the run stands still and the user wants it to end then, failed."""
@@ -215,6 +265,8 @@ class _Agent(SimpleElasticAgent):
         if self._job.stall.on_stall == "stop":
             self._remaining_restarts = 0
         self.ends = self._workers.ends()
+        noticed_ns = time.monotonic_ns()
+        self._close_accounts(failed_ns=noticed_ns - int(stall.waited_s * 1e9), noticed_ns=noticed_ns)
         # A stopped process sees no SIGTERM, and one that is held by native code does nothing with it.
         self._stop_workers(worker_group)
         return _failed(worker_group, self.ends)
@@ -229,7 +281,7 @@ class _Agent(SimpleElasticAgent):
         deadline = time.monotonic() + _STRAGGLERS.total_seconds()
         while not is_settled(ends := workers.ends()) and time.monotonic() < deadline:
             time.sleep(_SETTLE_POLL.total_seconds())
-            self._interrupts.check()
+            self.preemption.check()
         running = [end.rank for end in ends if end.exit_code is None and end.record is None]
         if not running or not lost_each_other(ends):
             return ends
@@ -243,18 +295,20 @@ class _Agent(SimpleElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup, *_args: object, **_kwargs: object) -> None:
         # torch 2.7 passes is_restart as well.
         if self._workers is not None:
-            self._workers.stop(signal.SIGTERM, grace=_GRACE_AFTER_FAILURE, is_impatient=self._is_interrupted)
+            self._workers.stop(_STOP_SIGNAL, grace=_GRACE_AFTER_FAILURE, is_impatient=self._is_interrupted)
             self._workers = None
 
     def _shutdown(self, *_args: object, **_kwargs: object) -> None:
         """Stop what still runs at the end of ``run``: nothing, unless it ends by an exception."""
         if self._workers is None or all(code is not None for code in self._workers.exit_codes()):
             return
-        number: int = signal.SIGTERM
+        number: int = _STOP_SIGNAL
         try:
             self._interrupts.check()
         except Interrupted as stop:
             number = stop.number  # a script that saves at Ctrl-C, or at the scheduler's SIGTERM, sees that signal
+        if self.preemption.is_asked:
+            number = signal.SIGKILL  # the second one: now
         seen = self._interrupts.count
         self._workers.stop(number, grace=_GRACE_AFTER_SIGNAL, is_impatient=lambda: self._interrupts.count > seen)
         self._workers = None

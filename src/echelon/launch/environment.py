@@ -6,11 +6,12 @@ import sys
 from collections.abc import Mapping
 
 from echelon.base import environ
+from echelon.base.cores import threads_of_each
 from echelon.config.origin import Source
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 from echelon.config.settle import SHARDING, section_in_use
-from echelon.config.sources import CONFIG_VARIABLE, encode
+from echelon.config.sources import CHOSEN_THREADS, CONFIG_VARIABLE, encode
 from echelon.config.table import KEYS, USE
 
 __all__ = ["loopback_variables", "rank_variables"]
@@ -32,7 +33,8 @@ def rank_variables(
     Args:
         resolved: the configuration, handed on as one JSON.
         num_processes: on this machine.
-        num_threads: of the CPU for each process; None: the user's OMP_NUM_THREADS, else 1 when there are several.
+        num_threads: of the CPU for each process; None: the user's OMP_NUM_THREADS, else, when there are several
+            processes, so many that they share the cores.
         has_accelerator: whether this machine has one.
     """
     variables = {**loopback_variables(), CONFIG_VARIABLE: encode(resolved), **_for_accelerate(resolved)}
@@ -42,7 +44,8 @@ def rank_variables(
     if num_threads is not None:
         variables["OMP_NUM_THREADS"] = str(num_threads)
     elif num_processes > 1 and environ.get("OMP_NUM_THREADS") is None:
-        variables["OMP_NUM_THREADS"] = "1"  # as torchrun; each rank taking all cores makes all of them slow
+        # Each rank taking all cores makes all of them slow; torchrun's one thread leaves most of a large machine idle.
+        variables["OMP_NUM_THREADS"] = variables[CHOSEN_THREADS] = str(threads_of_each(num_processes))
     return variables
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP to the launcher: raised while nothing runs, kept for the next look once processes do."""
+"""Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP to the launcher: raised while nothing runs, kept for the next look once processes do."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from echelon.status.hold import SIGNALS
+
 __all__ = ["Interrupted", "Interrupts", "watch"]
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()))
+_SIGNALS = (signal.SIGINT, *SIGNALS, *((signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()))
 
 
 class Interrupted(BaseException):  # not an Exception: nobody on the way up may take it for a failure
@@ -31,6 +33,11 @@ class Interrupts:
     def count(self) -> int:
         """How many came: at the second the user has no patience left."""
         return len(self._came)
+
+    @property
+    def first(self) -> int | None:
+        """The number of the first; None: none came."""
+        return self._came[0] if self._came else None
 
     def check(self) -> None:
         """Raise ``Interrupted`` if a signal came."""

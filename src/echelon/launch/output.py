@@ -31,9 +31,13 @@ class Outputs:
 
     tee: Mapping[int, Streams]
     redirect: Mapping[int, Streams]
+    debugged: int | None = None
+    """The local rank that has the terminal to itself, its input too; None: no rank is debugged."""
 
     def place(self, local_rank: int, stream: Literal["stdout", "stderr"]) -> Literal["terminal", "both", "file"]:
         """Return where ``stream`` of ``local_rank`` goes."""
+        if local_rank == self.debugged:
+            return "terminal"
         if stream in self.tee.get(local_rank, frozenset()):
             return "both"
         return "file" if stream in self.redirect.get(local_rank, frozenset()) else "terminal"

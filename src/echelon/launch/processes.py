@@ -103,8 +103,11 @@ class Workers:
             streams[name] = write_end
             childs.append(write_end)
             pipes.append((read_end, file, name))
+        stdin = None
+        if self._outputs.debugged not in (None, local_rank):
+            stdin, environment = subprocess.DEVNULL, {**environment, "PYTHONBREAKPOINT": "0"}
         try:
-            process = self._start_process(self._command(directory, local_rank), environment, streams)
+            process = self._start_process(self._command(directory, local_rank), environment, streams, stdin)
         finally:
             for end in childs:
                 os.close(end) if isinstance(end, int) else end.close()
@@ -112,7 +115,11 @@ class Workers:
         return _Worker(rank, local_rank, directory, process, relays=relays)
 
     def _start_process(
-        self, command: list[str], environment: Mapping[str, str], streams: Mapping[str, int | BinaryIO | None]
+        self,
+        command: list[str],
+        environment: Mapping[str, str],
+        streams: Mapping[str, int | BinaryIO | None],
+        stdin: int | None,
     ) -> Process:
         if self._script.kind != "program" and self._warm.is_ready:
             stdout, stderr = (_number(streams[name], default) for name, default in (("stdout", 1), ("stderr", 2)))
@@ -120,7 +127,12 @@ class Workers:
             if forked is not None:
                 return forked
         return subprocess.Popen(
-            command, env=dict(environment), stdout=streams["stdout"], stderr=streams["stderr"], start_new_session=True
+            command,
+            env=dict(environment),
+            stdin=stdin,
+            stdout=streams["stdout"],
+            stderr=streams["stderr"],
+            start_new_session=True,
         )
 
     def _command(self, directory: Path, local_rank: int) -> list[str]:
@@ -128,10 +140,11 @@ class Workers:
         args = script.args_of(local_rank)
         if script.kind == "program":
             return [script.target, *args]
-        buffering = "line" if self._outputs.place(local_rank, "stdout") == "both" else "default"
+        manner = "line" if self._outputs.place(local_rank, "stdout") == "both" else "default"
+        manner = "debug" if self._outputs.debugged == local_rank else manner
         # By its path, not `-m`: with `-m` a json.py in the current directory would be found before the real one.
         place = f"{self._board.path}:{local_rank}"
-        return [sys.executable, worker.__file__, str(directory), place, buffering, script.kind, script.target, *args]
+        return [sys.executable, worker.__file__, str(directory), place, manner, script.kind, script.target, *args]
 
     def ends(self) -> list[RankEnd]:
         """Return how each rank ended so far, in the order of the ranks."""

@@ -63,7 +63,8 @@ class WarmStarter:
         with theirs:
             self._server = subprocess.Popen(
                 [sys.executable, warm_server.__file__, str(theirs.fileno()), *modules],
-                env=dict(environment),
+                # numpy begins its library's threads when it is imported, and no fork takes them along.
+                env={**environment, "OPENBLAS_NUM_THREADS": "1"},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )

@@ -1,7 +1,7 @@
 """What each rank runs: the user's script exactly as ``python script.py`` would, plus a record of its first error.
 
 The launcher runs this file by its path, so it imports the standard library only, nothing of echelon and no torch:
-``python worker.py DIRECTORY BOARD|- default|line script|module TARGET ARGS...``
+``python worker.py DIRECTORY BOARD|- default|line|debug script|module TARGET ARGS...``
 """
 
 from __future__ import annotations
@@ -126,12 +126,15 @@ def is_user_file(path: str) -> bool:
 
 def main(argv: list[str]) -> None:
     """Run the target in ``argv`` as ``__main__`` of this process."""
-    directory, board, buffering, kind, target, *args = argv
+    directory, board, manner, kind, target, *args = argv
     die_with_parent()
+    if hasattr(signal, "SIGHUP"):
+        # nohup has it ignored, and the launcher stops ranks by it; a terminal's does not reach them (own session).
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # Kept open for the life of the process: a crash in native code writes the Python stacks there.
     stack_file = open(os.path.join(directory, STACK_FILE), "w", encoding="utf-8")  # noqa: SIM115
     faulthandler.enable(stack_file, all_threads=True)
-    if buffering == "line":
+    if manner == "line":
         # The launcher reads our output through a pipe and shows it: be as prompt as on a terminal.
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     reporter = None if board == "-" else _start_reporter(board, directory, stack_file)
@@ -158,8 +161,19 @@ def main(argv: list[str]) -> None:
         # Not re-raised: the traceback would begin with this file. The hook may be the user's own (rich, IPython).
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         sys.excepthook(type(error), error, error.__traceback__)
+        if manner == "debug":
+            _look_into(error)
         # Errors of ours may say how the process is to end (checkpoints that cannot be written: 74).
         sys.exit(error.exit_code if type(error).__module__.startswith("echelon.") else 1)  # type: ignore[attr-defined]
+
+
+def _look_into(error: BaseException) -> None:
+    """Open the debugger where ``error`` was raised, unless it is how the user has left the debugger."""
+    import bdb  # noqa: PLC0415 - only now
+    import pdb  # noqa: PLC0415
+
+    if error.__traceback__ is not None and not isinstance(error, bdb.BdbQuit):
+        pdb.post_mortem(error.__traceback__)
 
 
 def _start_reporter(board: str, directory: str, stack_file: IO[str]) -> Any:

@@ -4,20 +4,47 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, wraps
 from time import monotonic_ns
-from types import FrameType
+from types import FrameType, MappingProxyType
+from typing import ParamSpec, TypeVar
 
 from echelon.base import environ
-from echelon.status.board import Note, Phase, Slot
+from echelon.status.board import Mark, Note, Part, Phase, Slot, Times
 from echelon.status.place import is_users
 
-__all__ = ["BOARD_VARIABLE", "Notes", "notes_of_process", "slow", "waiting", "within"]
+__all__ = [
+    "BOARD_VARIABLE",
+    "Notes",
+    "communicating",
+    "note_loaded",
+    "notes_of_process",
+    "saving",
+    "slow",
+    "waiting",
+    "within",
+]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 BOARD_VARIABLE = "ECHELON_BOARD"
 """Path and slot, as ``/dev/shm/echelon-board-...:3``: from the launcher to its ranks."""
+
+_PART_OF = MappingProxyType(
+    {
+        Phase.NONE: Part.FORWARD,
+        Phase.DATA: Part.DATA,
+        Phase.TRAIN: Part.FORWARD,
+        Phase.OPTIMIZER: Part.OPTIMIZER,
+        Phase.SAVE: Part.CHECKPOINT,
+        Phase.LOAD: Part.CHECKPOINT,
+        Phase.EVALUATE: Part.EVALUATION,
+    }
+)
+_OF_THE_LOOP = frozenset({Phase.DATA, Phase.TRAIN, Phase.OPTIMIZER, Phase.EVALUATE})
 
 
 class Notes:
@@ -25,6 +52,10 @@ class Notes:
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
+        self._begun_ns = self._since_ns = self._num_steps = 0
+        self._loaded = -1
+        self._part = Part.FORWARD
+        self._spent_ns = [0] * len(Part)
         self._step = self._num_operations = self._line = 0
         self._phase = Phase.NONE
         self._waits = False
@@ -33,7 +64,9 @@ class Notes:
     def step(self, step: int, phase: Phase) -> None:
         """Note the number of optimizer steps, and what begins after the last one."""
         self._step, self._phase = step, phase
+        self._num_steps = max(self._num_steps, step)  # of several optimizers, the one that makes most
         self._write()
+        self._spend_on(phase)
 
     def phase(self, phase: Phase) -> Phase:
         """Note what part of the program begins; return the one that ends."""
@@ -41,7 +74,45 @@ class Notes:
         if phase is not before:
             self._phase = phase
             self._write()
+            self._spend_on(phase)
         return before
+
+    def _spend_on(self, phase: Phase) -> None:
+        if not self._begun_ns and phase in _OF_THE_LOOP:
+            self._begun_ns = self._since_ns = monotonic_ns()
+        self.part(_PART_OF[phase])
+
+    def part(self, part: Part) -> Part:
+        """Note what the time goes to from now on, of a training loop that has begun; return what it went to."""
+        before = self._part
+        if self._begun_ns:
+            now = monotonic_ns()
+            self._spent_ns[before] += now - self._since_ns
+            self._part, self._since_ns = part, now
+            self._write_times()
+        return before
+
+    def mark(self, step: int) -> None:
+        """Note that the checkpoint of ``step`` is begun: what was done before need not be done again."""
+        self.part(self._part)
+        self._slot.mark(Mark(step, tuple(self._spent_ns)))
+
+    def loaded(self, step: int) -> None:
+        """Note that the training loop begins with the checkpoint of ``step``."""
+        if not self._begun_ns:
+            self._loaded = step
+            self._write_times()
+
+    @contextmanager
+    def communicating(self) -> Iterator[None]:
+        """Note that the time of the block goes to other ranks; that of a save or a load stays theirs."""
+        before = self._part
+        if before is not Part.CHECKPOINT:
+            self.part(Part.COMMUNICATION)
+        try:
+            yield
+        finally:
+            self.part(before)
 
     def operation(self, name: str, detail: str, *, waits: bool = False) -> None:
         """Note that an operation which needs other ranks begins, and where in the user's program.
@@ -61,7 +132,8 @@ class Notes:
         """Note that the block is an operation that waits for other ranks, in a loop of its own."""
         self.operation(name, "", waits=True)
         try:
-            yield
+            with self.communicating():
+                yield
         finally:
             self._waits = False
             self._write()
@@ -90,6 +162,10 @@ class Notes:
         numbers = monotonic_ns(), self._step, self._num_operations, self._line
         texts = self._operation, self._detail, self._slow, self._file
         self._slot.note(Note(*numbers, self._phase, self._waits, *texts))
+
+    def _write_times(self) -> None:
+        numbers = self._begun_ns, self._since_ns, self._loaded, self._num_steps
+        self._slot.times(Times(*numbers, self._part, tuple(self._spent_ns)))
 
 
 def notes_of_process() -> Notes | None:
@@ -124,6 +200,39 @@ def within(phase: Phase) -> AbstractContextManager[None]:
     """Return a context that is a part of the program (saving, for one)."""
     notes = notes_of_process()
     return nullcontext() if notes is None else notes.within(phase)
+
+
+@contextmanager
+def saving(step: int) -> Iterator[None]:
+    """Note that the block saves the run at ``step``."""
+    notes = notes_of_process()
+    if notes is None:
+        yield
+        return
+    notes.mark(step)
+    with notes.within(Phase.SAVE):
+        yield
+
+
+def note_loaded(step: int) -> None:
+    """Note that the run goes on from ``step``, if that is before its training loop."""
+    notes = notes_of_process()
+    if notes is not None:
+        notes.loaded(step)
+
+
+def communicating(function: Callable[P, T]) -> Callable[P, T]:
+    """Return ``function``, whose time goes to other ranks."""
+
+    @wraps(function)
+    def noted(*args: P.args, **kwargs: P.kwargs) -> T:
+        notes = notes_of_process()
+        if notes is None:
+            return function(*args, **kwargs)
+        with notes.communicating():
+            return function(*args, **kwargs)
+
+    return noted
 
 
 def _users_line(frame: FrameType | None) -> tuple[str, int]:

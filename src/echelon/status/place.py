@@ -24,6 +24,8 @@ _COMPILING = (
     *("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py", "/torch/_inductor/async_compile.py"),
     *("/torch/utils/cpp_extension.py", "/triton/compiler/", _IMPORT),
 )
+# Python's own, on which others build (ipdb). It is in the stack while it asks, not while the program runs on.
+_DEBUGGER = str(Path(json.__file__).parent.parent / "pdb.py")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,8 @@ class Sight:
     """It communicates in a backward pass, or in the forward pass of a wrapped model."""
     compiles: bool
     """Or imports a module."""
+    debugs: bool
+    """A debugger has stopped it."""
 
 
 def here() -> Place:
@@ -83,12 +87,13 @@ def sight_of(innermost: FrameType) -> Sight:
     """Return what the stack that ends in ``innermost`` says."""
     place = _place_of(innermost)
     stack: list[int] = []
-    trains = compiles = False
+    trains = compiles = debugs = False
     frame: FrameType | None = innermost
     while frame is not None:
         name = frame.f_code.co_filename
         trains = trains or any(part in name for part in _TRAINING)
         compiles = compiles or any(part in name for part in _COMPILING)
+        debugs = debugs or name == _DEBUGGER
         stack += (id(frame), frame.f_lasti)
         frame = frame.f_back
     return Sight(
@@ -98,6 +103,7 @@ def sight_of(innermost: FrameType) -> Sight:
         communicates=place.communicates,
         trains=trains and place.communicates,
         compiles=compiles and not place.communicates,
+        debugs=debugs,
     )
 
 

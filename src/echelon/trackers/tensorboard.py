@@ -7,8 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from echelon.base.optional import is_available, require
 from echelon.trackers.base import GeneralTracker, on_main_process
 from echelon.trackers.dropped import Dropped
@@ -58,6 +56,8 @@ class TensorBoardTracker(GeneralTracker):
 
         Nested settings get names with slashes in the event file, where values are numbers, strings and booleans only.
         """
+        import yaml  # noqa: PLC0415 - not to be paid for by every start of an Accelerator
+
         settings = plain(hide_secrets(values))
         known = {n: v if isinstance(v, (bool, int, float, str)) else str(v) for n, v in flat(settings)}
         self.writer.add_hparams(known, metric_dict={})

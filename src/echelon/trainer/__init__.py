@@ -1,5 +1,6 @@
 """LEVEL 3: the Trainer. Floor 10."""
 
+from echelon.accelerator.preemption import Preempted
 from echelon.trainer.arguments import TrainingArguments
 from echelon.trainer.callbacks import (
     CallbackHandler,
@@ -17,7 +18,6 @@ from echelon.trainer.enums import (
     SaveStrategy,
     SchedulerType,
 )
-from echelon.trainer.interruptions import TrainingInterrupted
 from echelon.trainer.nonfinite import NonFiniteError
 from echelon.trainer.notebook import NotebookProgressCallback
 from echelon.trainer.progress_bars import PrinterCallback, ProgressCallback
@@ -41,6 +41,7 @@ __all__ = [
     "NotebookProgressCallback",
     "OptimizerNames",
     "ParallelMode",
+    "Preempted",
     "PredictionOutput",
     "PrinterCallback",
     "ProgressCallback",
@@ -54,7 +55,6 @@ __all__ = [
     "TrainerControl",
     "TrainerState",
     "TrainingArguments",
-    "TrainingInterrupted",
     "default_data_collator",
     "get_last_checkpoint",
     "get_scheduler",

@@ -252,7 +252,7 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
     )
     max_failed_saves: int = extra(3, "So many checkpoints in a row that the disk did not take end the training.")
     save_on_exception: bool = extra(False, "Save what was trained when an error ends the training.")
-    save_on_signal: bool = extra(False, "On SIGTERM save after the step, and end the process with exit code 143.")
+    save_on_signal: bool = extra(False, "On SIGTERM or SIGUSR1 save after the step, and end with exit code 143.")
     parity: str | None = extra(None, "exact: the same updates on any number of processes; bitwise: the same bits.")
     global_batch_size: int | None = extra(None, "With parity: samples of one optimizer step, over all processes.")
     max_micro_batch_size: int | None = extra(None, "With parity: most samples in one pass; none given: per device.")

@@ -76,7 +76,7 @@ def run_evaluation(
             else:
                 collected.keep(**gathered)
             observed += size or 0
-            trainer._tell("on_prediction_step")
+            trainer._after_evaluation_batch()
             if done == limit:
                 break
     finally:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import yaml
 
 from echelon._version import __version__
 from echelon.base.logging import get_logger
@@ -28,7 +27,7 @@ logger = get_logger(__name__)
 
 CARD_FILE = "README.md"
 # Of the output folder: checkpoints go by hub_strategy, and what begins with _ is nobody's.
-_NOT_UPLOADED = ["_*", "checkpoint-*"]
+_NOT_UPLOADED = ["_*", "checkpoint-*", ".lock*"]
 # Of a checkpoint: what only a training that goes on needs.
 _OF_TRAINING = re.compile(
     r"manifest\.json|objects\.json|rank_\d+\.(safetensors|json)|(optimizer|scheduler|scaler)\.pt|rng_state(_\d+)?\.pth"
@@ -195,6 +194,8 @@ def model_card(
     versions: Mapping[str, str],
 ) -> str:
     """Return the text of a card: metadata as YAML, then the results, the settings and the versions."""
+    import yaml  # noqa: PLC0415 - not to be paid for by every start of a Trainer
+
     head = {key: value for key, value in metadata.items() if value}
     lines = ["---", yaml.safe_dump(head, sort_keys=False, allow_unicode=True).strip() if head else "", "---", ""]
     lines += [f"# {name}", ""]

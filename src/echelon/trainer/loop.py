@@ -5,19 +5,21 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Generator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from echelon.accelerator.checkpoint_folders import is_saved
 from echelon.accelerator.memory import clear_device_cache
+from echelon.accelerator.preemption import Preempted
 from echelon.accelerator.random_states import current_random_states, restore_random_states
 from echelon.base.logging import get_logger
 from echelon.base.protocols import SupportsSetEpoch
 from echelon.trainer.best_model import load_best, metric_for_best, note_best, remove_last_checkpoint
 from echelon.trainer.enums import SaveStrategy
 from echelon.trainer.fitting_batch import evaluation_ran_out
-from echelon.trainer.interruptions import TerminationWatch, TrainingInterrupted
 from echelon.trainer.losses import LossWindow, mean_loss
 from echelon.trainer.nonfinite import NonFiniteError, first_bad
 from echelon.trainer.place import Place, Start
@@ -44,7 +46,6 @@ class TrainingLoop:
         plan: its length.
         loader: of the training data.
         start: where it begins.
-        watch: of SIGTERM; None: it ends the process.
         ignore_keys: outputs of the model that evaluations leave out.
     """
 
@@ -55,7 +56,6 @@ class TrainingLoop:
         loader: Any,
         *,
         start: Start,
-        watch: TerminationWatch | None,
         ignore_keys: list[str] | None,
     ) -> None:
         self.trainer = trainer
@@ -63,12 +63,12 @@ class TrainingLoop:
         self.loader = loader
         self.begins = start
         self.place = trainer._place
-        self.watch = watch
         self.ignore_keys = ignore_keys
         self.is_exact = trainer.accelerator.parity != "off"
         self.is_stepping = False
         """Between the step of the optimizer and the end of what belongs to it."""
         self.last_saved_step: int | None = None
+        self._is_told = False  # to end, and saved
         self._boundary: dict[str, Any] | None = None  # of the last whole step, for an error after it
         self.losses = LossWindow()
         self.total_loss = 0.0
@@ -104,8 +104,10 @@ class TrainingLoop:
         trainer._tell("on_train_begin")
         if args.eval_on_start:
             self._evaluate()
+        elif self.place.is_within_evaluation:
+            start = self._evaluate_again(start)
         self._train_mode()
-        is_done = trainer.state.global_step >= plan.max_steps and not start.num_batches
+        is_done = self._is_told or (trainer.state.global_step >= plan.max_steps and not start.num_batches)
         # With other batches than those of the saved run, max_steps may lie beyond the epochs of the plan.
         num_epochs = sys.maxsize if args.max_steps > 0 and start.epoch else plan.num_epochs
         for epoch in () if is_done else range(start.epoch, num_epochs):
@@ -168,7 +170,7 @@ class TrainingLoop:
         trainer._tell("on_epoch_end")
         place.is_over = True
         self._log_evaluate_save()
-        self._stop_if_told()
+        self._stop_if_told(is_new_step=False)
 
     def _update(self, batches: Any, random_states: Any) -> bool:
         """Make one optimizer step of the next batches; False: there are none.
@@ -260,7 +262,7 @@ class TrainingLoop:
         control = trainer._tell("on_step_end")
         if control.should_log or control.should_evaluate or control.should_save:
             self._log_evaluate_save()
-        self._stop_if_told()
+        self._stop_if_told(is_new_step=True)
 
     def _log_evaluate_save(self) -> None:
         trainer, state = self.trainer, self.trainer.state
@@ -275,6 +277,8 @@ class TrainingLoop:
             trainer._log(logs, self.start if self.counts_tokens else None)
         if trainer.control.should_evaluate:
             metrics = self._evaluate()
+            if metrics is None:
+                return
             is_best = note_best(trainer, metrics)
             if trainer.args.save_strategy == SaveStrategy.BEST:
                 trainer.control.should_save = is_best
@@ -330,25 +334,28 @@ class TrainingLoop:
         self.place.is_within_update = True
         self._save()
 
-    def _stop_if_told(self) -> None:
-        """After SIGTERM on any rank: save, and end the process or (``enable_jit_checkpoint``) the training.
+    def _stop_if_told(self, *, is_new_step: bool) -> None:
+        """If all ranks are to save here: save, and end the process or (``enable_jit_checkpoint``) the training.
 
-        Collective: where SIGTERM is watched.
+        Collective: where they are.
 
         Raises:
-            TrainingInterrupted: ``save_on_signal``, and the training is saved.
+            Preempted: the training is saved.
         """
-        trainer, watch = self.trainer, self.watch
-        if watch is None or not self._on_any_rank(watch.came):
+        preemption, step = self.trainer.accelerator.preemption, self.trainer.state.global_step
+        if self._is_told or not preemption.at_boundary(is_new_step=is_new_step, is_whole=True):
             return
-        watch.came = False
-        step = trainer.state.global_step
-        if self.last_saved_step != step or self.place.is_over:
+        self._save_and_end(is_needed=self.last_saved_step != step or self.place.is_over)
+
+    def _save_and_end(self, *, is_needed: bool = True) -> None:
+        trainer, step = self.trainer, self.trainer.state.global_step
+        if is_needed:
             self._save()
-        logger.warning("SIGTERM: the training is saved after step %d of %d", step, self.plan.max_steps)
-        if trainer.args.save_on_signal:
-            raise TrainingInterrupted
-        trainer.control.should_training_stop = True
+        how = "is saved" if is_saved(trainer.accelerator) else "could not be saved"
+        logger.warning("asked to end by a signal: the training %s after step %d of %d", how, step, self.plan.max_steps)
+        if not trainer.args.enable_jit_checkpoint or trainer.args.save_on_signal:
+            raise Preempted
+        self._is_told = trainer.control.should_training_stop = True
 
     def _on_any_rank(self, flag: bool) -> bool:
         """Collective: on several ranks."""
@@ -357,17 +364,38 @@ class TrainingLoop:
             return flag
         return bool(accelerator.reduce(torch.tensor(float(flag), device=accelerator.device), "sum") > 0)
 
+    def _evaluate_again(self, start: Start) -> Start:
+        """Make the evaluation that the saved training was left in; return where the data goes on."""
+        trainer, place = self.trainer, self.place
+        if start.random_states is not None:
+            restore_random_states(start.random_states)
+        trainer.control.should_evaluate, trainer.control.should_save = True, place.saves_after_evaluation
+        place.is_within_evaluation = False
+        self._log_evaluate_save()
+        self._stop_if_told(is_new_step=False)
+        return replace(start, random_states=current_random_states())
+
     # ---- parts of a step ---------------------------------------------------------------------------------------------
 
-    def _evaluate(self) -> dict[str, float]:
-        trainer = self.trainer
+    def _evaluate(self) -> dict[str, float] | None:
+        """Return the metrics of now; None: in the middle, the training was asked to end, and is saved."""
+        trainer, states = self.trainer, current_random_states()
+        trainer._evaluates_again = True
         try:
             metrics = trainer.evaluate(ignore_keys=self.ignore_keys)
+        except Preempted:
+            restore_random_states(states)
+            self.place.is_within_evaluation = True
+            self.place.saves_after_evaluation = trainer.control.should_save
+            self._save_and_end()
+            return None
         except RuntimeError as error:
             size = trainer.args.per_device_eval_batch_size
             if trainer.args.auto_find_batch_size and (ours := evaluation_ran_out(error, batch_size=size)):
                 raise ours from error
             raise
+        finally:
+            trainer._evaluates_again = False
         self._train_mode()
         if trainer._trial is not None:
             trainer._trial.evaluated(metrics, step=trainer.state.global_step)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
+import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ __all__ = [
     "optimizer_class_and_arguments",
     "parameter_groups",
     "refuse_optimizer",
+    "without_compiler",
 ]
 
 _WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -86,6 +89,38 @@ def optimizer_class_and_arguments(
             chosen, arguments = find(kind.value, args, adam, more, model)
             return chosen, {**common, **arguments}
     raise AssertionError(kind)
+
+
+def without_compiler(kind: type[Optimizer]) -> type[Optimizer]:
+    """Return ``kind``, or a class that does the same without importing torch's compiler, where nothing has done so yet.
+
+    The first optimizer of a process imports ``torch._dynamo``, only to mark its own methods as not to be compiled: that takes
+    longer than torch itself. Underneath the marks are the methods as they are, and a process that never compiles needs none.
+    Pickles and copies are of ``kind``.
+
+    Args:
+        kind: any class; those that are not torch's own are returned as they are.
+
+    Source: ``functools.wraps`` ("__wrapped__ ... allows access to the original function for ... bypassing a decorator").
+    """
+    if "torch._dynamo" in sys.modules or not f"{kind.__module__}.".startswith("torch.optim."):
+        return kind
+    marked = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
+    methods: dict[str, Any] = {name: inspect.unwrap(getattr(kind, name), stop=_is_foreign) for name in marked}
+    step: Any = inspect.unwrap(kind.step, stop=_is_foreign)
+    methods["step"] = torch.no_grad()(step)  # torch's mark of steps does this, too
+
+    def reduce(self: Any) -> tuple[Any, ...]:
+        return object.__new__, (kind,), self.__getstate__()
+
+    # By its names it is ``kind``, which error messages and checks of what an optimizer does go by.
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), {**names, **methods, "__reduce__": reduce})
+
+
+def _is_foreign(function: Any) -> bool:
+    """Did somebody else put this around a method of torch's?"""
+    return not getattr(function, "__globals__", {}).get("__name__", "").startswith("torch.")
 
 
 _Found = tuple[type[Optimizer], dict[str, Any]]

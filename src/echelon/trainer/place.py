@@ -30,6 +30,10 @@ class Place:
     last_logged_step: int = 0
     learning_rate: float = 0.0
     grad_norm: float | None = None
+    is_within_evaluation: bool = False
+    """The training was left in the middle of the evaluation after this step, which is to be made again."""
+    saves_after_evaluation: bool = False
+    """And a checkpoint was to be saved after it."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is saved."""
@@ -38,7 +42,8 @@ class Place:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what was saved."""
         for item in fields(self):
-            setattr(self, item.name, state[item.name])
+            if item.name in state:  # else of an older version
+                setattr(self, item.name, state[item.name])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

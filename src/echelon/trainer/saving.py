@@ -11,7 +11,7 @@ import safetensors
 import torch
 from torch import nn
 
-from echelon.accelerator.checkpoint_folders import is_saved, save_files
+from echelon.accelerator.checkpoint_folders import alone_in, is_saved, save_files
 from echelon.accelerator.saving import aliases_in
 from echelon.trainer.checkpoints import (
     PREFIX,
@@ -42,10 +42,11 @@ def save_checkpoint(trainer: Trainer) -> bool:
         if best == state.global_step or best_folder.exists():
             state.best_model_checkpoint = str(best_folder)
     state.stateful_callbacks = _callback_states(trainer)
-    if checkpoint_format(args) == "transformers":
-        took_place = save_transformers(trainer, folder)
-    else:
-        took_place = _save_own(trainer, folder)
+    with alone_in(trainer.accelerator, trainer._output_dir, prefix=PREFIX):
+        if checkpoint_format(args) == "transformers":
+            took_place = save_transformers(trainer, folder)
+        else:
+            took_place = _save_own(trainer, folder)
     if not took_place:
         state.best_model_checkpoint = before
     elif args.should_save:

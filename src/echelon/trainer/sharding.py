@@ -8,11 +8,11 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from echelon.accelerator.parallelism import ParallelismConfig
-from echelon.accelerator.sharding_plugin import FullyShardedDataParallelPlugin
 from echelon.base.errors import ConfigError
 from echelon.base.variables import str_to_bool
 
 if TYPE_CHECKING:
+    from echelon.accelerator.sharding_plugin import FullyShardedDataParallelPlugin
     from echelon.trainer.arguments import TrainingArguments
 
 __all__ = ["fsdp_plugin", "parallelism", "read_fsdp"]
@@ -66,6 +66,8 @@ def fsdp_plugin(args: TrainingArguments) -> FullyShardedDataParallelPlugin | Non
     options = read_fsdp(args.fsdp)
     if options is None:
         return None
+    from echelon.accelerator.sharding_plugin import FullyShardedDataParallelPlugin  # noqa: PLC0415 - slow to import
+
     given = args.fsdp_config or {}
     assert isinstance(given, Mapping), given
     settings: dict[str, Any] = {}

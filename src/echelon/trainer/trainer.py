@@ -20,8 +20,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler
 
 from echelon.accelerator import AcceleratedOptimizer, Accelerator
+from echelon.accelerator.checkpoint_folders import alone_in
 from echelon.accelerator.deepspeed_opening import groups_of
 from echelon.accelerator.loaders import forget_loader
+from echelon.accelerator.preemption import Preempted
 from echelon.accelerator.saving import write_tensors
 from echelon.base.device import num_devices
 from echelon.base.errors import ConfigError, UsageError
@@ -35,6 +37,7 @@ from echelon.trainer.arguments import TrainingArguments
 from echelon.trainer.callbacks import CallbackHandler, DefaultFlowCallback, TrainerCallback
 from echelon.trainer.checkpoints import (
     ARGUMENTS_FILE,
+    PREFIX,
     STATE_FILE,
     WEIGHTS_FILE,
     SavesItself,
@@ -57,7 +60,7 @@ from echelon.trainer.evaluation import run_evaluation, whole_model_as
 from echelon.trainer.exact import check_exact, items_of, keep_global_batch, plan_of_updates
 from echelon.trainer.fitting_batch import train_with_a_batch_that_fits
 from echelon.trainer.hub import HubUpload, push, write_card
-from echelon.trainer.interruptions import TerminationWatch, save_after
+from echelon.trainer.interruptions import save_after
 from echelon.trainer.loaders import as_dataset, length_of, make_loader, train_sampler
 from echelon.trainer.loop import TrainingLoop
 from echelon.trainer.memory_metrics import MemoryMeter
@@ -65,7 +68,12 @@ from echelon.trainer.model_loss import LabelSmoother, count_items, is_causal, lo
 from echelon.trainer.neftune import noisy_embeddings
 from echelon.trainer.nonfinite import checked_forward
 from echelon.trainer.notebook import NotebookProgressCallback
-from echelon.trainer.optimizers import decay_parameter_names, optimizer_class_and_arguments, parameter_groups
+from echelon.trainer.optimizers import (
+    decay_parameter_names,
+    optimizer_class_and_arguments,
+    parameter_groups,
+    without_compiler,
+)
 from echelon.trainer.place import Place, Start
 from echelon.trainer.plan import Plan, announce, make_plan
 from echelon.trainer.prediction import predict_batch
@@ -195,6 +203,7 @@ class Trainer:
         self._made_scheduler = False
         self._is_trained = False
         self._is_predicting = False
+        self._evaluates_again = False  # an evaluation that is left is made again when the training goes on
         self._preparation_time: float | None = None
         self._memory.keep(self._memory.end("init"))
         self._tell("on_init_end")
@@ -205,6 +214,7 @@ class Trainer:
         Collective: every rank.
         """
         self.accelerator: Accelerator = make_accelerator(self.args)
+        self.accelerator.preemption.is_driven = True
         self._place = Place()
         self.accelerator.register_for_checkpointing(self._place)
         self._syncs_each_batch = bool(accumulation_options(self.args).get("sync_each_batch"))
@@ -291,12 +301,20 @@ class Trainer:
 
         Raises:
             UsageError: there is no checkpoint.
-            CheckpointError: it is damaged, another model's, or means nothing here (docs/checkpoints.md).
+            CheckpointError: it is damaged, another model's, or means nothing here (docs/checkpoints.md); or another process
+                trains in ``output_dir``.
         """
         wanted = _old_model_path(resume_from_checkpoint, kwargs)
         if isinstance(trial, Mapping):
             set_arguments(self.args, trial)
-        folder = checkpoint_to_resume(self, self.args.resume_from_checkpoint if wanted is None else wanted)
+        wanted = self.args.resume_from_checkpoint if wanted is None else wanted
+        saves = str(self.args.save_strategy) != "no"
+        # Before the first step: a run that could not save would have computed for nothing.
+        place = alone_in(self.accelerator, self._output_dir, prefix=PREFIX) if saves else contextlib.nullcontext()
+        with place:
+            return self._train_from(checkpoint_to_resume(self, wanted), trial, ignore_keys_for_eval)
+
+    def _train_from(self, folder: Path | None, trial: Any, ignore_keys_for_eval: list[str] | None) -> TrainOutput:
         accumulation = accumulation_options(self.args).get("num_steps") or self.args.gradient_accumulation_steps
         self._fitted = None
         if self.accelerator.parity != "off":
@@ -352,10 +370,14 @@ class Trainer:
                 accumulation=accumulation,
                 num_parameters=self.get_num_trainable_parameters(),
             )
-            watch = None
-            if args.save_on_signal or args.enable_jit_checkpoint:
-                watch = stack.enter_context(TerminationWatch())
-            loop = TrainingLoop(self, plan, loader, start=start, watch=watch, ignore_keys=ignore_keys_for_eval)
+            preemption, is_wanted = self.accelerator.preemption, args.save_on_signal or args.enable_jit_checkpoint
+            if is_wanted and not stack.enter_context(preemption.during(self.accelerator)):
+                warn(
+                    "save_on_signal has no effect: the program takes the signals itself, or this is not its main thread"
+                )
+            elif args.save_strategy != "no":
+                preemption.join()
+            loop = TrainingLoop(self, plan, loader, start=start, ignore_keys=ignore_keys_for_eval)
             try:
                 return loop.run()
             except (Exception, KeyboardInterrupt) as error:
@@ -553,6 +575,8 @@ class Trainer:
                 model, decaying=self.get_decay_parameter_names(model), weight_decay=self.args.weight_decay
             )
             groups = arguments.pop("params", groups)  # of an optimizer that treats some weights in its own way
+            if self.args.world_size == 1 and not self.args.torch_compile:  # elsewhere torch loads its compiler anyway
+                kind = without_compiler(kind)
             self.optimizer = deepspeed_optimizer(self.args, groups) or kind(groups, **arguments)
         optimizer: Optimizer = self.optimizer
         return optimizer
@@ -817,6 +841,17 @@ class Trainer:
             self.log(logs, start_time=start_time)
         else:
             self.log(logs)
+
+    def _after_evaluation_batch(self) -> None:
+        """End here if the run was asked to end, and nothing is lost by it.
+
+        Raises:
+            Preempted: it was.
+        """
+        self._tell("on_prediction_step")
+        is_boundary = self._evaluates_again or not self.is_in_train
+        if is_boundary and self.accelerator.preemption.at_boundary(is_new_step=False, is_whole=True):
+            raise Preempted
 
     def _tell(self, event: str, **more: Any) -> TrainerControl:
         self.control = self.callback_handler.call_event(event, self.args, self.state, self.control, **more)

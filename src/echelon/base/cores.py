@@ -1,0 +1,116 @@
+"""The cores of this machine: how many the processes of a run may use, and which, when each is to keep to its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from echelon.base.errors import ConfigError
+
+__all__ = ["bind", "cores_of_node", "share_of", "threads_of_each", "usable_cores"]
+
+_GROUPS = "sys/fs/cgroup"
+_NODES = "sys/devices/system/node"
+_CORES = "sys/devices/system/cpu"
+
+
+def threads_of_each(num_processes: int) -> int:
+    """Return how many threads each of the processes of this machine gets when they share its cores."""
+    return max(1, usable_cores() // num_processes)
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Return the cores of the affinity mask (taskset, a scheduler), or fewer where a container has a quota of time.
+
+    Args:
+        root: of the file system.
+    """
+    # os.cpu_count() knows of neither: in a container with two cores of a machine with 64 it is 64.
+    return max(1, min([len(_allowed()), *_quotas(root)]))
+
+
+def bind(cores: frozenset[int]) -> None:
+    """Let this process, and those that it starts, run on these cores alone.
+
+    Raises:
+        ConfigError: the system has no such call.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        raise ConfigError(
+            "processes cannot be bound to cores on this system", where="enable_cpu_affinity", do="leave it out"
+        )
+    os.sched_setaffinity(0, cores)
+
+
+def cores_of_node(node: int, root: Path = Path("/")) -> frozenset[int]:
+    """Return the cores of a NUMA node that this process may use; empty: none, or the system does not tell."""
+    return _allowed() & _listed(root / _NODES / f"node{node}/cpulist")
+
+
+def share_of(local_rank: int, local_world_size: int, root: Path = Path("/")) -> frozenset[int]:
+    """Return the cores of one of the processes of this machine when they share those that may be used.
+
+    Each process has neighbours: whole cores before their second threads go to another, and of one NUMA node as far as it reaches.
+    """
+    nodes = {core: int(path.parent.name[4:]) for path in root.glob(f"{_NODES}/node*/cpulist") for core in _listed(path)}
+
+    def place(core: int) -> tuple[int, int, int]:
+        siblings = _listed(root / _CORES / f"cpu{core}/topology/thread_siblings_list")
+        return nodes.get(core, 0), min(siblings, default=core), core
+
+    cores = sorted(_allowed(), key=place)
+    begin = local_rank * len(cores) // local_world_size
+    return frozenset(cores[begin : max(begin + 1, (local_rank + 1) * len(cores) // local_world_size)])
+
+
+def _allowed() -> frozenset[int]:
+    return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
+
+
+def _listed(path: Path) -> frozenset[int]:
+    """Read a list of the kernel's: ``0-3,8``."""
+    try:
+        parts = [part.split("-") for part in path.read_text(encoding="ascii").strip().split(",") if part]
+    except OSError:
+        return frozenset()
+    return frozenset(core for part in parts for core in range(int(part[0]), int(part[-1]) + 1))
+
+
+def _quotas(root: Path) -> Iterator[int]:
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:  # no Linux
+        return
+    for line in lines:
+        number, controllers, group = line.split(":", 2)
+        if number == "0":
+            folder, read = root / _GROUPS, _quota
+        elif "cpu" in controllers.split(","):
+            folder, read = root / _GROUPS / "cpu", _quota_of_version_1
+        else:
+            continue
+        path = PurePosixPath(group)
+        # The quota of a group above holds, too. A container may see its own group as the root.
+        for name in (path, *path.parents):
+            quota = read(folder / str(name).lstrip("/"))
+            if quota is not None:
+                yield quota
+
+
+def _quota(folder: Path) -> int | None:
+    try:
+        quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
+        return None if quota == "max" else int(quota) // int(period)
+    except (OSError, ValueError, ZeroDivisionError):  # the root has none
+        return None
+
+
+def _quota_of_version_1(folder: Path) -> int | None:
+    try:
+        quota, period = (
+            int((folder / f"cpu.cfs_{name}_us").read_text(encoding="ascii")) for name in ("quota", "period")
+        )
+        return None if quota <= 0 else quota // period
+    except (OSError, ValueError, ZeroDivisionError):
+        return None

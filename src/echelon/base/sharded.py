@@ -1,0 +1,45 @@
+"""What torch's sharded tensors and modules are, asked without loading the code that makes them.
+
+``torch.distributed.tensor`` and ``torch.distributed.fsdp`` take about as long to import as torch itself, and a program that
+shards nothing never needs them. Nobody has a ``DTensor`` whose module is not loaded, so it is looked for where it would be.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["is_dtensor", "is_fsdp_module", "is_old_fsdp", "local_shape_and_offset"]
+
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Tell whether ``value`` is a tensor spread over a mesh."""
+    return _is_a(value, "torch.distributed.tensor", "DTensor")
+
+
+def is_fsdp_module(module: object) -> TypeGuard[FSDPModule]:
+    """Tell whether ``fully_shard`` was applied to ``module`` itself."""
+    return _is_a(module, "torch.distributed.fsdp", "FSDPModule")
+
+
+def is_old_fsdp(module: object) -> bool:
+    """Tell whether ``module`` is the wrapper of the older FSDP."""
+    return _is_a(module, "torch.distributed.fsdp", "FullyShardedDataParallel")
+
+
+def local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape of this rank's part of ``tensor``, and where in the whole tensor it begins."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415 - as above
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(shape), tuple(offset)
+
+
+def _is_a(value: object, module: str, name: str) -> bool:
+    loaded: Any = sys.modules.get(module)
+    kind = getattr(loaded, name, None)  # None too while another thread is importing the module
+    return kind is not None and isinstance(value, kind)

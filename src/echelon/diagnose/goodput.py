@@ -1,0 +1,179 @@
+"""Where the time of a run went, over all its attempts: a ledger that adds up to the time that passed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from echelon.status.board import Mark, Part, Times
+
+__all__ = ["ITEMS", "Attempt", "Ledger", "RankTimes", "account", "spent_in"]
+
+_ITEM_OF = MappingProxyType(
+    {
+        Part.DATA: "data wait",
+        Part.FORWARD: "compute",
+        Part.BACKWARD: "compute",
+        Part.OPTIMIZER: "compute",
+        Part.EVALUATION: "compute",
+        Part.COMMUNICATION: "communication",
+        Part.CHECKPOINT: "checkpoint",
+    }
+)
+_GOOD = ("compute", "communication", "program")
+ITEMS = (*_GOOD, "data wait", "checkpoint", "init", "detection", "restart", "lost steps", "end")
+"""What the time of a run is put down to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTimes:
+    """What the board had of one rank when its attempt was over."""
+
+    rank: int
+    times: Times | None = None
+    marks: Sequence[Mark] = ()
+    ended_ns: int | None = None
+    """When its program ended by itself, before the attempt was over; None: it did not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One start of all ranks, and its end; all times are ``time.monotonic_ns``."""
+
+    started_ns: int
+    failed_ns: int
+    """The first sign of what ended it: a death, an exception, the last move before a stall; of a good end, that."""
+    noticed_ns: int
+    """When the launcher saw it."""
+    ranks: Sequence[RankTimes]
+
+    @property
+    def loaded(self) -> int | None:
+        """The step that its training loop began with, -1: without a checkpoint; None: it did not come so far."""
+        found = [one.times for one in self.ranks if one.times is not None]
+        step = max((times.loaded for times in found), default=-1)
+        return step if step >= 0 or any(times.begun_ns for times in found) else None
+
+    def has_mark(self, step: int) -> bool:
+        """Tell whether it has begun a checkpoint of ``step``."""
+        return any(mark.step == step for one in self.ranks for mark in one.marks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """Seconds by item, the mean over the ranks; they add up to ``wall_s``."""
+
+    wall_s: float
+    num_restarts: int
+    seconds: Mapping[str, float]
+    """``compute`` and ``communication`` of steps that remained, ``data wait``, ``checkpoint``; ``init``: until the
+    training loop; ``detection``: from a failure until it was noticed; ``restart``: from then to the next training loop;
+    ``lost steps``: made again later; ``end``: after the program; ``program``: all of a program that notes nothing."""
+
+    @property
+    def goodput(self) -> float:
+        """The part of the time that computed, or communicated, for steps that remained."""
+        return sum(self.seconds.get(item, 0.0) for item in _GOOD) / self.wall_s if self.wall_s else 0.0
+
+    def __str__(self) -> str:
+        items = ", ".join(f"{item} {s:.1f} s" for item, s in self.seconds.items() if s >= 0.05)
+        restarts = f"; {self.num_restarts} restart{'s' if self.num_restarts > 1 else ''}" if self.num_restarts else ""
+        return f"goodput {self.goodput:.1%} of {self.wall_s:.1f} s: {items}{restarts}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what ``from_json`` reads."""
+        seconds = {item: round(s, 6) for item, s in self.seconds.items()}
+        return {"wall_s": self.wall_s, "num_restarts": self.num_restarts, "seconds": seconds}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Ledger:
+        """Read what ``to_json`` gave."""
+        return cls(wall_s=data["wall_s"], num_restarts=data["num_restarts"], seconds=data["seconds"])
+
+
+def account(attempts: Sequence[Attempt], *, began_ns: int, ended_ns: int) -> Ledger:
+    """Return where the time went.
+
+    Args:
+        attempts: in their order.
+        began_ns: when the launcher began.
+        ended_ns: when it ended.
+    """
+    totals = dict.fromkeys(ITEMS, 0.0)
+    is_noted = any(one.times is not None and one.times.begun_ns for attempt in attempts for one in attempt.ranks)
+    edge = began_ns
+    for attempt, kept in zip(attempts, _kept_up_to(attempts)):
+        before = "init" if edge == began_ns else "restart"
+        for one in attempt.ranks:
+            for item, ns in _row(attempt, one, kept, edge=edge, before=before, is_noted=is_noted).items():
+                totals[item] += ns / len(attempt.ranks)
+        totals["detection"] += attempt.noticed_ns - attempt.failed_ns
+        edge = attempt.noticed_ns
+    totals["end"] += ended_ns - edge
+    return Ledger(
+        wall_s=(ended_ns - began_ns) / 1e9,
+        num_restarts=max(0, len(attempts) - 1),
+        seconds={item: ns / 1e9 for item, ns in totals.items() if ns},
+    )
+
+
+def _row(
+    attempt: Attempt, one: RankTimes, kept: int | None, *, edge: int, before: str, is_noted: bool
+) -> dict[str, float]:
+    """Return the nanoseconds of one rank from ``edge`` to the failure."""
+    row = dict.fromkeys(ITEMS, 0.0)
+    failed_ns, spent = attempt.failed_ns, spent_in(attempt, one)
+    if spent is None or one.times is None:
+        loop_ns = failed_ns if is_noted else min(attempt.started_ns, failed_ns)
+        row[before], row["program"] = loop_ns - edge, failed_ns - loop_ns
+        return row
+    row[before] = one.times.begun_ns - edge
+    row["end"] = failed_ns - one.times.begun_ns - sum(spent)
+    lost_from = _lost_from(attempt, one, kept)
+    for part, ns in zip(Part, spent):
+        lost = 0 if lost_from is None or part is Part.CHECKPOINT else max(0, ns - lost_from[part])
+        row[_ITEM_OF[part]] += ns - lost
+        row["lost steps"] += lost
+    return row
+
+
+def spent_in(attempt: Attempt, one: RankTimes) -> list[int] | None:
+    """Return the nanoseconds of each part of a rank's training loop, up to the failure or its own end; None: it had none.
+
+    Together they are the time since its loop began.
+    """
+    times = one.times
+    if times is None or not 0 < times.begun_ns < attempt.failed_ns:
+        return None
+    stop_ns = attempt.failed_ns if one.ended_ns is None else max(times.begun_ns, min(attempt.failed_ns, one.ended_ns))
+    spent = list(times.spent_ns)
+    spent[times.part] += max(0, stop_ns - times.since_ns)
+    surplus = max(0, times.since_ns - stop_ns)  # what it noted after that: while others saw the failure, it went on
+    for part in sorted(Part, key=lambda part: (part is not times.part, -spent[part])):
+        taken = min(surplus, spent[part])
+        spent[part] -= taken
+        surplus -= taken
+    return spent
+
+
+def _kept_up_to(attempts: Sequence[Attempt]) -> list[int | None]:
+    """Return for each attempt the step up to which its work remained; -1: none of it; None: all."""
+    kept: list[int | None] = []
+    need: int | None = None  # what the attempts after this one rest on
+    for attempt in reversed(attempts):
+        kept.append(need)
+        if attempt.loaded is not None and (need is None or attempt.has_mark(need)):
+            need = attempt.loaded
+    return kept[::-1]
+
+
+def _lost_from(attempt: Attempt, one: RankTimes, kept: int | None) -> Sequence[int] | None:
+    """Return what the rank had spent on each part when the work that was lost began; None: nothing was lost."""
+    if kept is None:
+        return None
+    if not attempt.has_mark(kept):
+        return [0] * len(Part)
+    # A rank without this mark died, or was stopped, when the others had begun to save.
+    return next((mark.spent_ns for mark in reversed(one.marks) if mark.step == kept), None)

@@ -1,0 +1,198 @@
+"""A loop with an Accelerator that gets a signal, without a launcher: where it stops, what it saves, and what the next start does."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from echelon import Accelerator
+from echelon.distributed import preemption, should_stop
+from echelon.status.hold import EXIT_CODE
+from echelon.utils import ProjectConfiguration
+
+EPOCHS, STEPS = 3, 6
+
+
+def train(
+    accelerator: Accelerator, at: Callable[[int, str], None], *, resume: tuple[Any, ...] | None = ()
+) -> tuple[list[torch.Tensor], list[str]]:
+    """Train, calling ``at`` with the step in each turn of a loop; return the weights, and what was done after each epoch."""
+    torch.manual_seed(3)
+    x = torch.arange(12.0)[:, None] / 12
+    model: Any = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+    data = TensorDataset(x, 2 * x)
+    model, optimizer, loader, held_out = accelerator.prepare(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=0.05),
+        DataLoader(data, batch_size=2, shuffle=True),
+        DataLoader(data, batch_size=2),
+    )
+    if resume is not None:
+        accelerator.resume(*resume)
+    done = []
+    for epoch in accelerator.epochs(EPOCHS):
+        model.train()
+        for a, b in loader:
+            accelerator.backward(nn.functional.mse_loss(model(a), b))
+            optimizer.step()
+            optimizer.zero_grad()
+            at(accelerator.progress.step, "train")
+        model.eval()
+        with torch.no_grad():
+            for a, _ in held_out:
+                model(a)
+                at(accelerator.progress.step, "evaluate")
+        done.append(f"epoch {epoch}")
+    return [p.detach().clone() for p in model.parameters()], done
+
+
+def signal_at(step: int, part: str) -> Callable[[int, str], None]:
+    sent: list[int] = []
+
+    def at(now: int, where: str) -> None:
+        if (now, where) == (step, part) and not sent:
+            sent.append(now)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return at
+
+
+def nothing(_step: int, _part: str) -> None:
+    """Send no signal."""
+
+
+def accelerator(folder: Path | None, **options: Any) -> Accelerator:
+    project = ProjectConfiguration(folder, **options)
+    return Accelerator(cpu=True, project_config=project, seed=7)
+
+
+# In the last turn of a pass and in an evaluation the epoch goes on to its end.
+@pytest.mark.parametrize(
+    ("step", "part", "saved"), [(4, "train", 4), (6, "train", 6), (6, "evaluate", 6), (18, "evaluate", 18)]
+)
+def test_it_stops_where_going_on_loses_nothing(tmp_path: Path, step: int, part: str, saved: int) -> None:
+    expected, all_done = train(accelerator(None), nothing, resume=None)
+    options = {"automatic_checkpoint_naming": True}
+    first = accelerator(tmp_path, **options)
+    with pytest.raises(preemption.Preempted) as stop:
+        train(first, signal_at(step, part))
+    assert stop.value.code == EXIT_CODE == 143
+    assert first.progress.step == saved
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert [path.name for path in (tmp_path / "checkpoints").glob("checkpoint_*")] == ["checkpoint_0"]
+    weights, done = train(accelerator(tmp_path, **options), nothing)
+    assert all(map(torch.equal, weights, expected))
+    assert done == all_done[saved // STEPS :]
+
+
+def test_an_evaluation_that_takes_longer_than_half_the_grace_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preemption, "_GRACE_S", 1.0)
+    begun: list[float] = []
+
+    def at(step: int, part: str) -> None:
+        if (step, part) == (12, "evaluate"):
+            if not begun:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            begun.append(time.monotonic())
+            time.sleep(0.15)
+
+    with pytest.raises(preemption.Preempted):
+        train(accelerator(tmp_path), at, resume=(tmp_path / "state",))
+    assert 0.4 < time.monotonic() - begun[0] < 30
+    assert 1 < len(begun) < STEPS
+    expected, _ = train(accelerator(None), nothing, resume=None)
+    weights, done = train(accelerator(None), nothing, resume=(tmp_path / "state",))
+    assert all(map(torch.equal, weights, expected))
+    assert done == ["epoch 2"]
+
+
+def test_where_nothing_can_be_saved_it_ends_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(preemption.Preempted):
+        train(accelerator(None), signal_at(3, "train"), resume=None)
+    assert "the run ends after step 3 with exit code 143, and nothing is saved" in caplog.text
+
+
+def test_without_resume_a_folder_of_the_project_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(preemption.Preempted):
+        train(accelerator(tmp_path), signal_at(3, "train"), resume=None)
+    assert re.search(
+        r"after step 3 .* saved in \S*/preempted, from where resume\('\S*/preempted'\) goes on", caplog.text
+    )
+    weights, _ = train(accelerator(None), nothing, resume=(tmp_path / "preempted",))
+    assert all(map(torch.equal, weights, train(accelerator(None), nothing, resume=None)[0]))
+
+
+def test_a_handler_of_the_program_stays(tmp_path: Path) -> None:
+    came: list[int] = []
+    before = [signal.signal(number, lambda number, _frame: came.append(number)) for number in preemption.SIGNALS]
+    try:
+        _, done = train(accelerator(tmp_path), signal_at(3, "train"), resume=None)
+    finally:
+        for number, handler in zip(preemption.SIGNALS, before):
+            signal.signal(number, handler)
+    assert came == [signal.SIGTERM]
+    assert len(done) == EPOCHS
+
+
+def test_without_a_launcher_nobody_is_led_by_a_query() -> None:
+    assert not should_stop()
+
+
+def test_the_example_of_the_document_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "preemption.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python preemption\n(.*?)```", page, re.DOTALL)
+    example = example.replace("Accelerator(", "Accelerator(cpu=True, ")
+    told = "        if accelerator.progress.step == 20: import os; os.kill(os.getpid(), 15)\n"
+    printed = []
+    for folder, program, ends in (
+        ("whole", example, False),
+        ("parts", example.replace("accelerator.print", told.lstrip("\n") + "accelerator.print"), True),
+        ("parts", example, False),
+    ):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / folder)
+        with pytest.raises(preemption.Preempted) if ends else nullcontext():
+            exec(program, {})
+        printed.append(capsys.readouterr().out)
+    assert printed[0].startswith("48 steps, loss ")
+    assert printed[1:] == ["", printed[0]]
+
+
+ALONE = """
+import os, signal, sys, time
+from echelon.distributed import preemption
+preemption._GRACE_S = 0.3
+with preemption.on_signals(None):
+    os.kill(os.getpid(), signal.SIGUSR1)
+    if sys.argv[1] == "twice":
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("manner", "code"), [("once", 143), pytest.param("twice", -15, marks=pytest.mark.soak)])
+def test_a_process_that_comes_to_no_boundary_ends_after_the_grace(manner: str, code: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, manner], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == code
+    assert ("after 0.3 s not all ranks came to one step: the process ends with exit code 143" in done.stderr) == (
+        code > 0
+    )
