@@ -55,7 +55,7 @@ def test_no_folder_is_on_two_floors_or_is_a_face() -> None:
     assert not FACES & set(folders)
 
 
-@pytest.mark.parametrize("path", [*ROOT_FILES, "utils/operations.py", "state.py"])
+@pytest.mark.parametrize("path", [*sorted(ROOT_FILES), "utils/operations.py", "state.py"])
 def test_what_is_outside_the_lines_may_import_anything(path: str) -> None:
     assert upward_imports(path, "from echelon.trainer import Trainer\nfrom echelon import cli") == []
 
