@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
 import time
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from echelon import Accelerator
@@ -69,3 +72,32 @@ def test_a_model_and_its_group_are_freed(engine: str) -> None:
     for kept, num_groups in run_on_ranks(_rounds, engine, init_group=False):
         assert kept == [False] * 4
         assert num_groups <= 2  # torch keeps the last one, and of DTensors the last two
+
+
+def _let_models_go_after_their_groups(rounds: int) -> list[int]:
+    """Let each go right after a collective, while a thread of gloo may wait for the lock to free the tensor of that."""
+    before, cores, references = sys.getswitchinterval(), os.sched_getaffinity(0), []
+    os.sched_setaffinity(0, [min(cores)])
+    sys.setswitchinterval(100)
+    try:
+        for _ in range(rounds):
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            model = nn.parallel.DistributedDataParallel(nn.Linear(8, 1))
+            model(torch.ones(2, 8)).sum().backward()
+            dist.all_reduce(torch.ones(3))
+            group = dist.group.WORLD
+            close_group()
+            references.append(sys.getrefcount(group))
+            del group, model
+    finally:
+        sys.setswitchinterval(before)
+        os.sched_setaffinity(0, cores)
+    return references
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="one core makes the moment frequent")
+@pytest.mark.parametrize("rounds", [20, pytest.param(1000, marks=pytest.mark.soak)])
+def test_a_model_that_outlives_its_group_does_not_hang_the_end_of_the_program(rounds: int) -> None:
+    (references,) = run_on_ranks(_let_models_go_after_their_groups, rounds, world_size=1, init_group=False)
+    # The variable, the argument, the model, and who lets it go in peace; the hang itself takes hundreds of rounds.
+    assert references == [4] * rounds

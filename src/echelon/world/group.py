@@ -7,6 +7,7 @@ import socket
 import sys
 from datetime import timedelta
 from importlib import import_module
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
@@ -76,9 +77,20 @@ def open_group(
         ) from error
 
 
+class _Closed:
+    last: ClassVar[Any] = None
+    """The group that was closed last.
+
+    torch 2.13 hangs when DistributedDataParallel is the last to hold a group of gloo: its destructor waits for the group's
+    threads and keeps the interpreter's lock, which such a thread may need to free a tensor of the last collective. Python's
+    own reference gives the lock up; so it outlives a model that goes after its group, or the threads have ended their work.
+    """
+
+
 def close_group() -> None:
     """End the default process group; harmless when there is none."""
     if dist.is_initialized():
+        _Closed.last = dist.group.WORLD
         dist.destroy_process_group()
     _forget_meshes()
     _forget_interface()
