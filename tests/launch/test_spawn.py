@@ -55,7 +55,10 @@ def test_every_way_to_set_up_works(way: str, tmp_path: Path) -> None:
     assert "RANK" not in os.environ  # the parent's environment is left alone
 
 
-@pytest.mark.parametrize(("manner", "text"), [("raise", "ValueError: bad sample 17"), ("kill", "killed by SIGKILL")])
+@pytest.mark.parametrize(
+    ("manner", "text"),
+    [("raise", "ValueError: bad sample 17"), pytest.param("kill", "killed by SIGKILL", marks=pytest.mark.soak)],
+)
 def test_failure_names_the_rank_that_began(manner: str, text: str) -> None:
     with pytest.raises(LaunchError) as caught:
         spawn(fail_on_one, (manner,), nprocs=2)

@@ -68,7 +68,9 @@ def _load(folder: str, shape: tuple[int, ...]) -> Whole:
     return _whole(tensors)
 
 
-@pytest.mark.parametrize("saved", [(1,), (3,), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "saved", [pytest.param((1,), marks=pytest.mark.soak), pytest.param((3,), marks=pytest.mark.soak), (2, 2)], ids=str
+)
 def test_what_some_ranks_have_saved_is_read_by_others(saved: tuple[int, ...], tmp_path: Path) -> None:
     def size(shape: tuple[int, ...]) -> int:
         return shape[0] * (shape[1] if len(shape) == 2 else 1)

@@ -105,8 +105,8 @@ def _check(check: engine_contract.Check, stage: int) -> None:
 
 
 @pytest.mark.parametrize("check", engine_contract.CHECKS, ids=lambda check: check.__name__)
-# What stages 0 and 2 have of their own, the loops and layouts below show.
-@pytest.mark.parametrize("stage", [pytest.param(n, marks=[pytest.mark.soak] if n in (0, 2) else []) for n in STAGES])
+# What the other stages have of their own, the loops and layouts below show.
+@pytest.mark.parametrize("stage", [pytest.param(n, marks=[pytest.mark.soak] if n < 3 else []) for n in STAGES])
 def test_the_contract(stage: int, check: engine_contract.Check) -> None:
     run_on_ranks(_check, check, stage, world_size=2)
 
@@ -244,10 +244,10 @@ def _continued(stage: int, offload: str, precision: str, folder: Path) -> list[b
     [
         (0, "none", "no"),
         (1, "none", "bf16"),
-        (2, "cpu", "bf16"),
+        pytest.param(2, "cpu", "bf16", marks=pytest.mark.soak),
         (2, "none", "fp16"),
         (3, "none", "bf16"),
-        (3, "cpu", "no"),
+        pytest.param(3, "cpu", "no", marks=pytest.mark.soak),
     ],
 )
 def test_its_state_continues_where_it_was(stage: int, offload: str, precision: str, tmp_path: Path) -> None:

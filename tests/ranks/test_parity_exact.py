@@ -234,7 +234,7 @@ def _resume_everywhere(root: Path, num_workers: int) -> tuple[dict[int, bool], d
     return same, read, updates
 
 
-@pytest.mark.parametrize(("world_size", "num_workers"), [(1, 0), (2, 0), (1, 2)])
+@pytest.mark.parametrize(("world_size", "num_workers"), [(1, 0), (2, 0), pytest.param(1, 2, marks=pytest.mark.soak)])
 def test_a_run_stopped_at_any_step_goes_on_bit_for_bit(tmp_path: Path, world_size: int, num_workers: int) -> None:
     results = run_on_ranks(_resume_everywhere, tmp_path, num_workers, world_size=world_size, timeout=180)
     for same, _, updates in results:
