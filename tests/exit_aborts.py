@@ -2,7 +2,7 @@
 
 A prototype died at exit, after all work and destroy_process_group(), with "terminate called without an active exception".
 Each run here is three processes that train with canonical shards, leave the group and end as an interpreter ends. Most are
-forked from one that has imported everything, so that there can be many runs; every fifth run starts new interpreters.
+forked from one that has imported everything, so that there can be many runs; every 25th run starts new interpreters.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Accelerator
+from echelon.engines.registry import load
 
 ROOT = Path(__file__).resolve().parent.parent
 WORLD_SIZE = 3
@@ -118,11 +120,14 @@ def main() -> None:
         train(options.train)
         return
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    for name in ENGINES:
+        load(name)
+    import_module("torch._dynamo")  # the first optimizer imports it
     began, done, bad = time.monotonic(), {"forked": 0, "fresh": 0}, 0
     for number in range(options.runs):
         if time.monotonic() - began > options.seconds:
             break
-        kind, run = ("fresh", fresh) if number % 5 == 4 else ("forked", forked)
+        kind, run = ("fresh", fresh) if number % 25 == 24 else ("forked", forked)
         with tempfile.TemporaryDirectory() as folder:
             output = Path(folder, "output")
             codes = run(_meeting_place(), ENGINES[number % len(ENGINES)], output)
