@@ -79,7 +79,7 @@ def open_group(
 
 class _Closed:
     last: ClassVar[Any] = None
-    """The group that was closed last.
+    """The group that was closed last, while something else holds it.
 
     torch 2.13 hangs when DistributedDataParallel is the last to hold a group of gloo: its destructor waits for the group's
     threads and keeps the interpreter's lock, which such a thread may need to free a tensor of the last collective. Python's
@@ -90,8 +90,9 @@ class _Closed:
 def close_group() -> None:
     """End the default process group; harmless when there is none."""
     if dist.is_initialized():
-        _Closed.last = dist.group.WORLD
+        group = dist.group.WORLD
         dist.destroy_process_group()
+        _Closed.last = group if sys.getrefcount(group) > 2 else None  # nobody else holds it: its files are closed now
     _forget_meshes()
     _forget_interface()
 
