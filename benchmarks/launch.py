@@ -192,13 +192,11 @@ def main() -> None:
     start_ratio, start = in_words(launches)
     taken = pairs(steps, options.pairs, "steps")
     cost_ratio, cost = in_words(taken)
-    rows, warm, cold, torchruns = [], 0.0, 0.0, 0.0
+    rows, medians, tails = [], {}, {}
     for launcher, values, failures in recovery_rows(options.kills, options.rounds):
-        middle, last = (quantile(values, part) if values else float("nan") for part in (0.5, 0.95))
-        rows.append(f"| {launcher} | {len(values)} | {failures} | {middle:.2f} | {last:.2f} |")
-        warm = last if launcher == ECHELON else warm
-        cold = middle if launcher == COLD else cold
-        torchruns = middle if launcher == TORCHRUN else torchruns
+        medians[launcher], tails[launcher] = (quantile(values, part) if values else float("nan") for part in (0.5, 0.95))
+        rows.append(f"| {launcher} | {len(values)} | {failures} | {medians[launcher]:.2f} | {tails[launcher]:.2f} |")
+    warm, cold, torchruns = tails[ECHELON], medians[COLD], medians[TORCHRUN]
     mine, its = ([pair[i] for pair in launches] for i in (0, 1))
 
     def verdict(holds: bool) -> str:

@@ -10,11 +10,10 @@ import pytest
 
 from tests.launch.conftest import Command, Result
 
-# Rank 1 fails when rank 0 is there; rank 0 waits for ever. `moment()` notes when it happens.
+# Rank 1 fails when rank 0 waits, which it does for ever: its handlers are set then. `moment()` notes when it happens.
 HEAD = """
 import os, signal, sys, threading, time
 rank = int(os.environ["RANK"])
-open(f"ready_{rank}", "w").close()
 def moment():
     while not os.path.exists("ready_0"):
         time.sleep(0.005)
@@ -22,6 +21,7 @@ def moment():
         file.write(repr(time.monotonic()))
     os.rename("moment.tmp", "moment")
 def wait():
+    open(f"ready_{rank}", "w").close()
     while True:
         time.sleep(60)
 """

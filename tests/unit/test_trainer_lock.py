@@ -11,26 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint.lock import Owner, _start_of
-from echelon.trainer import Trainer, TrainerCallback, TrainingArguments
-
-
-class Squares(Trainer):
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        loss = model(inputs[0]).square().mean()
-        return (loss, inputs) if return_outputs else loss
+from echelon.trainer import Trainer, TrainerCallback
+from tests.trainer_models import DATA, Line, arguments
 
 
 def _trainer(folder: Path, *callbacks: TrainerCallback, **options: Any) -> Trainer:
-    settings = {"max_steps": 4, "save_steps": 2, "use_cpu": True, "disable_tqdm": True, "report_to": "none", **options}
-    data = [(torch.ones(2), torch.ones(1))] * 8
-    return Squares(nn.Linear(2, 1), TrainingArguments(folder, **settings), train_dataset=data, callbacks=[*callbacks])
+    settings = arguments(folder, **{"max_steps": 4, "save_strategy": "steps", "save_steps": 2, **options})
+    return Trainer(Line(), settings, train_dataset=DATA, callbacks=[*callbacks])
 
 
 def _lock(folder: Path, pid: int, started: str) -> None:

@@ -547,9 +547,8 @@ class Accelerator(AcceleratorFacts):
             models=self._models,
             loaders=self._dataloaders,
             is_exact=self._ledger is not None,
-            owner=weakref.ref(
-                self
-            ),  # a cycle would keep what this holds (a lock's thread) until Python looks for cycles
+            # Weak: a cycle would keep what this holds (a lock's thread) until Python looks for cycles.
+            owner=weakref.ref(self),
         )
 
     def _at_boundary(self, is_new_step: bool, is_whole: bool) -> None:

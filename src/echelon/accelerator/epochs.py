@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from echelon.accelerator.gradient_state import GradientState
-from echelon.accelerator.random_states import current_random_states, restore_random_states
+from echelon.accelerator.random_states import RandomStates, restore_random_states
 from echelon.base.logging import get_logger
 from echelon.base.progress import Progress
 from echelon.data.loader import PreparedLoader
@@ -66,6 +66,7 @@ class Epochs(Book):
         self._loaders = loaders
         self._is_exact = is_exact
         self._owner = owner
+        self._random_states = RandomStates()
         self._num_at_boundary = 0  # steps at the last one
         self._epoch: int | None = None  # of the loop over epochs that we are in
         self._next: int | None = None  # where that goes on, in a run without training loaders
@@ -96,7 +97,7 @@ class Epochs(Book):
             owner=loader,
             records={id(one.source): one.record_now(num_unused=int(one is loader)) for one in reading},
             draws={id(one.source): one.draws(num_unused=int(one is loader)) for one in reading},
-            random_states=current_random_states(),
+            random_states=self._random_states.now(),
         )
 
     def end_batch(self, loader: PreparedLoader) -> None:

@@ -5,13 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 
-__all__ = ["get", "patch", "restored", "snapshot", "write"]
+__all__ = ["get", "own", "patch", "restored", "snapshot", "write"]
 
 
 def get(name: str) -> str | None:
     """Return the value of the variable ``name``; None when it is unset or empty."""
     return os.environ.get(name) or None
+
+
+@lru_cache(maxsize=None)
+def own(name: str) -> str | None:
+    """Return the variable ``name``, which only echelon sets: it is read once (to find one missing takes microseconds)."""
+    return get(name)
 
 
 def snapshot() -> dict[str, str]:
@@ -26,6 +33,7 @@ def write(values: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+    own.cache_clear()
 
 
 @contextmanager

@@ -82,7 +82,9 @@ class HostDraws:
     def take(self) -> None:
         """Note the states of now: a batch (or a pass) is about to be read."""
         if self.is_of_a_batch:
-            self._states = self._now(whole=False) | (self._others.before() or {})
+            self._states = self._now(whole=False)
+            if others := self._others.before():
+                self._states |= others
         else:
             self._states = self._now(whole=True)
 

@@ -48,7 +48,7 @@ def member_of_launch() -> Member | None:
     From the first call on the launcher counts on this rank, and SIGTERM and SIGUSR1 to it are passed on to the launcher
     (unless the program has handlers of its own).
     """
-    place = environ.get(BOARD_VARIABLE)
+    place = environ.own(BOARD_VARIABLE)
     return None if place is None else _open(place, os.getpid())
 
 

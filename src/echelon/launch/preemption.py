@@ -17,7 +17,7 @@ from echelon.base.errors import LaunchError
 from echelon.diagnose.stall import name_ranks
 from echelon.launch.interrupts import Interrupts
 from echelon.status.board import Board
-from echelon.status.hold import EXIT_CODE, SIGNALS, Coordinator, Outcome, State
+from echelon.status.hold import EXIT_CODE, SIGNALS, Coordinator, Outcome, State, state_of
 
 __all__ = ["Preemption"]
 
@@ -98,7 +98,7 @@ class Preemption:
         for rank, stand in enumerate(self._board.read_stands()):
             note = self._board.note(rank)
             step = "" if note is None else f"step {note.step}, {note.phase or 'elsewhere'}"
-            if State(stand & 3) is State.STOPPED:
+            if state_of(stand) is State.STOPPED:
                 step += " (has come)"
             where.setdefault(step.strip(), []).append(rank)
         self._lost = "; ".join(f"{name_ranks(ranks)}: {text or 'no step yet'}" for text, ranks in where.items())

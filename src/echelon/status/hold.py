@@ -39,6 +39,7 @@ __all__ = [
     "State",
     "common_place",
     "have_met",
+    "state_of",
     "stop_here",
     "word",
 ]
@@ -88,6 +89,11 @@ def word(order: Order, place: int = 0) -> int:
 
 def _stand(place: int, state: State) -> int:
     return place << _STATE_BITS | state
+
+
+def state_of(stand: int) -> State:
+    """Return what the rank with this stand is doing."""
+    return State(stand & ((1 << _STATE_BITS) - 1))
 
 
 def stop_here(place: int, *, is_whole: bool) -> Generator[Access, int, bool]:
@@ -233,9 +239,9 @@ class Coordinator:
 
 def common_place(stands: list[int]) -> int:
     """Return the first place that no rank has passed, as far as is known: one that has not read HOLD yet may come back."""
-    return max((stand >> _STATE_BITS) + (stand & 3 == State.PAST) for stand in stands)
+    return max((stand >> _STATE_BITS) + (state_of(stand) is State.PAST) for stand in stands)
 
 
 def have_met(stands: list[int]) -> bool:
     """Have all ranks stopped, at one place?"""
-    return len(set(stands)) == 1 and stands[0] & 3 == State.STOPPED
+    return len(set(stands)) == 1 and state_of(stands[0]) is State.STOPPED

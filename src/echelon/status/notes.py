@@ -170,7 +170,7 @@ class Notes:
 
 def notes_of_process() -> Notes | None:
     """Return what writes for this process; None: no launcher of ours has started it, or its board is gone."""
-    place = environ.get(BOARD_VARIABLE)
+    place = environ.own(BOARD_VARIABLE)
     return None if place is None else _open(place, os.getpid())
 
 

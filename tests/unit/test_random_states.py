@@ -1,0 +1,71 @@
+"""The states of random number generators, taken again and again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from echelon.accelerator.random_states import RandomStates, current_random_states, restore_random_states
+
+RANDOM: Any = np.random
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    generator, states = RANDOM.get_bit_generator(), current_random_states()
+    yield
+    RANDOM.set_bit_generator(generator)
+    restore_random_states(states)
+
+
+def _draw() -> list[object]:
+    return [random.random(), *np.random.randn(3), np.random.rand(), float(torch.rand(()))]
+
+
+CHANGES: dict[str, Callable[[], object]] = {
+    "nothing": lambda: None,
+    "one number": np.random.rand,
+    "a Gaussian one: the second of the pair is kept": np.random.randn,
+    "the one that was kept: the numbers stay": np.random.randn,
+    "a third": np.random.randn,
+    "nothing, while one is kept": lambda: None,
+    "seed": lambda: np.random.seed(7),
+    "the same seed": lambda: np.random.seed(7),
+    "shuffle": lambda: np.random.shuffle(np.arange(9)),
+    "another generator": lambda: RANDOM.set_bit_generator(np.random.MT19937(3)),
+    "of another kind": lambda: RANDOM.set_bit_generator(np.random.PCG64(3)),
+    "drawn from that": np.random.rand,
+    "the first kind again": lambda: RANDOM.set_bit_generator(np.random.MT19937(3)),
+}
+
+
+def test_states_are_those_of_now_after_every_change() -> None:
+    states = RandomStates()
+    for change, make in CHANGES.items():
+        make()
+        found, expected = states.now()["numpy_random_seed"], np.random.get_state(legacy=False)
+        assert isinstance(expected, dict)
+        if expected["bit_generator"] != "MT19937":
+            assert found == expected, change
+            continue
+        assert np.array_equal(found[1], expected["state"]["key"]), change
+        others = expected["state"]["pos"], expected["has_gauss"], expected["gauss"]
+        assert found[0] == "MT19937", change
+        assert found[2:] == others, change
+
+
+@pytest.mark.parametrize("num_kept", [0, 1])
+def test_what_is_drawn_after_going_back_is_what_was_drawn(num_kept: int) -> None:
+    states = RandomStates()
+    np.random.seed(3)
+    np.random.randn(num_kept)
+    states.now()
+    noted = states.now()
+    first = _draw()
+    restore_random_states(noted)
+    assert _draw() == first
