@@ -194,7 +194,9 @@ def main() -> None:
     cost_ratio, cost = in_words(taken)
     rows, medians, tails = [], {}, {}
     for launcher, values, failures in recovery_rows(options.kills, options.rounds):
-        medians[launcher], tails[launcher] = (quantile(values, part) if values else float("nan") for part in (0.5, 0.95))
+        medians[launcher], tails[launcher] = (
+            quantile(values, part) if values else float("nan") for part in (0.5, 0.95)
+        )
         rows.append(f"| {launcher} | {len(values)} | {failures} | {medians[launcher]:.2f} | {tails[launcher]:.2f} |")
     warm, cold, torchruns = tails[ECHELON], medians[COLD], medians[TORCHRUN]
     mine, its = ([pair[i] for pair in launches] for i in (0, 1))

@@ -1,15 +1,18 @@
 """What each library adds to one training step: microseconds over a plain PyTorch loop, all measured in one run.
 
-One process, one thread, a tiny MLP, so that the work of torch is small and the same for all: AdamW, a scheduler, and a
-loader whose item is a whole batch. Every variant gets the same objects, fresh in each round, and takes its turn.
+One thread, a tiny MLP, so that the work of torch is small and the same for all: AdamW, a scheduler, and a loader whose item
+is a whole batch. Every variant gets the same objects, in a process of its own; the processes take turns of a few steps, on one
+processor, as a shared machine changes its speed from second to second by more than what is measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import multiprocessing
 import os
 import platform
+import random
 import statistics
 import sys
 import tempfile
@@ -20,18 +23,22 @@ from contextlib import redirect_stdout
 from datetime import date
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 HEADING = "## Overhead of a training step"
 PEERS = ("accelerate", "lightning", "transformers")
 BATCH = 8
-WARM_UP = 50
+SETTLING, STEPS = 4, 12  # of a turn: those after which caches are warm, and those that are measured; whole updates
+WARM_UP = 10  # rounds
 ACCUMULATION = 4
 PLAIN, CLIPPING, ACCUMULATING = "plain loop", "plain loop that clips", "plain loop that accumulates"
 TARGETS = (  # what, beside what, over what, at most
@@ -43,33 +50,39 @@ TARGETS = (  # what, beside what, over what, at most
 
 
 class Batches(Dataset[dict[str, torch.Tensor]]):
-    """``steps`` ready batches, which also tell the time: nothing but the library's own code runs between two of them."""
+    """Ready batches, which also tell the time: nothing but the library's own code runs between two of them.
 
-    def __init__(self, steps: int) -> None:
+    Args:
+        rounds: how often this process gets a turn.
+        turn: where it waits for it, and tells how long a step took.
+    """
+
+    def __init__(self, rounds: int, turn: Connection) -> None:
         generator = torch.Generator().manual_seed(0)
         self.items = [
             {"inputs": torch.randn(BATCH, 16, generator=generator), "labels": torch.randint(4, (BATCH,))}
             for _ in range(32)
         ]
-        self.steps = steps
-        self.taken = 0
-        self.started = self.ended = 0.0
+        self._num = rounds * (SETTLING + STEPS) + 1
+        self._turn = turn
+        self._taken = 0
+        self._times: list[float] = []  # at the beginning of each update that is measured, and at the end
 
     def __len__(self) -> int:
-        return WARM_UP + self.steps + 1
+        return self._num
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        self.taken += 1
-        if self.taken == WARM_UP + 1:
-            self.started = time.process_time()
-        elif self.taken == len(self):
-            self.ended = time.process_time()
+        place = self._taken % (SETTLING + STEPS)
+        self._taken += 1
+        if place % ACCUMULATION == 0 and (place >= SETTLING or place == 0):
+            self._times.append(time.process_time())
+        if place == 0:
+            if self._taken > 1:
+                self._turn.send([1e6 * (end - begin) / ACCUMULATION for begin, end in pairwise(self._times)])
+            if self._taken < self._num:
+                self._turn.recv()
+            self._times.clear()
         return self.items[number % 32]
-
-    @property
-    def microseconds(self) -> float:
-        assert self.taken == len(self), (self.taken, len(self))
-        return 1e6 * (self.ended - self.started) / self.steps
 
 
 class Net(nn.Module):
@@ -144,16 +157,7 @@ def level_2(batches: Batches, accumulation: int = 1) -> None:
 def accelerate(batches: Batches, accumulation: int = 1) -> None:
     from accelerate import Accelerator
 
-    forget_accelerate()
     own_loop(Accelerator(cpu=True, gradient_accumulation_steps=accumulation), batches)
-
-
-def forget_accelerate() -> None:
-    """Empty what accelerate keeps for the whole process: the last round's loaders and settings."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def fabric(batches: Batches) -> None:
@@ -208,7 +212,6 @@ def level_3(batches: Batches, max_norm: float = 0.0) -> None:
 def transformers(batches: Batches, max_norm: float = 0.0) -> None:
     import transformers as library
 
-    forget_accelerate()
     train(library, batches, max_norm)
 
 
@@ -228,27 +231,44 @@ VARIANTS: dict[str, tuple[str | None, Callable[[Batches], None]]] = {
 }
 
 
-def measure(variants: dict[str, Callable[[Batches], None]], *, turns: int, steps: int) -> dict[str, list[float]]:
-    """Return microseconds per step, by variant and turn."""
-    found: dict[str, list[float]] = {name: [] for name in variants}
-    for number in range(turns + 1):
-        for name, run in variants.items():  # interleaved: a busy moment of the machine hits all alike
-            batches = Batches(steps if number > 0 else 1)
-            gc.collect()
-            with warnings.catch_warnings(), open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-                warnings.simplefilter("ignore")
-                run(batches)
-            if number > 0:  # the first only imports and warms up
-                found[name].append(batches.microseconds)
+def serve(name: str, rounds: int, turn: Connection) -> None:
+    """Be the process of one variant."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    torch.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    gc.collect()
+    with warnings.catch_warnings(), open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        warnings.simplefilter("ignore")
+        VARIANTS[name][1](Batches(rounds, turn))
+
+
+def measure(names: list[str], *, rounds: int) -> dict[str, list[float]]:
+    """Return microseconds per step: the mean of every measured update's, by variant."""
+    context = multiprocessing.get_context("spawn")
+    found: dict[str, list[float]] = {name: [] for name in names}
+    turns: dict[str, Connection] = {}
+    for name in names:
+        turns[name], its = context.Pipe()
+        context.Process(target=serve, args=(name, WARM_UP + rounds, its), daemon=True).start()
+        its.close()
+    order = random.Random(0)
+    for number in tqdm(range(WARM_UP + rounds), desc="rounds", disable=not sys.stderr.isatty()):
+        for name in order.sample(names, len(names)):
+            turns[name].send(None)
+            taken = turns[name].recv()
+            if number >= WARM_UP:
+                found[name] += taken
     return found
 
 
 def table(found: dict[str, list[float]]) -> str:
-    rows = ["| variant | us per step | least - most | adds | to |", "|---|---:|---:|---:|---|"]
+    rows = ["| variant | us per step | middle half | adds | to |", "|---|---:|---:|---:|---|"]
     for name, values in found.items():
         base = base_of(name)
-        more = f"{adds(found, name, base):.0f} | {base}" if base in found else " | "
-        rows.append(f"| {name} | {statistics.median(values):.0f} | {min(values):.0f} - {max(values):.0f} | {more} |")
+        more = f"{undisturbed(values) - undisturbed(found[base]):.0f} | {base}" if base in found else " | "
+        low, middle, high = statistics.quantiles(values)
+        rows.append(f"| {name} | {middle:.0f} | {low:.0f} - {high:.0f} | {more} |")
     return "\n".join(rows)
 
 
@@ -259,35 +279,43 @@ def base_of(name: str) -> str | None:
     return CLIPPING if name.endswith("clipping") else ACCUMULATING if name.endswith("accumulating") else PLAIN
 
 
-def adds(found: dict[str, list[float]], name: str, base: str) -> float:
-    """What a variant costs more than its base, turn by turn: the machine changes its speed between turns."""
-    return statistics.median(mine - its for mine, its in zip(found[name], found[base], strict=True))
+def undisturbed(values: list[float]) -> float:
+    """The lower quartile: what comes from outside only ever adds."""
+    return statistics.quantiles(values)[0]
 
 
 def ratios(found: dict[str, list[float]]) -> str:
     lines = []
     for ours, theirs, base, limit in TARGETS:
-        if {ours, theirs, base} <= found.keys():
-            least = {name: min(found[name]) for name in (ours, theirs, base)}
-            ratio = (least[ours] - least[base]) / (least[theirs] - least[base])
-            middle = adds(found, ours, base) / adds(found, theirs, base)
-            verdict = "met" if ratio <= limit else "missed"
-            lines.append(
-                f"- {ours} adds {ratio:.2f} x what {theirs} adds to the {base} (target: {limit}, {verdict}; by the "
-                f"medians {middle:.2f})"
-            )
+        if not {ours, theirs, base} <= found.keys():
+            continue
+        ratio = ratio_of(*(found[name] for name in (ours, theirs, base)))
+        chance = random.Random(0)
+        again = sorted(
+            ratio_of(*(chance.choices(found[name], k=len(found[name])) for name in (ours, theirs, base)))
+            for _ in range(200)
+        )
+        verdict = "met" if ratio <= limit else "missed"
+        lines.append(
+            f"- {ours} adds {ratio:.2f} x what {theirs} adds to the {base} (target: {limit}, {verdict}; 95 % of "
+            f"resampled measurements: {again[5]:.2f} - {again[-6]:.2f})"
+        )
     return "\n".join(lines)
 
 
-def report(found: dict[str, list[float]], *, turns: int, steps: int) -> str:
+def ratio_of(ours: list[float], theirs: list[float], base: list[float]) -> float:
+    return (undisturbed(ours) - undisturbed(base)) / (undisturbed(theirs) - undisturbed(base))
+
+
+def report(found: dict[str, list[float]], *, rounds: int) -> str:
     packages = ("torch", *PEERS, "echelon")
     versions = ", ".join(f"{name} {version(name)}" for name in packages if installed(name))
     return f"""{HEADING}
 
-A 16-32-4 MLP, batches of {BATCH}, AdamW, a scheduler; one process, one thread. Microseconds of CPU time per step (waiting for a
-busy machine does not count), the median of {turns} turns of {steps} steps, each with fresh objects; the variants take turns.
-"Adds" is the median of the differences, turn by turn. The ratios below are those of the least times, as noise only ever adds.
-The Trainers clip gradients by default, so they appear with and without; transformers computes the norm in both cases.
+A 16-32-4 MLP, batches of {BATCH}, AdamW, a scheduler; a process for each variant, one thread, all on one processor.
+Microseconds of CPU time per step (waiting for a busy machine does not count), the median of {rounds} rounds, in each of which
+every variant makes {SETTLING} steps that are not measured and {STEPS} that are. "Adds" is the difference of the lower quartiles, as
+what disturbs only ever adds. The Trainers clip gradients by default, so they appear with and without; transformers computes the norm in both cases.
 Accumulating loops update once in {ACCUMULATION} steps.
 
 {table(found)}
@@ -327,8 +355,7 @@ def installed(package: str) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--turns", type=int, default=40)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--only", action="append", help="a part of a variant's name; may be repeated")
     parser.add_argument("--write", action="store_true", help="put the table into benchmarks/RESULTS.md")
     options = parser.parse_args()
@@ -339,16 +366,13 @@ def main() -> None:
         )
     if missing and options.write:
         sys.exit("--write needs all peers: a table without them says nothing")
-    chosen = {
-        name: run
-        for name, (package, run) in VARIANTS.items()
+    chosen = [
+        name
+        for name, (package, _) in VARIANTS.items()
         if package not in missing
         and (not options.only or name in (PLAIN, CLIPPING, ACCUMULATING) or any(o in name for o in options.only))
-    }
-    torch.set_num_threads(1)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    found = measure(chosen, turns=options.turns, steps=options.steps)
-    section = report(found, turns=options.turns, steps=options.steps)
+    ]
+    section = report(measure(chosen, rounds=options.rounds), rounds=options.rounds)
     print(section)
     if options.write:
         write(section)

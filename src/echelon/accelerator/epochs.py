@@ -87,8 +87,11 @@ class Epochs(Book):
 
     def begin_batch(self, loader: PreparedLoader) -> None:
         """Note the place where an update of several micro-steps begins; in the exact modes the ledger does."""
-        state, facts = self._state, loader.facts
-        if self._is_exact or state.num_steps == 1 or not state.sync_gradients or facts is None or not facts.trains:
+        state = self._state
+        if self._is_exact or not state.sync_gradients or state.num_steps == 1:
+            return
+        facts = loader.facts
+        if facts is None or not facts.trains:
             return
         if self._update is not None and self._update.owner is not loader:
             return  # one more batch for the same update, of another loader

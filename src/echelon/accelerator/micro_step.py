@@ -21,21 +21,26 @@ __all__ = ["LocalBackward", "MicroStep", "checked_loss"]
 class MicroStep:
     """The context of ``accumulate()``; a class, because a generator costs several microseconds a step."""
 
-    __slots__ = ("_accelerator", "_models", "_stack")
+    __slots__ = ("_accelerator", "_local", "_models")
 
     def __init__(self, accelerator: Accelerator, models: tuple[nn.Module, ...]) -> None:
         self._accelerator = accelerator
         self._models = models
-        self._stack: ExitStack | None = None
+        self._local: AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> None:
         accelerator = self._accelerator
         synchronise = accelerator._begin_micro_step()
         accelerator._accumulating = self._models
         if not synchronise:
-            self._stack = ExitStack()
-            for model in self._models or accelerator._models:
-                self._stack.enter_context(accelerator._engine.no_sync(model))
+            models = self._models or accelerator._models
+            if len(models) == 1:
+                self._local = accelerator._engine.no_sync(models[0])
+                self._local.__enter__()
+            else:
+                self._local = stack = ExitStack()
+                for model in models:
+                    stack.enter_context(accelerator._engine.no_sync(model))
 
     def __exit__(self, *_: object) -> None:
         accelerator = self._accelerator
@@ -43,8 +48,8 @@ class MicroStep:
         if accelerator.gradient_state.sync_gradients and not (accelerator._ledger and accelerator._ledger.drives):
             accelerator._window.end_window()
             accelerator._epochs.end_update()
-        if self._stack is not None:
-            self._stack.close()
+        if self._local is not None:
+            self._local.__exit__(None, None, None)
 
 
 class LocalBackward:

@@ -16,7 +16,7 @@ from echelon.world.world import World
 __all__ = ["RandomStates", "current_random_states", "restore_random_states"]
 
 _RANDOM: Any = np.random  # its stubs leave out what is in its documentation
-_MT19937_BYTES = 625 * 4  # 624 numbers and the place in them: ``mt19937_state`` of numpy
+_MT19937 = ctypes.c_char * (625 * 4)  # 624 numbers and the place in them: ``mt19937_state`` of numpy
 
 
 def current_random_states() -> dict[str, Any]:
@@ -35,7 +35,9 @@ class RandomStates:
 
     def __init__(self) -> None:
         self._kind = World.current().device.type
-        self._numbers: bytes | None = None
+        self._generator: Any = None
+        self._memory: Any = None  # of the generator
+        self._numbers = b""
         self._numpy: Any = None
 
     def now(self) -> dict[str, Any]:
@@ -49,13 +51,19 @@ class RandomStates:
 
     def _numpy_state(self) -> Any:
         generator = _RANDOM.get_bit_generator()
-        if not isinstance(generator, np.random.MT19937):  # somebody's own
+        if generator is not self._generator:
+            self._watch(generator)
+        if self._memory is None:
             return np.random.get_state(legacy=False)
-        with generator.lock:
-            numbers = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+        numbers = self._memory.raw
         if numbers != self._numbers or self._numpy[3]:
             self._numbers, self._numpy = numbers, np.random.get_state()
         return self._numpy
+
+    def _watch(self, generator: Any) -> None:
+        is_numpys = isinstance(generator, np.random.MT19937)  # else somebody's own
+        self._generator, self._numbers = generator, b""
+        self._memory = _MT19937.from_address(generator.ctypes.state_address) if is_numpys else None
 
 
 def _device_states(kind: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 
 __all__ = ["get", "own", "patch", "restored", "snapshot", "write"]
 
@@ -15,7 +15,7 @@ def get(name: str) -> str | None:
     return os.environ.get(name) or None
 
 
-@lru_cache(maxsize=None)
+@cache
 def own(name: str) -> str | None:
     """Return the variable ``name``, which only echelon sets: it is read once (to find one missing takes microseconds)."""
     return get(name)

@@ -458,9 +458,9 @@ class Trainer:
         if self.accelerator.parity != "off":
             self.accelerator.backward(loss, num_items=items_of(inputs, model=self.model))
             return loss.detach()
-        is_scaled = self.loss_is_scaled_for_ga
-        if not (num_items_in_batch is not None if is_scaled is None else is_scaled):
-            loss = loss / self.current_gradient_accumulation_steps
+        is_scaled, num_steps = self.loss_is_scaled_for_ga, self.current_gradient_accumulation_steps
+        if num_steps != 1 and not (num_items_in_batch is not None if is_scaled is None else is_scaled):
+            loss = loss / num_steps
         self.accelerator.backward(loss)
         return loss.detach()
 
