@@ -25,7 +25,7 @@ def nothing_left_behind() -> Iterator[None]:
 
 
 def pytest_sessionfinish() -> None:
-    harness.shut_down()
+    harness.shut_down(for_good=True)
 
 
 def _restore(before: Snapshot) -> None:

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tests import rank_worker
+from tests.rank_nursery import Nursery
 
 __all__ = ["RankDied", "RanksFailed", "RanksHung", "rendezvous", "run_on_ranks", "shut_down"]
 
@@ -126,15 +127,27 @@ def run_on_ranks(
     return [pickle.loads(answers[rank].value) for rank in range(world_size)]
 
 
-def shut_down() -> None:
-    """Kill every worker (pytest calls this when its session ends); the next call would start new ones."""
+def shut_down(*, for_good: bool = False) -> None:
+    """Kill every worker; the next call starts new ones.
+
+    Args:
+        for_good: the session ends: kill the process that starts them, too.
+    """
     _POOL.close()
+    if for_good and _POOL.nursery is not None:
+        _POOL.nursery.close()
+        _POOL.nursery = None
 
 
 def open_files() -> set[int]:
     """Return the descriptors that stay open in this process for the ranks, and are no test's leak."""
     _open_store_pipe()
-    return _POOL.store_pipe | {worker.connection.fileno() for worker in _POOL.started if not worker.connection.closed}
+    kept = set() if _POOL.nursery is None else {_POOL.nursery.fileno()}
+    return (
+        kept
+        | _POOL.store_pipe
+        | {worker.connection.fileno() for worker in _POOL.started if not worker.connection.closed}
+    )
 
 
 def _collect(workers: list[_Worker], *, timeout: float) -> tuple[dict[int, Any], bool]:
@@ -237,26 +250,17 @@ def rendezvous(init_group: bool) -> Iterator[dict[str, str]]:
 class _Worker:
     """One process, its connection, and the files that its output and its stack dumps go to."""
 
-    def __init__(self, folder: Path, number: int) -> None:
+    def __init__(self, folder: Path, number: int, nursery: Nursery) -> None:
         self._output = folder / f"{number}.out"
         self._stacks = folder / f"{number}.stacks"
         self._read = 0
         self._ready = False
         self._answered = False
         ours, theirs = socket.socketpair()
-        # Each call brings its own environment; what a test has set right now must not stay in the worker.
-        environ = {**{n: v for n, v in _AT_IMPORT.items() if n not in _OF_A_RANK}, **_OF_A_WORKER}
-        start = "import sys; sys.path.insert(0, sys.argv[1]); from tests.rank_worker import main; main(int(sys.argv[2]), sys.argv[3])"
         with theirs, self._output.open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", start, str(ROOT), str(theirs.fileno()), str(self._stacks)],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environ,
-                cwd=ROOT,
-            )
+            end = folder / f"{number}.end"
+            files = {"connection": theirs.fileno(), "output": output.fileno()}
+            self.process = nursery.start(**files, stacks=self._stacks, end=end)
         self.connection = Connection(ours.detach())
 
     @property
@@ -349,6 +353,7 @@ class _Pool:
     started: list[_Worker]
     folder: Path | None = None
     number: int = 0
+    nursery: Nursery | None = None
     store_pipe: set[int] = field(default_factory=set)
 
     def workers(self, count: int) -> list[_Worker]:
@@ -358,10 +363,14 @@ class _Pool:
         """
         if self.folder is None:
             self.folder = Path(tempfile.mkdtemp(prefix="rank-workers-"))
+        if self.nursery is None:
+            # Each call brings its own environment; what a test has set right now must not stay in the workers.
+            environ = {n: v for n, v in _AT_IMPORT.items() if n not in _OF_A_RANK}
+            self.nursery = Nursery({**environ, **_OF_A_WORKER})
         for rank in range(count):
             if rank < len(self.started) and self.started[rank].is_alive:
                 continue
-            self.started[rank : rank + 1] = [_Worker(self.folder, self.number)]
+            self.started[rank : rank + 1] = [_Worker(self.folder, self.number, self.nursery)]
             self.number += 1
         deadline = time.monotonic() + START_LIMIT_S
         for worker in self.started[:count]:

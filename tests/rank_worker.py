@@ -62,11 +62,11 @@ class Idle:
 
 def main(connection_fd: int, stacks_path: str) -> None:
     """Serve calls until the parent closes the connection."""
-    _die_with_parent()
+    die_with_parent()
     connection = Connection(connection_fd)
     with open(stacks_path, "w") as stacks:
         faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
-        _import_heavy()
+        import_heavy()
         _send(connection, Ready())
         while True:
             try:
@@ -152,7 +152,10 @@ def _send(connection: Connection, message: object) -> None:
     connection.send_bytes(pickle.dumps(message))
 
 
-def _import_heavy() -> None:
+def import_heavy() -> None:
+    """Import, and freeze, what every call needs."""
+    if "torch._dynamo" in sys.modules:
+        return  # in the process that this one was forked from
     import torch
     import torch._dynamo  # imported by the first optimizer otherwise, seconds into a timed call
     import torch.distributed
@@ -163,7 +166,8 @@ def _import_heavy() -> None:
     gc.freeze()  # a collection after each call need not look at all of this again
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """Die with the process that started this one."""
     # Else a worker that hangs in a collective outlives a pytest that was killed with -9.
     if sys.platform == "linux":
         pr_set_pdeathsig = 1

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import queue
 import struct
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +36,7 @@ __all__ = [
     "write_tensors",
 ]
 
-BLOCK_BYTES = 4 << 20  # a block that was just written is still in the processor's cache when it is hashed
+BLOCK_BYTES = 4 << 20
 MAX_HEADER_BYTES = 100_000_000
 """The limit of safetensors' own reader."""
 
@@ -140,7 +142,7 @@ class _Bytes:
 
 def write_file(storage: Storage, path: Path, contents: Iterable[bytes | _Bytes]) -> FileFacts:
     """Write a new file, and return when it is on the disk."""
-    checksum = xxhash.xxh3_128()
+    checksum = _Checksum()
     size = 0
     handle = storage.create(path)
     try:
@@ -148,13 +150,51 @@ def write_file(storage: Storage, path: Path, contents: Iterable[bytes | _Bytes])
             data = memoryview(content) if isinstance(content, bytes) else content.get()
             for start in range(0, len(data), BLOCK_BYTES):
                 block = data[start : start + BLOCK_BYTES]
-                storage.write(handle, block)
                 checksum.update(block)
+                storage.write(handle, block)
             size += len(data)
         storage.sync(handle)
     finally:
         storage.close(handle)
-    return FileFacts(size, checksum.hexdigest())
+        xxh3_128 = checksum.close()
+    return FileFacts(size, xxh3_128)
+
+
+class _Checksum:
+    """The xxh3_128 of a stream. Whole blocks are hashed by a thread, while the system takes them: both let Python go on."""
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_128()
+        self._blocks: queue.Queue[memoryview | None] = queue.Queue(2)  # not more: they hold memory
+        self._thread: threading.Thread | None = None
+
+    def update(self, block: memoryview) -> None:
+        """Add ``block``, which must not change until ``close``."""
+        if self._thread is None and len(block) == BLOCK_BYTES:
+            self._start()
+        if self._thread is None:
+            self._hash.update(block)
+        else:
+            self._blocks.put(block)
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._work, name="checksum", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter is ending, or there may be no more threads
+            return
+        self._thread = thread
+
+    def _work(self) -> None:
+        while (block := self._blocks.get()) is not None:
+            self._hash.update(block)
+
+    def close(self) -> str:
+        """Return the checksum of all that was added."""
+        if self._thread is not None:
+            self._blocks.put(None)
+            self._thread.join()
+        return self._hash.hexdigest()
 
 
 def checksum_of(storage: Storage, path: Path, *, expected_bytes: int) -> str | None:
