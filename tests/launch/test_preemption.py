@@ -195,3 +195,51 @@ def test_signals_at_random_instants_change_nothing(seed: int, command: Command) 
 def check_weights(command: Command, run: str) -> None:
     weights, expected = (torch.load(command.directory / f"{name}.pt", weights_only=True) for name in (run, "plain"))
     assert all(map(torch.equal, weights, expected))
+
+
+# Rank 1 comes to no boundary after its second step.
+STUCK = """
+import time
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from echelon import Accelerator
+from echelon.utils import ProjectConfiguration
+
+accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration("run", automatic_checkpoint_naming=True))
+model, optimizer, loader = accelerator.prepare(
+    model := torch.nn.Linear(1, 1), torch.optim.SGD(model.parameters()), DataLoader(TensorDataset(torch.ones(64, 1)))
+)
+accelerator.resume()  # takes part from here on
+for number, (x,) in enumerate(loader):
+    if number == 2:
+        open(f"stuck_{accelerator.process_index}", "w").close()
+        if accelerator.process_index == 1:
+            time.sleep(600)
+    accelerator.backward(model(x).sum())
+    optimizer.step()
+"""
+
+
+def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline_or_the_second_signal(command: Command) -> None:
+    command.write("train.py", STUCK)
+    for grace in (2, 600):
+        launcher = command.start_launch("-q", "--cpu", "--num_processes=2", f"--preemption_grace={grace}", "train.py")
+        command.wait_for_files("stuck_0", "stuck_1")
+        for rank in range(2):
+            (command.directory / f"stuck_{rank}").unlink()
+        begun = time.monotonic()
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.stderr is not None
+        said = launcher.stderr.readline()
+        assert f"SIGTERM: all ranks save at one step and end (within {grace} s; a second signal stops them" in said
+        if grace == 600:
+            launcher.send_signal(signal.SIGINT)
+        rest = launcher.stderr.read()
+        assert launcher.wait() == 143, rest
+        assert time.monotonic() - begun < 60
+        if grace == 2:
+            assert "SIGTERM: the ranks did not come to one step within 2 s, and were stopped" in rest
+            assert "where: ranks 0-1: step 2, forward/backward" in rest, rest
+            assert "--preemption_grace gives more time" in rest
+        else:
+            assert rest.startswith("echelon: stopped by SIGTERM"), rest
