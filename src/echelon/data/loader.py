@@ -344,9 +344,9 @@ class PreparedLoader(DataLoader[Any]):
 
         It does not say how far the pass has come: that is ``state_dict``, or ``skip_first_batches`` after loading.
         """
-        reader = next((r for r in reversed(self.reading.loaders) if r.source is self.source), None)
+        reader = self._reader()
         if isinstance(self.source, ExactSource):
-            return {"exact": (reader or self).state_dict(), "pass": self.record()}
+            return {"exact": (self if reader is None else reader).state_dict(), "pass": self.record()}
         is_within = reader is not None and not reader.end_of_dataloader
         order = self.source.order
         return {
@@ -386,7 +386,8 @@ class PreparedLoader(DataLoader[Any]):
 
     def record_now(self, *, num_unused: int = 0) -> dict[str, Any] | None:
         """Return ``record`` without regard to half an update; the last ``num_unused`` batches count as not given."""
-        reader = next((r for r in reversed(self.reading.loaders) if r.source is self.source), self)
+        reader = self._reader()
+        reader = self if reader is None else reader
         if reader._facts is None or reader._loaded is not None:
             return self._loaded
         is_within = reader._is_open and not reader.end_of_dataloader
@@ -404,6 +405,14 @@ class PreparedLoader(DataLoader[Any]):
             "world_size": self._world.world_size,
         }
 
+    def _reader(self) -> PreparedLoader | None:
+        """Return the innermost loader, of those that are being read, over the same source as this one."""
+        loader: PreparedLoader
+        for loader in reversed(self.reading.loaders):  # in each update: a generator takes several times as long
+            if loader.source is self.source:
+                return loader
+        return None
+
     def draws(self, *, num_unused: int = 0) -> dict[str, Any] | None:
         """Return what the batch after the one in hand was drawn from on this rank; None outside of a pass.
 
@@ -411,7 +420,8 @@ class PreparedLoader(DataLoader[Any]):
         """
         if self._goes_on:  # and has not begun to
             return self._draws_before
-        reader = next((r for r in reversed(self.reading.loaders) if r.source is self.source), self)
+        reader = self._reader()
+        reader = self if reader is None else reader
         if reader._draws is None or not reader._is_open:
             return None
         workers = self.source.workers
