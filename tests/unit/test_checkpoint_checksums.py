@@ -1,0 +1,47 @@
+"""Checksums are made by a thread while a file is written: they are those of what is on the disk."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+
+from echelon.checkpoint import tensor_file
+from echelon.checkpoint.storage import LocalStorage
+
+BLOCK = tensor_file.BLOCK_BYTES
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 3])
+def test_the_checksum_is_that_of_the_file(size: int, tmp_path: Path) -> None:
+    contents = [b"head", torch.arange(size, dtype=torch.int64).to(torch.uint8).numpy().tobytes(), b"tail"]
+    before = threading.active_count()
+    facts = tensor_file.write_file(LocalStorage(), tmp_path / "file", contents)
+    written = (tmp_path / "file").read_bytes()
+    assert written == b"".join(contents)
+    assert facts == tensor_file.FileFacts(len(written), xxhash.xxh3_128(written).hexdigest())
+    assert threading.active_count() == before
+
+
+def test_without_another_thread_it_is_made_in_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    content = bytes(range(256)) * (2 * BLOCK // 256 + 1)
+    facts = tensor_file.write_file(LocalStorage(), tmp_path / "file", [content])
+    assert facts.xxh3_128 == xxhash.xxh3_128(content).hexdigest()
+
+
+def test_the_thread_ends_when_the_disk_does_not_take_it(tmp_path: Path) -> None:
+    class Full(LocalStorage):
+        def write(self, handle: int, data: bytes | memoryview) -> None:
+            raise OSError(28, "No space left on device")
+
+    before = threading.active_count()
+    with pytest.raises(OSError, match="No space"):
+        tensor_file.write_file(Full(), tmp_path / "file", [bytes(9 * BLOCK)])
+    assert threading.active_count() == before
