@@ -11,13 +11,17 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from echelon.base.errors import ConfigError, UsageError
+from echelon.base.errors import ConfigError, LaunchError, UsageError
 from echelon.base.warnings import EchelonWarning
+from echelon.launch import notebook
 from echelon.launch.notebook import debug_launcher, notebook_launcher
 from tests.launch.conftest import Command
 
@@ -96,6 +100,14 @@ a = torch.randn(600, 600, requires_grad=True)
 (a @ a).relu().sum().backward()  # starts torch's threads, which no forked process has
 """,
     "after autograd": "notebook_launcher(learn, num_processes=2)",
+    "without fork": """
+fork = os.fork
+del os.fork  # as on Windows; and after a cell has used a GPU, a fork is of no use either
+try:
+    notebook_launcher(train, (40,), num_processes=2)
+finally:
+    os.fork = fork
+""",
     "failing": "notebook_launcher(fail_on_one, num_processes=2)",
     "all streams": "notebook_launcher(speak, num_processes=2)",
     "alone": """
@@ -107,7 +119,8 @@ print(before == dict(os.environ))
 """,
     "wrong precision": "notebook_launcher(train, (1,), num_processes=2, mixed_precision='bf17')",
     "interrupted": "notebook_launcher(wait_for_ever, num_processes=2)",
-    "left over": "print(psutil.Process().children(recursive=True))",
+    # Python's own resource tracker lives as long as the kernel, once a process was started without a fork.
+    "left over": "print([p for p in psutil.Process().children(True) if 'resource_tracker' not in str(p.cmdline())])",
     "group": """
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 notebook_launcher(train, (1,), num_processes=2)
@@ -176,6 +189,31 @@ def test_it_runs_twice_in_one_kernel_and_mixed_precision_has_effect(shown: dict[
 def test_debug_launcher_runs_on_the_cpu(shown: dict[str, _Shown]) -> None:
     assert shown["debug"].error == ""
     assert _lines(shown["debug"].out) == [f"rank {rank} of 3 on cpu: [30, 31, 32] no" for rank in range(3)]
+
+
+def test_a_function_of_a_cell_is_carried_to_new_processes(shown: dict[str, _Shown]) -> None:
+    assert shown["without fork"].error == ""
+    assert _lines(shown["without fork"].out) == [f"rank {rank} of 2 on cpu: [40, 41] no" for rank in range(2)]
+
+
+@pytest.mark.parametrize(("is_used", "method"), [(False, "fork"), (True, "spawn")])
+def test_new_processes_are_started_only_after_the_device_was_used(
+    is_used: bool, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = SimpleNamespace(is_initialized=lambda: is_used)
+    monkeypatch.setattr(torch, "get_device_module", lambda: module)
+    assert notebook._start_method(uses_device=True) == method
+    assert notebook._start_method(uses_device=False) == "fork"
+
+
+def test_what_cannot_be_carried_to_new_processes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "fork")
+    lock = threading.Lock()
+    with pytest.raises(UsageError, match=r"(?s)cannot be carried to new processes: TypeError: .*lock.*make it inside"):
+        debug_launcher(lambda: lock)
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(LaunchError, match=r"pip install 'echelon\[notebook\]'"):
+        debug_launcher(print)
 
 
 def test_it_trains_after_a_backward_in_the_kernel(shown: dict[str, _Shown]) -> None:

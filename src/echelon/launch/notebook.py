@@ -1,12 +1,16 @@
 """``notebook_launcher`` and ``debug_launcher``: run a function of a notebook on several processes, forked from the kernel.
 
-A function that was defined in a cell cannot be pickled, so only a fork can run it; and of a process that has threads a
-fork keeps just one. What that breaks is made to work here, or refused in words:
+A function that was defined in a cell cannot be imported, and what cells have loaded may be large: a fork has it all. But of
+a process that has threads a fork keeps just one, and it cannot use a device that was used before it. What that breaks is made
+to work here, or refused in words:
 
 * torch's own CPU threads are gone, and the next operation that wants them waits for ever. Each child computes on one
   thread and keeps to it. (The pools of other libraries, scikit-learn's for one, can still hang: call these in the
   children only, or on one thread.)
-* a device that the kernel has touched cannot be used in a child: the child says so before it calls the function.
+* after the kernel has used the device (and on systems without fork) the processes are new ones, to which the function and
+  its arguments are carried by value (cloudpickle): with the globals that they name, as they are now.
+* autograd's device threads, which a backward pass in the kernel starts, are gone: the child says so before it calls the
+  function.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import wait
+from multiprocessing.reduction import DupFd
 from typing import IO, Any, Literal
 
 from echelon.base import environ
@@ -32,7 +37,7 @@ from echelon.config.schema import RunConfig
 from echelon.config.sources import current, from_code
 from echelon.launch import worker
 from echelon.launch.environment import rank_variables
-from echelon.launch.spawn import spawn
+from echelon.launch.spawn import StartMethod, spawn
 
 __all__ = ["debug_launcher", "notebook_launcher"]
 
@@ -62,7 +67,8 @@ def notebook_launcher(
     """Call ``function(*args)`` on several processes of this machine; what they print appears in the cell.
 
     The processes are forked: whatever the cells so far have defined and loaded is there. Models, data and results go
-    in as arguments or globals; to bring something back, write it to a file on one rank.
+    in as arguments or globals; to bring something back, write it to a file on one rank. After a cell has used the device they
+    are new processes, which get copies of the function, of its arguments and of the globals that they name.
 
     Args:
         function: the training; it makes its own Accelerator.
@@ -85,7 +91,7 @@ def notebook_launcher(
     Raises:
         ConfigError: ``mixed_precision`` or ``num_processes`` is none.
         UsageError: what only works outside a notebook, or a process group that lives in the kernel.
-        LaunchError: a rank failed (with its traceback; the others are stopped), or the system cannot fork.
+        LaunchError: a rank failed (with its traceback; the others are stopped).
 
     Source: accelerate.notebook_launcher (its ``mixed_precision`` has no effect; this one's has).
     """
@@ -105,7 +111,7 @@ def notebook_launcher(
     count = _count_devices()
     wanted = resolved.value.num_processes or max(1, count)
     if wanted > 1:
-        _run_forked(function, args, resolved, num_processes=wanted, num_accelerators=count, interval=monitor_interval)
+        _run_ranks(function, args, resolved, num_processes=wanted, num_accelerators=count, interval=monitor_interval)
         return
     variables = rank_variables(resolved, num_processes=1, num_threads=None, has_accelerator=count > 0)
     with environ.patch(variables):
@@ -121,7 +127,7 @@ def debug_launcher(function: Callable[..., object], args: Sequence[object] = (),
     Source: accelerate.debug_launcher.
     """
     resolved = current(from_code("debug_launcher", {"num_processes": num_processes, "cpu": True}))
-    _run_forked(function, args, resolved, num_processes=num_processes, num_accelerators=0, interval=0.1)
+    _run_ranks(function, args, resolved, num_processes=num_processes, num_accelerators=0, interval=0.1)
 
 
 def _refuse(**settings: tuple[int, int]) -> None:
@@ -149,7 +155,51 @@ def _count_devices() -> int:
         return num_devices()
 
 
-def _run_forked(
+def _start_method(*, uses_device: bool) -> StartMethod:
+    if not hasattr(os, "fork"):
+        return "spawn"
+    if uses_device:
+        import torch  # noqa: PLC0415 - torch-free floor
+
+        is_used: Callable[[], bool] = getattr(torch.get_device_module(), "is_initialized", lambda: False)
+        if is_used():
+            return "spawn"
+    return "fork"
+
+
+class _ByValue:
+    """Arrives in another process as a copy of ``value``, which need not be importable there.
+
+    Raises:
+        LaunchError: cloudpickle is missing.
+        UsageError: it holds what cannot be copied.
+    """
+
+    def __init__(self, value: object) -> None:
+        try:
+            import cloudpickle  # noqa: PLC0415 - an extra, and only here
+        except ImportError as error:
+            raise LaunchError(
+                "the kernel has used the device (or the system cannot fork), so that new processes are needed; functions of "
+                "cells are carried to them by cloudpickle, which is not installed",
+                where="notebook_launcher",
+                do="pip install 'echelon[notebook]'; or restart the kernel, and use the device in the function only",
+            ) from error
+        self._load: Callable[[bytes], object] = cloudpickle.loads
+        try:
+            self._data: bytes = cloudpickle.dumps(value)
+        except Exception as error:  # whatever the __reduce__ of the user's objects raises
+            raise UsageError(
+                f"what the function uses cannot be carried to new processes: {type(error).__name__}: {error}",
+                where="notebook_launcher, after the kernel has used the device",
+                do="make it inside the function; or restart the kernel, and use the device in the function only",
+            ) from error
+
+    def __reduce__(self) -> tuple[Callable[[bytes], object], tuple[bytes]]:
+        return self._load, (self._data,)
+
+
+def _run_ranks(
     function: Callable[..., object],
     args: Sequence[object],
     resolved: Resolved[RunConfig],
@@ -158,28 +208,24 @@ def _run_forked(
     num_accelerators: int,
     interval: float,
 ) -> None:
-    if not hasattr(os, "fork"):
-        raise LaunchError(
-            "this system cannot fork, and only a forked process can run a function of a notebook",
-            do="write the function to a script and start that with echelon launch",
-        )
     _refuse_process_group()
+    uses_device = num_accelerators > 0 and not resolved.value.cpu
+    method = _start_method(uses_device=uses_device)
+    num_threads = 1 if method == "fork" else None
     variables = rank_variables(
-        resolved, num_processes=num_processes, num_threads=1, has_accelerator=num_accelerators > 0
+        resolved, num_processes=num_processes, num_threads=num_threads, has_accelerator=num_accelerators > 0
     )
+    call: Any = (function, tuple(args))
+    call = call if method == "fork" else _ByValue(call)
     output = _Output.open(num_processes)
     try:
         child = _Child(
-            function=function,
-            args=tuple(args),
-            variables=variables,
-            uses_device=num_accelerators > 0 and not resolved.value.cpu,
-            output=output,
+            call=call, variables=variables, is_forked=method == "fork", uses_device=uses_device, output=output
         )
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), environ.patch({} if method == "fork" else variables):
             # Python >= 3.12 warns of every fork beside threads; the head of this file says what is done about it.
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-            context = spawn(child, nprocs=num_processes, join=False, start_method="fork")
+            context = spawn(child, nprocs=num_processes, join=False, start_method=method)
         assert context is not None
         output.close_write_ends()
         try:
@@ -220,6 +266,14 @@ class _Output:
                 output.readers[read_end] = (name, codecs.getincrementaldecoder("utf-8")("replace"))
                 output.writers.add(write_end)
         return output
+
+    def __getstate__(self) -> list[dict[str, Any]]:
+        # For a process that is being started, and inherits no file but those that are named.
+        return [{name: DupFd(write_end) for name, (_, write_end) in pipes.items()} for pipes in self.pipes]
+
+    def __setstate__(self, state: list[dict[Literal["stdout", "stderr"], Any]]) -> None:
+        self.pipes = [{name: (-1, end.detach()) for name, end in pipes.items()} for pipes in state]
+        self.readers, self.writers = {}, {end for pipes in self.pipes for _, end in pipes.values()}
 
     @property
     def is_open(self) -> bool:
@@ -266,11 +320,11 @@ class _Output:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Child:
-    """What each forked process runs, after ``spawn`` has set its rank."""
+    """What each process runs, after ``spawn`` has set its rank."""
 
-    function: Callable[..., object]
-    args: tuple[object, ...]
+    call: tuple[Callable[..., object], tuple[object, ...]]
     variables: Mapping[str, str]
+    is_forked: bool
     uses_device: bool
     output: _Output
 
@@ -279,10 +333,12 @@ class _Child:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a kernel's own handler would not run inside a collective
         self.output.take_over(rank)
         environ.write(self.variables)
-        _keep_to_one_thread()
-        if self.uses_device:
-            _check_device()
-        self.function(*self.args)
+        if self.is_forked:
+            _keep_to_one_thread()
+            if self.uses_device:
+                _check_device()
+        function, args = self.call
+        function(*args)
 
 
 def _keep_to_one_thread() -> None:
