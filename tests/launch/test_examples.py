@@ -54,7 +54,7 @@ STARTERS = {"python": (ALONE, 1, 10), "launch": (LAUNCH, 2, 5), "torchrun": (TOR
     ("example", "starters"),
     [
         ("mnist_ddp", ["python"]),
-        ("mnist_accelerator", ["torchrun"]),
+        ("mnist_accelerator", ["python"]),
         ("mnist_trainer", ["launch"]),
         *(
             pytest.param(level, ["launch", "torchrun"], marks=pytest.mark.soak)

@@ -1,7 +1,7 @@
 """Ten scripts as tutorials since 2021 have them run on one process and on two, and learn what they set out to learn.
 
 They import Trainer and TrainingArguments from echelon, and all else as they always did. Most run here on one number of
-processes, and on the other as a soak test; MNIST runs in a notebook, and as a soak test.
+processes, and on the other as a soak test; MNIST runs in a notebook, as a soak test.
 """
 
 from __future__ import annotations
@@ -194,6 +194,7 @@ notebook_launcher(train, args=(), num_processes=2)
 """
 
 
+@pytest.mark.soak  # test_notebook.py has the kernel, and two launches in it
 def test_mnist_trains_twice_in_one_kernel(tmp_path: Path) -> None:
     source = (SCRIPTS / "s01_mnist.py").read_text().partition('if __name__ == "__main__":')[0]
     smaller = source.replace("range(2000)", "range(640)").replace("range(501)", "range(101)")

@@ -19,7 +19,9 @@ from tests.trainer_models import DATA, Line, arguments
 
 
 def _trainer(folder: Path, *callbacks: TrainerCallback, **options: Any) -> Trainer:
-    settings = arguments(folder, **{"max_steps": 4, "save_strategy": "steps", "save_steps": 2, **options})
+    settings = arguments(
+        folder, **{"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "logging_strategy": "steps", **options}
+    )
     return Trainer(Line(), settings, train_dataset=DATA, callbacks=[*callbacks])
 
 
