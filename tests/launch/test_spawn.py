@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
 import signal
 import time
@@ -95,6 +96,26 @@ def fail_after_the_victim_is_gone(rank: int, directory: str) -> None:
     while not note.exists() or psutil.pid_exists(int(note.read_text())):  # until the parent has seen it end
         time.sleep(0.01)
     raise ValueError("bad sample 17")
+
+
+def linger(file: str) -> None:
+    Path(file).touch()
+    time.sleep(60)
+
+
+def fail_and_be_slow_to_end(rank: int, directory: str) -> None:
+    ending = Path(directory, "ending")
+    if rank == 1:
+        multiprocessing.util.Finalize(None, linger, args=(str(ending),), exitpriority=0)
+        raise ValueError("bad sample 17")
+    while not ending.exists():
+        time.sleep(0.01)
+    raise RuntimeError("Connection closed by peer [127.0.0.1]:4015")
+
+
+def test_a_culprit_that_torch_stopped_at_its_end_is_told_by_its_exception(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="rank 1 failed first: ValueError: bad sample 17"):
+        spawn(fail_and_be_slow_to_end, (str(tmp_path),), nprocs=2)
 
 
 def test_victim_seen_first_does_not_hide_the_culprit(tmp_path: Path) -> None:

@@ -170,13 +170,13 @@ class SpawnContext:
         self._close()
 
     def _explained(self, error: Any) -> LaunchError:
-        # Ranks that torch stopped (a signal, no record) ran still as far as the verdict is concerned.
+        # Ranks that torch stopped by a signal ran still as far as the verdict is concerned, or had failed and were slow to end.
         ends = []
         for rank, process in enumerate(self._context.processes):
-            record = read_record(self._directory / str(rank) / ERROR_FILE)
-            is_first = rank == error.error_index
-            stopped = not is_first and record is None and (process.exitcode or 0) < 0
-            ends.append(RankEnd(rank=rank, exit_code=None if stopped else process.exitcode, record=record))
+            record, code = read_record(self._directory / str(rank) / ERROR_FILE), process.exitcode
+            if rank != error.error_index and (code or 0) < 0:
+                code = None if record is None else 1
+            ends.append(RankEnd(rank=rank, exit_code=code, record=record))
         first = first_failure(ends)
         assert first is not None, ends
         what, where, do = explain(ends, logs=self._traceback(first.rank))
