@@ -69,6 +69,7 @@ def test_a_rank_that_is_late_is_no_error_and_one_in_the_next_step_is(command: Co
     assert seconds < 5.0  # on a busy machine; 0.8 on a quiet one
 
 
+@pytest.mark.soak
 def test_a_save_on_one_rank_against_the_end_of_the_script(command: Command) -> None:
     code, _, err = torchrun(command, END, num_processes=3)
     assert code != 0

@@ -220,26 +220,26 @@ for number, (x,) in enumerate(loader):
 """
 
 
-def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline_or_the_second_signal(command: Command) -> None:
+@pytest.mark.parametrize("grace", [2, pytest.param(600, marks=pytest.mark.soak)])
+def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline_or_the_second_signal(
+    grace: int, command: Command
+) -> None:
     command.write("train.py", STUCK)
-    for grace in (2, 600):
-        launcher = command.start_launch("-q", "--cpu", "--num_processes=2", f"--preemption_grace={grace}", "train.py")
-        command.wait_for_files("stuck_0", "stuck_1")
-        for rank in range(2):
-            (command.directory / f"stuck_{rank}").unlink()
-        begun = time.monotonic()
-        launcher.send_signal(signal.SIGTERM)
-        assert launcher.stderr is not None
-        said = launcher.stderr.readline()
-        assert f"SIGTERM: all ranks save at one step and end (within {grace} s; a second signal stops them" in said
-        if grace == 600:
-            launcher.send_signal(signal.SIGINT)
-        rest = launcher.stderr.read()
-        assert launcher.wait() == 143, rest
-        assert time.monotonic() - begun < 60
-        if grace == 2:
-            assert "SIGTERM: the ranks did not come to one step within 2 s, and were stopped" in rest
-            assert "where: ranks 0-1: step 2, forward/backward" in rest, rest
-            assert "--preemption_grace gives more time" in rest
-        else:
-            assert rest.startswith("echelon: stopped by SIGTERM"), rest
+    launcher = command.start_launch("-q", "--cpu", "--num_processes=2", f"--preemption_grace={grace}", "train.py")
+    command.wait_for_files("stuck_0", "stuck_1")
+    begun = time.monotonic()
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.stderr is not None
+    said = launcher.stderr.readline()
+    assert f"SIGTERM: all ranks save at one step and end (within {grace} s; a second signal stops them" in said
+    if grace == 600:
+        launcher.send_signal(signal.SIGINT)
+    rest = launcher.stderr.read()
+    assert launcher.wait() == 143, rest
+    assert time.monotonic() - begun < 60
+    if grace == 2:
+        assert "SIGTERM: the ranks did not come to one step within 2 s, and were stopped" in rest
+        assert "where: ranks 0-1: step 2, forward/backward" in rest, rest
+        assert "--preemption_grace gives more time" in rest
+    else:
+        assert rest.startswith("echelon: stopped by SIGTERM"), rest
