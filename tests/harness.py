@@ -259,8 +259,9 @@ class _Worker:
         ours, theirs = socket.socketpair()
         with theirs, self._output.open("wb") as output:
             end = folder / f"{number}.end"
-            files = {"connection": theirs.fileno(), "output": output.fileno()}
-            self.process = nursery.start(**files, stacks=self._stacks, end=end)
+            self.process = nursery.start(
+                connection=theirs.fileno(), output=output.fileno(), stacks=self._stacks, end=end
+            )
         self.connection = Connection(ours.detach())
 
     @property

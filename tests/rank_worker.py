@@ -66,7 +66,6 @@ def main(connection_fd: int, stacks_path: str) -> None:
     connection = Connection(connection_fd)
     with open(stacks_path, "w") as stacks:
         faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
-        import_heavy()
         _send(connection, Ready())
         while True:
             try:
@@ -154,8 +153,6 @@ def _send(connection: Connection, message: object) -> None:
 
 def import_heavy() -> None:
     """Import, and freeze, what every call needs."""
-    if "torch._dynamo" in sys.modules:
-        return  # in the process that this one was forked from
     import torch
     import torch._dynamo  # imported by the first optimizer otherwise, seconds into a timed call
     import torch.distributed

@@ -36,7 +36,7 @@ __all__ = [
     "write_tensors",
 ]
 
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 4 << 20  # read, written and hashed at a time
 MAX_HEADER_BYTES = 100_000_000
 """The limit of safetensors' own reader."""
 
@@ -155,8 +155,8 @@ def write_file(storage: Storage, path: Path, contents: Iterable[bytes | _Bytes])
             size += len(data)
         storage.sync(handle)
     finally:
+        xxh3_128 = checksum.close()  # first: it ends the thread, whatever the storage says
         storage.close(handle)
-        xxh3_128 = checksum.close()
     return FileFacts(size, xxh3_128)
 
 

@@ -182,7 +182,7 @@ class _ByValue:
             raise LaunchError(
                 "the kernel has used the device (or the system cannot fork), so that new processes are needed; functions of "
                 "cells are carried to them by cloudpickle, which is not installed",
-                where="notebook_launcher",
+                where="notebook_launcher or debug_launcher",
                 do="pip install 'echelon[notebook]'; or restart the kernel, and use the device in the function only",
             ) from error
         self._load: Callable[[bytes], object] = cloudpickle.loads
@@ -191,7 +191,7 @@ class _ByValue:
         except Exception as error:  # whatever the __reduce__ of the user's objects raises
             raise UsageError(
                 f"what the function uses cannot be carried to new processes: {type(error).__name__}: {error}",
-                where="notebook_launcher, after the kernel has used the device",
+                where="notebook_launcher or debug_launcher, where ranks cannot be forked: the kernel has used the device, or no fork",
                 do="make it inside the function; or restart the kernel, and use the device in the function only",
             ) from error
 
@@ -216,7 +216,8 @@ def _run_ranks(
         resolved, num_processes=num_processes, num_threads=num_threads, has_accelerator=num_accelerators > 0
     )
     call: Any = (function, tuple(args))
-    call = call if method == "fork" else _ByValue(call)
+    if method == "spawn":
+        call = _ByValue(call)
     output = _Output.open(num_processes)
     try:
         child = _Child(
