@@ -12,7 +12,7 @@ import pytest
 
 from echelon.diagnose.goodput import Attempt, Ledger, RankTimes, account, spent_in
 from echelon.diagnose.straggler import Steps, steps_of
-from echelon.launch.accounts import GOODPUT_FILE, Accounts, Books, first_sign, process_start_ns, read_books
+from echelon.launch.accounts import GOODPUT_FILE, Accounts, Books, first_sign, process_start_ns, read_books, times_on
 from echelon.launch.failure import ErrorRecord, RankEnd
 from echelon.status import notes as status_notes
 from echelon.status.board import Board, Mark, Part, Phase, Slot, Times
@@ -287,8 +287,8 @@ def test_the_books_are_in_a_file_and_read_again(board: Board, tmp_path: Path) ->
             now = time.monotonic_ns()
             Slot(board.path, index).times(Times(now, now, -1, 3, Part.FORWARD, spent()))
         time.sleep(0.01)
-        accounts.close(board, [0, 1], failed_ns=time.monotonic_ns(), noticed_ns=time.monotonic_ns())
-        accounts.close(board, [0, 1], noticed_ns=time.monotonic_ns())  # it was over
+        accounts.close(times_on(board, [0, 1]), failed_ns=time.monotonic_ns(), noticed_ns=time.monotonic_ns())
+        accounts.close(times_on(board, [0, 1]), noticed_ns=time.monotonic_ns())  # it was over
     books = accounts.finish()
     assert sum(books.ledger.seconds.values()) == pytest.approx(books.ledger.wall_s)
     assert books.ledger.num_restarts == 1

@@ -84,7 +84,14 @@ def test_slurm() -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("gpu7", "gpu7"), ("gpu[1-3]", "gpu1"), ("a-1,b-2", "a-1"), ("n[007,9].site", "n007.site"), ("x[2],y", "x2")],
+    [
+        ("gpu7", "gpu7"),
+        ("gpu[1-3]", "gpu1"),
+        ("a-1,b-2", "a-1"),
+        ("n[007,9].site", "n007.site"),
+        ("x[2],y", "x2"),
+        ("r[1-2,4]n[03-04],z", "r1n03"),
+    ],
 )
 def test_the_first_host_of_a_slurm_list(nodes: str, first: str) -> None:
     assert _detect({**SLURM, "SLURM_STEP_NODELIST": nodes}).master_addr == first

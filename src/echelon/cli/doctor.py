@@ -12,7 +12,7 @@ import click
 from echelon.base.errors import UsageError
 from echelon.launch.accounts import read_books
 from echelon.launch.records import read_record
-from echelon.launch.supervise import STALL_FILE
+from echelon.launch.ranks import STALL_FILE
 from echelon.launch.worker import ERROR_FILE
 from echelon.status.reporter import ANSWER_FILE
 

@@ -9,7 +9,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from echelon.base.device import limit_devices, num_devices
 from echelon.base.errors import ConfigError, LaunchError
 from echelon.cli.launch_options import NUMBERS, STALLED, LaunchCommand, flag_layer, options, typed_flags
 from echelon.config.files import from_file
+from echelon.config.origin import Source
 from echelon.config.places import find
 from echelon.config.resolve import Layer, Resolved, resolve
 from echelon.config.runs import RUN_FILE, to_run_file
@@ -32,10 +34,14 @@ from echelon.launch.accounts import process_start_ns
 from echelon.launch.environment import rank_variables
 from echelon.launch.failure import exit_status, explain, first_failure
 from echelon.launch.interrupts import Interrupted, Interrupts, watch
+from echelon.launch.machines import Asked, interface_variables, meet, node_range
 from echelon.launch.output import Outputs, parse_streams
+from echelon.launch.ranks import STALL_FILE
 from echelon.launch.script import Script, check
 from echelon.launch.slots import Slots, is_this_machine, named_slots
-from echelon.launch.supervise import STALL_FILE, StallRules
+from echelon.launch.slurm import current_step
+from echelon.launch.supervise import StallRules
+from echelon.launch.together import rules_of, together
 from echelon.status.hold import EXIT_CODE, SIGNALS
 
 __all__ = ["command"]
@@ -47,9 +53,9 @@ __all__ = ["command"]
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
 @click.pass_context
 def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: Any) -> None:
-    """Run SCRIPT on one or more processes of this machine.
+    """Run SCRIPT on one or more processes of this machine, or of several.
 
-    Flags may be written with _ or -. Everything after SCRIPT belongs to it.
+    On several machines the same command is given on each. Flags may be written with _ or -. Everything after SCRIPT belongs to it.
     """
     with watch() as interrupts:
         try:
@@ -75,52 +81,92 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
     layer = flag_layer(flags, typed)
     check(script)
     file, resolved = _resolve(layer, flags)
-    _check_one_machine(resolved, flags, typed)
-    port = _port(resolved, flags, typed)
+    asked = Asked(
+        nnodes=flags["num_machines"],
+        **{name: flags[name] for name in ("rdzv_endpoint", "rdzv_id", "rdzv_conf", "local_addr", "listen_on")},
+        is_insecure=flags["insecure_network"],
+        typed=typed,
+    )
+    step = current_step()
+    num_machines = resolved.value.num_machines
+    if step is not None and resolved.origins["num_machines"].source is Source.DEFAULT:
+        num_machines = step.num_nodes
+    is_alone = num_machines == 1
+    if is_alone:
+        _check_one_machine(resolved, flags, typed)
+    port = _port(resolved, flags, typed) if is_alone else 0
     if flags["multi_gpu"] and resolved.value.cpu:
         raise ConfigError(
             "--multi_gpu and --cpu exclude each other", where=f"flag {typed['multi_gpu']}", do="give one of the two"
         )
     slots = named_slots(resolved)
     num_accelerators = 0 if resolved.value.cpu else num_devices()
-    num_processes = _num_processes(resolved, flags, typed, num_accelerators, slots)
-    check_settings(resolved, world_size=num_processes)
+    share = resolved if is_alone else _share(resolved, typed, asked, num_machines)
+    num_processes = _num_processes(share, flags, typed, num_accelerators, slots)
+    is_elastic = not is_alone and ":" in (asked.nnodes or "")
+    check_settings(resolved, world_size=None if is_elastic else num_processes * num_machines)
     outputs = _outputs(flags, num_processes)
     if outputs.debugged is not None and script.kind == "program":
         raise ConfigError("--debugger needs a Python script", where="flag --no_python", do="leave one of the two out")
     threads = flags["num_cpu_threads_per_process"]
+    machines = None if is_alone else meet(resolved, asked, num_processes=num_processes, step=step)
     variables = rank_variables(
-        resolved, num_processes=num_processes, num_threads=threads, has_accelerator=num_accelerators > 0
+        resolved,
+        num_processes=num_processes,
+        num_threads=threads,
+        has_accelerator=num_accelerators > 0,
+        interface=None if machines is None else interface_variables(machines.interface),
     )
     if slots is not None and num_accelerators:
         variables.update(limit_devices(slots.of(num_accelerators)))
     if not flags["quiet"]:
         _say_notes(resolved, variables, threads, file)
-    from echelon.launch.agent import Job, run_job  # noqa: PLC0415 - imports torch: only now, all checks are done
-
-    with _directory(flags["log_dir"]) as directory, _terminal_restored():
+    stall = StallRules(timeout=timedelta(seconds=flags["stall_timeout"]), on_stall=flags["on_stall"])
+    grace = timedelta(seconds=flags["preemption_grace"])
+    logs = "above; --log_dir DIR keeps the output of each rank apart"
+    with ExitStack() as stack:
+        directory = stack.enter_context(_directory(flags["log_dir"]))
+        stack.enter_context(_terminal_restored())
         (directory / RUN_FILE).write_text(to_run_file(resolved), encoding="utf-8")
+        logs = str(directory) if flags["log_dir"] else logs
+        part = None
+        if machines is not None:
+            rules = rules_of(
+                machines,
+                max_restarts=flags["max_restarts"],
+                stall=stall,
+                preemption_grace=grace,
+                logs=logs,
+                directory=directory,
+                began_ns=began_ns,
+            )
+            part = stack.enter_context(together(machines, rules, interrupts))
+        from echelon.launch.agent import Job, run_job  # noqa: PLC0415 - imports torch: only now, all checks are done
+
         job = Job(
             script=script,
             num_processes=num_processes,
             environment=variables,
             directory=directory,
             outputs=outputs,
-            logs=str(directory) if flags["log_dir"] else "above; --log_dir DIR keeps the output of each rank apart",
+            logs=logs,
             run_id=flags["rdzv_id"] or f"echelon-{os.getpid()}",
             port=port,
             max_restarts=flags["max_restarts"],
             monitor_interval=timedelta(seconds=flags["monitor_interval"]),
-            stall=StallRules(timeout=timedelta(seconds=flags["stall_timeout"]), on_stall=flags["on_stall"]),
-            preemption_grace=timedelta(seconds=flags["preemption_grace"]),
+            stall=stall,
+            preemption_grace=grace,
             is_warm=not flags["no_warm"] and outputs.debugged is None,  # a forked rank has no terminal to read from
             began_ns=began_ns,
         )
         interrupts.hold()
-        outcome = run_job(job, interrupts)
-    if flags["summary"] or (outcome.books.is_worth_telling and not flags["quiet"]):
-        for line in outcome.books.lines():
+        outcome = run_job(job, interrupts, None if part is None else part.node)
+    books = outcome.books if part is None or part.books is None else part.books
+    if flags["summary"] or (books.is_worth_telling and not flags["quiet"]):
+        for line in books.lines():
             print(f"echelon: {line}", file=sys.stderr)
+    if outcome.code is not None and outcome.preemption is None:
+        return outcome.code
     if outcome.stall is not None:
         return STALLED
     if outcome.preemption is not None:
@@ -144,13 +190,12 @@ def _resolve(layer: Layer, flags: dict[str, Any]) -> tuple[Path | None, Resolved
 
 def _check_one_machine(resolved: Resolved[RunConfig], flags: dict[str, Any], typed: dict[str, str]) -> None:
     value, origins = resolved.value, resolved.origins
-    for name, only in (("num_machines", 1), ("machine_rank", 0)):
-        if getattr(value, name) != only:
-            raise ConfigError(
-                f"{name}={getattr(value, name)}: several machines are not supported yet",
-                where=str(origins[name]),
-                do=f"leave it out, or give {only}; on one machine --num_processes starts any number of processes",
-            )
+    if value.machine_rank != 0:
+        raise ConfigError(
+            f"machine rank {value.machine_rank}, and one machine",
+            where=str(origins["machine_rank"]),
+            do="give the number of machines (--num_machines, --nnodes), or leave it out",
+        )
     if value.rdzv_backend not in (None, "c10d", "static"):
         raise ConfigError(
             f"rendezvous backend {value.rdzv_backend!r} is not supported",
@@ -164,10 +209,29 @@ def _check_one_machine(resolved: Resolved[RunConfig], flags: dict[str, Any], typ
     for host, origin in hosts:
         if host is not None and not is_this_machine(host):
             raise ConfigError(
-                f"{host} is not this machine, and several machines are not supported yet",
+                f"{host} is not this machine, and the run has one machine",
                 where=origin,
-                do="leave it out: on one machine the processes always meet on loopback",
+                do="give the number of machines (--num_machines, --nnodes); or leave it out: on one machine the processes "
+                "always meet on loopback",
             )
+
+
+def _share(
+    resolved: Resolved[RunConfig], typed: dict[str, str], asked: Asked, num_machines: int
+) -> Resolved[RunConfig]:
+    """Return the settings with ``num_processes`` of this machine: accelerate's is that of all together, torchrun's of each."""
+    total = resolved.value.num_processes
+    flag = typed.get("num_processes", "").replace("_", "-")
+    if total is None or (flag and flag != "--num-processes"):
+        return resolved
+    origin = resolved.origins["num_processes"]
+    least, most = node_range(resolved, asked) if resolved.value.num_machines > 1 else (num_machines, num_machines)
+    if total % num_machines or least != most:
+        why = f"do not divide by {num_machines} machines" if least == most else f"on {least} to {most} machines"
+        raise ConfigError(
+            f"{total} processes {why}", where=str(origin), do="give those of one machine: --nproc_per_node N"
+        )
+    return replace(resolved, value=replace(resolved.value, num_processes=total // num_machines))
 
 
 def _port(resolved: Resolved[RunConfig], flags: dict[str, Any], typed: dict[str, str]) -> int:

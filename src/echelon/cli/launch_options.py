@@ -211,7 +211,24 @@ def _own_options() -> list[Callable[[Callable[..., Any]], Callable[..., Any]]]:
         click.option("--quiet", "-q", is_flag=True, help="Leave the launcher's notes out; errors are still shown."),
         click.option("--standalone", is_flag=True, help="Accepted: every run on one machine is."),
         click.option("--rdzv-endpoint", metavar="HOST[:PORT]", help="As --main-process-ip and --main-process-port."),
-        click.option("--rdzv-id", metavar="NAME", help="TORCHELASTIC_RUN_ID of the ranks."),
+        click.option("--rdzv-id", metavar="NAME", help="The run's name, the same on all machines: TORCHELASTIC_RUN_ID."),
+        click.option(
+            "--rdzv-conf",
+            metavar="NAME=VALUE,...",
+            help="Of a run on several machines: join_timeout (600 s), last_call_timeout (30 s, for more than the least of "
+            "--nnodes MIN:MAX), keep_alive_interval (2 s), keep_alive_max_attempt (5), is_host.",
+        ),
+        click.option("--local-addr", metavar="ADDRESS", help="This machine's, on the network of the others."),
+        click.option(
+            "--listen-on",
+            metavar="ADDRESS",
+            help="Where the others come in, when that is not the address that they are given (NAT). 0.0.0.0: everywhere.",
+        ),
+        click.option(
+            "--insecure-network",
+            is_flag=True,
+            help="Run on several machines without a token: whoever reaches the port can join, and read the store.",
+        ),
     ]
 
 

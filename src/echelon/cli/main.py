@@ -21,11 +21,14 @@ _COMMANDS = {
     "config": ("echelon.cli.config", "Make, show, convert and compare settings; say where each value came from."),
     "doctor": ("echelon.cli.doctor", "Show why a run stood still or failed: the stack of each rank, and the errors."),
     "env": ("echelon.cli.env", "Show versions, platform and devices, for bug reports."),
-    "launch": ("echelon.cli.launch", "Run a script on one or more processes of this machine."),
+    "launch": ("echelon.cli.launch", "Run a script on one or more processes, of this machine or of several."),
     "merge-weights": (
         "echelon.cli.merge_weights",
         "Write the weights of a checkpoint to one file, as accelerate does.",
     ),
+    "submit": ("echelon.cli.submit", "Run a script as a job of Slurm or Kubernetes."),
+    "test": ("echelon.cli.test", "Train a small problem on some processes, and check that all is as on one."),
+    "token": ("echelon.cli.job_token", "Make the secret by which the machines of a run know each other."),
 }
 
 

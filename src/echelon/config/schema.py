@@ -61,15 +61,16 @@ class RunConfig:
     """Every choice that flags, environment, files or code can make; their other names are in ``config/table.py``."""
 
     num_processes: int | None = None
-    """Processes to start on this machine; None: one for each accelerator, one on a machine without."""
+    """Processes of the run, on all machines together (``--nproc_per_node``: on each); None: one for each accelerator, one
+    on a machine without."""
     num_machines: int = 1
-    """Machines of the run; more than 1 is not offered yet."""
+    """Machines of the run; as a flag also MIN:MAX: it goes on while machines leave and join."""
     machine_rank: int = 0
-    """Which of them this one is."""
+    """Which of them this one is; not given: any, and where ``main_process_ip`` is this machine's address, the first."""
     main_process_ip: str | None = None
-    """The address of rank zero's machine; None: this one's loopback."""
+    """The address of rank zero's machine, as the others reach it; None: this one's loopback."""
     main_process_port: int | None = None
-    """The port of the store; None: a free one."""
+    """The port at which the machines meet (None: 29500); on one machine, of the store (None: a free one)."""
     rdzv_backend: str | None = None
     """How machines find each other, in torchrun's words."""
     same_network: bool = True
@@ -260,9 +261,10 @@ def coerce(kinds: tuple[object, ...], name: str, value: object, *, where: str) -
             if found:
                 _check_range(name, typed, where)
                 return typed
-    raise ConfigError(
-        f"{name}={value!r} is not {_describe(kinds)}", where=where, do=f"give {name} as {_describe(kinds)}"
-    )
+    do = f"give {name} as {_describe(kinds)}"
+    if isinstance(value, str) and "$" in value:
+        do += "; the variable in it was not expanded: single quotes and files leave it as it is"
+    raise ConfigError(f"{name}={value!r} is not {_describe(kinds)}", where=where, do=do)
 
 
 _MOST = {"main_process_port": 65535}

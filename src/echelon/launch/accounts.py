@@ -15,7 +15,7 @@ from echelon.diagnose.straggler import Steps, steps_of
 from echelon.launch.failure import RankEnd
 from echelon.status.board import Board, Doing, Part
 
-__all__ = ["GOODPUT_FILE", "Accounts", "Books", "first_sign", "process_start_ns", "read_books"]
+__all__ = ["GOODPUT_FILE", "Accounts", "Books", "first_sign", "process_start_ns", "read_books", "times_on"]
 
 GOODPUT_FILE = "goodput.jsonl"
 """In the folder of the run: a line for each attempt, then one for the whole run."""
@@ -63,12 +63,11 @@ class Accounts:
         """An attempt begins."""
         self._started_ns = time.monotonic_ns()
 
-    def close(self, board: Board, ranks: Sequence[int], *, failed_ns: int | None = None, noticed_ns: int) -> None:
+    def close(self, ranks: Sequence[RankTimes], *, failed_ns: int | None = None, noticed_ns: int) -> None:
         """The attempt is over; nothing happens when that was said before.
 
         Args:
-            board: of its ranks.
-            ranks: in the order of the slots.
+            ranks: what the boards had of them.
             failed_ns: the first sign that it would be; None: it has ended well.
             noticed_ns: when that was seen.
         """
@@ -78,7 +77,7 @@ class Accounts:
             started_ns=self._started_ns,
             failed_ns=min(max(self._started_ns, noticed_ns if failed_ns is None else failed_ns), noticed_ns),
             noticed_ns=noticed_ns,
-            ranks=[_rank_times(board, index, rank) for index, rank in enumerate(ranks)],
+            ranks=ranks,
         )
         self._started_ns = 0
         self._attempts.append(attempt)
@@ -134,10 +133,14 @@ class Accounts:
             file.write(json.dumps(record) + "\n")
 
 
-def _rank_times(board: Board, index: int, rank: int) -> RankTimes:
-    watch = board.watch(index)
-    ended_ns = watch.time_ns if watch is not None and watch.doing & Doing.ENDED else None
-    return RankTimes(rank=rank, times=board.times(index), marks=board.marks(index), ended_ns=ended_ns)
+def times_on(board: Board, ranks: Sequence[int]) -> list[RankTimes]:
+    """Return what ``board`` has of its ``ranks``, given in the order of the slots."""
+    found = []
+    for index, rank in enumerate(ranks):
+        watch = board.watch(index)
+        ended_ns = watch.time_ns if watch is not None and watch.doing & Doing.ENDED else None
+        found.append(RankTimes(rank=rank, times=board.times(index), marks=board.marks(index), ended_ns=ended_ns))
+    return found
 
 
 def first_sign(ends: Sequence[RankEnd]) -> int | None:

@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, final
@@ -14,6 +14,7 @@ from typing import Any, final
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
+    Worker,
     WorkerGroup,
     WorkerSpec,
     WorkerState,
@@ -22,17 +23,21 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from echelon.base import environ
 from echelon.base.errors import LaunchError
-from echelon.diagnose.stall import Stall
-from echelon.launch.accounts import GOODPUT_FILE, Accounts, Books, first_sign
-from echelon.launch.failure import RankEnd, explain, is_settled, lost_each_other
+from echelon.diagnose.stall import RankView, Stall
+from echelon.launch.accounts import GOODPUT_FILE, Accounts, Books, first_sign, times_on
+from echelon.launch.failure import RankEnd, explain
 from echelon.launch.interrupts import Interrupted, Interrupts
+from echelon.launch.job_token import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from echelon.launch.node import Node, Order
 from echelon.launch.output import Outputs
 from echelon.launch.preemption import Preemption
 from echelon.launch.processes import Workers
-from echelon.launch.rendezvous import LoopbackRendezvous
+from echelon.launch.ranks import LocalRanks, settled
+from echelon.launch.rendezvous import LoopbackRendezvous, NodeRendezvous
 from echelon.launch.script import Script
 from echelon.launch.supervise import StallRules, Supervisor
 from echelon.launch.warm import WarmStarter
+from echelon.launch.wire import decode, encode
 from echelon.status.board import Board
 from echelon.status.hold import EXIT_CODE
 from echelon.status.notes import BOARD_VARIABLE
@@ -41,9 +46,6 @@ __all__ = ["Job", "Outcome", "run_job"]
 
 # What scripts that note something on the board have imported.
 _OF_ECHELON = ("echelon.accelerator", "echelon.accelerator.accelerator")
-# A rank that fails takes its exit up to 1.7 s to show, its victims' errors come before: who failed is known after this.
-_STRAGGLERS = timedelta(seconds=1.5)
-_SETTLE_POLL = timedelta(milliseconds=20)
 # Not SIGTERM, which means preemption: victims of another rank's failure have nothing to save, and must not begin to. The
 # short grace lets those clean up (temporary files) that handle it.
 _STOP_SIGNAL = signal.SIGHUP if hasattr(signal, "SIGHUP") else signal.SIGTERM
@@ -54,7 +56,7 @@ _GRACE_AFTER_SIGNAL = timedelta(seconds=3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Everything that is needed to run a script on this machine."""
+    """Everything that is needed to run a script on this machine, alone or as one of several."""
 
     script: Script
     num_processes: int
@@ -90,30 +92,40 @@ class Outcome:
     """It was stopped because of this; it has been told."""
     preemption: Preemption | None = None
     """It was asked to end, and has."""
+    code: int | None = None
+    """The exit code that all machines of the run agree on; what happened has been told. None: it has one machine."""
 
 
-def run_job(job: Job, interrupts: Interrupts) -> Outcome:
+def run_job(job: Job, interrupts: Interrupts, node: Node | None = None) -> Outcome:
     """Run ``job`` to its end and return how its last attempt ended.
+
+    Args:
+        job: what runs.
+        interrupts: the launcher's signals.
+        node: by which this machine takes part in a run on several; None: it has one machine.
 
     Raises:
         Interrupted: a signal came; the processes are stopped.
         LaunchError: the processes cannot be started.
     """
+    handler = LoopbackRendezvous(run_id=job.run_id, port=job.port) if node is None else NodeRendezvous(node)
     spec = WorkerSpec(
         role="default",
         local_world_size=job.num_processes,
-        rdzv_handler=LoopbackRendezvous(run_id=job.run_id, port=job.port),
+        rdzv_handler=handler,
         entrypoint=job.script.target,  # for torch's event log; _start_workers knows how to run it
         max_restarts=job.max_restarts,
         monitor_interval=job.monitor_interval.total_seconds(),
     )
-    agent = _Agent(spec, job, interrupts)
+    agent = _Agent(spec, job, interrupts, node)
     try:
         agent.run()
     finally:
         books = agent.close()
+        handler.shutdown()
     preemption = agent.preemption if agent.is_preempted else None
-    return Outcome(ends=agent.ends, books=books, stall=agent.stall, preemption=preemption)
+    code = None if node is None else agent.order.code if agent.order is not None else 0
+    return Outcome(ends=agent.ends, books=books, stall=agent.stall, preemption=preemption, code=code)
 
 
 @final
@@ -123,14 +135,18 @@ class _Agent(SimpleElasticAgent):
     Not ``LocalElasticAgent``: that one stops ranks for up to 30 s, in three places, and takes over our signals.
     """
 
-    def __init__(self, spec: WorkerSpec, job: Job, interrupts: Interrupts) -> None:
+    def __init__(self, spec: WorkerSpec, job: Job, interrupts: Interrupts, node: Node | None) -> None:
         super().__init__(spec, exit_barrier_timeout=5)
         self._job = job
         self._interrupts = interrupts
-        self.preemption = Preemption(interrupts, job.preemption_grace)
+        self._node = node
+        self.order: Order | None = None
+        pass_on = None if node is None else node.ask_to_end
+        self.preemption = Preemption(interrupts, job.preemption_grace, pass_on)
         self.is_preempted = False
         self._workers: Workers | None = None
         self._board: Board | None = None
+        self._ranks: LocalRanks | None = None
         self._supervisor: Supervisor | None = None
         self._warm = WarmStarter()
         self._environment_of_ranks: dict[int, dict[str, str]] = {}
@@ -147,18 +163,48 @@ class _Agent(SimpleElasticAgent):
 
     def _close_accounts(self, *, failed_ns: int | None = None, noticed_ns: int) -> None:
         if self._board is not None:
-            ranks = [int(variables["RANK"]) for variables in self._environment_of_ranks.values()]
-            self._accounts.close(self._board, ranks, failed_ns=failed_ns, noticed_ns=noticed_ns)
+            times = times_on(self._board, self._rank_numbers)
+            self._accounts.close(times, failed_ns=failed_ns, noticed_ns=noticed_ns)
+
+    @property
+    def _rank_numbers(self) -> list[int]:
+        return [int(variables["RANK"]) for variables in self._environment_of_ranks.values()]
 
     def _remove_board(self) -> None:
+        if self._node is not None:
+            self._node.served = None
         if self._board is not None:
             self._board.close()
             self._board = None
 
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """Number the ranks; of several machines the conductor has said how.
+
+        Torch asks the others through a store, and waits for minutes for one that has gone.
+        """
+        handler = spec.rdzv_handler
+        if isinstance(handler, NodeRendezvous):
+            first, size = handler.round.first_rank, handler.round.world_size
+        else:
+            first, size = 0, spec.local_world_size
+        return [
+            Worker(local_rank=i, global_rank=first + i, role_rank=first + i, world_size=size, role_world_size=size)
+            for i in range(spec.local_world_size)
+        ]
+
+    def _exit_barrier(self) -> None:
+        """Go: when there are other machines, all were told that all have ended."""
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         job = self._job
-        attempt = job.max_restarts - self._remaining_restarts
-        if attempt:
+        handler = worker_group.spec.rdzv_handler
+        if isinstance(handler, NodeRendezvous):
+            attempt, num_restarts = handler.round.number, handler.round.num_restarts
+        else:
+            attempt = num_restarts = job.max_restarts - self._remaining_restarts
+        if attempt and self._node is None:
             if self.stall is None:  # that has been told
                 what, where, do = explain(self.ends, logs=job.logs)
                 print(f"echelon: {LaunchError(what, where=where, do=do)}", file=sys.stderr)
@@ -170,15 +216,18 @@ class _Agent(SimpleElasticAgent):
         self.stall = None
         self._board = Board(job.num_processes, folder=str(directory))
         self.preemption.watch(self._board)
-        self._supervisor = Supervisor(self._board, directory=directory, rules=job.stall, check=self.preemption.check)
-        self._workers = Workers(
-            job.script, directory=directory, outputs=job.outputs, board=self._board, warm=self._warm
-        )
-        self._environment_of_ranks = self._environments(worker_group, attempt, directory)
+        workers = Workers(job.script, directory=directory, outputs=job.outputs, board=self._board, warm=self._warm)
+        self._ranks = LocalRanks(self._board, directory=directory, running=workers.running, check=self.preemption.check)
+        self._supervisor = Supervisor(self._ranks, directory=job.directory, rules=job.stall)
+        self._workers = workers
+        self._environment_of_ranks = self._environments(worker_group, num_restarts, directory)
         self._accounts.open()
-        return self._workers.start(self._environment_of_ranks)
+        started = workers.start(self._environment_of_ranks)
+        if self._node is not None:
+            self._node.served = _ServedRanks(self._board, workers, directory, self._rank_numbers)
+        return started
 
-    def _environments(self, group: WorkerGroup, attempt: int, directory: Path) -> dict[int, dict[str, str]]:
+    def _environments(self, group: WorkerGroup, num_restarts: int, directory: Path) -> dict[int, dict[str, str]]:
         """Return for each local rank its environment: what torchrun sets, and what the job adds."""
         common = {
             **environ.snapshot(),
@@ -190,12 +239,14 @@ class _Agent(SimpleElasticAgent):
             "MASTER_PORT": str(group.master_port),
             "ROLE_NAME": group.spec.role,
             "TORCHELASTIC_MAX_RESTARTS": str(self._job.max_restarts),
-            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "TORCHELASTIC_RESTART_COUNT": str(num_restarts),
             "TORCHELASTIC_RUN_ID": self._job.run_id,
             "TORCHELASTIC_USE_AGENT_STORE": str(group.spec.rdzv_handler.use_agent_store),
         }
         assert self._board is not None
         common.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+        for secret in (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE):
+            common.pop(secret, None)  # programs print their environment
         return {
             worker.local_rank: {
                 **common,
@@ -215,6 +266,8 @@ class _Agent(SimpleElasticAgent):
         self.preemption.check()
         assert self._workers is not None
         codes = self._workers.exit_codes()
+        if self._node is not None:
+            return self._monitor_as_node(worker_group, self._node, codes)
         if self.preemption.is_asked and all(code in (None, 0, EXIT_CODE) for code in codes):
             return self._after_a_hold(codes)
         if all(code == 0 for code in codes):
@@ -228,6 +281,36 @@ class _Agent(SimpleElasticAgent):
         self._close_accounts(failed_ns=first_sign(self.ends), noticed_ns=noticed_ns)
         self._stop_workers(worker_group)
         return _failed(worker_group, self.ends)
+
+    def _monitor_as_node(self, group: WorkerGroup, node: Node, codes: list[int | None]) -> RunResult:
+        """Tell how the ranks here are, and do as all machines do."""
+        assert self._workers is not None
+        node.report(dict(zip(self._rank_numbers, codes)))
+        order = node.order()
+        if order is None:
+            self._prepare_warm()
+            return RunResult(state=WorkerState.HEALTHY)
+        if order.then == "done":
+            return self._succeeded()
+        self.ends = self._workers.ends()
+        self._close_accounts(failed_ns=first_sign(self.ends), noticed_ns=time.monotonic_ns())
+        if order.then == "preempted":
+            self._workers.stop(signal.SIGKILL, grace=timedelta())
+            self.is_preempted = True
+            return self._succeeded()
+        self.order = order
+        self._remaining_restarts = 1 if order.then in ("restart", "lost") else 0
+        node.served = None
+        self._stop_workers(group)
+        return _failed(group, self.ends)
+
+    def _prepare_warm(self) -> None:
+        assert self._board is not None
+        may_restart = self._node is not None or self._remaining_restarts > 0
+        if may_restart and self._job.is_warm and self._talks():
+            # Not before: until then the ranks themselves import, and need the processors.
+            modules = _OF_ECHELON if self._board.note(0) is not None else ()
+            self._warm.prepare(next(iter(self._environment_of_ranks.values())), modules)
 
     def _succeeded(self) -> RunResult:
         assert self._workers is not None
@@ -254,11 +337,8 @@ class _Agent(SimpleElasticAgent):
         assert self._workers is not None
         assert self._supervisor is not None
         assert self._board is not None
-        if self._remaining_restarts > 0 and self._job.is_warm and self._talks():
-            # Not before: until then the ranks themselves import, and need the processors.
-            modules = _OF_ECHELON if self._board.note(0) is not None else ()
-            self._warm.prepare(next(iter(self._environment_of_ranks.values())), modules)
-        stall = self._supervisor.look(self._workers.running())
+        self._prepare_warm()
+        stall = self._supervisor.look()
         if stall is None or not stall.is_alarm or self._job.stall.on_stall == "report":
             return RunResult(state=WorkerState.HEALTHY)
         self.stall = stall
@@ -278,19 +358,8 @@ class _Agent(SimpleElasticAgent):
         return all(watch is not None and watch.num_collectives > 0 for watch in watches)
 
     def _settled_ends(self, workers: Workers) -> list[RankEnd]:
-        deadline = time.monotonic() + _STRAGGLERS.total_seconds()
-        while not is_settled(ends := workers.ends()) and time.monotonic() < deadline:
-            time.sleep(_SETTLE_POLL.total_seconds())
-            self.preemption.check()
-        running = [end.rank for end in ends if end.exit_code is None and end.record is None]
-        if not running or not lost_each_other(ends):
-            return ends
-        # Nobody has failed by himself: those that run still may say what they do instead.
-        assert self._supervisor is not None
-        answers = self._supervisor.ask(workers.running())
-        return [
-            replace(end, last_words=answers.get(end.rank)) if end.rank in running else end for end in workers.ends()
-        ]
+        assert self._ranks is not None
+        return settled(workers.ends, self._ranks, self.preemption.check)
 
     def _stop_workers(self, worker_group: WorkerGroup, *_args: object, **_kwargs: object) -> None:
         # torch 2.7 passes is_restart as well.
@@ -315,6 +384,39 @@ class _Agent(SimpleElasticAgent):
 
     def _is_interrupted(self) -> bool:
         return self._interrupts.count > 0
+
+
+@final
+class _ServedRanks:
+    """What this node answers for its ranks in a round; called in threads of the connection."""
+
+    def __init__(self, board: Board, workers: Workers, directory: Path, ranks: list[int]) -> None:
+        self._board, self._workers, self._numbers = board, workers, ranks
+        # Of its own: a signal to the launcher is the main thread's to see.
+        self._ranks = LocalRanks(board, directory=directory, running=workers.running, check=lambda: None)
+
+    def answer(self, kind: str, content: Mapping[str, Any]) -> Any:
+        """Return the answer to a question."""
+        if kind == "views":
+            return encode(self._ranks.views())
+        if kind == "ask":
+            return encode(self._ranks.ask())
+        if kind == "stack":
+            return encode(self._ranks.stack_of(decode(RankView, content["view"])))
+        if kind == "ends":
+            return encode(self._workers.ends())
+        if kind == "times":
+            return encode(times_on(self._board, self._numbers))
+        if kind == "command":
+            self._board.write_command(int(content["word"]))
+            return True
+        if kind == "stands":
+            return list(zip(self._numbers, self._board.read_stands()))
+        raise LaunchError(f"there is no question {kind!r}")
+
+    def keep(self, report: str) -> None:
+        """Put a report beside the stacks."""
+        self._ranks.keep(report)
 
 
 def _failed(group: WorkerGroup, ends: list[RankEnd]) -> RunResult:

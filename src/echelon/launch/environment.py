@@ -26,9 +26,14 @@ def loopback_variables() -> dict[str, str]:
 
 
 def rank_variables(
-    resolved: Resolved[RunConfig], *, num_processes: int, num_threads: int | None, has_accelerator: bool
+    resolved: Resolved[RunConfig],
+    *,
+    num_processes: int,
+    num_threads: int | None,
+    has_accelerator: bool,
+    interface: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Return the variables of every rank of a run on one machine.
+    """Return the variables of every rank of a run on this machine.
 
     Args:
         resolved: the configuration, handed on as one JSON.
@@ -36,8 +41,10 @@ def rank_variables(
         num_threads: of the CPU for each process; None: the user's OMP_NUM_THREADS, else, when there are several
             processes, so many that they share the cores.
         has_accelerator: whether this machine has one.
+        interface: what keeps the ranks' own sockets on the way to other machines; None: there are none.
     """
-    variables = {**loopback_variables(), CONFIG_VARIABLE: encode(resolved), **_for_accelerate(resolved)}
+    own = loopback_variables() if interface is None else interface
+    variables = {**own, CONFIG_VARIABLE: encode(resolved), **_for_accelerate(resolved)}
     if num_processes > 1 and not has_accelerator:
         # accelerate runs every process alone on a machine without accelerators unless it is told this.
         variables["ACCELERATE_USE_CPU"] = "true"

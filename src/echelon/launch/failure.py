@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
+from types import MappingProxyType
 
 from echelon.diagnose.stall import Answer, Class, Stall, disagreement, name_ranks
 
@@ -159,20 +160,23 @@ _MAX_FRAMES = 4
 _MAX_MESSAGE_LINES = 6
 
 
-def explain(ends: Sequence[RankEnd], *, logs: str) -> tuple[str, str, str]:
+def explain(
+    ends: Sequence[RankEnd], *, logs: str, places: Mapping[int, str] = MappingProxyType({})
+) -> tuple[str, str, str]:
     """Return what happened, where, and what to do, each of a few lines.
 
     Args:
         ends: of all ranks; at least one failed.
         logs: where the output of the ranks is, or how to keep it.
+        places: for each rank the name of its machine; empty: there is but one.
     """
     first = first_failure(ends)
     assert first is not None, ends
     differing = _disagreement(first, ends)
     if differing is not None:
-        return _explain_disagreement(differing, first, ends, logs=logs)
+        return _explain_disagreement(differing, first, ends, logs=logs, places=places)
     what, do = _verdict(first, ends)
-    lines = [f"rank {first.rank} of {len(ends)}"]
+    lines = [f"rank {first.rank} of {len(ends)}{_on([first.rank], places)}"]
     lines += [_frame_line(frame) for frame in _told_frames(first)]
     others = _others(first, ends)
     if others:
@@ -194,12 +198,19 @@ def _disagreement(first: RankEnd, ends: Sequence[RankEnd]) -> Stall | None:
     return None if found is not None and found.kind is Class.MISSING and first.exit_code == -signal.SIGABRT else found
 
 
-def _explain_disagreement(found: Stall, first: RankEnd, ends: Sequence[RankEnd], *, logs: str) -> tuple[str, str, str]:
+def _explain_disagreement(
+    found: Stall, first: RankEnd, ends: Sequence[RankEnd], *, logs: str, places: Mapping[int, str]
+) -> tuple[str, str, str]:
     aborted = f"; gloo aborted rank {first.rank} for it" if first.exit_code == -signal.SIGABRT else ""
     lines = "".join(f"\n    {line}" for line in found.lines())
     what = f"{found.kind.value}: {found.what}{lines}\n  others: the ranks lost each other{aborted}"
     culprits = found.culprits or tuple(sorted(found.ranks))
-    return what, f"{name_ranks(culprits)} of {len(ends)}", f"{found.do}\n  logs:  {logs}"
+    return what, f"{name_ranks(culprits)} of {len(ends)}{_on(culprits, places)}", f"{found.do}\n  logs:  {logs}"
+
+
+def _on(ranks: Sequence[int], places: Mapping[int, str]) -> str:
+    names = list(dict.fromkeys(places[rank] for rank in ranks if rank in places))
+    return f", on {' and '.join(names[:2])}" if names else ""
 
 
 def _verdict(end: RankEnd, ends: Sequence[RankEnd]) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import final
@@ -30,10 +31,13 @@ class Preemption:
     Args:
         interrupts: the launcher's signals.
         grace: the ranks have so long to come to one step; zero: they are not asked, and signals stop the run.
+        pass_on: of a run on several machines: who has asked is told to this, and the ranks are led by somebody else.
     """
 
     interrupts: Interrupts
     grace: timedelta
+    pass_on: Callable[[str], None] | None = None
+    _is_passed_on: bool = False
     _board: Board | None = None
     _coordinator: Coordinator | None = None
     _who: str = ""
@@ -43,11 +47,12 @@ class Preemption:
         """A new attempt begins, with ``board``."""
         board.set_grace(int(self.grace.total_seconds() * 1000))
         self._board = board
+        self._is_passed_on = False
 
     @property
     def is_asked(self) -> bool:
         """Are the ranks being led to one step, or have they been?"""
-        return self._coordinator is not None
+        return self._coordinator is not None or self._is_passed_on
 
     @property
     def is_saved(self) -> bool:
@@ -60,8 +65,12 @@ class Preemption:
         Raises:
             Interrupted: signals came that stop the run: others, a second one, or no rank takes part.
         """
-        if self._coordinator is None and (asked := self._asked()) is not None:
+        if not self.is_asked and (asked := self._asked()) is not None:
             self._who = asked
+            if self.pass_on is not None:
+                self._is_passed_on = True
+                self.pass_on(asked)
+                return
             assert self._board is not None
             print(
                 f"echelon: {asked}: all ranks save at one step and end (within {self.grace.total_seconds():g} s; a second "
@@ -70,7 +79,7 @@ class Preemption:
                 flush=True,
             )
             self._coordinator = Coordinator(self._board, self.grace.total_seconds())
-        if self._coordinator is None or self.interrupts.count > self._num_expected:
+        if not self.is_asked or self.interrupts.count > self._num_expected:
             self.interrupts.check()
 
     @property
@@ -115,7 +124,7 @@ class Preemption:
             print(f"echelon: {error}", file=sys.stderr)
         else:
             print(
-                f"echelon: {self._who}: all ranks have ended at the same step; exit code {EXIT_CODE}; start it again with the "
+                f"echelon: {self._who or 'asked to end'}: all ranks have ended at the same step; exit code {EXIT_CODE}; start it again with the "
                 "same command",
                 file=sys.stderr,
             )

@@ -59,6 +59,7 @@ class Workers:
         self._directory = directory
         self._outputs = outputs
         self._workers: list[_Worker] = []
+        self._lock = threading.RLock()
 
     def start(self, environments: Mapping[int, Mapping[str, str]]) -> dict[int, int]:
         """Start one process for each local rank with its whole environment; return their process ids.
@@ -165,6 +166,10 @@ class Workers:
         return [self._exit_code(w) for w in self._workers]
 
     def _exit_code(self, one: _Worker) -> int | None:
+        with self._lock:  # nodes of a run on several machines answer for their ranks in other threads
+            return self._exit_code_alone(one)
+
+    def _exit_code_alone(self, one: _Worker) -> int | None:
         code = one.process.poll()
         if code is not None and one.ended_ns is None:
             one.ended_ns = time.monotonic_ns()

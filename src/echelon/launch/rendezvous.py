@@ -1,16 +1,23 @@
-"""Rendezvous on one machine: for each generation of ranks a fresh store, on a fresh socket, on loopback only."""
+"""Rendezvous: for each generation of ranks a fresh store, on a fresh socket, on loopback only, on several machines too.
+
+On several machines the store listens on loopback of one of them, and each other has a port on its own loopback from which
+a proven connection leads there (``hub.py``). Torch's dynamic handler was looked at and left: it unpickles what it reads from an
+open store, and compares the clocks of the machines.
+"""
 
 from __future__ import annotations
 
 import socket
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from echelon.base.errors import LaunchError
+from echelon.launch.hub import Tunnel
+from echelon.launch.node import Node, RoundOfNode
 
-__all__ = ["LOOPBACK", "LoopbackRendezvous", "LoopbackStore"]
+__all__ = ["LOOPBACK", "LoopbackRendezvous", "LoopbackStore", "NodeRendezvous"]
 
 LOOPBACK = "127.0.0.1"
 _BACKLOG = 512
@@ -107,4 +114,70 @@ class LoopbackRendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         """Close the store."""
         self._store = None
+        return True
+
+
+class NodeRendezvous(RendezvousHandler):
+    """Torch's seam for "who takes part", for one of several machines: the conductor has decided.
+
+    Args:
+        node: this launcher's connection to it.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._tunnel: Tunnel | None = None
+        self._round: RoundOfNode | None = None
+        self._closed = False
+
+    @property
+    def round(self) -> RoundOfNode:
+        """The node's place in the round that was begun last."""
+        assert self._round is not None
+        return self._round
+
+    def get_backend(self) -> str:
+        """Return a name for torch's event log."""
+        return "echelon"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Ranks join the store as clients."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for the next round, and open the way to its store."""
+        self.shutdown()
+        self._round = found = self._node.next_round()
+        if found.port:
+            port = found.port
+        else:
+            self._tunnel = Tunnel(self._node.way_to_store)
+            port = self._tunnel.port
+        # The agents themselves need no store: ranks are numbered by the conductor, and ends are agreed through it.
+        return RendezvousInfo(
+            HashStore(), found.group_rank, found.group_world_size, RendezvousStoreInfo(LOOPBACK, port)
+        )
+
+    def is_closed(self) -> bool:
+        """Tell whether ``set_closed`` was called."""
+        return self._closed
+
+    def set_closed(self) -> None:
+        """Note that no generation will follow."""
+        self._closed = True
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0: the conductor says when machines that have come are taken in."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Return the run's name."""
+        return self._node.info.run_id
+
+    def shutdown(self) -> bool:
+        """Close the way to the store."""
+        if self._tunnel is not None:
+            self._tunnel.close()
+            self._tunnel = None
         return True

@@ -47,7 +47,10 @@ def main(argv: list[str]) -> None:
             os.read(wake, 4096)
             _tell_ended(control)
         if control in readable:
-            data, files, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 2)
+            try:
+                data, files, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 2)
+            except ConnectionError:  # closed before it had read what we said
+                return
             if not data:
                 return  # the ranks that still run die with this process
             pid = os.fork()

@@ -9,7 +9,15 @@ from typing import Literal
 from echelon.base import environ
 from echelon.base.errors import ConfigError
 
-__all__ = ["LaunchEnvironment", "check_rank", "detect"]
+__all__ = [
+    "LaunchEnvironment",
+    "check_rank",
+    "detect",
+    "integer",
+    "slurm_first_host",
+    "slurm_port",
+    "slurm_tasks_by_node",
+]
 
 Starter = Literal["torchrun", "slurm", "mpi", "single"]
 
@@ -47,7 +55,7 @@ def detect() -> LaunchEnvironment:
     return LaunchEnvironment(
         starter="single",
         master_addr=environ.get("MASTER_ADDR"),
-        master_port=_integer("MASTER_PORT") if environ.get("MASTER_PORT") else None,
+        master_port=integer("MASTER_PORT") if environ.get("MASTER_PORT") else None,
     )
 
 
@@ -76,13 +84,13 @@ def _from_torchrun() -> LaunchEnvironment:
                 where=f"env {name}",
                 do="start by echelon launch or torchrun, which set both, or set both by hand",
             )
-    rank, world_size = _integer("RANK"), _integer("WORLD_SIZE")
+    rank, world_size = integer("RANK"), integer("WORLD_SIZE")
     check_rank(rank, world_size, rank_from="env RANK", world_size_from="env WORLD_SIZE")
-    local_rank = _integer("LOCAL_RANK", rank)
+    local_rank = integer("LOCAL_RANK", rank)
     # DeepSpeed's launcher says these two in other words; CROSS_SIZE tells them from a variable of somebody else's.
     deepspeed = environ.get("CROSS_SIZE") is not None
     local_size, node = ("LOCAL_SIZE", "CROSS_RANK") if deepspeed else ("LOCAL_WORLD_SIZE", "NODE_RANK")
-    local_world_size = _integer("LOCAL_WORLD_SIZE", _integer(local_size, world_size))
+    local_world_size = integer("LOCAL_WORLD_SIZE", integer(local_size, world_size))
     check_rank(local_rank, local_world_size, rank_from="env LOCAL_RANK", world_size_from="env LOCAL_WORLD_SIZE")
     return LaunchEnvironment(
         starter="torchrun",
@@ -90,35 +98,47 @@ def _from_torchrun() -> LaunchEnvironment:
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=local_world_size,
-        node_rank=_integer("GROUP_RANK", _integer(node, rank // local_world_size)),
+        node_rank=integer("GROUP_RANK", integer(node, rank // local_world_size)),
         master_addr=environ.get("MASTER_ADDR"),
-        master_port=_integer("MASTER_PORT") if environ.get("MASTER_PORT") else None,
+        master_port=integer("MASTER_PORT") if environ.get("MASTER_PORT") else None,
     )
 
 
 def _from_slurm() -> LaunchEnvironment:
-    rank = _integer("SLURM_PROCID")
+    rank = integer("SLURM_PROCID")
     size = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
-    world_size = _integer(size, 1)
+    world_size = integer(size, 1)
     check_rank(rank, world_size, rank_from="env SLURM_PROCID", world_size_from=f"env {size}")
-    node_rank = _integer("SLURM_NODEID", 0)
-    tasks = _expand_tasks(environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE"))
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
-    first = _first_host(nodes) if nodes else "127.0.0.1"
+    node_rank = integer("SLURM_NODEID", 0)
+    tasks = slurm_tasks_by_node()
+    first = slurm_first_host() or "127.0.0.1"
     return LaunchEnvironment(
         starter="slurm",
         rank=rank,
         world_size=world_size,
-        local_rank=_integer("SLURM_LOCALID", 0),
+        local_rank=integer("SLURM_LOCALID", 0),
         local_world_size=tasks[node_rank] if node_rank < len(tasks) else world_size,
         node_rank=node_rank,
         master_addr=environ.get("MASTER_ADDR") or ("127.0.0.1" if len(tasks) == 1 else first),
-        # One port a job and step, equal on all tasks without talking; above the privileged, below the ephemeral ones.
-        master_port=_integer(
-            "MASTER_PORT",
-            15000 + (_integer("SLURM_JOB_ID", 0) * 16 + _integer("SLURM_STEP_ID", 0)) % 15000,
-        ),
+        master_port=slurm_port(),
     )
+
+
+def slurm_tasks_by_node() -> list[int]:
+    """Return how many tasks the Slurm step of this process has on each of its machines; empty: Slurm does not say."""
+    return _expand_tasks(environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE"))
+
+
+def slurm_first_host() -> str | None:
+    """Return the name of the first machine of the Slurm step of this process; None: Slurm does not say."""
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
+    return None if nodes is None else _first_host(nodes)
+
+
+def slurm_port() -> int:
+    """Return MASTER_PORT, else one port a job and step, equal on all tasks without talking."""
+    # Above the privileged, below the ephemeral ones.
+    return integer("MASTER_PORT", 15000 + (integer("SLURM_JOB_ID", 0) * 16 + integer("SLURM_STEP_ID", 0)) % 15000)
 
 
 # (rank, size, local rank, local size) of Open MPI, of MPICH and Intel MPI (hydra), of MVAPICH2.
@@ -130,24 +150,29 @@ _MPI = (
 
 
 def _from_mpi(rank_name: str, size_name: str, local_name: str, local_size_name: str) -> LaunchEnvironment:
-    rank, world_size = _integer(rank_name), _integer(size_name)
+    rank, world_size = integer(rank_name), integer(size_name)
     check_rank(rank, world_size, rank_from=f"env {rank_name}", world_size_from=f"env {size_name}")
-    local_world_size = _integer(local_size_name, world_size)
+    local_world_size = integer(local_size_name, world_size)
     one_machine = local_world_size == world_size
     return LaunchEnvironment(
         starter="mpi",
         rank=rank,
         world_size=world_size,
-        local_rank=_integer(local_name, rank % local_world_size),
+        local_rank=integer(local_name, rank % local_world_size),
         local_world_size=local_world_size,
         # Open MPI's NODE_RANK counts processes, not nodes: derive it from mpirun's default placement by slot.
         node_rank=rank // local_world_size,
         master_addr=environ.get("MASTER_ADDR") or ("127.0.0.1" if one_machine else None),
-        master_port=_integer("MASTER_PORT", 29500),
+        master_port=integer("MASTER_PORT", 29500),
     )
 
 
-def _integer(name: str, default: int | None = None) -> int:
+def integer(name: str, default: int | None = None) -> int:
+    """Return the variable ``name`` as a number; ``default`` when it is not set.
+
+    Raises:
+        ConfigError: it is no integer, or not set and there is no default.
+    """
     text = environ.get(name)
     if text is None:
         if default is None:
@@ -171,7 +196,7 @@ def _expand_tasks(text: str | None) -> list[int]:
 
 
 def _first_host(nodes: str) -> str:
-    """Return the first host of a Slurm node list such as ``gpu[03-05,9],cpu1``."""
-    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
+    """Return the first host of a Slurm node list such as ``gpu[03-05,9],cpu1`` or ``r[1-2]n[1-4]``."""
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     assert match is not None, nodes
-    return match[1] + (match[2] or "") + (match[3] or "")
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0])

@@ -1,0 +1,79 @@
+"""The secret that the launchers of one run share: without it nobody can speak to them, or to their store."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from echelon.base import environ
+from echelon.base.errors import ConfigError
+
+__all__ = ["TOKEN_FILE_VARIABLE", "TOKEN_VARIABLE", "default_token_file", "find_token", "make_token_file"]
+
+TOKEN_VARIABLE = "ECHELON_TOKEN"
+TOKEN_FILE_VARIABLE = "ECHELON_TOKEN_FILE"
+_LEAST_CHARACTERS = 16
+_MOST_BYTES = 4096
+
+
+def default_token_file() -> Path:
+    """Return the file in which ``echelon token`` keeps one for the runs of this user."""
+    home = environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
+    return Path(home) / "echelon" / "token"
+
+
+def find_token() -> bytes | None:
+    """Return the token of the environment, else of the file that it names, else of the user's own file; None: there is none.
+
+    Raises:
+        ConfigError: it cannot be read, is too short to be a secret, or others can read its file.
+    """
+    text = environ.get(TOKEN_VARIABLE)
+    if text is not None:
+        return _checked(text.encode(), f"env {TOKEN_VARIABLE}")
+    named = environ.get(TOKEN_FILE_VARIABLE)
+    if named is not None:
+        return _from_file(Path(named), f"env {TOKEN_FILE_VARIABLE}")
+    own = default_token_file()
+    return _from_file(own, str(own)) if own.exists() else None
+
+
+def make_token_file(path: Path) -> bool:
+    """Write a new token to ``path``, readable by its owner only; return False when there is one already."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+            file.write(secrets.token_hex(32) + "\n")
+    except FileExistsError:
+        return False
+    return True
+
+
+def _from_file(path: Path, where: str) -> bytes:
+    try:
+        with path.open("rb") as file:
+            # /dev/stdin, a pipe: nobody else can open it.
+            mode = os.fstat(file.fileno()).st_mode
+            if stat.S_ISREG(mode) and mode & 0o077:
+                raise ConfigError(
+                    f"others can read the token in {path} (mode {stat.S_IMODE(mode):o})",
+                    where=where,
+                    do=f"make a new one that is yours alone: rm {path}; echelon token {path}",
+                )
+            return _checked(file.read(_MOST_BYTES).strip(), where)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the token in {path}: {error.strerror}", where=where, do="name a file that you can read"
+        ) from error
+
+
+def _checked(token: bytes, where: str) -> bytes:
+    if len(token) < _LEAST_CHARACTERS:
+        raise ConfigError(
+            f"the token has {len(token)} characters: it can be guessed",
+            where=where,
+            do="let `echelon token` make one",
+        )
+    return token

@@ -1,0 +1,73 @@
+"""The Slurm step that a launcher was started in: how many machines, which of them this is, and where the first one is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from echelon.base import environ
+from echelon.base.errors import ConfigError
+from echelon.world.environment import integer, slurm_first_host, slurm_port, slurm_tasks_by_node
+
+__all__ = ["Step", "current_step"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What ``srun`` started: one launcher on each machine."""
+
+    num_nodes: int
+    node_rank: int
+    head: str
+    """The name of the first machine."""
+    job_id: int
+    step_id: int
+    tasks_here: int
+    """How many tasks the step has on this machine: 1, the launcher."""
+    port: int
+    """MASTER_PORT, else one that all machines of the step derive from its numbers."""
+
+
+def current_step() -> Step | None:
+    """Return the step of ``srun`` that started this launcher; None: it was not started by one (in a batch script, by hand).
+
+    Raises:
+        ConfigError: srun starts several launchers on a machine, or a variable of Slurm's is not a number or missing.
+    """
+    # sbatch and salloc set most of these for their shell, too; the number of the step is srun's alone.
+    if environ.get("SLURM_STEP_ID") is None or environ.get("SLURM_NODEID") is None:
+        return None
+    num_nodes = integer("SLURM_STEP_NUM_NODES" if environ.get("SLURM_STEP_NUM_NODES") else "SLURM_NNODES", 1)
+    node_rank = integer("SLURM_NODEID")
+    if not 0 <= node_rank < num_nodes:
+        raise ConfigError(
+            f"machine {node_rank} (from env SLURM_NODEID) is outside 0..{num_nodes - 1} (from env SLURM_STEP_NUM_NODES)",
+            where="env SLURM_NODEID",
+            do="start the launcher by srun itself, and leave the variables of Slurm as they are",
+        )
+    # Also those of the other machines: their launchers would end, and this one would wait for them.
+    tasks = slurm_tasks_by_node() or [1] * num_nodes
+    if max(tasks) > 1:
+        raise ConfigError(
+            f"srun starts {max(tasks)} launchers on one machine, and each would start all ranks of it",
+            where="env SLURM_STEP_TASKS_PER_NODE",
+            do="srun --ntasks-per-node=1 echelon launch --nproc_per_node K script.py; or without a launcher, one task for each "
+            "rank: srun python script.py",
+        )
+    head = slurm_first_host()
+    if head is None:
+        if num_nodes > 1:
+            raise ConfigError(
+                f"a Slurm step on {num_nodes} machines, and SLURM_STEP_NODELIST does not say which",
+                where="env SLURM_STEP_NODELIST",
+                do="leave the variables of Slurm as they are, or give --main_process_ip and --machine_rank",
+            )
+        head = "127.0.0.1"
+    return Step(
+        num_nodes=num_nodes,
+        node_rank=node_rank,
+        head=head,
+        job_id=integer("SLURM_JOB_ID", 0),
+        step_id=integer("SLURM_STEP_ID"),
+        tasks_here=tasks[node_rank] if node_rank < len(tasks) else 1,
+        port=slurm_port(),
+    )

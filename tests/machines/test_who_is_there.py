@@ -1,0 +1,140 @@
+"""Each mistake that keeps machines apart is named, within 25 seconds, on the side that made it."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.launch.conftest import Command
+from tests.machines.conftest import TOKEN, Network
+
+_WITHIN_S = 25.0
+_CONF = "--rdzv_conf=join_timeout=40"
+
+
+def launch(command: Command, *flags: str, **variables: str) -> subprocess.Popen[str]:
+    command.write("train.py", "print('trained')\n")
+    return command.start_launch("--cpu", *flags, "train.py", **{"ECHELON_TOKEN": TOKEN, **variables})
+
+
+def says(process: subprocess.Popen[str], pattern: str) -> str:
+    """Read what the launcher says until it says ``pattern``; it has to within the time."""
+    assert process.stderr is not None
+    deadline = time.monotonic() + _WITHIN_S
+    said = ""
+    while not re.search(pattern, said, re.DOTALL):
+        assert time.monotonic() < deadline, f"{pattern!r} was not said within {_WITHIN_S} s:\n{said}"
+        line = process.stderr.readline()
+        assert line, f"{pattern!r} was not said:\n{said}"
+        said += line
+    return said
+
+
+def free_port(command: Command) -> str:
+    """A port of this machine that nobody else's test uses: derived from the folder, above the ephemeral ones."""
+    return str(61000 + hash(str(command.directory)) % 4000)
+
+
+def end(command: Command, *processes: subprocess.Popen[str]) -> None:
+    for process in processes:
+        process.kill() if process.poll() is None else None
+        command.finish(process)
+
+
+def wait_for_listener(command: Command, port: str) -> None:
+    def listens() -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", int(port)), timeout=5.0).close()
+        except OSError:
+            return False
+        return True
+
+    command.wait_for(listens, "the first launcher")
+
+
+def test_each_machine_that_does_not_fit_is_told_why_and_the_others_wait_for_one_that_does(command: Command) -> None:
+    port = free_port(command)
+    flags = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=localhost", f"--master_port={port}", _CONF]
+    first = launch(command, *flags, "--node_rank=0")
+    wait_for_listener(command, port)
+    wrong = [
+        launch(command, *flags, "--node_rank=0"),
+        launch(command, *flags, "--node_rank=1", "--mixed_precision=bf16"),
+        launch(command, "--nnodes=3", *flags[1:], "--node_rank=1"),
+        launch(command, *flags, "--node_rank=1", ECHELON_TOKEN="another secret altogether"),
+    ]
+    said = [says(process, r"do: +[^\n]*\n") for process in wrong]
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in said[0]
+    assert "different settings: mixed_precision is bf16 there and no on" in said[1]
+    assert re.search(r"it counts on 3 machines, and \S+ on 2", said[2])
+    assert "its token is another one" in said[3]
+    assert [command.finish(process).code for process in wrong] == [1, 1, 1, 1]
+    assert "nobody has come with machine rank 1" in says(first, "waiting since[^\n]*\n")
+    right = launch(command, *flags, "--node_rank=1")
+    ends = [command.finish(process) for process in (first, right)]
+    assert [end.code for end in ends] == [0, 0], ends
+    assert [end.out for end in ends] == ["trained\n"] * 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [
+        (["--nnodes=2", "--node_rank=$SLURM_NODEID", "--master_addr=10.0.0.1"], "was not expanded"),
+        (["--nnodes=2", "--master_addr=$HEAD"], "was not expanded"),
+        (["--nnodes=2"], "nothing says where they meet"),
+        (["--nnodes=2", "--master_addr=no.such.host.invalid"], "is not known here"),
+        (["--nnodes=3:2", "--master_addr=127.0.0.1"], "is no range of machines"),
+        (["--nnodes=2", "--node_rank=0", "--master_addr=192.0.2.7"], "192.0.2.7 is no address of this machine"),
+        (["--nnodes=2", "--master_addr=127.0.0.1", "--rdzv_conf=join_timeot=3"], "did you mean join_timeout?"),
+        (["--nnodes=2", "--num_processes=3", "--master_addr=127.0.0.1"], "3 processes do not divide by 2 machines"),
+    ],
+)
+def test_what_is_wrong_before_anybody_is_asked(flags: list[str], what: str, command: Command) -> None:
+    command.write("train.py", "print('trained')\n")
+    result = command.launch("--cpu", *flags, "train.py", ECHELON_TOKEN=TOKEN)
+    assert result.code == 2, result.err
+    assert what in result.err
+
+
+def test_without_a_token_several_machines_are_refused(command: Command) -> None:
+    command.write("train.py", "print('trained')\n")
+    result = command.launch("--cpu", "--nnodes=2", "--node_rank=1", "--master_addr=192.0.2.7", "train.py")
+    assert result.code == 2, result.err
+    assert "no token by which they know each other" in result.err
+    assert "echelon token" in result.err
+
+
+@pytest.mark.soak
+def test_an_address_that_nobody_answers_at_and_loopback_are_named_where_they_are_tried(network: Network) -> None:
+    a, b = network.add(), network.add()
+    network.command.write("train.py", "print('trained')\n")
+    flags = ["--cpu", "--nnodes=2", "--node_rank=1", "--nproc_per_node=1", _CONF]
+    unreachable = b.launch(*flags, f"--master_addr={a.address}", "train.py")
+    loopback = b.launch(*flags, "--master_addr=127.0.0.1", "train.py")
+    said = says(unreachable, r"do: +[^\n]*\n")
+    assert f"cannot come to {a.address}:29500: Connection refused" in said
+    assert "see that the launcher with machine rank 0 runs there" in said
+    assert "a loopback address means the machine that uses it" in says(loopback, r"do: +[^\n]*\n")
+    end(network.command, unreachable, loopback)
+
+
+@pytest.mark.soak
+def test_a_version_that_differs_is_named(command: Command) -> None:
+    port = free_port(command)
+    flags = ["--cpu", "--nnodes=2", "--nproc_per_node=1", "--master_addr=localhost", f"--master_port={port}", _CONF]
+    command.write("train.py", "print('trained')\n")
+    older = command.write(
+        "older.py",
+        "import sys\nfrom echelon.launch import machines\nmachines.__version__ = '0.0.9'\n"
+        "from echelon.cli.main import main\nmain(sys.argv[1:])\n",
+    )
+    first = launch(command, *flags[1:], "--node_rank=0")
+    wait_for_listener(command, port)
+    second = command.start([sys.executable, older, "launch", *flags, "--node_rank=1", "train.py"], ECHELON_TOKEN=TOKEN)
+    assert "different versions: echelon is 0.0.9 there and" in says(second, r"do: +[^\n]*\n")
+    end(command, first, second)

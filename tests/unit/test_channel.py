@@ -1,0 +1,276 @@
+"""The proof and the frames between launchers: who does not know the token neither gets in nor is believed, and nothing can be said twice."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from echelon.launch import channel
+from echelon.launch.channel import (
+    NODE,
+    STORE,
+    Channel,
+    ChannelError,
+    Lost,
+    Peer,
+    Refused,
+    accept,
+    clock_offset_ns,
+    connect,
+)
+from echelon.launch.hub import Hub, Tunnel, listen
+
+TOKEN = b"sixteen bytes at least"
+_LIMIT_S = 20.0
+
+
+class Door:
+    """A hub that notes who has come in, and an echo service in the place of the store."""
+
+    def __init__(self) -> None:
+        listener = listen("127.0.0.1", 0)
+        self.port: int = listener.getsockname()[1]
+        self.came: list[tuple[Channel, str]] = []
+        self.changed = threading.Condition()
+        self._echo = listen("127.0.0.1", 0)
+        threading.Thread(target=self._serve_echo, daemon=True).start()
+        self.hub = Hub(listener, TOKEN, on_node=self._on_node, port_of=self._port_of, lost_after_s=_LIMIT_S)
+
+    def _on_node(self, found: Channel, address: str) -> None:
+        with self.changed:
+            self.came.append((found, address))
+            self.changed.notify_all()
+
+    def _port_of(self, number: int) -> int | None:
+        return int(self._echo.getsockname()[1]) if number == 3 else None
+
+    def _serve_echo(self) -> None:
+        while True:
+            try:
+                sock, _ = self._echo.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._echo_on, args=(sock,), daemon=True).start()
+
+    @staticmethod
+    def _echo_on(sock: socket.socket) -> None:
+        with sock, suppress(OSError):
+            while data := sock.recv(1 << 16):
+                sock.sendall(data)
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, _LIMIT_S)
+
+    def close(self) -> None:
+        self.hub.close()
+        with suppress(OSError):
+            self._echo.shutdown(socket.SHUT_RDWR)
+        self._echo.close()
+        for found, _ in self.came:
+            found.close()
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    found = Door()
+    yield found
+    found.close()
+
+
+def raw(port: int) -> socket.socket:
+    sock = socket.create_connection(("127.0.0.1", port), timeout=_LIMIT_S)
+    sock.settimeout(_LIMIT_S)
+    return sock
+
+
+def received(sock: socket.socket) -> bytes:
+    """All that comes until the other side closes."""
+    data = b""
+    with suppress(ConnectionError):
+        while chunk := sock.recv(1 << 16):
+            data += chunk
+    return data
+
+
+def test_who_knows_the_token_comes_in_and_both_sides_believe_each_other(door: Door) -> None:
+    sock, key = connect("127.0.0.1", door.port, TOKEN, want=NODE, timeout_s=_LIMIT_S)
+    sock.settimeout(_LIMIT_S)
+    ours = Channel(sock, key, is_server=False)
+    ours.send({"x": [1, None, "e"]})
+    door.wait_for(lambda: bool(door.came))
+    theirs, address = door.came[0]
+    assert theirs.receive() == {"x": [1, None, "e"]}
+    assert address == "127.0.0.1"
+    theirs.send("back")
+    assert ours.receive() == "back"
+    ours.close()
+
+
+def test_another_token_is_refused_and_learns_nothing(door: Door) -> None:
+    with pytest.raises(Refused, match="its token is another one"):
+        connect("127.0.0.1", door.port, b"another token altogether", want=NODE, timeout_s=_LIMIT_S)
+    with raw(door.port) as sock:
+        sock.sendall(secrets.token_bytes(channel._CLAIM_BYTES))
+        told = received(sock)
+    assert len(told) == channel._HELLO_BYTES  # the nonce, and no word after a wrong answer
+    assert not door.came
+
+
+def test_a_server_that_does_not_know_the_token_is_not_believed() -> None:
+    def pretend(listener: socket.socket) -> None:
+        sock, _ = listener.accept()
+        with sock:
+            sock.sendall(channel._MAGIC + secrets.token_bytes(32))
+            sock.recv(1 << 16)
+            sock.sendall(secrets.token_bytes(32))
+
+    with listen("127.0.0.1", 0) as listener:
+        thread = threading.Thread(target=pretend, args=(listener,))
+        thread.start()
+        with pytest.raises(Refused, match="it does not know the token"):
+            connect("127.0.0.1", listener.getsockname()[1], TOKEN, want=NODE, timeout_s=_LIMIT_S)
+        thread.join()
+
+
+def test_a_handshake_that_was_heard_opens_no_second_connection(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[bytes] = []
+    send = channel._send
+    monkeypatch.setattr(channel, "_send", lambda sock, data: (heard.append(data), send(sock, data))[1])
+    sock, key = connect("127.0.0.1", door.port, TOKEN, want=NODE, timeout_s=_LIMIT_S)
+    mine = Channel(sock, key, is_server=False)
+    mine.send({"kind": "stop everything"})
+    door.wait_for(lambda: len(door.came) == 1)
+    from_client = [data for data in heard if len(data) == channel._CLAIM_BYTES or b"stop" in data]
+    assert len(from_client) == 2
+    with raw(door.port) as again:
+        again.sendall(b"".join(from_client))
+        assert len(received(again)) == channel._HELLO_BYTES
+    assert len(door.came) == 1
+    mine.close()
+
+
+@pytest.mark.parametrize("mischief", ["repeat", "change", "reflect"])
+def test_a_frame_cannot_be_repeated_changed_or_sent_back(mischief: str) -> None:
+    one, other = socket.socketpair()
+    key = secrets.token_bytes(32)
+    sender, receiver = Channel(one, key, is_server=False), Channel(other, key, is_server=True)
+    sender.send({"step": 1})
+    frame = other.recv(1 << 16)
+    forged = {"repeat": frame + frame, "change": frame[:-2] + b"2}", "reflect": frame}[mischief]
+    if mischief == "reflect":
+        other.sendall(forged)
+        with pytest.raises(ChannelError, match="changed"):
+            sender.receive()
+    else:
+        feed, end = socket.socketpair()
+        receiver = Channel(end, key, is_server=True)
+        feed.sendall(forged)
+        if mischief == "repeat":
+            assert receiver.receive() == {"step": 1}
+        with pytest.raises(ChannelError, match="changed"):
+            receiver.receive()
+        feed.close()
+        end.close()
+    sender.close()
+    other.close()
+
+
+def test_garbage_and_half_open_connections_keep_nobody_out(door: Door) -> None:
+    open_ones = [raw(door.port) for _ in range(300)]  # more than are kept unproven
+    for i in range(300):
+        with raw(door.port) as sock:
+            sock.sendall(secrets.token_bytes(i))
+    sock, key = connect("127.0.0.1", door.port, TOKEN, want=NODE, timeout_s=_LIMIT_S)
+    Channel(sock, key, is_server=False).send("here")
+    door.wait_for(lambda: bool(door.came))
+    assert door.came[0][0].receive() == "here"
+    for half_open in open_ones:
+        half_open.close()
+    sock.close()
+
+
+def test_the_way_to_the_store_carries_bytes_both_ways_and_only_in_its_round(door: Door) -> None:
+    def way(number: int) -> Callable[[], socket.socket]:
+        return lambda: connect("127.0.0.1", door.port, TOKEN, want=STORE, number=number, timeout_s=_LIMIT_S)[0]
+
+    tunnel, old = Tunnel(way(3)), Tunnel(way(2))
+    data = secrets.token_bytes(3_000_000)
+    with raw(tunnel.port) as sock:
+        threading.Thread(target=sock.sendall, args=(data,)).start()
+        back = b""
+        while len(back) < len(data):
+            back += sock.recv(1 << 16)
+        assert back == data
+    with raw(old.port) as sock:
+        assert received(sock) == b""
+    tunnel.close()
+    old.close()
+
+
+def peers(
+    on_told: Callable[[str, Mapping[str, Any]], None], beat_s: float, silent_s: float
+) -> tuple[Peer, Peer, list[str]]:
+    one, other = socket.socketpair()
+    lost: list[str] = []
+    key = secrets.token_bytes(32)
+    found = []
+    for sock, is_server in ((one, True), (other, False)):
+        sock.settimeout(silent_s)
+        found.append(
+            Peer(
+                Channel(sock, key, is_server=is_server),
+                on_told=on_told,
+                on_asked=lambda kind, content: time.monotonic_ns() + 10**9 if kind == "clock" else 1 // content["zero"],
+                on_lost=lost.append,
+                beat_s=beat_s,
+            )
+        )
+    return found[0], found[1], lost
+
+
+def test_a_peer_is_told_is_asked_and_says_what_it_could_not_answer() -> None:
+    told: list[tuple[str, Mapping[str, Any]]] = []
+    came = threading.Event()
+    one, other, lost = peers(lambda kind, content: (told.append((kind, content)), came.set())[0], 0.05, _LIMIT_S)
+    one.start()
+    other.start()
+    one.tell("say", text="hello")
+    assert came.wait(_LIMIT_S)
+    assert told == [("say", {"text": "hello"})]
+    offset = clock_offset_ns(one, timeout_s=_LIMIT_S)
+    assert abs(offset + 10**9) < 10**8  # the other clock is a second ahead
+    with pytest.raises(Lost, match="ZeroDivisionError"):
+        one.ask("divide", timeout_s=_LIMIT_S, zero=0)
+    one.close()
+    other.close()
+    assert not lost
+
+
+def test_a_silent_peer_is_lost_and_says_why() -> None:
+    one, other, lost = peers(lambda kind, content: None, 0.05, 0.3)
+    one.start()  # the other never beats
+    deadline = time.monotonic() + _LIMIT_S
+    while not lost:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert lost == ["no answer"]
+    with pytest.raises(Lost):
+        one.ask("clock", timeout_s=0.1)
+    other.close()
+
+
+def test_accept_gives_up_on_who_says_nothing() -> None:
+    one, other = socket.socketpair()
+    one.settimeout(0.05)
+    with pytest.raises(Lost, match="no answer"):
+        accept(one, TOKEN)
+    one.close()
+    other.close()

@@ -1,0 +1,66 @@
+"""Who may take part in a run on several machines, why not, and in which order they stand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from echelon.launch.roster import NodeInfo, refusal, seats, who_is_missing
+
+A = NodeInfo(
+    uid="a",
+    host="one",
+    address="10.0.0.1",
+    machine_rank=0,
+    num_processes=2,
+    min_nodes=2,
+    max_nodes=2,
+    run_id="r",
+    versions={"torch": "2.13.0"},
+    settings={"mixed_precision": "no"},
+)
+B = replace(A, uid="b", host="two", address="10.0.0.2", machine_rank=1, num_processes=3)
+
+
+def test_two_that_agree_come_in() -> None:
+    assert refusal(B, [A], A) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"machine_rank": 0}, "machine rank 0 is there twice: one (10.0.0.1) has it, too"),
+        ({"machine_rank": 2}, "machine rank 2 of 2 machines"),
+        ({"run_id": "s"}, "the run there is 'r', not 's'"),
+        ({"min_nodes": 3, "max_nodes": 3}, "it counts on 3 machines, and one on 2"),
+        ({"versions": {"torch": "2.12.0"}}, "different versions: torch is 2.12.0 there and 2.13.0 on one"),
+        (
+            {"settings": {"mixed_precision": "bf16"}},
+            "different settings: mixed_precision is bf16 there and no on one",
+        ),
+    ],
+)
+def test_each_mistake_is_named(change: dict[str, object], what: str) -> None:
+    error = refusal(replace(B, **change), [A], A)  # type: ignore[arg-type]
+    assert error is not None
+    assert error.what == what
+    assert "two (10.0.0.2" in str(error.where)
+    assert error.do
+
+
+def test_ranks_are_numbered_by_the_machine_ranks_then_as_before_then_the_first_first() -> None:
+    placed = seats([B, A], before=[], first="b")
+    assert [(seat.uid, seat.group_rank, seat.first_rank) for seat in placed] == [("a", 0, 0), ("b", 1, 2)]
+    free = [replace(info, machine_rank=None) for info in (A, B)]
+    c = replace(free[0], uid="c")
+    assert [seat.uid for seat in seats([*free, c], before=[], first="b")] == ["b", "a", "c"]
+    assert [seat.uid for seat in seats([*free, c], before=["b", "c", "a"], first="b")] == ["b", "c", "a"]
+
+
+def test_who_is_missing_is_named_by_the_rank() -> None:
+    assert who_is_missing([A], min_nodes=2, max_nodes=2) == (
+        "1 of 2 machines is there: one (10.0.0.1, machine rank 0); nobody has come with machine rank 1"
+    )
+    free = replace(A, machine_rank=None)
+    assert who_is_missing([free], min_nodes=1, max_nodes=4) == "1 of at least 1 machines is there: one (10.0.0.1)"
