@@ -44,8 +44,9 @@ def read(address: str, port: int, data: bytes) -> bytes:
 
 def ask_store(address: str, port: int) -> str:
     """What torch's own client of a store gets to do there."""
-    import torch.distributed as dist  # noqa: PLC0415 - a second that only this needs
-    from datetime import timedelta  # noqa: PLC0415
+    from datetime import timedelta
+
+    import torch.distributed as dist
 
     try:
         store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=2), wait_for_workers=False)
@@ -81,7 +82,13 @@ def main() -> None:
         list(pool.map(attack, jobs))
     stores = {port: ask_store(address, port) for port in ports[:1]}
     json.dump(
-        {"ports": ports, "answers": {p: sorted(a) for p, a in answers.items()}, "stores": stores, "made": len(jobs), "held": len(held)},
+        {
+            "ports": ports,
+            "answers": {p: sorted(a) for p, a in answers.items()},
+            "stores": stores,
+            "made": len(jobs),
+            "held": len(held),
+        },
         sys.stdout,
     )
     sys.stdout.flush()

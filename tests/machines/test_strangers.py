@@ -72,18 +72,18 @@ def test_ten_thousand_connections_without_the_token_change_no_bit(network: Netwo
     assert digests[0] == digests[1]
 
 
-WORDS = "--nproc_per_node 2 --nnodes 2 --rdzv_id 2299 --rdzv_backend c10d --rdzv_endpoint".split()
+WORDS = ["--nproc_per_node", "2", "--nnodes", "2", "--rdzv_id", "2299", "--rdzv_backend", "c10d", "--rdzv_endpoint"]
 SCRIPT = """
 import torch
 from echelon import Accelerator
 accelerator = Accelerator(cpu=True)
 model = torch.nn.Linear(1, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 x = torch.arange(32.0)[:, None] / 32
 loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, 2 * x), batch_size=4)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 first = None
-for epoch in range(30):
+for epoch in range(100):
     for x, y in loader:
         loss = torch.nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()
@@ -139,6 +139,8 @@ def test_two_agents_on_one_machine_train_and_a_failure_names_the_machine(command
     assert [end.code for end in ends] == [1, 1], ends[0].err
     assert sorted(line for end in ends for line in end.out.splitlines()) == ["2 0 []", "2 1 []"]
     for end in ends:
-        assert re.search(r"echelon: rank 1 failed first: ValueError: bad sample 17\n  others: rank 0 ", end.err), end.err
+        assert re.search(r"echelon: rank 1 failed first: ValueError: bad sample 17\n  others: rank 0 ", end.err), (
+            end.err
+        )
         assert re.search(r"where: rank 1 of 2, on \S+ \(127.0.0.1\)\n +script.py:7 in <module>", end.err), end.err
         assert "a secret that nobody prints" not in end.err + end.out

@@ -7,9 +7,11 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from echelon.cli.main import _run
 from tests.launch.conftest import Command
 from tests.machines.conftest import TOKEN, Network
 
@@ -57,6 +59,7 @@ def wait_for_listener(command: Command, port: str) -> None:
     command.wait_for(listens, "the first launcher")
 
 
+@pytest.mark.soak
 def test_each_machine_that_does_not_fit_is_told_why_and_the_others_wait_for_one_that_does(command: Command) -> None:
     port = free_port(command)
     flags = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=localhost", f"--master_port={port}", _CONF]
@@ -70,7 +73,7 @@ def test_each_machine_that_does_not_fit_is_told_why_and_the_others_wait_for_one_
     ]
     said = [says(process, r"do: +[^\n]*\n") for process in wrong]
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in said[0]
-    assert "different settings: mixed_precision is bf16 there and no on" in said[1]
+    assert "different settings: mixed_precision is bf16 (from flag --mixed_precision) there and not given on" in said[1]
     assert re.search(r"it counts on 3 machines, and \S+ on 2", said[2])
     assert "its token is another one" in said[3]
     assert [command.finish(process).code for process in wrong] == [1, 1, 1, 1]
@@ -94,19 +97,26 @@ def test_each_machine_that_does_not_fit_is_told_why_and_the_others_wait_for_one_
         (["--nnodes=2", "--num_processes=3", "--master_addr=127.0.0.1"], "3 processes do not divide by 2 machines"),
     ],
 )
-def test_what_is_wrong_before_anybody_is_asked(flags: list[str], what: str, command: Command) -> None:
-    command.write("train.py", "print('trained')\n")
-    result = command.launch("--cpu", *flags, "train.py", ECHELON_TOKEN=TOKEN)
-    assert result.code == 2, result.err
-    assert what in result.err
+def test_what_is_wrong_before_anybody_is_asked(
+    flags: list[str], what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ECHELON_TOKEN", TOKEN)
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("print('trained')\n")
+    assert _run(["launch", "--cpu", *flags, "train.py"]) == 2
+    assert what in capsys.readouterr().err
 
 
-def test_without_a_token_several_machines_are_refused(command: Command) -> None:
-    command.write("train.py", "print('trained')\n")
-    result = command.launch("--cpu", "--nnodes=2", "--node_rank=1", "--master_addr=192.0.2.7", "train.py")
-    assert result.code == 2, result.err
-    assert "no token by which they know each other" in result.err
-    assert "echelon token" in result.err
+def test_without_a_token_several_machines_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("print('trained')\n")
+    assert _run(["launch", "--cpu", "--nnodes=2", "--node_rank=1", "--master_addr=192.0.2.7", "train.py"]) == 2
+    told = capsys.readouterr().err
+    assert "no token by which they know each other" in told
+    assert "echelon token" in told
 
 
 @pytest.mark.soak

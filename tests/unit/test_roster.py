@@ -18,9 +18,17 @@ A = NodeInfo(
     max_nodes=2,
     run_id="r",
     versions={"torch": "2.13.0"},
-    settings={"mixed_precision": "no"},
+    settings={"mixed_precision": "no (from file a.yaml:3)"},
 )
-B = replace(A, uid="b", host="two", address="10.0.0.2", machine_rank=1, num_processes=3)
+B = replace(
+    A,
+    uid="b",
+    host="two",
+    address="10.0.0.2",
+    machine_rank=1,
+    num_processes=3,
+    settings={"mixed_precision": "no (from flag --mp)"},
+)
 
 
 def test_two_that_agree_come_in() -> None:
@@ -36,9 +44,10 @@ def test_two_that_agree_come_in() -> None:
         ({"min_nodes": 3, "max_nodes": 3}, "it counts on 3 machines, and one on 2"),
         ({"versions": {"torch": "2.12.0"}}, "different versions: torch is 2.12.0 there and 2.13.0 on one"),
         (
-            {"settings": {"mixed_precision": "bf16"}},
-            "different settings: mixed_precision is bf16 there and no on one",
+            {"settings": {"mixed_precision": "bf16 (from flag --mp)"}},
+            "different settings: mixed_precision is bf16 (from flag --mp) there and no (from file a.yaml:3) on one",
         ),
+        ({"settings": {}}, "different settings: mixed_precision is not given there and no (from file a.yaml:3) on one"),
     ],
 )
 def test_each_mistake_is_named(change: dict[str, object], what: str) -> None:

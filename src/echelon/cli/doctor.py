@@ -1,4 +1,4 @@
-"""``echelon doctor RUN``: what a run has left in its folder: where its time went, how it stood still, or failed."""
+"""``echelon doctor RUN``: what a run has left in its folder; ``echelon doctor --nnodes N ...``: can these machines work together."""
 
 from __future__ import annotations
 
@@ -11,22 +11,52 @@ import click
 
 from echelon.base.errors import UsageError
 from echelon.launch.accounts import read_books
-from echelon.launch.records import read_record
 from echelon.launch.ranks import STALL_FILE
+from echelon.launch.records import read_record
 from echelon.launch.worker import ERROR_FILE
 from echelon.status.reporter import ANSWER_FILE
 
 __all__ = ["command"]
 
 
-@click.command("doctor")
-@click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
+@click.command("doctor", context_settings={"ignore_unknown_options": True})
+@click.argument("args", metavar="RUN | --nnodes N ...", nargs=-1, type=click.UNPROCESSED)
 @click.option("--all-threads", is_flag=True, help="Show every thread of each rank, not the main one alone.")
-def command(run: Path, all_threads: bool) -> None:
-    """Show where the time of a run went, its stalls, with the stack of each rank, and the errors of its ranks.
+@click.pass_context
+def command(ctx: click.Context, args: tuple[str, ...], all_threads: bool) -> None:
+    """Show what became of a run, or whether some machines can work together.
 
-    RUN is the folder that the report of the stall names: below --log_dir, else a temporary one.
+    RUN is the folder that the report of a stall names: below --log_dir, else a temporary one. Shown are where the time went, the
+    stalls, with the stack of each rank, and the errors of the ranks.
+
+    With --nnodes and the other flags by which `echelon launch` brings machines together, given on each of them: who comes, who
+    does not fit and why, who is missing; then how fast each two of them talk, by one process on each.
     """
+    if any(arg.replace("_", "-").partition("=")[0] in _SEVERAL for arg in args):
+        ctx.exit(_look_at_machines(args))
+    if len(args) != 1 or args[0].startswith("-"):
+        raise UsageError("doctor takes the folder of a run, or --nnodes N ...", do="see echelon doctor --help")
+    _look_at_run(Path(args[0]), all_threads=all_threads)
+
+
+_SEVERAL = ("--nnodes", "--num-machines", "--num-nodes")
+_JOIN_S = 60
+
+
+def _look_at_machines(args: tuple[str, ...]) -> int:
+    conf = (
+        []
+        if any(arg.replace("_", "-").startswith("--rdzv-conf") for arg in args)
+        else [f"--rdzv-conf=join_timeout={_JOIN_S}"]
+    )
+    argv = ["--nproc-per-node=1", "--stall-timeout=30", "--on-stall=stop", *conf, *args, "-m", "echelon.testing.links"]
+    from echelon.cli.main import cli  # noqa: PLC0415 - it imports this file
+
+    code = cli.main(args=["launch", *argv], prog_name="echelon", standalone_mode=False)
+    return code if isinstance(code, int) else 0
+
+
+def _look_at_run(run: Path, *, all_threads: bool) -> None:
     attempts = sorted(run.glob("attempt_*"), key=lambda path: int(path.name.rpartition("_")[2]))
     if not attempts:
         raise UsageError(

@@ -50,8 +50,11 @@ _BY_LAUNCHER = frozenset(key.field for key in KEYS if key.section not in (None, 
     "sharded_by",
     "use_parallelism_config",
 }
-# What a machine may have of its own.
-_PER_MACHINE = frozenset({"machine_rank", "gpu_ids"})
+# What a machine may have of its own: what it has, which it is, and how it reaches the others.
+_PER_MACHINE = frozenset(
+    {"num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "gpu_ids"}
+    | {"same_network", "deepspeed_hostfile", "deepspeed_inclusion_filter", "deepspeed_exclusion_filter"}
+)
 
 
 def from_flags(values: Mapping[str, tuple[object, str]]) -> Layer:

@@ -6,7 +6,7 @@ import re
 import secrets
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from difflib import get_close_matches
 from importlib.metadata import version
@@ -18,6 +18,7 @@ from echelon.base.errors import ConfigError, LaunchError
 from echelon.config.origin import Source
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
+from echelon.config.sources import fingerprint
 from echelon.launch.hub import listen
 from echelon.launch.interrupts import Interrupts
 from echelon.launch.job_token import find_token
@@ -30,11 +31,6 @@ __all__ = ["Asked", "Machines", "interface_variables", "meet", "node_range", "rd
 
 _PORT = 29500
 _RDZV_PORT = 29400  # torchrun's, where --rdzv_endpoint names none
-# Of this machine alone, or how it is reached: these may differ.
-_OWN_SETTINGS = frozenset(
-    {"num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "gpu_ids"}
-    | {"same_network", "deepspeed_hostfile", "deepspeed_inclusion_filter", "deepspeed_exclusion_filter"}
-)
 # Name -> seconds of the default; torchrun's names. Theirs are 600, 30, 5 (and 3 tries of a heartbeat).
 _CONF = MappingProxyType(
     {"join_timeout": 600.0, "last_call_timeout": 30.0, "keep_alive_interval": 2.0, "keep_alive_max_attempt": 5.0}
@@ -180,7 +176,7 @@ def meet(resolved: Resolved[RunConfig], asked: Asked, *, num_processes: int, ste
         max_nodes=max_nodes,
         run_id=run_id,
         versions=_versions(),
-        settings={n: str(v) for n, v in asdict(resolved.value).items() if n not in _OWN_SETTINGS},
+        settings={name: f"{value} (from {origin})" for name, (value, origin) in fingerprint(resolved).items()},
     )
     return Machines(
         info=info,

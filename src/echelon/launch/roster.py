@@ -29,7 +29,7 @@ class NodeInfo:
     run_id: str
     versions: Mapping[str, str]
     settings: Mapping[str, str]
-    """Those that must be the same on all machines, by name."""
+    """Those that must be the same on all machines and are not at their default, by name; each with its origin."""
 
 
 def name_of(info: NodeInfo) -> str:
@@ -74,9 +74,12 @@ def refusal(new: NodeInfo, here: Sequence[NodeInfo], first: NodeInfo) -> LaunchE
                     do="give each machine its own --machine_rank (--node_rank)",
                 )
     for kind, theirs, ours in (("version", new.versions, first.versions), ("setting", new.settings, first.settings)):
-        differing = [name for name in sorted({*theirs, *ours}) if theirs.get(name) != ours.get(name)]
+        differing = [n for n in sorted({*theirs, *ours}) if _value(theirs.get(n)) != _value(ours.get(n))]
         if differing:
-            texts = [f"{n} is {theirs.get(n)} there and {ours.get(n)} on {first.host}" for n in differing[:_MOST_NAMED]]
+            texts = [
+                f"{n} is {theirs.get(n, 'not given')} there and {ours.get(n, 'not given')} on {first.host}"
+                for n in differing[:_MOST_NAMED]
+            ]
             more = f", and {len(differing) - _MOST_NAMED} more" if len(differing) > _MOST_NAMED else ""
             what = f"different {kind}s: {', '.join(texts)}{more}"
             do = (
@@ -86,6 +89,11 @@ def refusal(new: NodeInfo, here: Sequence[NodeInfo], first: NodeInfo) -> LaunchE
             )
             return LaunchError(what, where=where, do=do)
     return None
+
+
+def _value(text: str | None) -> str | None:
+    """Return a setting without its origin: one machine may have it from a file, another from a flag."""
+    return None if text is None else text.rpartition(" (from ")[0] or text
 
 
 def _range(info: NodeInfo) -> str:
