@@ -121,7 +121,7 @@ def test_doctor_brings_machines_together_and_measures_each_link(command: Command
     assert re.search(
         r"all 2 machines talk \(gloo, interface lo here\)\n  0 \S+ - 1 \S+: [\d,]+ MB/s", ends[0].out + ends[1].out
     )
-    assert "2 of 2 machines" in ends[0].err + ends[1].err
+    assert "round 0: 2 ranks on 2 machines" in ends[0].err + ends[1].err
 
 
 def test_the_token_is_made_once_for_its_owner_alone(tmp_path: Path, command: Command) -> None:

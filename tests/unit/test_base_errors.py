@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import sys
+from types import ModuleType
 
 import pytest
 import torch.distributed as dist
@@ -82,3 +84,8 @@ def test_the_rank_of_the_process_group_wins_and_reaches_the_parent(monkeypatch: 
 def test_code_that_catches_the_builtin_kind_still_does(kind: type[EchelonError], builtin: type[Exception]) -> None:
     with pytest.raises(builtin, match="it broke"):
         raise kind("it broke")
+
+
+def test_an_error_can_be_made_while_another_thread_imports_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.distributed", ModuleType("torch.distributed"))
+    assert EchelonError("what", where="here").where == "here"

@@ -285,6 +285,22 @@ def test_who_does_not_fit_is_refused_and_who_is_missing_is_named(
     waits.join(_LIMIT_S)
 
 
+def test_what_ends_the_run_while_torch_is_imported_is_not_lost(stage: Stage) -> None:
+    stage.open(join=0.2 * SECOND)
+    head = stage.node("head")
+    assert order(head) == Order(then="stop", code=1)  # before it waits for a round
+    with pytest.raises(LaunchError, match="the run has ended before"):
+        head.next_round()
+
+
+def test_machines_that_are_there_and_import_torch_are_waited_for(stage: Stage) -> None:
+    stage.open(join=0.2 * SECOND)
+    head, other = stage.node("head"), stage.node("other")
+    time.sleep(0.5)
+    assert head.order() is None
+    assert [found.world_size for found in stage.rounds(head, other)] == [4, 4]
+
+
 def test_a_round_that_does_not_come_about_ends_the_run(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
     stage.open(join=0.2 * SECOND)
     with pytest.raises(LaunchError, match="the run has ended before"):

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from echelon import Accelerator
 from echelon.distributed import preemption, should_stop
@@ -147,6 +147,23 @@ def test_a_handler_of_the_program_stays(tmp_path: Path) -> None:
             signal.signal(number, handler)
     assert came == [signal.SIGTERM]
     assert len(done) == EPOCHS
+
+
+class _Pids(Dataset[int]):
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.002)
+        return os.getpid()
+
+
+def test_a_worker_of_a_loader_lives_on_when_every_process_of_the_job_is_signalled() -> None:
+    with preemption.on_signals(None):
+        loader = iter(DataLoader(_Pids(), batch_size=None, num_workers=1))
+        pid = next(loader)
+        os.kill(pid, signal.SIGUSR1)  # (torch keeps SIGTERM in its workers to itself)
+        assert set(loader) == {pid}
 
 
 def test_without_a_launcher_nobody_is_led_by_a_query() -> None:

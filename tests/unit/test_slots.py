@@ -81,6 +81,13 @@ def test_a_list_of_accelerators_is_a_number_of_processes_unless_a_stronger_one_i
     assert launch._num_processes(resolved, flags, {}, 4, named_slots(resolved)) == num_processes
 
 
+def test_a_flag_names_the_accelerators_instead_of_a_file() -> None:
+    file = {"deepspeed_inclusion_filter": Setting("worker-0:0@worker-1:2", Origin(Source.FILE, "run.yaml:1"))}
+    found = named_slots(resolve(RunConfig, [file, _settings(gpu_ids="2")]))
+    assert found is not None
+    assert found.of(4) == (2,)
+
+
 def test_more_processes_than_the_list_has_is_an_error() -> None:
     resolved = resolve(RunConfig, [_settings(gpu_ids="0,2", num_processes=3)])
     with pytest.raises(ConfigError, match="3 processes, but flag --gpu_ids names 2 accelerators"):

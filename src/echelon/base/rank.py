@@ -12,7 +12,9 @@ __all__ = ["known_rank"]
 def known_rank() -> int | None:
     """Return the rank of torch's default process group if there is one, else of the environment, else None."""
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+    # Without that name it is being imported just now, by another thread.
+    is_initialized = getattr(distributed, "is_initialized", None)
+    if distributed is not None and is_initialized is not None and is_initialized():
         return int(distributed.get_rank())
     for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
         text = environ.get(name)

@@ -81,6 +81,12 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
     layer = flag_layer(flags, typed)
     check(script)
     file, resolved = _resolve(layer, flags)
+    if any(getattr(resolved.value, f"deepspeed_{name}") for name in ("hostfile", "inclusion_filter", "exclusion_filter")):
+        from echelon.cli.hosts import run_on_other_machines  # noqa: PLC0415 - seldom needed
+
+        code = run_on_other_machines(ctx, resolved, interrupts)
+        if code is not None:
+            return code
     asked = Asked(
         nnodes=flags["num_machines"],
         **{name: flags[name] for name in ("rdzv_endpoint", "rdzv_id", "rdzv_conf", "local_addr", "listen_on")},

@@ -23,6 +23,7 @@ from typing import Any, final
 
 __all__ = [
     "NODE",
+    "START_S",
     "STORE",
     "Channel",
     "ChannelError",
@@ -43,6 +44,8 @@ _CLAIM_BYTES = len(_MAGIC) + _NONCE_BYTES + _WANT.size + _CODE_BYTES
 _HEAD = struct.Struct(f">I{_CODE_BYTES}s")
 _MOST_BYTES = 64 << 20
 
+START_S = 180.0
+"""A side that imports torch from a slow disk may be silent for so long: Python's lock is held while a library is loaded."""
 NODE, STORE = b"N", b"S"
 """What a client wants: to take part as a node, or a connection to the store of a round."""
 
@@ -176,6 +179,10 @@ class Channel:
         self._num_received += 1
         return json.loads(payload)
 
+    def wait_at_most(self, seconds: float) -> None:
+        """From its next message on, take the other side for lost when it is silent for so long."""
+        self._sock.settimeout(seconds)
+
     def close(self) -> None:
         """Close it; whoever receives on it sees that."""
         with suppress(OSError):
@@ -221,6 +228,11 @@ class Peer:
     def is_lost(self) -> bool:
         """Is it gone, or closed?"""
         return self._is_closed.is_set()
+
+    def wait_at_most(self, seconds: float) -> None:
+        """From its next message on, take the other side for lost when it is silent for so long."""
+        with suppress(OSError):  # closed
+            self._channel.wait_at_most(seconds)
 
     def tell(self, kind: str, **content: Any) -> None:
         """Send ``content``; nothing happens when the other side is gone: ``on_lost`` says that."""

@@ -21,7 +21,7 @@ from echelon.base.errors import LaunchError
 from echelon.diagnose.goodput import RankTimes
 from echelon.diagnose.stall import Answer, RankView
 from echelon.launch.accounts import Accounts, Books, first_sign
-from echelon.launch.channel import Channel, Lost, Peer, clock_offset_ns
+from echelon.launch.channel import START_S, Channel, Lost, Peer, clock_offset_ns
 from echelon.launch.failure import RankEnd, exit_status, explain, first_failure
 from echelon.launch.hub import Hub
 from echelon.launch.ranks import settled
@@ -142,7 +142,6 @@ class Conductor:
             token,
             on_node=self._on_node,
             port_of=self._port_of,
-            lost_after_s=rules.lost_after.total_seconds(),
         )
         self._thread = threading.Thread(target=self._run, daemon=True, name="echelon-conductor")
         self._thread.start()
@@ -176,6 +175,15 @@ class Conductor:
     # The one thread.
 
     def _run(self) -> None:
+        try:
+            self._lead()
+        except BaseException as error:
+            # The launchers must not wait for one that has gone.
+            for member in self._members:
+                member.peer.tell("end", then="stop", code=1, text=f"the head of the run has failed: {error!r}")
+            raise
+
+    def _lead(self) -> None:
         while True:
             try:
                 what, who, text, content = self._events.get(timeout=_TICK_S)
@@ -230,6 +238,8 @@ class Conductor:
             return  # it was refused, and goes by itself when it has read that
         elif kind == "join":
             member.waits = True
+            # Before, it imported torch.
+            member.peer.wait_at_most(self._rules.lost_after.total_seconds())
         elif kind == "codes" and self._round is not None and content["round"] == self._round.number:
             member.codes = {int(rank): code for rank, code in content["codes"]}
         elif kind == "asked":
@@ -333,29 +343,34 @@ class Conductor:
                 return
         else:
             self._enough_since = None
-        if waited_s > rules.join_timeout.total_seconds():
-            here = [member.info for member in ready if member.info is not None]
-            missing = who_is_missing(here, min_nodes=rules.min_nodes, max_nodes=rules.max_nodes)
-            error = LaunchError(
-                f"{missing}; waited {waited_s:.0f} s",
-                where=f"{name_of(self._own)} (--rdzv_conf join_timeout={rules.join_timeout.total_seconds():g})",
-                do="start the others with the same command, and see their own messages",
-            )
-            print(f"echelon: {error}", file=sys.stderr, flush=True)
-            for member in self._members:
-                member.peer.tell("end", then="stop", code=1, text="" if self._is_own(member) else error.what)
-            self._finish()
-        elif waited_s > _MISSING_AFTER_S * (2**self._told_missing) and len(ready) < rules.min_nodes:
+        # Those that are connected and do not wait yet import torch: they are there.
+        here = [member.info for member in self._members if member.info is not None]
+        limit_s = rules.join_timeout.total_seconds() + (START_S if len(here) >= rules.min_nodes else 0.0)
+        if waited_s > limit_s:
+            self._give_up(here, waited_s)
+        elif waited_s > _MISSING_AFTER_S * (2**self._told_missing) and len(here) < rules.min_nodes:
             self._told_missing += 1
-            here = [member.info for member in ready if member.info is not None]
             text = who_is_missing(here, min_nodes=rules.min_nodes, max_nodes=rules.max_nodes)
             turned = self._hub.num_turned_away
             hint = f"; {turned} connections could not prove that they know the token" if turned else ""
             text = f"waiting since {waited_s:.0f} s: {text}{hint}"
             self._say(text)
-            for member in ready:
+            for member in self._members:
                 if not self._is_own(member):
                     member.peer.tell("say", text=text)
+
+    def _give_up(self, here: Sequence[NodeInfo], waited_s: float) -> None:
+        rules = self._rules
+        missing = who_is_missing(here, min_nodes=rules.min_nodes, max_nodes=rules.max_nodes)
+        error = LaunchError(
+            f"{missing}; waited {waited_s:.0f} s",
+            where=f"{name_of(self._own)} (--rdzv_conf join_timeout={rules.join_timeout.total_seconds():g})",
+            do="start the others with the same command, and see their own messages",
+        )
+        print(f"echelon: {error}", file=sys.stderr, flush=True)
+        for member in self._members:
+            member.peer.tell("end", then="stop", code=1, text="" if self._is_own(member) else error.what)
+        self._finish()
 
     def _begin(self, ready: Sequence[_Member]) -> None:
         infos = {member.info.uid: member.info for member in ready if member.info is not None}

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import final
 
 from echelon.base.errors import LaunchError
-from echelon.launch.channel import NODE, STORE, Channel, ChannelError, accept
+from echelon.launch.channel import NODE, START_S, STORE, Channel, ChannelError, accept
 from echelon.launch.pump import Pump
 
 __all__ = ["Hub", "Tunnel", "listen"]
@@ -53,7 +53,6 @@ class Hub:
         token: what who comes in must know.
         on_node: gets the channel and the address of a new node, in a thread of its own.
         port_of: gives the loopback port of the store of a round; None: that round is not.
-        lost_after_s: a node that is silent for so long is gone.
     """
 
     def __init__(
@@ -63,11 +62,10 @@ class Hub:
         *,
         on_node: Callable[[Channel, str], None],
         port_of: Callable[[int], int | None],
-        lost_after_s: float,
     ) -> None:
         self._listener = listener
         self._token = token
-        self._on_node, self._port_of, self._lost_after_s = on_node, port_of, lost_after_s
+        self._on_node, self._port_of = on_node, port_of
         self._pump = Pump()
         self._unproven: OrderedDict[int, socket.socket] = OrderedDict()
         self._lock = threading.Lock()
@@ -127,7 +125,7 @@ class Hub:
         finally:
             with self._lock:
                 self._unproven.pop(id(sock), None)
-        sock.settimeout(self._lost_after_s)
+        sock.settimeout(START_S)
         if want == NODE:
             self._on_node(Channel(sock, key, is_server=True), address)
         elif want == STORE and (port := self._port_of(number)) is not None:

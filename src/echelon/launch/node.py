@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any, Literal, Protocol, TypeAlias, final
 
 from echelon.base.errors import LaunchError
-from echelon.launch.channel import NODE, STORE, Channel, ChannelError, Peer, Refused, connect
+from echelon.launch.channel import NODE, START_S, STORE, Channel, ChannelError, Peer, Refused, connect
 from echelon.launch.interrupts import Interrupts
 from echelon.launch.network import is_loopback
 from echelon.launch.roster import NodeInfo
@@ -136,7 +136,9 @@ class Node:
             LaunchError: nobody answers, this node may not take part, or the run is over.
         """
         with self._lock:
-            self._order = None
+            # What ends the run may have come while this launcher imported torch: it is looked at below.
+            if self._order is not None and self._order.then in ("restart", "lost"):
+                self._order = None
         if self._peer is None or self._peer.is_lost:
             self.come_in()
         assert self._peer is not None
@@ -180,7 +182,7 @@ class Node:
                     told_s = waited_s
                     print(f"echelon: {self._no_way(error, waited_s)}\n  it is tried on", file=sys.stderr, flush=True)
             time.sleep(_TRY_EVERY_S)
-        sock.settimeout(self._lost_after_s)
+        sock.settimeout(START_S)
         peer = Peer(
             Channel(sock, key, is_server=False),
             on_told=self._on_told,
@@ -249,6 +251,8 @@ class Node:
 
     def _on_told(self, kind: str, content: Mapping[str, Any]) -> None:
         if kind == "round":
+            if self._peer is not None:
+                self._peer.wait_at_most(self._lost_after_s)  # it has begun to start ranks, too
             self._letters.put(RoundOfNode(**content))
         elif kind == "welcome":
             self._letters.put(None)

@@ -64,6 +64,9 @@ def named_slots(resolved: Resolved[RunConfig]) -> Slots | None:
     """
     names = ("gpu_ids", "deepspeed_inclusion_filter", "deepspeed_exclusion_filter")
     said = [name for name in names if getattr(resolved.value, name) is not None]
+    # A flag wins over a file: so a machine of a hostfile is told its own part of the file's filter.
+    strongest = max((resolved.origins[name].source for name in said), default=None)
+    said = [name for name in said if resolved.origins[name].source is strongest]
     if len(said) > 1:
         both = " and ".join(
             f"{name}={getattr(resolved.value, name)!r} (from {resolved.origins[name]})" for name in said
