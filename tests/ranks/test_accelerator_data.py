@@ -45,7 +45,7 @@ def _leaves_a_rank_without(n: int, batch: int, world: int, split: bool) -> bool:
 
 SIZES = [
     pytest.param([*range(1, 41)], id="all", marks=pytest.mark.soak),
-    pytest.param([1, 5, 7, 12, 14, 23, 28], id="some"),
+    pytest.param([1, 7, 12, 23], id="some"),
 ]
 
 

@@ -261,7 +261,7 @@ def _dispatch_all(split: bool, drop_last: bool, even: bool, sizes: list[int]) ->
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_dispatched_samples_come_exactly_once_and_rank_zero_alone_reads(world_size: int, sizes: list[int]) -> None:
     for split, drop_last, even in itertools.product([False, True], repeat=3):
         if drop_last and not even:

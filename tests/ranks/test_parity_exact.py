@@ -159,7 +159,7 @@ def _exact_all(cases: list[_Case]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("count", [7, pytest.param(50, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.soak)])
 def test_update_is_that_of_the_whole_batch_in_one_process(world_size: int, count: int) -> None:
     # Sums in another order: 1e-12 relative (seen: 3e-15). Adam divides by the gradient's size, which turns the noise of
     # a gradient that is nearly zero into a visible step: 1e-9 for its weights.

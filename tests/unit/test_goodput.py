@@ -319,3 +319,14 @@ def test_the_start_of_the_process_is_what_the_system_says() -> None:
     assert ago == pytest.approx(
         time.time() - psutil.Process().create_time(), abs=1.5
     )  # psutil knows the boot by the second
+
+
+def test_a_slow_rank_of_several_machines_is_told_with_its_machine() -> None:
+    spent = {rank: [0.0] * len(Part) for rank in range(2)}
+    spent[0][Part.FORWARD], spent[1][Part.FORWARD] = 100.0, 400.0
+    spent[0][Part.COMMUNICATION] = 300.0
+    steps = steps_of(spent, num_steps=20)
+    ledger = Ledger(wall_s=1.0, num_restarts=0, seconds={})
+    (*_, verdict) = Books(ledger=ledger, steps=steps, places={0: "one (10.0.0.1)", 1: "two (10.0.0.2)"}).lines()
+    assert verdict.startswith("rank 1 is slow")
+    assert verdict.endswith("; it is on two (10.0.0.2)")

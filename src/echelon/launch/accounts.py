@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
@@ -15,10 +15,21 @@ from echelon.diagnose.straggler import Steps, steps_of
 from echelon.launch.failure import RankEnd
 from echelon.status.board import Board, Doing, Part
 
-__all__ = ["GOODPUT_FILE", "Accounts", "Books", "first_sign", "process_start_ns", "read_books", "times_on"]
+__all__ = [
+    "ALL_MACHINES_FILE",
+    "GOODPUT_FILE",
+    "Accounts",
+    "Books",
+    "first_sign",
+    "process_start_ns",
+    "read_books",
+    "times_on",
+]
 
 GOODPUT_FILE = "goodput.jsonl"
 """In the folder of the run: a line for each attempt, then one for the whole run."""
+ALL_MACHINES_FILE = "goodput_all.jsonl"
+"""The same of all machines, where they met."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +38,8 @@ class Books:
 
     ledger: Ledger
     steps: Steps | None
+    places: Mapping[int, str] = field(default_factory=dict)
+    """For each rank the name of its machine; empty: there is but one."""
 
     @property
     def is_worth_telling(self) -> bool:
@@ -38,7 +51,11 @@ class Books:
         """Return them in words."""
         if self.steps is None:
             return [str(self.ledger)]
-        return [str(self.ledger), str(self.steps), *filter(None, [self.steps.verdict])]
+        verdict = self.steps.verdict
+        place = None if self.steps.slowest is None else self.places.get(self.steps.slowest)
+        if place is not None:
+            verdict += f"; it is on {place}"
+        return [str(self.ledger), str(self.steps), *filter(None, [verdict])]
 
 
 _LONG_S = 60.0
@@ -163,9 +180,10 @@ def process_start_ns() -> int:
 
 
 def read_books(run: Path) -> Books | None:
-    """Return the books of a run that is over; None: it has left none."""
+    """Return the books of a run that is over, of all its machines where they met; None: it has left none."""
     try:
-        last = json.loads((run / GOODPUT_FILE).read_text(encoding="utf-8").splitlines()[-1])
+        path = run / ALL_MACHINES_FILE
+        last = json.loads((path if path.exists() else run / GOODPUT_FILE).read_text(encoding="utf-8").splitlines()[-1])
         if last["kind"] != "run":
             return None
         steps = None if last["steps"] is None else Steps.from_json(last["steps"])

@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol, TypeAlias, final
 from echelon.base.errors import LaunchError
 from echelon.diagnose.goodput import RankTimes
 from echelon.diagnose.stall import Answer, RankView
-from echelon.launch.accounts import Accounts, Books, first_sign
+from echelon.launch.accounts import ALL_MACHINES_FILE, Accounts, Books, first_sign
 from echelon.launch.channel import START_S, Channel, Lost, Peer, clock_offset_ns
 from echelon.launch.failure import RankEnd, exit_status, explain, first_failure
 from echelon.launch.hub import Hub
@@ -129,6 +129,7 @@ class Conductor:
         self._members: list[_Member] = []
         self._round: _Round | None = None
         self._order: list[str] = []
+        self._places: dict[int, str] = {}
         self._num_rounds = self._num_restarts = 0
         self._meeting_since = time.monotonic()
         self._enough_since: float | None = None
@@ -136,7 +137,7 @@ class Conductor:
         self._joined_since: float | None = None
         self._is_over = False
         self._goodbye = 0.0
-        self._accounts = Accounts(rules.directory / "goodput_all.jsonl", began_ns=rules.began_ns)
+        self._accounts = Accounts(rules.directory / ALL_MACHINES_FILE, began_ns=rules.began_ns)
         self._hub = Hub(
             listener,
             token,
@@ -151,7 +152,7 @@ class Conductor:
         self._events.put(("close", code, reason, {}))
         self._thread.join()
         self._hub.close()
-        return self._accounts.finish()
+        return replace(self._accounts.finish(), places=self._places)
 
     # What comes from other threads.
 
@@ -380,7 +381,7 @@ class Conductor:
         number = self._num_rounds
         self._num_rounds += 1
         self._order = [seat.uid for seat in placed]
-        places = places_of(infos, placed)
+        places = self._places = places_of(infos, placed)
         self._round = _Round(number, placed, members, places, self._new_store())
         self._told_missing, self._enough_since, self._joined_since = 0, None, None
         # The folder is made by the node of this process when it starts its ranks.
