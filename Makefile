@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 PEERS := .venv-peers
+RAY := .venv-ray
 BIN := $(VENV)/bin
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
@@ -12,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format soak bench peers side-by-side lock test-gpu clean
+.PHONY: help demo test check format soak clusters bench peers side-by-side lock test-gpu clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F'\t' '{ printf "make %-13s %s\n", $$1, $$2 }'
@@ -33,9 +34,14 @@ format: $(VENV)/.stamp ## rewrite the files as `make check` wants them
 	@$(BIN)/ruff format --quiet .
 	@$(BIN)/ruff check --fix .
 
-# pytest's exit status 5 is "no test was selected".
-soak: $(VENV)/.stamp ## run the slow tests
-	@$(BIN)/python -m pytest -m soak || [ $$? -eq 5 ]
+# pytest's exit status 5 is "no test was selected". -rs: what was left out, and why.
+soak: $(VENV)/.stamp ## run the slow tests (after make clusters: also those on Slurm and Ray)
+	@$(BIN)/python -m pytest -m soak -rs || [ $$? -eq 5 ]
+
+clusters: $(RAY)/.stamp ## install what make soak needs to run jobs of Slurm and Ray
+	@test -n "$$(PATH="$$PATH:/usr/sbin" command -v slurmctld)" || \
+	{ test "$$(id -u)" = 0 && apt-get install -qq -y --no-install-recommends slurm-wlm munge > /dev/null; } || \
+	{ echo "NOT INSTALLED: Slurm; as root: apt-get update && apt-get install slurm-wlm munge" >&2; exit 1; }
 
 test-gpu: $(VENV)/.stamp ## run the tests that need an accelerator
 	@$(BIN)/python -m pytest -m gpu || [ $$? -eq 5 ]
@@ -61,7 +67,7 @@ side-by-side: $(VENV)/.stamp $(PEERS)/.stamp ## run scripts written for accelera
 	@ECHELON_REQUIRE_PEERS=1 $(BIN)/python -m pytest tests/side_by_side
 
 clean: ## remove the environments and the caches
-	@rm -rf $(VENV) $(PEERS) .mypy_cache .ruff_cache .pytest_cache dist build outputs
+	@rm -rf $(VENV) $(PEERS) $(RAY) .mypy_cache .ruff_cache .pytest_cache dist build outputs
 
 # torch goes alone and first: what depends on it must find the pinned build in place, and pull no other.
 $(VENV)/.stamp: pyproject.toml constraints.txt
@@ -74,4 +80,12 @@ $(PEERS)/.stamp: pyproject.toml benchmarks/peers.txt benchmarks/peers-constraint
 	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
 	@$(PEERS)/bin/python $(PIP_INSTALL) -c benchmarks/peers-constraints.txt $$(grep '^torch==' benchmarks/peers.txt)
 	@$(PEERS)/bin/python $(PIP_INSTALL) -c benchmarks/peers-constraints.txt -r benchmarks/peers.txt
+	@touch $@
+
+# Ray brings 300 MB that nothing else needs; torch and the rest are those of .venv.
+$(RAY)/.stamp: $(VENV)/.stamp tests/clusters/requirements.txt
+	@test -x $(RAY)/bin/python || $(PYTHON) -m venv $(RAY)
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > \
+		"$$($(RAY)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+	@$(RAY)/bin/python $(PIP_INSTALL) -c constraints.txt -r tests/clusters/requirements.txt
 	@touch $@

@@ -47,7 +47,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 # Level 3 stands on the public names of Level 2: what a user of the Accelerator cannot do, the Trainer cannot do either.
 ONLY = {"trainer": frozenset({"base", "accelerator"})}
 
-# Module paths of accelerate that are kept so that its scripts run: re-exports only, outside the lines.
+# Module paths of accelerate that are kept so that its scripts run, and echelon.ray: re-exports only, outside the lines.
 FACES = frozenset(
     {
         "big_modeling",
@@ -62,6 +62,7 @@ FACES = frozenset(
         "memory_utils",
         "optimizer",
         "parallelism_config",
+        "ray",
         "scheduler",
         "state",
         "test_utils",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from echelon._version import __version__
 
 if TYPE_CHECKING:
-    from echelon import distributed
+    from echelon import distributed, ray
     from echelon.accelerator import (
         Accelerator,
         AutocastKwargs,
@@ -153,6 +153,7 @@ _LAZY = {
     "optimizer": "",
     "parallelism_config": "",
     "prepare_pippy": "echelon.accelerator.later",
+    "ray": "",
     "scheduler": "",
     "set_seed": "echelon.world.seed",
     "share_dataset": "echelon.data.share",
@@ -223,6 +224,7 @@ __all__ = [
     "load_checkpoint_in_model",
     "notebook_launcher",
     "prepare_pippy",
+    "ray",
     "set_seed",
     "share_dataset",
     "skip_first_batches",

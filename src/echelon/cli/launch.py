@@ -81,7 +81,9 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
     layer = flag_layer(flags, typed)
     check(script)
     file, resolved = _resolve(layer, flags)
-    if any(getattr(resolved.value, f"deepspeed_{name}") for name in ("hostfile", "inclusion_filter", "exclusion_filter")):
+    if any(
+        getattr(resolved.value, f"deepspeed_{name}") for name in ("hostfile", "inclusion_filter", "exclusion_filter")
+    ):
         from echelon.cli.hosts import run_on_other_machines  # noqa: PLC0415 - seldom needed
 
         code = run_on_other_machines(ctx, resolved, interrupts)
@@ -93,10 +95,9 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
         is_insecure=flags["insecure_network"],
         typed=typed,
     )
-    step = current_step()
-    num_machines = resolved.value.num_machines
-    if step is not None and resolved.origins["num_machines"].source is Source.DEFAULT:
-        num_machines = step.num_nodes
+    is_open = resolved.origins["num_machines"].source is Source.DEFAULT
+    step = current_step() if is_open or resolved.value.num_machines > 1 else None
+    num_machines = step.num_nodes if step is not None and is_open else resolved.value.num_machines
     is_alone = num_machines == 1
     if is_alone:
         _check_one_machine(resolved, flags, typed)

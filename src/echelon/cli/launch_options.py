@@ -211,7 +211,9 @@ def _own_options() -> list[Callable[[Callable[..., Any]], Callable[..., Any]]]:
         click.option("--quiet", "-q", is_flag=True, help="Leave the launcher's notes out; errors are still shown."),
         click.option("--standalone", is_flag=True, help="Accepted: every run on one machine is."),
         click.option("--rdzv-endpoint", metavar="HOST[:PORT]", help="As --main-process-ip and --main-process-port."),
-        click.option("--rdzv-id", metavar="NAME", help="The run's name, the same on all machines: TORCHELASTIC_RUN_ID."),
+        click.option(
+            "--rdzv-id", metavar="NAME", help="The run's name, the same on all machines: TORCHELASTIC_RUN_ID."
+        ),
         click.option(
             "--rdzv-conf",
             metavar="NAME=VALUE,...",

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any, NoReturn, final
 
 import torch.distributed as dist
+from torch.utils.data import get_worker_info
 
 from echelon.base import environ
 from echelon.distributed.watcher import Watcher, desk_of
@@ -113,10 +114,14 @@ def _take_signals(told: Any) -> list[int]:
     if threading.current_thread() is not threading.main_thread():
         return []  # Python lets no other thread take signals
     pid = os.getpid()
+    spared: set[int] = set()
 
     def handle(number: int, _frame: FrameType | None) -> None:
         if os.getpid() == pid:
             told(number)
+        elif get_worker_info() is not None and number not in spared:
+            # Slurm signals every process of a job. A worker of a DataLoader that ended would fail its rank before it has saved.
+            spared.add(number)
         else:  # a child that the program has forked: it is to end as it would without us
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -1,0 +1,7 @@
+"""Training functions on a Ray cluster: ``echelon.ray.run(fn, num_workers=2)``; docs/clusters.md."""
+
+from __future__ import annotations
+
+from echelon.launch.ray import run
+
+__all__ = ["run"]
