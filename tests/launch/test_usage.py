@@ -57,9 +57,9 @@ CASES = {
         "are two names of one setting",
         "give one of the two",
     ),
-    "several machines": (["--nnodes=2", "ok.py"], "several machines are not supported yet", "leave it out"),
-    "accelerate machines": (["--num_machines", "2", "ok.py"], "several machines are not supported yet", "leave it out"),
-    "second machine": (["--machine_rank=1", "ok.py"], "several machines are not supported yet", "leave it out"),
+    "several machines": (["--nnodes=2", "ok.py"], "nothing says where they meet", "give --main_process_ip"),
+    "accelerate machines": (["--num_machines", "2", "ok.py"], "nothing says where they meet", "--rdzv_endpoint HOST:PORT"),
+    "second machine": (["--machine_rank=1", "ok.py"], "machine rank 1, and one machine", "give the number of machines"),
     "another host": (["--rdzv_endpoint=10.0.0.7:29400", "ok.py"], "10.0.0.7 is not this machine", "leave it out"),
     "rendezvous": (["--rdzv-backend=etcd", "ok.py"], "rendezvous backend 'etcd' is not supported", "leave it out"),
     "port": (["--master_port", "70000", "ok.py"], "main_process_port=70000 is above 65535", "an integer up to 65535"),
@@ -71,8 +71,8 @@ CASES = {
         "there is no flag --localhost:0,2,3,4",
         "did you mean --include localhost:0,2,3,4?",
     ),
-    "another machine": (["--include", "worker-1:0,2", "ok.py"], "worker-1 is not this machine", "give localhost:0,1"),
-    "machines in a file": (["--config_file", "two.yaml", "ok.py"], "where: file two.yaml:2", "leave it out"),
+    "another machine": (["--include", "worker-1", "ok.py"], "how many slots worker-1 has is not known", "a --hostfile"),
+    "machines in a file": (["--config_file", "two.yaml", "ok.py"], "where: file two.yaml:2", "give --main_process_ip"),
     "two ways to shard": (["--use_fsdp", "--use-deepspeed", "ok.py"], "exclude each other", "give one of the two"),
     "nothing is sharded": (["--fsdp_version=2", "ok.py"], "fsdp_version=2 would have no effect", "add --use_fsdp"),
     "misspelt sharding flag": (
@@ -184,7 +184,7 @@ def test_config_explain_names_the_origin(command: Command) -> None:
 def test_env_shows_versions_and_no_secrets(command: Command) -> None:
     result = command.echelon("env", MY_API_TOKEN="hunter2")
     assert result.code == 0, result.err
-    assert {"echelon", "python", "torch", "platform"} <= {line.split()[0] for line in result.out.splitlines()}
+    assert {"echelon", "python", "torch", "system"} <= {line.split()[0] for line in result.out.splitlines()}
     assert "hunter2" not in result.out + result.err
 
 

@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "accelerators",
     "backend_of",
     "choose_device",
     "has_fp8",
     "has_tf32",
     "limit_devices",
+    "nccl_version",
     "numa_node_of",
     "num_devices",
     "use_device",
@@ -142,3 +144,32 @@ def has_tf32(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def accelerators() -> list[str]:
+    """Return a line for each kind of accelerator that this process sees: how many, their name, and memory."""
+    import torch  # noqa: PLC0415 - torch-free floor
+
+    device = torch.accelerator.current_accelerator() if num_devices() else None
+    if device is None:
+        return []
+    module: Any = torch.get_device_module(device)
+    # Not every backend can tell a name or a size (mps cannot).
+    lines = []
+    for i in range(num_devices()):
+        name = str(module.get_device_name(i)) if hasattr(module, "get_device_name") else device.type
+        facts = module.get_device_properties(i) if hasattr(module, "get_device_properties") else None
+        memory = getattr(facts, "total_memory", None)
+        lines.append(f"{device.type} {name}" + (f", {memory / 2**30:.0f} GiB" if memory else ""))
+    return [f"{lines.count(line)} x {line}" for line in dict.fromkeys(lines)]
+
+
+def nccl_version() -> str | None:
+    """Return the version of NCCL (or RCCL) that torch was built with; None: without."""
+    import torch  # noqa: PLC0415 - torch-free floor
+    import torch.distributed as dist  # noqa: PLC0415
+
+    if not dist.is_available() or not dist.is_nccl_available():
+        return None
+    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return ".".join(map(str, version))

@@ -2,61 +2,71 @@
 
 from __future__ import annotations
 
-import platform
-import sys
-from importlib.metadata import PackageNotFoundError, version
+import json
+from typing import Any
 
 import click
 
-from echelon._version import __version__
-from echelon.base.device import num_devices
+from echelon.base.errors import ConfigError
+from echelon.cli.facts import (
+    devices,
+    interfaces,
+    settings,
+    starters,
+    system,
+    variables,
+    versions,
+    without_home,
+)
+from echelon.config.files import from_file
+from echelon.config.places import find
+from echelon.config.resolve import resolve
+from echelon.config.schema import RunConfig
+from echelon.config.settle import settle
+from echelon.config.sources import from_environment
 
 __all__ = ["command"]
 
-_PACKAGES = ("torch", "numpy", "safetensors", "accelerate", "transformers", "deepspeed")
-
 
 @click.command("env")
-def command() -> None:
-    """Show versions, platform and devices, for bug reports.
+@click.option(
+    "--config-file", metavar="PATH", help="A file of settings. Default: the one that the launcher would find."
+)
+@click.option("--addresses", is_flag=True, help="Also show addresses, hosts and paths: of interfaces and settings.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(config_file: str | None, addresses: bool, as_json: bool) -> None:
+    """Show versions, machine, devices, network and settings, to paste into a bug report.
 
-    The values of environment variables are left out: they hold tokens.
+    Nothing secret is in it: of variables there are the names and some numbers, of settings no texts, of paths no home, no
+    names of users and hosts.
     """
-    rows = [
-        ("echelon", __version__),
-        ("python", f"{platform.python_version()} ({sys.executable})"),
-        *((name, found) for name in _PACKAGES if (found := _version_of(name)) is not None),
-        ("platform", platform.platform()),
-        *_devices(),
-    ]
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        click.echo(f"{name:<{width}}  {value}")
+    report: dict[str, Any] = {
+        "versions": versions(),
+        "system": system(),
+        "devices": devices(),
+        "network": interfaces(with_addresses=addresses),
+        "started by": ", ".join(starters()) or "nothing that is known: a shell",
+        "settings": _settings(config_file, with_addresses=addresses),
+        "variables": variables(),
+    }
+    if as_json:
+        click.echo(json.dumps(report, indent=2))
+        return
+    for title, facts in report.items():
+        click.echo(f"{title}:" + (f" {facts}" if isinstance(facts, str) else "" if facts else " none"))
+        if isinstance(facts, dict):
+            width = max(map(len, facts), default=0)
+            for name, value in facts.items():
+                click.echo(f"  {name:<{width}}  {value}")
 
 
-def _version_of(package: str) -> str | None:
+def _settings(config_file: str | None, *, with_addresses: bool) -> dict[str, str] | str:
+    path = config_file or find()
     try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _devices() -> list[tuple[str, str]]:
-    import torch  # noqa: PLC0415 - `echelon env --help` does not need it
-
-    count = num_devices()
-    accelerators = "none"
-    if count:
-        device = torch.accelerator.current_accelerator()
-        assert device is not None, count
-        module = torch.get_device_module(device)
-        # Not every backend can tell a name (mps cannot).
-        has_names = hasattr(module, "get_device_name")
-        names = sorted({str(module.get_device_name(i)) for i in range(count)}) if has_names else []
-        accelerators = f"{count} x {device.type}" + (f" ({', '.join(names)})" if names else "")
-    backends = [name for name in ("nccl", "gloo", "mpi", "ucc", "xccl") if torch.distributed.is_backend_available(name)]
-    return [
-        ("accelerators", accelerators),
-        ("backends", ", ".join(backends)),
-        ("cpu threads", str(torch.get_num_threads())),
-    ]
+        layers = [from_environment(), *([from_file(path)] if path else [])]
+        resolved = settle(resolve(RunConfig, layers))
+    except ConfigError as error:
+        # Its text may hold what stands there.
+        return without_home(f"wrong ({error.where}); echelon config explain says why")
+    found = settings(resolved, with_addresses=with_addresses)
+    return {"file": without_home(str(path)), **found} if path else found

@@ -34,7 +34,7 @@ from echelon.launch.accounts import process_start_ns
 from echelon.launch.environment import rank_variables
 from echelon.launch.failure import exit_status, explain, first_failure
 from echelon.launch.interrupts import Interrupted, Interrupts, watch
-from echelon.launch.machines import Asked, interface_variables, meet, node_range
+from echelon.launch.machines import Asked, check_meeting, interface_variables, meet, node_range
 from echelon.launch.output import Outputs, parse_streams
 from echelon.launch.ranks import STALL_FILE
 from echelon.launch.script import Script, check
@@ -101,6 +101,8 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
     is_alone = num_machines == 1
     if is_alone:
         _check_one_machine(resolved, flags, typed)
+    else:
+        check_meeting(resolved, asked, step)
     port = _port(resolved, flags, typed) if is_alone else 0
     if flags["multi_gpu"] and resolved.value.cpu:
         raise ConfigError(

@@ -25,7 +25,7 @@ NUMBERS = ("auto", "gpu", "cpu")
 STALLED = 124
 """The exit code of a run that was stopped because it stood still; as that of timeout(1)."""
 
-_ARGV = "echelon.launch.argv"
+ARGV = "echelon.launch.argv"
 # These take no value, as in accelerate; the others of two values take true or false.
 _SWITCHES = frozenset(
     {"cpu", "debug", "same_network", "enable_cpu_affinity", "use_parallelism_config"}
@@ -50,7 +50,7 @@ class LaunchCommand(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse, and tell a tutorial's ``--localhost:0,2`` how it is written."""
         args = self._with_rank(args)
-        ctx.meta[_ARGV] = list(args)
+        ctx.meta[ARGV] = list(args)
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -240,7 +240,7 @@ def typed_flags(ctx: click.Context) -> dict[str, str]:
     Raises:
         ConfigError: two names of one flag were given, with different values.
     """
-    argv: list[str] = ctx.meta[_ARGV]
+    argv: list[str] = ctx.meta[ARGV]
     head = argv[: len(argv) - 1 - len(ctx.params["args"])]
     names = {option: p.name for p in ctx.command.params for option in p.opts if p.name is not None}
     typed: dict[str, tuple[str, str]] = {}

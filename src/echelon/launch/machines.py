@@ -27,7 +27,7 @@ from echelon.launch.node import Node
 from echelon.launch.roster import NodeInfo
 from echelon.launch.slurm import Step
 
-__all__ = ["Asked", "Machines", "interface_variables", "meet", "node_range", "rdzv_conf"]
+__all__ = ["Asked", "Machines", "check_meeting", "interface_variables", "meet", "node_range", "rdzv_conf"]
 
 _PORT = 29500
 _RDZV_PORT = 29400  # torchrun's, where --rdzv_endpoint names none
@@ -135,6 +135,17 @@ def rdzv_conf(asked: Asked) -> dict[str, str]:
                 f"{name}={found[name]!r} is not a number of seconds above 0", where=where, do=f"give {name}=60"
             ) from None
     return found
+
+
+def check_meeting(resolved: Resolved[RunConfig], asked: Asked, step: Step | None) -> None:
+    """Refuse what can be seen to be wrong without a look at the network.
+
+    Raises:
+        ConfigError: as ``meet``.
+    """
+    _endpoint(resolved, asked, step)
+    rdzv_conf(asked)
+    node_range(resolved, asked)
 
 
 def meet(resolved: Resolved[RunConfig], asked: Asked, *, num_processes: int, step: Step | None) -> Machines:

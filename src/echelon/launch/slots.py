@@ -85,9 +85,9 @@ def _of_this_machine(text: str, origin: Origin) -> str:
     for host, _, _ in hosts:
         if not is_this_machine(host):
             raise ConfigError(
-                f"{host} is not this machine, and several machines are not supported yet",
+                f"{host} is not this machine, whose accelerators are asked for here",
                 where=str(origin),
-                do=f"give localhost:0,1 for accelerators of this machine (now: {text})",
+                do=f"give localhost:0,1 (now: {text}), or leave --machine_rank out to start the run on {host} by ssh",
             )
     if len(hosts) != 1:
         raise ConfigError(f"{text!r} names no accelerators", where=str(origin), do="give localhost:0,1")

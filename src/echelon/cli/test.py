@@ -1,0 +1,288 @@
+"""``echelon test``: train a small problem on the layout that the user describes, and check what must come out."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+from tqdm import tqdm
+
+from echelon.base import environ
+from echelon.base.errors import ConfigError, UsageError
+from echelon.base.machine import convert_bytes
+from echelon.cli import launch
+from echelon.cli.facts import system, versions
+from echelon.launch.interrupts import Interrupted, Interrupts, watch
+from echelon.testing.evidence import OWNED_FILE, Begun, Found, told, write_evidence
+
+__all__ = ["command"]
+
+_PROGRAM = "echelon.testing.self_test"
+_CHECKS = ("world", "exact", "data", "restart", "bandwidth", "bitwise")
+_POLL_S = 0.05
+_GRACE_S = 10.0  # the launcher needs 5 to end everything
+_SHOWN_LINES = 40  # of the output of a launch that failed: the launcher's report has fewer than 30
+_WRONG_SETTING = 2  # the launcher's exit code
+# The user's own flags come later, and win.
+_STALL = ("--stall_timeout", "60", "--on_stall", "stop")
+# What tells a process that it belongs to a layout.
+_OF_LAYOUT = (
+    "ECHELON_",
+    "ACCELERATE_",
+    "FSDP_",
+    "PARALLELISM_CONFIG_",
+    "TORCHELASTIC_",
+    "SLURM_",
+    "OMPI_",
+    "PMI_",
+    "MV2_",
+)
+_OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@click.command("test", context_settings={"ignore_unknown_options": True})
+@click.option("--gpus", metavar="all|N|0,2", help="All accelerators of this machine, N of them, or these.")
+@click.option("--quick", is_flag=True, help="Measure the bandwidth of small messages only.")
+@click.option(
+    "--output",
+    metavar="PATH",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The evidence file. Default: echelon-test-<time>.json",
+)
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[FLAGS OF ECHELON LAUNCH]...")
+@click.pass_context
+def command(ctx: click.Context, gpus: str | None, quick: bool, output: Path | None, flags: tuple[str, ...]) -> None:
+    """Train a small problem on some processes, and check that all is as on one.
+
+    The flags of echelon launch say on which: --num_processes, --cpu, --config_file, --num_machines, ... On several
+    machines, start it on each of them, as echelon launch. Exit code 0: every check passed; 1: one did not.
+    """
+    layout = [*_of_gpus(gpus), *flags]
+    _check_flags(ctx, layout)
+    output = output or Path(time.strftime("echelon-test-%Y%m%d-%H%M%S.json"))
+    if not output.parent.is_dir():
+        raise ConfigError(
+            f"there is no folder {output.parent}", where="flag --output", do="make it, or name another one"
+        )
+    began = time.monotonic()
+    folder = Path(tempfile.mkdtemp(prefix="echelon-test-"))
+    (folder / OWNED_FILE).touch()
+    results = _Results(folder)
+    try:
+        with watch() as interrupts, results:
+            interrupts.hold()
+            _run(layout, folder, results, interrupts, is_quick=quick)
+    except Interrupted as stop:
+        click.echo(f"echelon: stopped by {signal.Signals(stop.number).name}; nothing is left over", err=True)
+        ctx.exit(128 + stop.number)
+    finally:
+        if not results.failed:  # else the whole output is in it
+            shutil.rmtree(folder)
+    _write(output, layout, results.records, seconds=time.monotonic() - began)
+    verdict = f"failed: {', '.join(results.failed)}" if results.failed else "every check passed"
+    click.echo(f"{verdict}, in {time.monotonic() - began:.1f} s; figures: {output}")
+    ctx.exit(1 if results.failed else 0)
+
+
+def _write(path: Path, layout: Sequence[str], records: Sequence[Mapping[str, Any]], *, seconds: float) -> None:
+    document = {
+        "format": "echelon-test",
+        "version": 1,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "passed": all(record["passed"] is not False for record in records),
+        "seconds": round(seconds, 1),
+        # Names only: values may be addresses and paths.
+        "flags": [flag.partition("=")[0] for flag in layout if flag.startswith("-")],
+        "versions": versions(),
+        "system": system(),
+        "checks": records,
+    }
+    try:
+        write_evidence(path, document)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}", where="flag --output", do="name a place that you can write to"
+        ) from error
+
+
+def _of_gpus(gpus: str | None) -> list[str]:
+    if gpus is None:
+        return []
+    if gpus == "all":
+        return ["--num_processes", "gpu"]
+    return ["--gpu_ids", gpus] if "," in gpus else ["--num_processes", gpus]
+
+
+def _check_flags(ctx: click.Context, layout: Sequence[str]) -> None:
+    """Refuse, before anything is started, what ``echelon launch`` does not know, and a script."""
+    context = launch.command.make_context("launch", [*layout, "-m", _PROGRAM], parent=ctx.parent)
+    if context.params["script"] != _PROGRAM:
+        raise UsageError(
+            f"echelon test has a program of its own, and does not run {context.params['script']!r}",
+            where="echelon test",
+            do="leave it out; to run a script: echelon launch",
+        )
+
+
+class _Results:
+    """What came out of each check: shown at once, below it on a terminal what is being done."""
+
+    def __init__(self, folder: Path) -> None:
+        self.records: list[dict[str, Any]] = []
+        self._told = told(folder)
+        self._current: str | None = None
+        self._since = time.monotonic()
+        encoding = sys.stdout.encoding or "ascii"
+        self._marks = (
+            {True: "\u2713", False: "\u2717"} if encoding.lower().startswith("utf") else {True: "ok", False: "FAILED"}
+        )
+        self._bar = tqdm(
+            total=len(_CHECKS), leave=False, disable=None, bar_format="{n_fmt}/{total_fmt} {desc} {elapsed}"
+        )
+
+    def __enter__(self) -> _Results:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    @property
+    def failed(self) -> list[str]:
+        """The checks that did not pass."""
+        return [record["name"] for record in self.records if record["passed"] is False]
+
+    @property
+    def names(self) -> set[str]:
+        """The checks of which is known what came out."""
+        return {record["name"] for record in self.records}
+
+    @property
+    def current(self) -> str:
+        """The check that is being made."""
+        return self._current or next((name for name in _CHECKS if name not in self.names), _CHECKS[-1])
+
+    def look(self) -> None:
+        """Take in what the ranks have told since."""
+        for one in next(self._told):
+            if isinstance(one, Begun):
+                self._current = one.name
+            else:
+                self.add(one)
+        self._bar.set_description_str(self.current, refresh=False)
+        self._bar.refresh()
+
+    def add(self, one: Found) -> None:
+        """Note and show a result."""
+        now = time.monotonic()
+        seconds, self._since, self._current = now - self._since, now, None
+        record = {**asdict(one), "figures": dict(one.figures), "seconds": round(seconds, 2)}
+        if one.passed is not False:
+            del record["do"]
+        self.records.append(record)
+        mark = "-" if one.passed is None else self._marks[one.passed]
+        self._write(f"{mark} {one.name:<9}  {one.text}  ({seconds:.1f} s)")
+        if one.passed is False:
+            self._write(f"             do: {one.do}")
+        for line in _table(one.figures.get("collectives", ())):
+            self._write(f"    {line}")
+        self._bar.update()
+
+    def add_failure(self, code: int, output: Path) -> None:
+        """Note that a start ended with ``code``, and show the end of its output: the launcher's report is in it."""
+        lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
+        what = f"its processes ended with exit code {code}"
+        self.add(
+            Found(name=self.current, passed=False, text=what, do=f"see the report; the whole output is in {output}")
+        )
+        for line in lines[-_SHOWN_LINES:]:
+            self._write(f"    | {line}")
+
+    def _write(self, line: str) -> None:
+        self._bar.write(line)
+        sys.stdout.flush()
+
+
+def _table(collectives: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a line for each collective: its times and bandwidths by size."""
+    by_name: dict[str, list[str]] = {}
+    for one in collectives:
+        speed = f" {one['algorithm_gb_per_s']:7.3f} ({one['bus_gb_per_s']:.3f})"
+        is_latency = one["size_bytes"] < 1 << 16
+        cell = f"{convert_bytes(one['size_bytes'])}: {one['seconds'] * 1e6:.0f} us{'' if is_latency else speed}"
+        by_name.setdefault(one["name"], []).append(cell)
+    if by_name:
+        yield "of each size the time of a call, and the algorithm (and bus) bandwidth in GB/s"
+    for name, cells in by_name.items():
+        yield f"{name:<14}  {'  '.join(f'{cell:<32}' for cell in cells)}".rstrip()
+
+
+def _run(layout: Sequence[str], folder: Path, results: _Results, interrupts: Interrupts, *, is_quick: bool) -> None:
+    """Start the ranks, then one process that makes again what depends on nobody else."""
+    program = ["-m", _PROGRAM]
+    # The ranks that are killed on purpose are the first attempt.
+    start = [sys.executable, "-m", "echelon", "launch", *_STALL, *layout, "--max_restarts", "1", *program]
+    environment = environ.snapshot()
+    output = folder / "layout.txt"
+    code = _run_part([*start, "layout", str(folder), *["--quick"] * is_quick], environment, output, results, interrupts)
+    if code == _WRONG_SETTING and not results.records:
+        click.echo(output.read_text(encoding="utf-8", errors="replace"), err=True, nl=False)
+        raise click.exceptions.Exit(code)
+    if code != 0:
+        return results.add_failure(code, output)
+    if not results.records:
+        do = "start echelon test on one of its machines"
+        results.add(Found(name="world", passed=False, text="no process of the run was on this machine", do=do))
+    elif "bitwise" not in results.names:
+        alone = {
+            name: value
+            for name, value in environment.items()
+            if not name.startswith(_OF_LAYOUT) and name not in _OF_A_RANK
+        }
+        output = folder / "alone.txt"
+        code = _run_part([sys.executable, *program, "alone", str(folder)], alone, output, results, interrupts)
+        if code != 0:
+            results.add_failure(code, output)
+    return None
+
+
+def _run_part(
+    argv: Sequence[str], environment: Mapping[str, str], output: Path, results: _Results, interrupts: Interrupts
+) -> int:
+    """Run ``argv`` to its end, its output in a file, and show what it tells meanwhile; return its exit code.
+
+    Raises:
+        Interrupted: a signal came; the processes are stopped.
+    """
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            argv, env=dict(environment), stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+        )
+        try:
+            while process.poll() is None:
+                interrupts.check()
+                results.look()
+                time.sleep(_POLL_S)
+        finally:
+            _end(process)
+    results.look()
+    return process.returncode
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGINT)  # SIGTERM would ask a training to save first
+    try:
+        process.wait(timeout=_GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()  # its ranks die with it
+        process.wait()

@@ -1,0 +1,83 @@
+"""The other end of ``remote.py``'s connections: starts ``echelon launch`` on this machine, and ends it with the connection.
+
+It is run by its path, before anything says where echelon is, so it imports the standard library only. Its stdin begins with one
+line of JSON, the greeting: the token and the variables, which in argv everybody on the machine could read. Then come names
+of signals for the launcher. The end of stdin is the end of the connection, and means SIGHUP: nothing outlives it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from typing import Any
+
+__all__ = ["main"]
+
+_NAMES = frozenset({"SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"})
+_GRACE_S = 10.0  # the launcher ends its ranks within 5
+
+
+def main(argv: list[str]) -> int:
+    """Run ``echelon launch`` with the arguments ``argv`` to its end; return its exit code."""
+    greeting: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
+    try:
+        os.chdir(greeting["directory"])
+    except OSError as error:
+        print(f"echelon: there is no folder {greeting['directory']} here: {error.strerror}", file=sys.stderr)
+        print("  do:    start from a folder that every machine has", file=sys.stderr)
+        return 1
+    # A pipe, where the token can be read once, and by the launcher alone.
+    read_end, write_end = os.pipe()
+    with os.fdopen(write_end, "w") as file:
+        file.write(greeting["token"])
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "echelon", "launch", *argv],
+        env={**_own_environment(), **greeting["environment"], greeting["token_variable"]: "/dev/stdin"},
+        stdin=read_end,
+        start_new_session=True,
+    )
+    os.close(read_end)
+    threading.Thread(target=_pass_on, args=(launcher,), daemon=True).start()
+    code = launcher.wait()
+    return 128 - code if code < 0 else code
+
+
+def _own_environment() -> dict[str, str]:
+    """Call what alone may read the environment; it is loaded by its path, as this file was."""
+    path = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "base", "environ.py")
+    spec = importlib.util.spec_from_file_location("_echelon_environ", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    own: dict[str, str] = module.snapshot()
+    return own
+
+
+def _pass_on(launcher: subprocess.Popen[bytes]) -> None:
+    for line in sys.stdin.buffer:
+        name = line.strip().decode("ascii", "replace")
+        if name in _NAMES:
+            _send(launcher, signal.Signals[name])
+    _send(launcher, signal.SIGHUP)
+    with suppress(subprocess.TimeoutExpired):
+        launcher.wait(timeout=_GRACE_S)
+    _send(launcher, signal.SIGKILL)  # its ranks die with it
+
+
+def _send(launcher: subprocess.Popen[bytes], number: int) -> None:
+    with suppress(ProcessLookupError):
+        launcher.send_signal(number)
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # not sys.exit: the thread may hold stdin's lock, which the interpreter's end waits for

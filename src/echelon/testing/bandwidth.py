@@ -1,0 +1,166 @@
+"""How fast the ranks talk: time, algorithm and bus bandwidth of five collectives, as nccl-tests define them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from echelon.base.errors import DesyncError
+
+__all__ = ["COLLECTIVES", "Collective", "Measured", "measure"]
+
+_MAX_CALLS = 100
+# Their names before torch 2.13.
+_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+_reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One of torch's, on n ranks."""
+
+    name: str
+    call: Callable[[torch.Tensor, torch.Tensor], object]
+    """Of an input and an output tensor; where the output alone is used, it begins as the input."""
+    shares: tuple[bool, bool]
+    """Is the input, is the output only one n-th of the size that is told? As nccl-tests: the largest buffer counts."""
+    result: Callable[[torch.Tensor], torch.Tensor]
+    """Of the ranks' numbers 1 ... n, which they bring: what stands in each n-th of an output afterwards."""
+    bus_factor: Callable[[int], float]
+    """Bus bandwidth by algorithm bandwidth: what one link carries, so that figures of different n can be compared."""
+
+
+COLLECTIVES = (
+    Collective(
+        name="all_reduce",
+        call=lambda x, out: dist.all_reduce(out),
+        shares=(False, False),
+        result=lambda numbers: numbers.sum().expand_as(numbers),
+        bus_factor=lambda n: 2 * (n - 1) / n,
+    ),
+    Collective(
+        name="all_gather",
+        call=lambda x, out: _all_gather(out, x),
+        shares=(True, False),
+        result=lambda numbers: numbers,
+        bus_factor=lambda n: (n - 1) / n,
+    ),
+    Collective(
+        name="reduce_scatter",
+        call=lambda x, out: _reduce_scatter(out, x),
+        shares=(False, True),
+        result=lambda numbers: numbers.sum().expand_as(numbers),
+        bus_factor=lambda n: (n - 1) / n,
+    ),
+    Collective(
+        name="broadcast",
+        call=lambda x, out: dist.broadcast(out, src=0),
+        shares=(False, False),
+        result=lambda numbers: numbers[:1].expand_as(numbers),
+        bus_factor=lambda n: 1.0,
+    ),
+    Collective(
+        name="all_to_all",
+        call=lambda x, out: dist.all_to_all_single(out, x),
+        shares=(False, False),
+        result=lambda numbers: numbers,
+        bus_factor=lambda n: (n - 1) / n,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One collective at one size."""
+
+    name: str
+    size_bytes: int
+    num_ranks: int
+    seconds: float
+    """Of one call, on the slowest rank."""
+    bus_factor: float
+
+    @property
+    def algorithm_bytes_per_s(self) -> float:
+        """Size by time."""
+        return self.size_bytes / self.seconds
+
+    @property
+    def bus_bytes_per_s(self) -> float:
+        """What one link carried in that time."""
+        return self.algorithm_bytes_per_s * self.bus_factor
+
+
+def measure(
+    sizes_bytes: Sequence[int], *, device: torch.device, budget: timedelta = timedelta(seconds=0.2)
+) -> list[Measured]:
+    """Call every collective on float32 tensors of each size, for about ``budget`` a size.
+
+    When one call of a collective takes longer than that, its larger sizes are left out: the time is bounded on any network.
+
+    Collective: every rank of the default group.
+
+    Raises:
+        DesyncError: one gave a wrong result.
+    """
+    found: list[Measured] = []
+    for collective in COLLECTIVES:
+        for size in sorted(sizes_bytes):
+            found.append(_measured(collective, size, device, budget.total_seconds()))
+            if found[-1].seconds > budget.total_seconds():
+                break
+    return found
+
+
+def _measured(collective: Collective, size_bytes: int, device: torch.device, budget_s: float) -> Measured:
+    n = dist.get_world_size()
+    share = -(-size_bytes // (n * 4))  # of each rank, in elements: a size that n does not divide is rounded up
+    sizes = [share if is_share else share * n for is_share in collective.shares]
+    x = torch.full((sizes[0],), dist.get_rank() + 1.0, device=device)
+    out = x.clone() if sizes[0] == sizes[1] else torch.zeros(sizes[1], device=device)
+    _timed(collective, x, out, num_calls=1)  # the first call opens connections
+    _check(collective, out)
+    out.zero_()  # else the sums of all_reduce grow from call to call
+    once = _timed(collective, x, out, num_calls=1)
+    num_calls = max(1, min(_MAX_CALLS, int(budget_s / max(once, 1e-9))))
+    seconds = once if num_calls == 1 else _timed(collective, x, out, num_calls=num_calls)
+    return Measured(
+        name=collective.name,
+        size_bytes=share * n * 4,
+        num_ranks=n,
+        seconds=seconds,
+        bus_factor=collective.bus_factor(n),
+    )
+
+
+def _timed(collective: Collective, x: torch.Tensor, out: torch.Tensor, *, num_calls: int) -> float:
+    """Return the seconds of a call on the slowest rank: the same number on all of them, so that all call equally often."""
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(num_calls):
+        collective.call(x, out)
+    _wait_for(out.device)
+    seconds = torch.tensor((time.perf_counter() - began) / num_calls, device=out.device)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return seconds.item()
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def _check(collective: Collective, out: torch.Tensor) -> None:
+    n = dist.get_world_size()
+    numbers = collective.result(torch.arange(1.0, n + 1, device=out.device))
+    wanted = numbers[:1].expand_as(out) if collective.shares[1] else numbers.repeat_interleave(out.numel() // n)
+    if not torch.equal(out, wanted):
+        raise DesyncError(
+            f"{collective.name} gave a wrong result: {sorted(set(out.tolist()))[:4]}, not {sorted(set(wanted.tolist()))[:4]}",
+            do="update torch, the driver and the network's libraries; set NCCL_DEBUG=INFO (or GLOO_LOG_LEVEL) to see more",
+        )

@@ -1,0 +1,478 @@
+"""What ``echelon test`` runs on every rank: a small training, held against a plain PyTorch loop; to be read as an example.
+
+By hand, the results in ``FOLDER/told.jsonl``:
+``echelon launch --cpu --num_processes 2 --max_restarts 1 -m echelon.testing.self_test layout FOLDER``
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import secrets
+import shutil
+import signal
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from echelon.accelerator.accelerator import Accelerator
+from echelon.accelerator.handlers import DistributedDataParallelKwargs
+from echelon.accelerator.project import ProjectConfiguration
+from echelon.base import environ
+from echelon.base.device import nccl_version
+from echelon.base.errors import LaunchError
+from echelon.base.machine import convert_bytes
+from echelon.base.rank import known_rank
+from echelon.distributed.collectives import broadcast_object_list, gather_object
+from echelon.testing.bandwidth import Measured, measure
+from echelon.testing.evidence import OWNED_FILE, WEIGHTS_FILE, Teller
+
+__all__ = ["main", "plain", "train"]
+
+SEED = 11
+EPOCHS = 2
+LEARNING_RATE = 0.05
+MOMENTUM = 0.9
+MAX_MICRO_BATCH_SIZE = 5  # so that an update has several micro-steps, of unequal size
+
+SAVE_EVERY = 4  # updates
+KILL_AFTER = 10  # in the middle of the second epoch; two updates after a checkpoint are lost
+
+QUICK_SIZES = (1 << 10, 1 << 20)
+SIZES = (*QUICK_SIZES, 1 << 24)
+ACCELERATOR_SIZES = (*SIZES, 1 << 28)
+
+
+# ---- the problem -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A regression on numbers drawn from a seed, large enough for each rank to have something of every update."""
+
+    world_size: int
+    dtype: torch.dtype
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of one update, over all ranks."""
+        return max(24, 3 * self.world_size // 2)
+
+    @property
+    def num_samples(self) -> int:
+        """Of an epoch; the last batch is a short one."""
+        return 5 * self.batch_size + self.batch_size // 2 - 2
+
+    @property
+    def num_updates(self) -> int:
+        """Of the whole training."""
+        return EPOCHS * math.ceil(self.num_samples / self.batch_size)
+
+    @property
+    def tolerance(self) -> float:
+        """The largest relative difference of weights that the order of sums can explain.
+
+        float64: what docs/parity.md promises. Else: each update adds up ``batch_size`` gradients, and each addition rounds.
+        """
+        return (
+            1e-12 if self.dtype is torch.float64 else self.num_updates * self.batch_size * torch.finfo(self.dtype).eps
+        )
+
+
+class Samples(Dataset[tuple[int, torch.Tensor, torch.Tensor]]):
+    """Each sample with its number."""
+
+    def __init__(self, problem: Problem) -> None:
+        generator = torch.Generator().manual_seed(SEED)
+        self.x = torch.randn(problem.num_samples, 16, generator=generator, dtype=torch.float64).to(problem.dtype)
+        self.y = self.x[:, :4].sin() + self.x[:, 4:8] * self.x[:, 8:12]
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+        return i, self.x[i], self.y[i]
+
+
+def build_model(problem: Problem, *, dropout: float = 0.0) -> nn.Module:
+    """Return the model, with the same weights on every rank."""
+    torch.manual_seed(SEED)
+    return nn.Sequential(
+        nn.Linear(16, 32), nn.Tanh(), nn.LayerNorm(32), nn.Dropout(dropout), nn.Linear(32, 4, bias=False)
+    ).to(problem.dtype)
+
+
+def plain(problem: Problem, device: torch.device) -> dict[str, torch.Tensor]:
+    """Train with PyTorch alone, in this process alone, on whole batches: the reference. Return the weights."""
+    samples, model = Samples(problem), build_model(problem).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    for epoch in range(EPOCHS):
+        order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(SEED + epoch))
+        for batch in torch.split(order, problem.batch_size):
+            loss = F.mse_loss(model(samples.x[batch].to(device)), samples.y[batch].to(device))
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: value.detach().cpu() for name, value in model.state_dict().items()}
+
+
+@dataclass(slots=True, kw_only=True)
+class Trained:
+    """What a training with echelon left."""
+
+    weights: dict[str, torch.Tensor] | None = None
+    """Rank zero has them, where parameters are sharded; else every rank."""
+    samples: list[list[int]] = field(default_factory=list)
+    """Of each epoch, the numbers of the samples of all ranks."""
+    resumed_at: int = 0
+    """The update after which it went on."""
+
+
+def train(
+    accelerator: Accelerator,
+    problem: Problem,
+    *,
+    dropout: float = 0.0,
+    resumes: bool = False,
+    after_update: Callable[[int], None] = lambda update: None,
+) -> Trained:
+    """Train as a user of echelon does. Collective."""
+    model = build_model(problem, dropout=dropout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    loader: Any = DataLoader(Samples(problem), batch_size=problem.batch_size, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    trained = Trained()
+    if resumes and accelerator.resume():
+        trained.resumed_at = accelerator.progress.step
+    for _ in accelerator.epochs(EPOCHS):
+        seen: list[int] = []
+        for numbers, x, y in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(F.mse_loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+            seen += accelerator.trim_for_metrics(numbers).tolist()  # a rank without samples borrows one, for the shapes
+            if accelerator.sync_gradients:
+                after_update(accelerator.progress.step)
+        trained.samples.append(gather_object(seen))
+    found = accelerator.get_state_dict(model)
+    trained.weights = None if found is None else {name: value.cpu() for name, value in found.items()}
+    return trained
+
+
+# ---- the checks ------------------------------------------------------------------------------------------------------
+
+
+def check_world(accelerator: Accelerator, teller: Teller) -> None:
+    """Is every rank there, on a device of its own, and does each hear all others? Collective."""
+    teller.begin("world")
+    world = accelerator.world
+    here = [
+        {
+            "rank": world.rank,
+            "host": socket.gethostname(),
+            "device": str(world.device),
+            "name": _device_name(world.device),
+        }
+    ]
+    ranks: list[dict[str, Any]] = gather_object(here)
+    ours = torch.tensor([world.rank + 1.0], device=world.device)
+    heard = int(accelerator.reduce(ours, "sum").item())
+    hosts = sorted({rank["host"] for rank in ranks})
+    places = {(rank["host"], rank["device"]) for rank in ranks}
+    n = world.world_size
+    problems = []
+    if [rank["rank"] for rank in ranks] != list(range(n)):
+        problems.append(f"ranks {[rank['rank'] for rank in ranks]} answered, not 0 to {n - 1}")
+    if heard != n * (n + 1) // 2:
+        problems.append(f"the sum of rank + 1 is {heard}, not {n * (n + 1) // 2}")
+    if world.device.type != "cpu" and len(places) < n:
+        problems.append(f"{n} ranks share {len(places)} devices")
+    names = sorted({rank["name"] for rank in ranks})
+    teller.found(
+        "world",
+        not problems,
+        "; ".join(problems)
+        or f"{_count(n, 'rank')} on {_count(len(hosts), 'machine')} ({', '.join(names)}), {world.backend}",
+        do="look at the devices and the network of the machines: echelon env",
+        figures={
+            "world_size": n,
+            "num_machines": len(hosts),
+            "backend": world.backend,
+            "engine": accelerator.capabilities.name,
+            "torch": torch.__version__,
+            "nccl": nccl_version(),
+            "threads": torch.get_num_threads(),
+            # Which ranks share a machine, without its name.
+            "ranks": [{**rank, "host": hosts.index(rank["host"])} for rank in ranks],
+        },
+    )
+
+
+def check_exact(accelerator: Accelerator, teller: Teller) -> str:
+    """Are the weights those of plain PyTorch, and each sample used once? Return the weights' digest. Collective."""
+    teller.begin("exact")
+    problem = _problem(accelerator)
+    trained = train(accelerator, problem)
+    reference = plain(problem, accelerator.device)
+    digest: str
+    error, digest = broadcast_object_list([_relative_error(trained.weights, reference), _digest(trained.weights)])
+    dtype = str(problem.dtype).removeprefix("torch.")
+    teller.found(
+        "exact",
+        error <= problem.tolerance,
+        f"after {problem.num_updates} updates in {_count(accelerator.num_processes, 'rank')}, the weights of plain PyTorch in one: "
+        f"{error:.1e} apart ({dtype}, at most {problem.tolerance:.0e})",
+        do="report it with the evidence file: the update depends on how the batch was split",
+        figures={
+            "error": error,
+            "tolerance": problem.tolerance,
+            "dtype": dtype,
+            "updates": problem.num_updates,
+            "weights": digest,
+        },
+    )
+    wrong = [
+        f"epoch {epoch}: {len(numbers)} samples, {len(set(numbers))} different"
+        for epoch, numbers in enumerate(trained.samples)
+        if sorted(numbers) != list(range(problem.num_samples))
+    ]
+    teller.found(
+        "data",
+        not wrong,
+        "; ".join(wrong)
+        or f"{EPOCHS} epochs of {problem.num_samples} samples in batches of {problem.batch_size}: each once",
+        do="report it with the evidence file: samples were repeated or left out",
+        figures={"epochs": EPOCHS, "samples": problem.num_samples, "batch_size": problem.batch_size},
+    )
+    return digest
+
+
+def die_in_the_middle(accelerator: Accelerator, teller: Teller) -> None:
+    """Train and save, until the last rank is killed. Collective."""
+    teller.begin("restart")
+
+    def after_update(update: int) -> None:
+        if update % SAVE_EVERY == 0:
+            accelerator.save_state()
+        if update == KILL_AFTER and accelerator.process_index == accelerator.num_processes - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    train(accelerator, _problem(accelerator), after_update=after_update)
+    raise AssertionError("the training came to its end although a rank was killed")
+
+
+def check_restart(accelerator: Accelerator, teller: Teller, *, undisturbed: str) -> None:
+    """Does the run go on where it was saved, and end with the weights of the ``undisturbed`` one? Collective."""
+    trained = train(accelerator, _problem(accelerator), resumes=True)
+    digest = broadcast_object_list([_digest(trained.weights)])[0]
+    killed, saved = accelerator.num_processes - 1, KILL_AFTER - KILL_AFTER % SAVE_EVERY
+    problems = [f"all went on from update {trained.resumed_at}, not {saved}"] * (trained.resumed_at != saved)
+    problems += ["the weights are not those of the undisturbed run"] * (digest != undisturbed)
+    teller.found(
+        "restart",
+        not problems,
+        f"rank {killed} was killed after update {KILL_AFTER}; "
+        + (" and ".join(problems) or f"all went on from update {saved} and ended with the same bits"),
+        do="report it with the evidence file: see docs/checkpoints.md for what holds when a run goes on",
+        figures={
+            "killed_rank": killed,
+            "killed_after_update": KILL_AFTER,
+            "went_on_from_update": trained.resumed_at,
+            "weights": digest,
+            "weights_undisturbed": undisturbed,
+        },
+    )
+
+
+def check_bandwidth(accelerator: Accelerator, teller: Teller, *, is_quick: bool) -> None:
+    """Measure how fast the ranks talk. Collective."""
+    teller.begin("bandwidth")
+    if accelerator.num_processes == 1:
+        teller.found("bandwidth", None, "one rank talks to nobody")
+        return
+    device = accelerator.device
+    sizes = QUICK_SIZES if is_quick else SIZES if device.type == "cpu" else ACCELERATOR_SIZES
+    found = measure(sizes, device=device, budget=timedelta(seconds=0.05 if is_quick else 0.2))
+    best = max((one for one in found if one.name == "all_reduce"), key=lambda one: one.size_bytes)
+    teller.found(
+        "bandwidth",
+        True,
+        f"all_reduce of {convert_bytes(best.size_bytes)}: {best.bus_bytes_per_s / 1e9:.2f} GB/s on the bus; {len(found)} measured",
+        figures={"backend": accelerator.world.backend, "collectives": [_figures(one) for one in found]},
+    )
+
+
+# ---- the parts, each a start of its own ------------------------------------------------------------------------------
+
+
+def part_layout(folder: Path, *, is_quick: bool) -> None:
+    """Show all that ranks can show together, in two attempts: the first ends by the death of a rank. Collective."""
+    if environ.get("TORCHELASTIC_RESTART_COUNT") in (None, "0"):
+        first_attempt(folder)
+    elif (folder / WEIGHTS_FILE).exists():
+        second_attempt(folder, is_quick=is_quick)
+    else:
+        raise LaunchError("the attempt before has failed by itself", do="see its report, which is above")
+
+
+def first_attempt(folder: Path) -> None:
+    """Train undisturbed, and then until a rank dies. Collective."""
+    accelerator = _exact(folder, is_shared=True)  # it saves nothing
+    is_shared = _is_shared(folder)
+    teller = _teller(accelerator, folder, is_shared=is_shared)
+    check_world(accelerator, teller)
+    digest = check_exact(accelerator, teller)
+    teller.keep({"exact": digest, "is_shared": is_shared, "world_size": accelerator.num_processes})
+    die_in_the_middle(_exact(folder, is_shared=is_shared), teller)
+
+
+def second_attempt(folder: Path, *, is_quick: bool) -> None:
+    """Go on where the first one was saved, and show what is left to be shown. Collective."""
+    known = json.loads((folder / WEIGHTS_FILE).read_text(encoding="utf-8"))
+    accelerator = _exact(folder, is_shared=known["is_shared"])
+    teller = _teller(accelerator, folder, is_shared=known["is_shared"])
+    check_restart(accelerator, teller, undisturbed=known["exact"])
+    check_bandwidth(accelerator, teller, is_quick=is_quick)
+    why_not = _why_not_bitwise(accelerator)
+    if why_not is None:
+        teller.begin("bitwise")
+        teller.keep({**known, "bitwise": train_bitwise(accelerator.num_processes)})
+    else:
+        teller.found("bitwise", None, why_not)
+    accelerator.end_training()
+    if not teller.is_silent and not (folder / OWNED_FILE).exists():
+        shutil.rmtree(folder)  # the command that started us runs on another machine
+
+
+def part_alone(folder: Path) -> None:
+    """Make the bitwise training again, in this process alone."""
+    before = json.loads((folder / WEIGHTS_FILE).read_text(encoding="utf-8"))
+    world_size = before["world_size"]
+    digest = train_bitwise(world_size, cpu=True)
+    Teller(folder, is_silent=False).found(
+        "bitwise",
+        digest == before["bitwise"],
+        f"{_count(world_size, 'rank')} and 1 end with "
+        + ("the same bits" if digest == before["bitwise"] else "weights of other bits"),
+        do="compare the versions of torch and the CPUs of the machines; report it with the evidence file",
+        figures={"weights": before["bitwise"], "weights_alone": digest},
+    )
+
+
+def train_bitwise(world_size: int, *, cpu: bool = False) -> str:
+    """Train with ``parity="bitwise"``, and dropout; return the weights' digest. Collective."""
+    accelerator = Accelerator(parity="bitwise", cpu=cpu, canonical_shards=max(8, world_size), **_settings())
+    trained = train(accelerator, Problem(world_size=world_size, dtype=torch.float64), dropout=0.1)
+    digest: str = broadcast_object_list([_digest(trained.weights)])[0]
+    return digest
+
+
+def _exact(folder: Path, *, is_shared: bool) -> Accelerator:
+    checkpoints = ProjectConfiguration(
+        str(folder / "run"), automatic_checkpoint_naming=True, total_limit=2, save_on_each_node=not is_shared
+    )
+    return Accelerator(
+        parity="exact", max_micro_batch_size=MAX_MICRO_BATCH_SIZE, project_config=checkpoints, **_settings()
+    )
+
+
+def _is_shared(folder: Path) -> bool:
+    """Tell whether all ranks see one folder, and not each machine its own. Collective."""
+    name = f"seen-{secrets.token_hex(8)}"
+    if known_rank() in (None, 0):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    name = broadcast_object_list([name])[0]  # not the path: each machine may have another one
+    return all(gather_object([(folder / name).exists()]))
+
+
+def _teller(accelerator: Accelerator, folder: Path, *, is_shared: bool) -> Teller:
+    speaks = accelerator.is_main_process if is_shared else accelerator.is_local_main_process
+    return Teller(folder, is_silent=not speaks)
+
+
+def _settings() -> dict[str, Any]:
+    """Return what every Accelerator here is given, whatever the user's file says about his own training."""
+    return {
+        "seed": SEED,
+        "mixed_precision": "no",
+        "dynamo_backend": "no",
+        # Else DDP of three and more ranks orders its buckets anew after the first step, also the first of a run that goes on,
+        # and the last bits of its sums with them (docs/checkpoints.md).
+        "kwargs_handlers": [DistributedDataParallelKwargs(find_unused_parameters=True)],
+    }
+
+
+def _problem(accelerator: Accelerator) -> Problem:
+    is_double = accelerator.device.type == "cpu" and accelerator.capabilities.keeps_float64
+    return Problem(world_size=accelerator.num_processes, dtype=torch.float64 if is_double else torch.float32)
+
+
+def _why_not_bitwise(accelerator: Accelerator) -> str | None:
+    if accelerator.num_processes == 1:
+        return "one rank: there is nothing to compare it with"
+    if accelerator.device.type != "cpu":
+        return f"on {accelerator.device.type} it holds where kernels give a shard the same bits on any number of ranks"
+    return None if accelerator.capabilities.sums_shards else "the engine sums gradients in an order of its own"
+
+
+def _relative_error(weights: Mapping[str, torch.Tensor] | None, reference: Mapping[str, torch.Tensor]) -> float:
+    """Return the largest difference of any weight by the largest weight of its tensor; ``weights``: rank zero's."""
+    if weights is None:
+        return math.inf
+    assert weights.keys() == reference.keys(), (weights.keys(), reference.keys())
+    errors = [(weights[name] - value).abs().max() / value.abs().max() for name, value in reference.items()]
+    return float(torch.stack(errors).max())  # NaN if one is: that is not within any tolerance
+
+
+def _digest(weights: Mapping[str, torch.Tensor] | None) -> str | None:
+    if weights is None:
+        return None
+    return hashlib.sha256(b"".join(weights[name].numpy().tobytes() for name in sorted(weights))).hexdigest()[:16]
+
+
+def _device_name(device: torch.device) -> str:
+    module = torch.get_device_module(device)
+    # Not every backend can tell a name (mps and cpu cannot).
+    return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type
+
+
+def _figures(one: Measured) -> dict[str, Any]:
+    return {
+        **asdict(one),
+        "algorithm_gb_per_s": one.algorithm_bytes_per_s / 1e9,
+        "bus_gb_per_s": one.bus_bytes_per_s / 1e9,
+    }
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run one part; the arguments are its name, the folder for what it tells, and --quick."""
+    parser = argparse.ArgumentParser(prog="echelon.testing.self_test")
+    parser.add_argument("part", choices=("layout", "alone"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args(argv)
+    if args.part == "layout":
+        part_layout(args.folder, is_quick=args.quick)
+    else:
+        part_alone(args.folder)
+
+
+if __name__ == "__main__":
+    main()
