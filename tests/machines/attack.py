@@ -91,7 +91,7 @@ def main() -> None:
         },
         sys.stdout,
     )
-    sys.stdout.flush()
+    print(flush=True)
     while not os.path.exists(until):
         time.sleep(0.02)
 

@@ -55,7 +55,7 @@ for epoch in accelerator.epochs(EPOCHS):
         accelerator.save_state()
         if accelerator.is_main_process:
             Path(f"trained_{os.environ['TORCHELASTIC_RESTART_COUNT']}_{world}_{accelerator.progress.step}").touch()
-        time.sleep(0.02)
+        time.sleep(1.0 if os.path.exists("slow") and not os.path.exists("enough") else 0.02)
 
 plain = new_model()
 optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)

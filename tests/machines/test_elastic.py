@@ -84,6 +84,7 @@ def test_the_survivor_of_a_cut_goes_on_alone_and_nothing_is_left_on_the_other_si
 def test_a_machine_that_joins_late_is_taken_in_where_the_others_are(network: Network) -> None:
     a, b = network.add(), network.add()
     flags = flags_of(network.command.directory, a, "1:2")
+    (network.command.directory / "slow").touch()  # the first must not have come to its end when the second comes
     first = a.launch(*flags)
     step = wait_for_steps(network, network.command.directory, 1, first)
     second = b.launch(*flags)

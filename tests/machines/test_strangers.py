@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.conftest import Command
-from tests.machines.conftest import Machine, Network
+from tests.machines.conftest import TOKEN, Machine, Network
 from tests.machines.test_elastic import flags_of, wait_for_steps
 
 _ATTACK = Path(__file__).with_name("attack.py")
@@ -103,8 +103,7 @@ def test_the_words_of_the_tutorials_train_on_two_agents(launcher: str, network: 
     network.command.write("script.py", SCRIPT)
     module = {"torchrun": ["torch.distributed.run"], "echelon launch": ["echelon", "launch"]}[launcher]
     # torchrun's gloo takes the address of the host's name, which in a namespace is another machine's.
-    own = {"torchrun": {"GLOO_SOCKET_IFNAME": "eth0"}, "echelon launch": {}}[launcher]
-    ends = []
+    own = {"torchrun": {"GLOO_SOCKET_IFNAME": "eth0"}, "echelon launch": {"ECHELON_TOKEN": TOKEN}}[launcher]
     started = []
     for machine in (a, b):
         extra = []

@@ -267,6 +267,42 @@ def test_a_silent_peer_is_lost_and_says_why() -> None:
     other.close()
 
 
+def test_a_listener_that_fails_is_no_silent_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(kind: str, content: Mapping[str, Any]) -> None:
+        raise BrokenPipeError("nobody reads stderr")
+
+    one, other, lost = peers(fail, 0.05, _LIMIT_S)
+    one.start()
+    other.start()
+    one.tell("say", text="hello")
+    deadline = time.monotonic() + _LIMIT_S
+    while len(lost) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert "nobody reads stderr" in lost
+    assert one.is_lost
+    assert other.is_lost
+
+
+def test_a_server_that_is_slow_is_not_taken_for_one_with_another_token() -> None:
+    with listen("127.0.0.1", 0) as listener:
+
+        def answer_late() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                sock.sendall(channel._MAGIC + secrets.token_bytes(32))
+                sock.recv(1 << 16)
+                is_over.wait(_LIMIT_S)
+
+        is_over = threading.Event()
+        thread = threading.Thread(target=answer_late)
+        thread.start()
+        with pytest.raises(Lost, match="no answer"):
+            connect("127.0.0.1", listener.getsockname()[1], TOKEN, want=NODE, timeout_s=0.2)
+        is_over.set()
+        thread.join()
+
+
 def test_accept_gives_up_on_who_says_nothing() -> None:
     one, other = socket.socketpair()
     one.settimeout(0.05)

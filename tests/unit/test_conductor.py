@@ -19,7 +19,7 @@ from echelon.launch.conductor import Conductor, Rules
 from echelon.launch.failure import ErrorRecord, RankEnd
 from echelon.launch.hub import listen
 from echelon.launch.interrupts import Interrupts
-from echelon.launch.node import Node, Order, RoundOfNode
+from echelon.launch.node import Node, Order, RoundOfNode, RunOver
 from echelon.launch.roster import NodeInfo
 from echelon.launch.supervise import StallRules
 from echelon.launch.wire import encode
@@ -252,6 +252,53 @@ def test_one_that_is_asked_to_end_leaves_after_all_have_saved_and_the_others_go_
     assert order(head).then == "restart"
 
 
+def test_all_end_with_the_head_as_nobody_can_do_without_it(stage: Stage) -> None:
+    stage.open(least=1)
+    head, other = stage.node("head"), stage.node("other")
+    stage.rounds(head, other)
+    head.ask_to_end("SIGTERM")
+    assert order(head) == order(other) == Order(then="preempted", code=EXIT_CODE)
+
+
+def test_a_message_that_cannot_be_read_costs_its_sender_and_nobody_else(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage.open(least=1)
+    head = stage.node("head")
+    stage.rounds(head)
+    stranger = stage.node("other")
+    assert stranger._peer is not None
+    stranger._peer.tell("hello", info={"uid": "x", "a field of the next version": 1})
+    with pytest.raises(LaunchError, match="it does not speak as the launcher here does"):
+        stranger.next_round()
+    assert "install the same version of echelon" in capsys.readouterr().err
+    assert head.order() is None
+    head.report({0: 0, 1: 0})
+    assert order(head) == Order(then="done")
+
+
+def test_one_that_waits_when_the_run_ends_well_ends_well(stage: Stage) -> None:
+    stage.open()
+    head, other, spare = stage.node("head"), stage.node("other"), stage.node("spare")
+    stage.rounds(head, other)
+    over: list[RunOver] = []
+
+    def wait() -> None:
+        try:
+            spare.next_round()
+        except RunOver as error:
+            over.append(error)
+
+    waits = threading.Thread(target=wait)
+    waits.start()
+    assert stage._conductor is not None
+    wait_for(lambda: any(member.waits for member in stage._conductor._members))  # type: ignore[union-attr]
+    head.report({0: 0, 1: 0})
+    other.report({2: 0, 3: 0})
+    waits.join(_LIMIT_S)
+    assert [error.order.code for error in over] == [0]
+
+
 def test_all_end_at_one_step_when_none_can_be_done_without(stage: Stage) -> None:
     stage.open()
     head, other = stage.node("head"), stage.node("other")
@@ -289,8 +336,9 @@ def test_what_ends_the_run_while_torch_is_imported_is_not_lost(stage: Stage) -> 
     stage.open(join=0.2 * SECOND)
     head = stage.node("head")
     assert order(head) == Order(then="stop", code=1)  # before it waits for a round
-    with pytest.raises(LaunchError, match="the run has ended before"):
+    with pytest.raises(RunOver) as caught:
         head.next_round()
+    assert caught.value.order == Order(then="stop", code=1)
 
 
 def test_machines_that_are_there_and_import_torch_are_waited_for(stage: Stage) -> None:
@@ -303,6 +351,6 @@ def test_machines_that_are_there_and_import_torch_are_waited_for(stage: Stage) -
 
 def test_a_round_that_does_not_come_about_ends_the_run(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
     stage.open(join=0.2 * SECOND)
-    with pytest.raises(LaunchError, match="the run has ended before"):
+    with pytest.raises(RunOver):
         stage.node("head").next_round()
     assert "1 of 2 machines is there" in capsys.readouterr().err

@@ -83,6 +83,12 @@ def test_is_host_and_listen_on_decide_where_an_address_cannot(port: int) -> None
         met(settings(num_machines=2, machine_rank=0), Asked(rdzv_endpoint=f"192.0.2.7:{port}"))
 
 
+def test_a_name_that_hides_a_loopback_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echelon.launch.machines.addresses_of", lambda host, where: ["127.0.1.1"])
+    with pytest.raises(ConfigError, match=r"node0 is 127.0.1.1 here, a loopback address"):
+        met(settings(num_machines=2), Asked(rdzv_endpoint="node0:29500"))
+
+
 def test_slurm_says_what_the_command_line_leaves_open(port: int) -> None:
     step = Step(num_nodes=3, node_rank=2, head="127.0.0.1", job_id=9, step_id=0, tasks_here=1, port=port)
     found = met(settings(), step=step)

@@ -35,6 +35,7 @@ from echelon.launch.environment import rank_variables
 from echelon.launch.failure import exit_status, explain, first_failure
 from echelon.launch.interrupts import Interrupted, Interrupts, watch
 from echelon.launch.machines import Asked, check_meeting, interface_variables, meet, node_range
+from echelon.launch.node import RunOver
 from echelon.launch.output import Outputs, parse_streams
 from echelon.launch.ranks import STALL_FILE
 from echelon.launch.script import Script, check
@@ -63,6 +64,8 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: 
             code = _launch(ctx, wanted, flags, interrupts)
         except Interrupted as stop:
             code = _say_interrupted(stop)
+        except RunOver as over:
+            code = over.order.code
     ctx.exit(code)
 
 
@@ -134,7 +137,9 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
     grace = timedelta(seconds=flags["preemption_grace"])
     logs = "above; --log_dir DIR keeps the output of each rank apart"
     with ExitStack() as stack:
-        directory = stack.enter_context(_directory(flags["log_dir"]))
+        # On a shared disk several machines may begin in one second, and pods have the same numbers.
+        machine = "" if machines is None else f"{machines.info.host}-{machines.info.uid[:4]}-"
+        directory = stack.enter_context(_directory(flags["log_dir"], machine))
         stack.enter_context(_terminal_restored())
         (directory / RUN_FILE).write_text(to_run_file(resolved), encoding="utf-8")
         logs = str(directory) if flags["log_dir"] else logs
@@ -329,7 +334,7 @@ def _terminal_restored() -> Iterator[None]:
 
 
 @contextmanager
-def _directory(log_dir: str | None) -> Iterator[Path]:
+def _directory(log_dir: str | None, machine: str = "") -> Iterator[Path]:
     """Yield a new folder: below ``log_dir`` to stay, else one that goes unless it holds the stacks of a stall."""
     if log_dir is None:
         path = Path(tempfile.mkdtemp(prefix="echelon-"))
@@ -339,7 +344,7 @@ def _directory(log_dir: str | None) -> Iterator[Path]:
             if not any(path.glob(f"attempt_*/{STALL_FILE.format('*')}")):  # `echelon doctor` is to find the stacks
                 shutil.rmtree(path, ignore_errors=True)
         return
-    path = Path(log_dir).absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    path = Path(log_dir).absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{machine}{os.getpid()}"
     try:
         path.mkdir(parents=True)
     except OSError as error:

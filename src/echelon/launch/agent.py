@@ -28,7 +28,7 @@ from echelon.launch.accounts import GOODPUT_FILE, Accounts, Books, first_sign, t
 from echelon.launch.failure import RankEnd, explain
 from echelon.launch.interrupts import Interrupted, Interrupts
 from echelon.launch.job_token import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
-from echelon.launch.node import Node, Order
+from echelon.launch.node import Node, Order, RunOver
 from echelon.launch.output import Outputs
 from echelon.launch.preemption import Preemption
 from echelon.launch.processes import Workers
@@ -120,6 +120,9 @@ def run_job(job: Job, interrupts: Interrupts, node: Node | None = None) -> Outco
     agent = _Agent(spec, job, interrupts, node)
     try:
         agent.run()
+    except RunOver as over:
+        agent.order = over.order
+        agent.is_preempted = over.order.then == "preempted"
     finally:
         books = agent.close()
         handler.shutdown()
@@ -141,6 +144,7 @@ class _Agent(SimpleElasticAgent):
         self._interrupts = interrupts
         self._node = node
         self.order: Order | None = None
+        self._attempt = -1
         pass_on = None if node is None else node.ask_to_end
         self.preemption = Preemption(interrupts, job.preemption_grace, pass_on)
         self.is_preempted = False
@@ -201,7 +205,9 @@ class _Agent(SimpleElasticAgent):
         job = self._job
         handler = worker_group.spec.rdzv_handler
         if isinstance(handler, NodeRendezvous):
-            attempt, num_restarts = handler.round.number, handler.round.num_restarts
+            # The head may have been started again, and count from 0.
+            attempt = self._attempt = max(handler.round.number, self._attempt + 1)
+            num_restarts = handler.round.num_restarts
         else:
             attempt = num_restarts = job.max_restarts - self._remaining_restarts
         if attempt and self._node is None:
@@ -294,13 +300,13 @@ class _Agent(SimpleElasticAgent):
             return self._succeeded()
         self.ends = self._workers.ends()
         self._close_accounts(failed_ns=first_sign(self.ends), noticed_ns=time.monotonic_ns())
+        node.served = None
         if order.then == "preempted":
             self._workers.stop(signal.SIGKILL, grace=timedelta())
             self.is_preempted = True
             return self._succeeded()
         self.order = order
         self._remaining_restarts = 1 if order.then in ("restart", "lost") else 0
-        node.served = None
         self._stop_workers(group)
         return _failed(group, self.ends)
 
@@ -376,6 +382,8 @@ class _Agent(SimpleElasticAgent):
             self._interrupts.check()
         except Interrupted as stop:
             number = stop.number  # a script that saves at Ctrl-C, or at the scheduler's SIGTERM, sees that signal
+            if self._node is not None:  # before its ranks end: the others would take them for the cause
+                self._node.leave(f"interrupted by {signal.Signals(number).name}", 128 + number)
         if self.preemption.is_asked:
             number = signal.SIGKILL  # the second one: now
         seen = self._interrupts.count

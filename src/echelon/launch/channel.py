@@ -119,6 +119,8 @@ def connect(
         try:
             answer = _receive(sock, _CODE_BYTES)
         except Lost as error:
+            if isinstance(error.__cause__, TimeoutError):
+                raise  # it is slow: no refusal
             raise Refused("it closed the connection: its token is another one") from error
         if not hmac.compare_digest(answer, _code(token, b"server", theirs, body)):
             raise Refused("it does not know the token")
@@ -214,6 +216,7 @@ class Peer:
         self._channel = channel
         self._on_told, self._on_asked, self._on_lost = on_told, on_asked, on_lost
         self._beat_s = beat_s
+        self._asked: set[int] = set()
         self._answers: dict[int, Any] = {}
         self._changed = threading.Condition()
         self._number = 0
@@ -252,12 +255,14 @@ class Peer:
         with self._changed:
             self._number += 1
             number = self._number
+            self._asked.add(number)
         self._channel_send({"kind": kind, "content": content, "question": number})
 
         def wait(timeout_s: float) -> Any:
             with self._changed:
                 self._changed.wait_for(lambda: number in self._answers or self.is_lost, timeout_s)
                 found = self._answers.pop(number, None)
+                self._asked.discard(number)
             if found is None or "failed" in found:
                 raise Lost(f"no answer to {kind!r}" + (f": {found['failed']}" if found else ""))
             return found["answer"]
@@ -286,8 +291,9 @@ class Peer:
                 kind, content = str(message["kind"]), message.get("content", {})
                 if kind == "answer":
                     with self._changed:
-                        self._answers[message["question"]] = message
-                        self._changed.notify_all()
+                        if message["question"] in self._asked:
+                            self._answers[message["question"]] = message
+                            self._changed.notify_all()
                 elif "question" in message:
                     threading.Thread(
                         target=self._answer,
@@ -297,7 +303,7 @@ class Peer:
                     ).start()
                 elif kind != "beat":
                     self._on_told(kind, content)
-        except (ChannelError, ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, nobody receives any more: it must not pass in silence
             was_closed = self.is_lost
             self.close()
             if not was_closed:

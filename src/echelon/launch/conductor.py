@@ -14,15 +14,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, final
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, final
 
 from echelon.base.errors import LaunchError
 from echelon.diagnose.goodput import RankTimes
 from echelon.diagnose.stall import Answer, RankView
 from echelon.launch.accounts import ALL_MACHINES_FILE, Accounts, Books, first_sign
 from echelon.launch.channel import START_S, Channel, Lost, Peer, clock_offset_ns
-from echelon.launch.failure import RankEnd, exit_status, explain, first_failure
+from echelon.launch.failure import Cause, RankEnd, cause_of, exit_status, explain, first_failure
 from echelon.launch.hub import Hub
 from echelon.launch.ranks import settled
 from echelon.launch.roster import NodeInfo, Seat, name_of, places_of, refusal, seats, who_is_missing
@@ -32,6 +33,7 @@ from echelon.status.hold import EXIT_CODE, Coordinator, Outcome, State, state_of
 
 __all__ = ["Conductor", "Rules", "Store", "Then"]
 
+T = TypeVar("T")
 Then: TypeAlias = Literal["done", "restart", "stop", "preempted"]
 
 _TICK_S = 0.02
@@ -76,6 +78,8 @@ class _Member:
     info: NodeInfo | None = None
     waits: bool = False
     """For the next round."""
+    has_joined: bool = False
+    """It has waited once: it has imported torch, and is not silent because of that."""
     offset_ns: int = 0
     codes: dict[int, int | None] = field(default_factory=dict)
     """Of its ranks in this round."""
@@ -100,6 +104,8 @@ class _Round:
     """Why the ranks are led to one step, in words."""
     then: Then = "preempted"
     """What follows when they have come there."""
+    lost_contact_since: float = 0.0
+    """When it was first seen that ranks have lost each other, on ``time.monotonic``; 0: they have not."""
 
     @property
     def world_size(self) -> int:
@@ -198,7 +204,7 @@ class Conductor:
                 elif what == "lost":
                     self._on_lost(who, text)
                 else:
-                    self._on_told(who, text, content)
+                    self._hear(who, text, content)
             if self._is_over:
                 if not self._members or time.monotonic() > self._goodbye:
                     break
@@ -228,25 +234,38 @@ class Conductor:
         if member in self._members:
             self._members.remove(member)
 
-    def _on_told(self, member: _Member, kind: str, content: Mapping[str, Any]) -> None:
+    def _hear(self, member: _Member, kind: str, content: Mapping[str, Any]) -> None:
         if member not in self._members:
             return
+        try:
+            read = _read(kind, content)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            what = f"it does not speak as the launcher here does: {kind}: {error}"
+            do = "install the same version of echelon on all machines"
+            member.peer.tell("refused", what=what, where=member.name, do=do)
+            print(f"echelon: {LaunchError(what, where=member.name, do=do)}", file=sys.stderr, flush=True)
+            if member.info is not None:
+                self._on_lost(member, "it does not speak as it should")
+            return
+        self._on_told(member, kind, read)
+
+    def _on_told(self, member: _Member, kind: str, content: Mapping[str, Any]) -> None:
         if kind == "hello":
-            self._admit(member, decode(NodeInfo, content["info"]))
+            self._admit(member, content["info"])
         elif kind in ("leave", "bye") and member.info is None:
             self._drop(member)
         elif member.info is None:
             return  # it was refused, and goes by itself when it has read that
         elif kind == "join":
-            member.waits = True
+            member.waits = member.has_joined = True
             # Before, it imported torch.
             member.peer.wait_at_most(self._rules.lost_after.total_seconds())
         elif kind == "codes" and self._round is not None and content["round"] == self._round.number:
-            member.codes = {int(rank): code for rank, code in content["codes"]}
+            member.codes = content["codes"]
         elif kind == "asked":
-            member.asked = str(content["who"])
+            member.asked = content["who"]
         elif kind == "leave":
-            self._on_leave(member, str(content["reason"]), int(content["code"]))
+            self._on_leave(member, content["reason"], content["code"])
         elif kind == "bye":
             self._drop(member)
 
@@ -255,7 +274,7 @@ class Conductor:
         for other in here:
             assert other.info is not None
             is_same_seat = info.machine_rank is not None and other.info.machine_rank == info.machine_rank
-            if other.info.uid == info.uid or (is_same_seat and not self._answers(other)):
+            if other.info.uid == info.uid or (is_same_seat and other.has_joined and not self._answers(other)):
                 self._on_lost(other, "it has come again")
         here = [other for other in here if other in self._members]
         error = refusal(info, [other.info for other in here if other.info is not None], self._own)
@@ -266,8 +285,9 @@ class Conductor:
         member.info = info
         try:
             member.offset_ns = clock_offset_ns(member.peer, timeout_s=_ANSWER_S)
-        except Lost:
-            return  # it will be told that it is gone
+        except (Lost, ValueError, TypeError):
+            self._on_lost(member, "it does not answer")
+            return
         member.peer.tell("welcome")
         if not self._is_own(member):
             num_here = sum(other.info is not None for other in self._members)
@@ -290,6 +310,8 @@ class Conductor:
             self._end_without(member, f"{member.name} has left the run: {reason}", code)
 
     def _on_lost(self, member: _Member, reason: str) -> None:
+        if member not in self._members:
+            return  # it had said that it goes
         self._drop(member)
         if self._round is not None and member in self._round.members:
             self._end_without(member, f"lost contact with {member.name}: {reason}", 1)
@@ -417,9 +439,12 @@ class Conductor:
         if len(codes) == now.world_size and None not in codes:
             self._after_all(now, codes)
             return
-        if now.coordinator is not None:
-            if now.coordinator.look() is Outcome.LATE:
+        if now.coordinator is not None and (outcome := now.coordinator.look()) is not Outcome.MET:
+            if outcome is Outcome.LATE:
                 self._after_late(now)
+            return
+        if now.coordinator is not None:
+            self._supervise(now)  # they save, which may stand still, too
             return
         if any(member.asked for member in now.members):
             self._hold(now, next(f"{m.asked} on {m.name}" for m in now.members if m.asked), "preempted")
@@ -429,6 +454,9 @@ class Conductor:
             if time.monotonic() - self._joined_since >= _JOINERS_WAIT_S:
                 self._take_joiners(now)
                 return
+        self._supervise(now)
+
+    def _supervise(self, now: _Round) -> None:
         assert now.supervisor is not None
         stall = now.supervisor.look()
         if stall is not None and stall.is_alarm and self._rules.stall.on_stall != "report":
@@ -456,8 +484,10 @@ class Conductor:
 
     def _after_late(self, now: _Round) -> None:
         where: dict[str, list[int]] = {}
-        for (rank, stand), view in zip(_Desk(now).stands().items(), _AllRanks(now).views()):
-            step = "no step yet" if view.note is None else f"step {view.note.step}, {view.note.phase or 'elsewhere'}"
+        notes = {view.rank: view.note for view in _AllRanks(now).views()}
+        for rank, stand in _Desk(now).stands().items():
+            note = notes.get(rank)
+            step = "no step yet" if note is None else f"step {note.step}, {note.phase or 'elsewhere'}"
             where.setdefault(step + (" (has come)" if state_of(stand) is State.STOPPED else ""), []).append(rank)
         texts = "; ".join(f"ranks {', '.join(map(str, ranks))}: {text}" for text, ranks in where.items())
         error = LaunchError(
@@ -481,7 +511,9 @@ class Conductor:
         """After a hold: who was asked to end ends, and when enough remain, they go on."""
         leaving = [member for member in now.members if member.asked]
         staying = [member for member in now.members if not member.asked]
-        if now.then == "restart" or (leaving and len(staying) >= self._rules.min_nodes):
+        # Without the launcher at which the others meet there is no run to go on.
+        head_stays = not any(self._is_own(member) for member in leaving)
+        if head_stays and (now.then == "restart" or (leaving and len(staying) >= self._rules.min_nodes)):
             self._end("restart", failed_ns=time.monotonic_ns(), leaving=leaving)
         else:
             self._end("preempted", code=EXIT_CODE)
@@ -490,7 +522,10 @@ class Conductor:
         ends = settled(lambda: self._ends(now), _AllRanks(now))
         if first_failure(ends) is None:
             return  # it had finished when its interpreter's end failed
-        goes_on = self._num_restarts < self._rules.max_restarts and now.coordinator is None
+        if self._waits_for_a_silent_one(now, ends):
+            return
+        is_ending = now.coordinator is not None and now.then != "restart"
+        goes_on = self._num_restarts < self._rules.max_restarts and not is_ending
         what, where, do = explain(ends, logs=self._rules.logs, places=now.places)
         error = LaunchError(what, where=where, do=do)
         first = first_failure(ends)
@@ -507,11 +542,24 @@ class Conductor:
         else:
             self._end("stop", code=exit_status(ends), failed_ns=first_sign(ends))
 
+    def _waits_for_a_silent_one(self, now: _Round, ends: Sequence[RankEnd]) -> bool:
+        """Tell whether a machine may have gone: ranks that lost contact show that before its silence does."""
+        if any(member.peer.is_lost for member in now.members):
+            return True  # that is in the queue, and says what has happened
+        first = first_failure(ends)
+        assert first is not None
+        if cause_of(first, ends) is not Cause.COMMUNICATION:
+            return False
+        now.lost_contact_since = now.lost_contact_since or time.monotonic()
+        waited_s = time.monotonic() - now.lost_contact_since
+        answering = {member for member, _ in _ask_all(now, "views", bool, timeout_s=self._rules.beat.total_seconds())}
+        is_silent = any(member not in answering for member in now.members)
+        return is_silent and waited_s < self._rules.lost_after.total_seconds() + _ANSWER_S
+
     def _ends(self, now: _Round) -> list[RankEnd]:
-        answers = _ask_all(now, "ends", timeout_s=_ANSWER_S)
         found: dict[int, RankEnd] = {}
-        for member, answer in answers:
-            for end in decode(list[RankEnd], answer):
+        for member, ends in _ask_all(now, "ends", partial(decode, list[RankEnd]), timeout_s=_ANSWER_S):
+            for end in ends:
                 record = end.record and replace(end.record, time_ns=end.record.time_ns + member.offset_ns)
                 ended_ns = None if end.ended_ns is None else end.ended_ns + member.offset_ns
                 found[end.rank] = replace(end, record=record, ended_ns=ended_ns)
@@ -523,42 +571,66 @@ class Conductor:
         noticed_ns = time.monotonic_ns()
         here = [member for member in now.members if member in self._members]
         times: list[RankTimes] = []
-        for member, answer in _ask_all(replace(now, members=here), "times", timeout_s=_ANSWER_S):
-            times += [_moved(one, member.offset_ns) for one in decode(list[RankTimes], answer)]
+        here_now = replace(now, members=here)
+        for member, found in _ask_all(here_now, "times", partial(decode, list[RankTimes]), timeout_s=_ANSWER_S):
+            times += [_moved(one, member.offset_ns) for one in found]
         if times:
             times.sort(key=lambda one: one.rank)
             self._accounts.close(times, failed_ns=failed_ns, noticed_ns=noticed_ns)
+        now.supervisor = now.coordinator = (
+            None  # they know the round: so its store closes here, and not some time later
+        )
         self._round = None
         self._meeting_since = time.monotonic()
         for member in here:
             order: Then = "preempted" if member in leaving else then
             member.peer.tell("end", then=order, code=EXIT_CODE if member in leaving else code, text="")
         if then != "restart":
-            self._finish()
+            self._finish(then, code)
 
-    def _finish(self) -> None:
+    def _finish(self, then: Then = "stop", code: int = 1) -> None:
         self._round, self._is_over = None, True
         self._goodbye = time.monotonic() + _GOODBYE_S
         for member in [member for member in self._members if member.waits or member.info is None]:
-            member.peer.tell("end", then="stop", code=1, text="the run is over")
+            member.peer.tell("end", then=then, code=code, text="the run is over")
 
     def _say(self, text: str) -> None:
         print(f"echelon: {text}", file=sys.stderr, flush=True)
+
+
+def _read(kind: str, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a node has told, with the types that it must have.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: it has others.
+    """
+    if kind == "hello":
+        return {"info": decode(NodeInfo, content["info"])}
+    if kind == "codes":
+        codes = {int(rank): None if code is None else int(code) for rank, code in content["codes"]}
+        return {"round": int(content["round"]), "codes": codes}
+    if kind == "asked":
+        return {"who": str(content["who"])}
+    if kind == "leave":
+        return {"reason": str(content["reason"]), "code": int(content["code"])}
+    return {}
 
 
 def _range(rules: Rules) -> str:
     return f"{rules.min_nodes}" if rules.min_nodes == rules.max_nodes else f"{rules.min_nodes} to {rules.max_nodes}"
 
 
-def _ask_all(now: _Round, kind: str, *, timeout_s: float, **content: Any) -> list[tuple[_Member, Any]]:
-    """Ask every node at once; return the answers of those that gave one."""
+def _ask_all(
+    now: _Round, kind: str, read: Callable[[Any], T], *, timeout_s: float, **content: Any
+) -> list[tuple[_Member, T]]:
+    """Ask every node at once; return the answers of those that gave one that can be read."""
     waits = [(member, member.peer.ask_later(kind, **content)) for member in now.members]
     deadline = time.monotonic() + timeout_s
     answers = []
     for member, wait in waits:
         try:
-            answers.append((member, wait(max(0.0, deadline - time.monotonic()))))
-        except Lost:
+            answers.append((member, read(wait(max(0.0, deadline - time.monotonic())))))
+        except (Lost, ValueError, TypeError):
             continue  # that it is gone is an event of its own
     return answers
 
@@ -582,8 +654,8 @@ class _AllRanks:
     def views(self) -> list[RankView]:
         """Return how each rank is now."""
         found: dict[int, RankView] = {}
-        for member, answer in _ask_all(self._now, "views", timeout_s=_ANSWER_S):
-            for view in decode(list[RankView], answer):
+        for member, views in _ask_all(self._now, "views", partial(decode, list[RankView]), timeout_s=_ANSWER_S):
+            for view in views:
                 watch, note = view.watch, view.note
                 if watch is not None:
                     watch = watch._replace(time_ns=watch.time_ns + member.offset_ns)
@@ -595,8 +667,8 @@ class _AllRanks:
     def ask(self) -> dict[int, Answer]:
         """Return what the running ranks say of where they are."""
         found: dict[int, Answer] = {}
-        for _, answer in _ask_all(self._now, "ask", timeout_s=2 * _ANSWER_S):
-            found.update(decode(dict[int, Answer], answer))
+        for _, answers in _ask_all(self._now, "ask", partial(decode, dict[int, Answer]), timeout_s=2 * _ANSWER_S):
+            found.update(answers)
         return found
 
     def stack_of(self, view: RankView) -> Answer:
@@ -606,7 +678,7 @@ class _AllRanks:
         )
         try:
             return decode(Answer, self._now.members[seat].peer.ask("stack", timeout_s=_ANSWER_S, view=encode(view)))
-        except Lost:
+        except (Lost, ValueError):
             return Answer()
 
     def keep(self, report: str) -> None:
@@ -624,7 +696,7 @@ class _Desk:
 
     def write_command(self, command: int) -> None:
         """Give ``command`` to every rank; return when all boards have it."""
-        _ask_all(self._now, "command", timeout_s=_ANSWER_S, word=command)
+        _ask_all(self._now, "command", bool, timeout_s=_ANSWER_S, word=command)
 
     def read_stands(self) -> list[int]:
         """Return every rank's stand as it is after the last command."""
@@ -633,6 +705,6 @@ class _Desk:
     def stands(self) -> dict[int, int]:
         """Return the stand of each rank; of one whose node does not answer, 0: it has not come."""
         found = dict.fromkeys(range(self._now.world_size), 0)
-        for _, answer in _ask_all(self._now, "stands", timeout_s=_ANSWER_S):
-            found.update({int(rank): int(stand) for rank, stand in answer})
+        for _, stands in _ask_all(self._now, "stands", partial(decode, list[tuple[int, int]]), timeout_s=_ANSWER_S):
+            found.update(stands)
         return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,7 +23,9 @@ __all__ = ["Hub", "Tunnel", "listen"]
 
 _BACKLOG = 1024
 _MOST_UNPROVEN = 256
-_PROOF_WITHIN_S = 5.0
+_PROOF_WITHIN_S = 10.0
+_NAP_S = 0.05
+_ENDS_WITHIN_S = 2.0
 _LOOPBACK = "127.0.0.1"
 
 
@@ -83,7 +86,7 @@ class Hub:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # ends accept()
         self._listener.close()
-        self._thread.join()
+        self._thread.join(_ENDS_WITHIN_S)  # not every system wakes accept() for a close
         with self._lock:
             for sock in self._unproven.values():
                 sock.close()
@@ -98,14 +101,18 @@ class Hub:
                     return
                 if self._is_shut():
                     return
-                continue  # too many open files: those that wait go on when others end
+                time.sleep(_NAP_S)  # too many open files: those that wait go on when others end
+                continue
             with self._lock:
                 self._unproven[id(sock)] = sock
                 oldest = self._unproven.popitem(last=False)[1] if len(self._unproven) > _MOST_UNPROVEN else None
             if oldest is not None:
                 with suppress(OSError):
                     oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
-            threading.Thread(target=self._serve, args=(sock, address[0]), daemon=True, name="echelon-proof").start()
+            try:
+                threading.Thread(target=self._serve, args=(sock, address[0]), daemon=True, name="echelon-proof").start()
+            except RuntimeError:  # no more threads: as above
+                sock.close()
 
     def _is_shut(self) -> bool:
         try:
@@ -171,7 +178,7 @@ class Tunnel:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        self._thread.join()
+        self._thread.join(_ENDS_WITHIN_S)  # not every system wakes accept() for a close
         self._pump.close()
 
     def _accept(self) -> None:

@@ -32,12 +32,12 @@ def find_token() -> bytes | None:
     """
     text = environ.get(TOKEN_VARIABLE)
     if text is not None:
-        return _checked(text.encode(), f"env {TOKEN_VARIABLE}")
+        return _checked(text.strip().encode(), f"env {TOKEN_VARIABLE}")
     named = environ.get(TOKEN_FILE_VARIABLE)
     if named is not None:
         return _from_file(Path(named), f"env {TOKEN_FILE_VARIABLE}")
     own = default_token_file()
-    return _from_file(own, str(own)) if own.exists() else None
+    return _from_file(own, str(own)) if os.path.exists(own) else None
 
 
 def make_token_file(path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import secrets
 import socket
@@ -36,6 +37,7 @@ _CONF = MappingProxyType(
     {"join_timeout": 600.0, "last_call_timeout": 30.0, "keep_alive_interval": 2.0, "keep_alive_max_attempt": 5.0}
 )
 _OTHER_CONF = frozenset({"timeout", "read_timeout", "close_timeout", "heartbeat_timeout", "is_host", "store_type"})
+_MOST_S = 1e7
 _VARIABLE = re.compile(r"\$\w|\$\{|%\w+%")
 
 
@@ -64,7 +66,7 @@ class Machines:
     """An address."""
     port: int
     where: str
-    token: bytes
+    token: bytes = field(repr=False)
     listener: socket.socket | None
     """The others come to this launcher; None: it goes to another."""
     interface: str | None
@@ -128,7 +130,7 @@ def rdzv_conf(asked: Asked) -> dict[str, str]:
         found.setdefault("join_timeout", found["timeout"])
     for name in _CONF:
         try:
-            if name in found and float(found[name]) <= 0:
+            if name in found and not 0 < float(found[name]) < _MOST_S:
                 raise ValueError
         except ValueError:
             raise ConfigError(
@@ -171,6 +173,7 @@ def meet(resolved: Resolved[RunConfig], asked: Asked, *, num_processes: int, ste
     addresses = addresses_of(endpoint, where=where)
     local = [address for address in addresses if interface_of(address) is not None]
     address = local[0] if local else addresses[0]
+    _refuse_hidden_loopback(endpoint, address, where)
     is_host = _is_host(conf, machine_rank, is_local=bool(local) or asked.listen_on is not None)
     listener = _listen(asked, address, port, where, machine_rank, is_local=bool(local)) if is_host else None
     own = asked.local_addr or own_address_towards(address) or socket.gethostname()
@@ -203,6 +206,20 @@ def meet(resolved: Resolved[RunConfig], asked: Asked, *, num_processes: int, ste
         beat=timedelta(seconds=seconds["keep_alive_interval"]),
         lost_after=timedelta(seconds=seconds["keep_alive_interval"] * seconds["keep_alive_max_attempt"]),
     )
+
+
+def _refuse_hidden_loopback(endpoint: str, address: str, where: str) -> None:
+    """Debian gives a machine's own name a loopback address: nobody else would come there."""
+    try:
+        is_said = endpoint == "localhost" or is_loopback(endpoint)
+    except ValueError:
+        is_said = False  # a name
+    if is_loopback(address) and not is_said:
+        raise ConfigError(
+            f"{endpoint} is {address} here, a loopback address, at which no other machine comes in",
+            where=where,
+            do=f"give the address that the others reach; or correct the line of {endpoint} in /etc/hosts",
+        )
 
 
 def _machine_rank(resolved: Resolved[RunConfig], step: Step | None) -> int | None:
@@ -277,7 +294,7 @@ def _listen(
     try:
         return listen(target, port)
     except OSError as error:
-        if error.errno == 98 and machine_rank is None and asked.listen_on is None:
+        if error.errno == errno.EADDRINUSE and machine_rank is None and asked.listen_on is None:
             return None  # the second launcher on one machine
         raise LaunchError(
             f"cannot listen on {target}:{port}: {error.strerror}",

@@ -8,8 +8,10 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias, final
 
 from echelon.base.errors import LaunchError
@@ -19,7 +21,7 @@ from echelon.launch.network import is_loopback
 from echelon.launch.roster import NodeInfo
 from echelon.launch.wire import encode
 
-__all__ = ["Node", "Order", "RoundOfNode", "Served"]
+__all__ = ["Node", "Order", "RoundOfNode", "RunOver", "Served"]
 
 Then: TypeAlias = Literal["done", "restart", "stop", "preempted", "lost"]
 
@@ -27,6 +29,7 @@ _POLL_S = 0.02
 _TRY_EVERY_S = 0.5
 _TRY_S = 5.0
 _SAY_AFTER_S = 20.0
+_REFUSALS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +53,14 @@ class Order:
     then: Then
     code: int = 0
     """Of the launcher, when it ends."""
+
+
+class RunOver(BaseException):  # no failure: nobody on the way up may take it for one
+    """The run ended while this node waited for a round; ``order`` says how."""
+
+    def __init__(self, order: Order) -> None:
+        super().__init__(order)
+        self.order = order
 
 
 class Served(Protocol):
@@ -103,6 +114,7 @@ class Node:
         self._order: Order | None = None
         self._reported: tuple[int, Any] = (-1, None)
         self._number = -1
+        self._num_connections = 0
         self._lock = threading.Lock()
 
     def come_in(self) -> None:
@@ -111,16 +123,23 @@ class Node:
         Raises:
             Interrupted: a signal came.
             LaunchError: nobody answers, or this node may not take part.
+            RunOver: no round will follow.
         """
-        self._connect()
+        begun = time.monotonic()
+        self._connect(begun)
         while True:
             self._interrupts.check()
             try:
                 self._take(self._letters.get(timeout=_POLL_S))
                 return
             except queue.Empty:
-                if (order := self.order()) is not None and self._letters.empty():
-                    raise self._no_way(LaunchError(f"it does not answer ({order.then})"), 0.0) from None
+                order = self.order()
+                if order is None or not self._letters.empty():
+                    continue
+                if order.then != "lost":
+                    raise RunOver(order) from None
+                time.sleep(_TRY_EVERY_S)
+                self._connect(begun)  # it went between
 
     @staticmethod
     def _take(letter: RoundOfNode | LaunchError | None) -> RoundOfNode | None:
@@ -133,7 +152,8 @@ class Node:
 
         Raises:
             Interrupted: a signal came.
-            LaunchError: nobody answers, this node may not take part, or the run is over.
+            LaunchError: nobody answers, or this node may not take part.
+            RunOver: no round will follow.
         """
         with self._lock:
             # What ends the run may have come while this launcher imported torch: it is looked at below.
@@ -154,21 +174,17 @@ class Node:
                 if order is not None and order.then == "lost":
                     return self.next_round()  # it went while we waited
                 if order is not None:
-                    raise LaunchError(
-                        "the run has ended before this machine took part in it",
-                        where=f"{self._host}:{self._port} ({self._where})",
-                        do="see the messages of the launcher there",
-                    ) from None
+                    raise RunOver(order) from None
                 continue
             if found is not None:
                 self._number = found.number
                 return found
 
-    def _connect(self) -> None:
+    def _connect(self, begun: float) -> None:
         with self._lock:
             self._order = None
-        begun = time.monotonic()
         told_s = 0.0
+        num_refused = 0
         while True:
             self._interrupts.check()
             try:
@@ -176,18 +192,20 @@ class Node:
                 break
             except (OSError, ChannelError) as error:
                 waited_s = time.monotonic() - begun
-                if isinstance(error, Refused) or waited_s > self._join_timeout_s:
+                num_refused += isinstance(error, Refused)  # also what goes down just now closes connections
+                if num_refused >= _REFUSALS or waited_s > self._join_timeout_s:
                     raise self._no_way(error, waited_s) from error
                 if waited_s > told_s + _SAY_AFTER_S:
                     told_s = waited_s
                     print(f"echelon: {self._no_way(error, waited_s)}\n  it is tried on", file=sys.stderr, flush=True)
             time.sleep(_TRY_EVERY_S)
         sock.settimeout(START_S)
+        self._num_connections += 1
         peer = Peer(
             Channel(sock, key, is_server=False),
             on_told=self._on_told,
             on_asked=self._on_asked,
-            on_lost=self._on_lost,
+            on_lost=partial(self._on_lost, number=self._num_connections),
             beat_s=self._beat_s,
         )
         self._peer = peer
@@ -259,15 +277,16 @@ class Node:
         elif kind == "refused":
             self._letters.put(LaunchError(content["what"], where=content["where"], do=content["do"]))
         elif kind == "say":
-            print(f"echelon: {content['text']}", file=sys.stderr, flush=True)
+            _say(content["text"])
         elif kind == "keep":
             if self.served is not None:
-                self.served.keep(content["report"])
+                with suppress(OSError):  # a full disk: the report has been told
+                    self.served.keep(content["report"])
         elif kind == "end":
-            if content["text"]:
-                print(f"echelon: {content['text']}", file=sys.stderr, flush=True)
             with self._lock:
                 self._order = Order(then=content["then"], code=content["code"])
+            if content["text"]:
+                _say(content["text"])
 
     def _on_asked(self, kind: str, content: Mapping[str, Any]) -> Any:
         if kind == "clock":
@@ -277,13 +296,14 @@ class Node:
             raise LaunchError("no rank is running")
         return served.answer(kind, content)
 
-    def _on_lost(self, reason: str) -> None:
+    def _on_lost(self, reason: str, number: int) -> None:
         with self._lock:
-            if self._order is not None:
+            if self._order is not None or number != self._num_connections:
                 return
             self._order = Order(then="lost")
-        print(
-            f"echelon: lost contact with {self._host}:{self._port}: {reason}; the ranks here are stopped",
-            file=sys.stderr,
-            flush=True,
-        )
+        _say(f"lost contact with {self._host}:{self._port}: {reason}; the ranks here are stopped")
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # nobody reads it any more: the run goes on
+        print(f"echelon: {text}", file=sys.stderr, flush=True)

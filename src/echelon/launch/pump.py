@@ -45,14 +45,19 @@ class Pump:
     def join(self, one: socket.socket, other: socket.socket) -> None:
         """Carry what comes on either connection to the other, until one ends; both are closed then."""
         with self._lock:
-            self._new.append((one, other))
-        self._wake.send(b".")
+            if not self._is_closed:
+                self._new.append((one, other))
+                self._wake.send(b".")
+                return
+        for sock in (one, other):
+            sock.close()
 
     def close(self) -> None:
         """Close all connections, and end."""
-        self._is_closed = True
-        with suppress(OSError):
-            self._wake.send(b".")
+        with self._lock:
+            self._is_closed = True
+            with suppress(OSError):
+                self._wake.send(b".")
         self._thread.join()
 
     def _run(self) -> None:
@@ -79,8 +84,12 @@ class Pump:
             ends = _End(one), _End(other)
             for end, its_other in zip(ends, reversed(ends)):
                 end.other = its_other
-                end.sock.setblocking(False)
-                self._selector.register(end.sock, selectors.EVENT_READ, end)
+            try:
+                for end in ends:
+                    end.sock.setblocking(False)
+                    self._selector.register(end.sock, selectors.EVENT_READ, end)
+            except (OSError, ValueError):
+                self._drop(ends[0])  # closed by its other side's end meanwhile
 
     def _serve(self, end: _End, events: int) -> None:
         assert end.other is not None

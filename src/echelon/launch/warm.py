@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, final
@@ -44,6 +45,7 @@ class WarmStarter:
     def __init__(self) -> None:
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._lock = threading.Lock()
         self._is_ready = False
         self._is_over = False
         self._codes: dict[int, int | None] = {}
@@ -101,6 +103,10 @@ class WarmStarter:
 
     def receive(self) -> None:
         """Read what the server has said."""
+        with self._lock:  # a node of several machines answers for its ranks in other threads
+            self._receive()
+
+    def _receive(self) -> None:
         while self._control is not None and not self._is_over and select.select([self._control], [], [], 0)[0]:
             try:
                 data = self._control.recv(warm_server.MESSAGE_BYTES)
