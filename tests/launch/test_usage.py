@@ -58,7 +58,11 @@ CASES = {
         "give one of the two",
     ),
     "several machines": (["--nnodes=2", "ok.py"], "nothing says where they meet", "give --main_process_ip"),
-    "accelerate machines": (["--num_machines", "2", "ok.py"], "nothing says where they meet", "--rdzv_endpoint HOST:PORT"),
+    "accelerate machines": (
+        ["--num_machines", "2", "ok.py"],
+        "nothing says where they meet",
+        "--rdzv_endpoint HOST:PORT",
+    ),
     "second machine": (["--machine_rank=1", "ok.py"], "machine rank 1, and one machine", "give the number of machines"),
     "another host": (["--rdzv_endpoint=10.0.0.7:29400", "ok.py"], "10.0.0.7 is not this machine", "leave it out"),
     "rendezvous": (["--rdzv-backend=etcd", "ok.py"], "rendezvous backend 'etcd' is not supported", "leave it out"),
