@@ -145,6 +145,13 @@ def check_meeting(resolved: Resolved[RunConfig], asked: Asked, step: Step | None
     Raises:
         ConfigError: as ``meet``.
     """
+    backend = resolved.value.rdzv_backend
+    if backend not in (None, "c10d", "static"):
+        raise ConfigError(
+            f"machines do not meet by {backend!r}",
+            where=str(resolved.origins["rdzv_backend"]),
+            do="leave it out, or give c10d or static: the launchers meet at --rdzv_endpoint or --main_process_ip themselves",
+        )
     _endpoint(resolved, asked, step)
     rdzv_conf(asked)
     node_range(resolved, asked)
