@@ -19,6 +19,7 @@ _CONF = "--rdzv_conf=keep_alive_interval=0.5,keep_alive_max_attempt=5,last_call_
 
 def flags_of(folder: Path, host: Machine, nodes: str) -> list[str]:
     """The command line of a training in ``folder``, which is written there."""
+    (folder / "slow").touch()  # until ``enough``: a run must not have come to its last step when a machine comes
     (folder / "train.py").write_text(f"EXAMPLES = {str(_EXAMPLES)!r}\n{TRAIN}")
     endpoint = f"--rdzv_endpoint={host.address}:29500"
     return ["--cpu", "--nproc_per_node=1", f"--nnodes={nodes}", "--rdzv_backend=c10d", endpoint, _CONF, "train.py"]
@@ -84,7 +85,6 @@ def test_the_survivor_of_a_cut_goes_on_alone_and_nothing_is_left_on_the_other_si
 def test_a_machine_that_joins_late_is_taken_in_where_the_others_are(network: Network) -> None:
     a, b = network.add(), network.add()
     flags = flags_of(network.command.directory, a, "1:2")
-    (network.command.directory / "slow").touch()  # the first must not have come to its end when the second comes
     first = a.launch(*flags)
     step = wait_for_steps(network, network.command.directory, 1, first)
     second = b.launch(*flags)
