@@ -41,6 +41,7 @@ def wait_for_steps(
     return max(found)
 
 
+@pytest.mark.soak
 def test_a_cut_link_and_its_mending_change_nothing_but_the_ranks(network: Network) -> None:
     a, b = network.add(), network.add()
     flags = flags_of(network.command.directory, a, "1:2")
