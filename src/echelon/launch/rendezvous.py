@@ -60,7 +60,31 @@ class LoopbackStore:
             )
 
 
-class LoopbackRendezvous(RendezvousHandler):
+class _Rendezvous(RendezvousHandler):
+    """What is the same on one machine and on several."""
+
+    def __init__(self) -> None:
+        self._closed = False
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Ranks join the store as clients; without this rank 0 would listen itself, on every address."""
+        return True
+
+    def is_closed(self) -> bool:
+        """Tell whether ``set_closed`` was called."""
+        return self._closed
+
+    def set_closed(self) -> None:
+        """Note that no generation will follow."""
+        self._closed = True
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0: nobody joins a machine that is alone, and of several the conductor says when who has come is taken in."""
+        return 0
+
+
+class LoopbackRendezvous(_Rendezvous):
     """Torch's seam for "who takes part", for one machine: always this agent alone.
 
     A store that outlives a generation makes restarts fail: gloo finds the addresses of dead ranks in it. So each
@@ -72,16 +96,11 @@ class LoopbackRendezvous(RendezvousHandler):
         self._port = port
         self._generation = -1
         self._store: LoopbackStore | None = None
-        self._closed = False
+        super().__init__()
 
     def get_backend(self) -> str:
         """Return a name for torch's event log."""
         return "echelon-loopback"
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Ranks join the store as clients; without this rank 0 would listen itself, on every address."""
-        return True
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Open the store of the next generation."""
@@ -95,18 +114,6 @@ class LoopbackRendezvous(RendezvousHandler):
             RendezvousStoreInfo(LOOPBACK, self._store.port),
         )
 
-    def is_closed(self) -> bool:
-        """Tell whether ``set_closed`` was called."""
-        return self._closed
-
-    def set_closed(self) -> None:
-        """Note that no generation will follow."""
-        self._closed = True
-
-    def num_nodes_waiting(self) -> int:
-        """Return 0: no other machine can join."""
-        return 0
-
     def get_run_id(self) -> str:
         """Return the run's name."""
         return self._run_id
@@ -117,7 +124,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
 
-class NodeRendezvous(RendezvousHandler):
+class NodeRendezvous(_Rendezvous):
     """Torch's seam for "who takes part", for one of several machines: the conductor has decided.
 
     Args:
@@ -128,7 +135,7 @@ class NodeRendezvous(RendezvousHandler):
         self._node = node
         self._tunnel: Tunnel | None = None
         self._round: RoundOfNode | None = None
-        self._closed = False
+        super().__init__()
 
     @property
     def round(self) -> RoundOfNode:
@@ -139,11 +146,6 @@ class NodeRendezvous(RendezvousHandler):
     def get_backend(self) -> str:
         """Return a name for torch's event log."""
         return "echelon"
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Ranks join the store as clients."""
-        return True
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the next round, and open the way to its store."""
@@ -158,18 +160,6 @@ class NodeRendezvous(RendezvousHandler):
         return RendezvousInfo(
             HashStore(), found.group_rank, found.group_world_size, RendezvousStoreInfo(LOOPBACK, port)
         )
-
-    def is_closed(self) -> bool:
-        """Tell whether ``set_closed`` was called."""
-        return self._closed
-
-    def set_closed(self) -> None:
-        """Note that no generation will follow."""
-        self._closed = True
-
-    def num_nodes_waiting(self) -> int:
-        """Return 0: the conductor says when machines that have come are taken in."""
-        return 0
 
     def get_run_id(self) -> str:
         """Return the run's name."""
