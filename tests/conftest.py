@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -10,6 +11,10 @@ import pytest
 
 from tests import harness
 from tests.leaks import ENVIRON_OF_OTHERS, Snapshot, settled_leaks
+
+# A shell's background job (`make test &`) ignores SIGINT, and every program that a test starts and interrupts would, too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
