@@ -12,43 +12,31 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar, final
+from typing import Any, Literal, TypeAlias, final
 
 from echelon.base.errors import LaunchError
-from echelon.diagnose.goodput import RankTimes
-from echelon.diagnose.stall import Answer, RankView
 from echelon.launch.accounts import ALL_MACHINES_FILE, Accounts, Books, first_sign
 from echelon.launch.channel import START_S, Channel, Lost, Peer, clock_offset_ns
 from echelon.launch.failure import Cause, RankEnd, cause_of, exit_status, explain, first_failure
 from echelon.launch.hub import Hub
 from echelon.launch.ranks import settled
-from echelon.launch.roster import NodeInfo, Seat, name_of, places_of, refusal, seats, who_is_missing
+from echelon.launch.roster import NodeInfo, name_of, places_of, refusal, seats, who_is_missing
+from echelon.launch.round import ANSWER_S, AllRanks, Desk, Member, Round, Store, Then, ends_of, silent_members, times_of
 from echelon.launch.supervise import StallRules, Supervisor
-from echelon.launch.wire import decode, encode
+from echelon.launch.wire import decode
 from echelon.status.hold import EXIT_CODE, Coordinator, Outcome, State, state_of
 
-__all__ = ["Conductor", "Rules", "Store", "Then"]
-
-T = TypeVar("T")
-Then: TypeAlias = Literal["done", "restart", "stop", "preempted"]
+__all__ = ["Conductor", "Rules"]
 
 _TICK_S = 0.02
-_ANSWER_S = 5.0
 _MISSING_AFTER_S = 20.0
 _JOINERS_WAIT_S = 2.0
 """Machines that come while a round runs: so long it goes on, for others that come with them."""
 _GOODBYE_S = 5.0
 STALLED_CODE = 124
-
-
-class Store(Protocol):
-    """The store of a round, on this machine's loopback."""
-
-    port: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,47 +59,6 @@ class Rules:
     began_ns: int
 
 
-@dataclass(slots=True, eq=False)
-class _Member:
-    peer: Peer
-    address: str
-    info: NodeInfo | None = None
-    waits: bool = False
-    """For the next round."""
-    has_joined: bool = False
-    """It has waited once: it has imported torch, and is not silent because of that."""
-    offset_ns: int = 0
-    codes: dict[int, int | None] = field(default_factory=dict)
-    """Of its ranks in this round."""
-    asked: str = ""
-    """Who has asked it to save and end, in words."""
-
-    @property
-    def name(self) -> str:
-        return self.address if self.info is None else name_of(self.info)
-
-
-@dataclass(slots=True)
-class _Round:
-    number: int
-    seats: list[Seat]
-    members: list[_Member]
-    places: dict[int, str]
-    store: Store
-    supervisor: Supervisor | None = None
-    coordinator: Coordinator | None = None
-    held_for: str = ""
-    """Why the ranks are led to one step, in words."""
-    then: Then = "preempted"
-    """What follows when they have come there."""
-    lost_contact_since: float = 0.0
-    """When it was first seen that ranks have lost each other, on ``time.monotonic``; 0: they have not."""
-
-    @property
-    def world_size(self) -> int:
-        return sum(seat.num_processes for seat in self.seats)
-
-
 _Event: TypeAlias = tuple[Literal["told", "lost", "new", "close"], Any, str, Mapping[str, Any]]
 
 
@@ -132,8 +79,8 @@ class Conductor:
     ) -> None:
         self._own, self._rules, self._new_store = own, rules, new_store
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        self._members: list[_Member] = []
-        self._round: _Round | None = None
+        self._members: list[Member] = []
+        self._round: Round | None = None
         self._order: list[str] = []
         self._places: dict[int, str] = {}
         self._num_rounds = self._num_restarts = 0
@@ -163,7 +110,7 @@ class Conductor:
     # What comes from other threads.
 
     def _on_node(self, channel: Channel, address: str) -> None:
-        member: list[_Member] = []
+        member: list[Member] = []
         peer = Peer(
             channel,
             on_told=lambda kind, content: self._events.put(("told", member[0], kind, content)),
@@ -171,7 +118,7 @@ class Conductor:
             on_lost=lambda reason: self._events.put(("lost", member[0], reason, {})),
             beat_s=self._rules.beat.total_seconds(),
         )
-        member.append(_Member(peer, address))
+        member.append(Member(peer, address))
         self._events.put(("new", member[0], "", {}))
         peer.start()
 
@@ -226,15 +173,15 @@ class Conductor:
             self._drop(member)
         self._goodbye = time.monotonic() + _GOODBYE_S
 
-    def _is_own(self, member: _Member) -> bool:
+    def _is_own(self, member: Member) -> bool:
         return member.info is not None and member.info.uid == self._own.uid
 
-    def _drop(self, member: _Member) -> None:
+    def _drop(self, member: Member) -> None:
         member.peer.close()
         if member in self._members:
             self._members.remove(member)
 
-    def _hear(self, member: _Member, kind: str, content: Mapping[str, Any]) -> None:
+    def _hear(self, member: Member, kind: str, content: Mapping[str, Any]) -> None:
         if member not in self._members:
             return
         try:
@@ -249,7 +196,7 @@ class Conductor:
             return
         self._on_told(member, kind, read)
 
-    def _on_told(self, member: _Member, kind: str, content: Mapping[str, Any]) -> None:
+    def _on_told(self, member: Member, kind: str, content: Mapping[str, Any]) -> None:
         if kind == "hello":
             self._admit(member, content["info"])
         elif kind in ("leave", "bye") and member.info is None:
@@ -269,7 +216,7 @@ class Conductor:
         elif kind == "bye":
             self._drop(member)
 
-    def _admit(self, member: _Member, info: NodeInfo) -> None:
+    def _admit(self, member: Member, info: NodeInfo) -> None:
         here = [other for other in self._members if other.info is not None]
         for other in here:
             assert other.info is not None
@@ -284,7 +231,7 @@ class Conductor:
             return
         member.info = info
         try:
-            member.offset_ns = clock_offset_ns(member.peer, timeout_s=_ANSWER_S)
+            member.offset_ns = clock_offset_ns(member.peer, timeout_s=ANSWER_S)
         except (Lost, ValueError, TypeError):
             self._on_lost(member, "it does not answer")
             return
@@ -296,20 +243,20 @@ class Conductor:
             )
 
     @staticmethod
-    def _answers(member: _Member) -> bool:
+    def _answers(member: Member) -> bool:
         try:
             member.peer.ask("clock", timeout_s=2.0)
         except Lost:
             return False
         return True
 
-    def _on_leave(self, member: _Member, reason: str, code: int) -> None:
+    def _on_leave(self, member: Member, reason: str, code: int) -> None:
         """A launcher ends by itself: somebody has interrupted it, or it cannot go on."""
         self._drop(member)
         if self._round is not None and member in self._round.members:
             self._end_without(member, f"{member.name} has left the run: {reason}", code)
 
-    def _on_lost(self, member: _Member, reason: str) -> None:
+    def _on_lost(self, member: Member, reason: str) -> None:
         if member not in self._members:
             return  # it had said that it goes
         self._drop(member)
@@ -318,7 +265,7 @@ class Conductor:
         elif member.info is not None and not self._is_over:
             self._say(f"{member.name} has gone: {reason}")
 
-    def _end_without(self, member: _Member, what: str, code: int) -> None:
+    def _end_without(self, member: Member, what: str, code: int) -> None:
         now = self._round
         assert now is not None
         left = [other for other in now.members if other in self._members]
@@ -395,7 +342,7 @@ class Conductor:
             member.peer.tell("end", then="stop", code=1, text="" if self._is_own(member) else error.what)
         self._finish()
 
-    def _begin(self, ready: Sequence[_Member]) -> None:
+    def _begin(self, ready: Sequence[Member]) -> None:
         infos = {member.info.uid: member.info for member in ready if member.info is not None}
         placed = seats(list(infos.values()), before=self._order, first=self._own.uid)
         by_uid = {member.info.uid: member for member in ready if member.info is not None}
@@ -404,11 +351,11 @@ class Conductor:
         self._num_rounds += 1
         self._order = [seat.uid for seat in placed]
         places = self._places = places_of(infos, placed)
-        self._round = _Round(number, placed, members, places, self._new_store())
+        self._round = Round(number, placed, members, places, self._new_store())
         self._told_missing, self._enough_since, self._joined_since = 0, None, None
         # The folder is made by the node of this process when it starts its ranks.
         self._round.supervisor = Supervisor(
-            _AllRanks(self._round), directory=self._rules.directory, rules=self._rules.stall, places=places
+            AllRanks(self._round), directory=self._rules.directory, rules=self._rules.stall, places=places
         )
         self._accounts.open()
         world_size = self._round.world_size
@@ -431,7 +378,7 @@ class Conductor:
 
     # While a round runs.
 
-    def _watch(self, now: _Round) -> None:
+    def _watch(self, now: Round) -> None:
         codes = [code for member in now.members for code in member.codes.values()]
         if any(code not in (None, 0) and not (now.coordinator and code == EXIT_CODE) for code in codes):
             self._after_failure(now)
@@ -456,7 +403,7 @@ class Conductor:
                 return
         self._supervise(now)
 
-    def _supervise(self, now: _Round) -> None:
+    def _supervise(self, now: Round) -> None:
         assert now.supervisor is not None
         stall = now.supervisor.look()
         if stall is not None and stall.is_alarm and self._rules.stall.on_stall != "report":
@@ -467,25 +414,25 @@ class Conductor:
             else:
                 self._end("stop", code=STALLED_CODE, failed_ns=failed_ns)
 
-    def _take_joiners(self, now: _Round) -> None:
+    def _take_joiners(self, now: Round) -> None:
         names = " and ".join(member.name for member in self._members if member.waits)
-        desk = _Desk(now)
+        desk = Desk(now)
         if self._rules.preemption_grace and all(desk.read_stands()):
             self._hold(now, f"{names} joins", "restart")
             return
         self._say(f"{names} joins: all ranks start again, from the last checkpoint")
         self._end("restart", failed_ns=time.monotonic_ns())
 
-    def _hold(self, now: _Round, why: str, then: Then) -> None:
+    def _hold(self, now: Round, why: str, then: Then) -> None:
         grace_s = self._rules.preemption_grace.total_seconds()
         self._say(f"{why}: all ranks save at one step and end (within {grace_s:g} s)")
         now.held_for, now.then = why, then
-        now.coordinator = Coordinator(_Desk(now), grace_s)
+        now.coordinator = Coordinator(Desk(now), grace_s)
 
-    def _after_late(self, now: _Round) -> None:
+    def _after_late(self, now: Round) -> None:
         where: dict[str, list[int]] = {}
-        notes = {view.rank: view.note for view in _AllRanks(now).views()}
-        for rank, stand in _Desk(now).stands().items():
+        notes = {view.rank: view.note for view in AllRanks(now).views()}
+        for rank, stand in Desk(now).stands().items():
             note = notes.get(rank)
             step = "no step yet" if note is None else f"step {note.step}, {note.phase or 'elsewhere'}"
             where.setdefault(step + (" (has come)" if state_of(stand) is State.STOPPED else ""), []).append(rank)
@@ -499,7 +446,7 @@ class Conductor:
         print(f"echelon: {error}", file=sys.stderr, flush=True)
         self._part(now)
 
-    def _after_all(self, now: _Round, codes: Sequence[int | None]) -> None:
+    def _after_all(self, now: Round, codes: Sequence[int | None]) -> None:
         """Every rank has ended well, or as it was asked to."""
         is_held = now.coordinator is not None
         if is_held and (EXIT_CODE in codes or (now.coordinator and now.coordinator.look() is Outcome.MET)):
@@ -507,7 +454,7 @@ class Conductor:
         else:
             self._end("done")
 
-    def _part(self, now: _Round) -> None:
+    def _part(self, now: Round) -> None:
         """After a hold: who was asked to end ends, and when enough remain, they go on."""
         leaving = [member for member in now.members if member.asked]
         staying = [member for member in now.members if not member.asked]
@@ -518,8 +465,8 @@ class Conductor:
         else:
             self._end("preempted", code=EXIT_CODE)
 
-    def _after_failure(self, now: _Round) -> None:
-        ends = settled(lambda: self._ends(now), _AllRanks(now))
+    def _after_failure(self, now: Round) -> None:
+        ends = settled(lambda: ends_of(now), AllRanks(now))
         if first_failure(ends) is None:
             return  # it had finished when its interpreter's end failed
         if self._waits_for_a_silent_one(now, ends):
@@ -542,7 +489,7 @@ class Conductor:
         else:
             self._end("stop", code=exit_status(ends), failed_ns=first_sign(ends))
 
-    def _waits_for_a_silent_one(self, now: _Round, ends: Sequence[RankEnd]) -> bool:
+    def _waits_for_a_silent_one(self, now: Round, ends: Sequence[RankEnd]) -> bool:
         """Tell whether a machine may have gone: ranks that lost contact show that before its silence does."""
         if any(member.peer.is_lost for member in now.members):
             return True  # that is in the queue, and says what has happened
@@ -552,30 +499,16 @@ class Conductor:
             return False
         now.lost_contact_since = now.lost_contact_since or time.monotonic()
         waited_s = time.monotonic() - now.lost_contact_since
-        answering = {member for member, _ in _ask_all(now, "views", bool, timeout_s=self._rules.beat.total_seconds())}
-        is_silent = any(member not in answering for member in now.members)
-        return is_silent and waited_s < self._rules.lost_after.total_seconds() + _ANSWER_S
+        is_silent = bool(silent_members(now, self._rules.beat.total_seconds()))
+        return is_silent and waited_s < self._rules.lost_after.total_seconds() + ANSWER_S
 
-    def _ends(self, now: _Round) -> list[RankEnd]:
-        found: dict[int, RankEnd] = {}
-        for member, ends in _ask_all(now, "ends", partial(decode, list[RankEnd]), timeout_s=_ANSWER_S):
-            for end in ends:
-                record = end.record and replace(end.record, time_ns=end.record.time_ns + member.offset_ns)
-                ended_ns = None if end.ended_ns is None else end.ended_ns + member.offset_ns
-                found[end.rank] = replace(end, record=record, ended_ns=ended_ns)
-        return [found.get(rank, RankEnd(rank=rank, exit_code=None)) for rank in range(now.world_size)]
-
-    def _end(self, then: Then, *, code: int = 0, failed_ns: int | None = None, leaving: Sequence[_Member] = ()) -> None:
+    def _end(self, then: Then, *, code: int = 0, failed_ns: int | None = None, leaving: Sequence[Member] = ()) -> None:
         now = self._round
         assert now is not None
         noticed_ns = time.monotonic_ns()
         here = [member for member in now.members if member in self._members]
-        times: list[RankTimes] = []
-        here_now = replace(now, members=here)
-        for member, found in _ask_all(here_now, "times", partial(decode, list[RankTimes]), timeout_s=_ANSWER_S):
-            times += [_moved(one, member.offset_ns) for one in found]
+        times = times_of(replace(now, members=here))
         if times:
-            times.sort(key=lambda one: one.rank)
             self._accounts.close(times, failed_ns=failed_ns, noticed_ns=noticed_ns)
         now.supervisor = now.coordinator = (
             None  # they know the round: so its store closes here, and not some time later
@@ -618,93 +551,3 @@ def _read(kind: str, content: Mapping[str, Any]) -> dict[str, Any]:
 
 def _range(rules: Rules) -> str:
     return f"{rules.min_nodes}" if rules.min_nodes == rules.max_nodes else f"{rules.min_nodes} to {rules.max_nodes}"
-
-
-def _ask_all(
-    now: _Round, kind: str, read: Callable[[Any], T], *, timeout_s: float, **content: Any
-) -> list[tuple[_Member, T]]:
-    """Ask every node at once; return the answers of those that gave one that can be read."""
-    waits = [(member, member.peer.ask_later(kind, **content)) for member in now.members]
-    deadline = time.monotonic() + timeout_s
-    answers = []
-    for member, wait in waits:
-        try:
-            answers.append((member, read(wait(max(0.0, deadline - time.monotonic())))))
-        except (Lost, ValueError, TypeError):
-            continue  # that it is gone is an event of its own
-    return answers
-
-
-def _moved(one: RankTimes, offset_ns: int) -> RankTimes:
-    """Return what a node said on this machine's clock."""
-    times = one.times
-    if times is not None and times.begun_ns:
-        times = times._replace(begun_ns=times.begun_ns + offset_ns, since_ns=times.since_ns + offset_ns)
-    ended_ns = None if one.ended_ns is None else one.ended_ns + offset_ns
-    return replace(one, times=times, ended_ns=ended_ns)
-
-
-@final
-class _AllRanks:
-    """Those of a round, as a supervisor sees them."""
-
-    def __init__(self, now: _Round) -> None:
-        self._now = now
-
-    def views(self) -> list[RankView]:
-        """Return how each rank is now."""
-        found: dict[int, RankView] = {}
-        for member, views in _ask_all(self._now, "views", partial(decode, list[RankView]), timeout_s=_ANSWER_S):
-            for view in views:
-                watch, note = view.watch, view.note
-                if watch is not None:
-                    watch = watch._replace(time_ns=watch.time_ns + member.offset_ns)
-                if note is not None:
-                    note = note._replace(time_ns=note.time_ns + member.offset_ns)
-                found[view.rank] = replace(view, watch=watch, note=note)
-        return [found[rank] for rank in sorted(found)]
-
-    def ask(self) -> dict[int, Answer]:
-        """Return what the running ranks say of where they are."""
-        found: dict[int, Answer] = {}
-        for _, answers in _ask_all(self._now, "ask", partial(decode, dict[int, Answer]), timeout_s=2 * _ANSWER_S):
-            found.update(answers)
-        return found
-
-    def stack_of(self, view: RankView) -> Answer:
-        """Return where a rank is that runs and does not answer."""
-        seat = next(
-            i for i, seat in enumerate(self._now.seats) if 0 <= view.rank - seat.first_rank < seat.num_processes
-        )
-        try:
-            return decode(Answer, self._now.members[seat].peer.ask("stack", timeout_s=_ANSWER_S, view=encode(view)))
-        except (Lost, ValueError):
-            return Answer()
-
-    def keep(self, report: str) -> None:
-        """Put ``report`` beside the stacks, on every machine."""
-        for member in self._now.members:
-            member.peer.tell("keep", report=report)
-
-
-@final
-class _Desk:
-    """The words of all ranks (``hold.py``), on the boards of all nodes."""
-
-    def __init__(self, now: _Round) -> None:
-        self._now = now
-
-    def write_command(self, command: int) -> None:
-        """Give ``command`` to every rank; return when all boards have it."""
-        _ask_all(self._now, "command", bool, timeout_s=_ANSWER_S, word=command)
-
-    def read_stands(self) -> list[int]:
-        """Return every rank's stand as it is after the last command."""
-        return list(self.stands().values())
-
-    def stands(self) -> dict[int, int]:
-        """Return the stand of each rank; of one whose node does not answer, 0: it has not come."""
-        found = dict.fromkeys(range(self._now.world_size), 0)
-        for _, stands in _ask_all(self._now, "stands", partial(decode, list[tuple[int, int]]), timeout_s=_ANSWER_S):
-            found.update(stands)
-        return found

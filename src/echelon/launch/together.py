@@ -10,10 +10,11 @@ from datetime import timedelta
 from pathlib import Path
 
 from echelon.launch.accounts import Books
-from echelon.launch.conductor import Conductor, Rules, Store
+from echelon.launch.conductor import Conductor, Rules
 from echelon.launch.interrupts import Interrupted, Interrupts
 from echelon.launch.machines import Machines
 from echelon.launch.node import Node
+from echelon.launch.round import Store
 from echelon.launch.supervise import StallRules
 
 __all__ = ["Part", "rules_of", "together"]
