@@ -254,6 +254,32 @@ def test_a_peer_is_told_is_asked_and_says_what_it_could_not_answer() -> None:
     other.close()
 
 
+def test_a_flood_of_questions_gets_no_thread_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_answer = threading.Event()
+    num_begun = 0
+
+    def answer(kind: str, content: Mapping[str, Any]) -> bool:
+        nonlocal num_begun
+        num_begun += 1
+        assert may_answer.wait(_LIMIT_S)
+        return True
+
+    one, other, _ = peers(lambda kind, content: None, 0.05, _LIMIT_S)
+    monkeypatch.setattr(other, "_on_asked", answer)
+    one.start()
+    other.start()
+    waits = [one.ask_later("slow") for _ in range(channel._MOST_ANSWERING + 100)]
+    for wait in waits[channel._MOST_ANSWERING :]:
+        with pytest.raises(Lost, match="earlier questions are being answered"):
+            wait(_LIMIT_S)
+    assert num_begun == channel._MOST_ANSWERING
+    may_answer.set()
+    assert all(wait(_LIMIT_S) for wait in waits[: channel._MOST_ANSWERING])
+    assert one.ask("slow", timeout_s=_LIMIT_S)  # and there is room again
+    one.close()
+    other.close()
+
+
 def test_a_silent_peer_is_lost_and_says_why() -> None:
     one, other, lost = peers(lambda kind, content: None, 0.05, 0.3)
     one.start()  # the other never beats

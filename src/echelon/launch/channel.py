@@ -43,6 +43,8 @@ _HELLO_BYTES = len(_MAGIC) + _NONCE_BYTES
 _CLAIM_BYTES = len(_MAGIC) + _NONCE_BYTES + _WANT.size + _CODE_BYTES
 _HEAD = struct.Struct(f">I{_CODE_BYTES}s")
 _MOST_BYTES = 64 << 20
+_MOST_ANSWERING = 32
+"""Questions at a time: a conductor has a handful open, and a peer that floods us shall not have a thread for each."""
 
 START_S = 180.0
 """A side that imports torch from a slow disk may be silent for so long: Python's lock is held while a library is loaded."""
@@ -221,6 +223,7 @@ class Peer:
         self._changed = threading.Condition()
         self._number = 0
         self._is_closed = threading.Event()
+        self._answering = threading.Semaphore(_MOST_ANSWERING)
 
     def start(self) -> None:
         """Begin to receive, and to beat."""
@@ -295,12 +298,7 @@ class Peer:
                             self._answers[message["question"]] = message
                             self._changed.notify_all()
                 elif "question" in message:
-                    threading.Thread(
-                        target=self._answer,
-                        args=(message["question"], kind, content),
-                        daemon=True,
-                        name=f"echelon-{kind}",
-                    ).start()
+                    self._begin_to_answer(message["question"], kind, content)
                 elif kind != "beat":
                     self._on_told(kind, content)
         except Exception as error:  # noqa: BLE001 - whatever it is, nobody receives any more: it must not pass in silence
@@ -309,12 +307,23 @@ class Peer:
             if not was_closed:
                 self._on_lost(str(error))
 
+    def _begin_to_answer(self, question: int, kind: str, content: Mapping[str, Any]) -> None:
+        if not self._answering.acquire(blocking=False):
+            failed = f"{_MOST_ANSWERING} earlier questions are being answered"
+            self._channel_send({"kind": "answer", "question": question, "failed": failed})
+            return
+        threading.Thread(
+            target=self._answer, args=(question, kind, content), daemon=True, name=f"echelon-{kind}"
+        ).start()
+
     def _answer(self, question: int, kind: str, content: Mapping[str, Any]) -> None:
         message: dict[str, Any] = {"kind": "answer", "question": question}
         try:
             message["answer"] = self._on_asked(kind, content)
         except Exception as error:  # noqa: BLE001 - the asking side says what to make of it
             message["failed"] = f"{type(error).__name__}: {error}"
+        finally:
+            self._answering.release()
         self._channel_send(message)
 
 
