@@ -44,8 +44,10 @@ from echelon.status.notes import BOARD_VARIABLE
 
 __all__ = ["Job", "Outcome", "run_job"]
 
-# What scripts that note something on the board have imported.
-_OF_ECHELON = ("echelon.accelerator", "echelon.accelerator.accelerator")
+# What a spare imports. torch._dynamo: the first optimizer imports it, which takes as long as torch itself.
+_OF_TORCH = ("torch", "torch.distributed", "torch._dynamo")
+# For programs that use echelon: only its loops write notes on the board.
+_OF_ECHELON = ("echelon.accelerator.accelerator", "echelon.trainer", "echelon.checkpoint.save", "safetensors.torch")
 # Not SIGTERM, which means preemption: victims of another rank's failure have nothing to save, and must not begin to. The
 # short grace lets those clean up (temporary files) that handle it.
 _STOP_SIGNAL = signal.SIGHUP if hasattr(signal, "SIGHUP") else signal.SIGTERM
@@ -315,7 +317,7 @@ class _Agent(SimpleElasticAgent):
         may_restart = self._node is not None or self._remaining_restarts > 0
         if may_restart and self._job.is_warm and self._talks():
             # Not before: until then the ranks themselves import, and need the processors.
-            modules = _OF_ECHELON if self._board.note(0) is not None else ()
+            modules = _OF_TORCH if self._board.note(0) is None else (*_OF_TORCH, *_OF_ECHELON)
             self._warm.prepare(next(iter(self._environment_of_ranks.values())), modules)
 
     def _succeeded(self) -> RunResult:

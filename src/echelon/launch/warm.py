@@ -11,13 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol, final
 
 from echelon.launch import warm_server
 
 __all__ = ["Process", "WarmStarter"]
 
-_STARTS_WITHIN_S = 5.0
+_STARTS_WITHIN_S = 30.0
 _POLL_S = 0.01
 
 
@@ -46,25 +47,40 @@ class WarmStarter:
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._lock = threading.Lock()
-        self._is_ready = False
+        self._imported: list[str] = []
+        """Or asked to be."""
+        self._num_importing = 0
+        """Requests whose answer has not come."""
+        self._is_able = False
         self._is_over = False
         self._codes: dict[int, int | None] = {}
         """Of the ranks forked so far."""
         self._born: list[int] = []
 
     def prepare(self, environment: Mapping[str, str], modules: Sequence[str]) -> None:
-        """Begin to import, in the background; at the second call nothing happens.
+        """Begin to import what is not imported yet, in the background; no rank is started from it before that is done.
 
         Args:
-            environment: of the ranks: some variables count when torch is imported (OMP_NUM_THREADS).
-            modules: what it imports after torch.
+            environment: of the ranks: some variables count when torch is imported (OMP_NUM_THREADS). The first call's is taken.
+            modules: in their order.
         """
+        self._open(environment)
+        new = [name for name in modules if name not in self._imported]
+        if not new or self._control is None or self._is_over:
+            return
+        self._imported += new
+        with self._lock:
+            self._num_importing += 1
+        with suppress(OSError):  # it was killed: the next look sees that
+            self._control.send(json.dumps({"import": new}).encode())
+
+    def _open(self, environment: Mapping[str, str]) -> None:
         if self._server is not None or not hasattr(socket, "SOCK_SEQPACKET") or sys.platform != "linux":
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._server = subprocess.Popen(
-                [sys.executable, warm_server.__file__, str(theirs.fileno()), *modules],
+                [sys.executable, warm_server.__file__, str(theirs.fileno())],
                 # numpy begins its library's threads when it is imported, and no fork takes them along.
                 env={**environment, "OPENBLAS_NUM_THREADS": "1"},
                 pass_fds=[theirs.fileno()],
@@ -78,7 +94,7 @@ class WarmStarter:
     def is_ready(self) -> bool:
         """Whether ranks can be started now: it has imported, and has one thread."""
         self.receive()
-        return self._is_ready and not self._is_over
+        return self._is_able and not self._num_importing and not self._is_over
 
     def start(self, argv: Sequence[str], environment: Mapping[str, str], *, stdout: int, stderr: int) -> Process | None:
         """Start a rank; None: it did not work, start it another way.
@@ -99,7 +115,14 @@ class WarmStarter:
         while not self._born and not self._is_over and time.monotonic() < deadline:
             select.select([self._control], [], [], _POLL_S)
             self.receive()
-        return _Forked(self._born.pop(0), self) if self._born else None
+        if self._born:
+            return _Forked(self._born.pop(0), self)
+        if self._server is not None and not self._is_over:
+            # It stands still. A rank that it begins later would be one too many.
+            self._server.kill()
+            self._is_over = True
+            self._end_all()
+        return None
 
     def receive(self) -> None:
         """Read what the server has said."""
@@ -113,14 +136,19 @@ class WarmStarter:
             except ConnectionError:
                 data = b""
             if not data:
-                self._is_over = True  # its ranks have died with it
-                self._codes.update({pid: -signal.SIGKILL for pid, code in self._codes.items() if code is None})
+                self._is_over = True
+                self._end_all()
                 return
             self._note(json.loads(data))
 
+    def _end_all(self) -> None:
+        """Its ranks have died with it."""
+        self._codes.update({pid: -signal.SIGKILL for pid, code in self._codes.items() if code is None})
+
     def _note(self, message: dict[str, Any]) -> None:
         if "ready" in message:
-            self._is_ready = bool(message["ready"])
+            self._is_able = bool(message["ready"])
+            self._num_importing -= 1
         elif "status" in message:
             self._codes[int(message["pid"])] = int(message["status"])
         else:

@@ -1,8 +1,11 @@
 """A process that has imported torch, and forks ranks from itself: they start in a tenth of a second instead of in seconds.
 
 It does nothing but import: one thread (a fork takes no other with it), no work of torch's, no device. Like the worker it is
-run by its path: ``python warm_server.py SOCKET MODULES...``. On the socket it says ``{"ready": ...}``, takes one request for each rank
-with the two files of its output, answers ``{"pid": ...}``, and says ``{"pid": ..., "status": ...}`` when a rank has ended.
+run by its path: ``python warm_server.py SOCKET``. What it is asked on the socket, in turn:
+
+- ``{"import": [...]}``: it imports them and says ``{"ready": ...}``, whether ranks can be forked now;
+- ``{"argv": ..., "environment": ...}`` with the two files of a rank's output: it forks the rank and says ``{"pid": ...}``, and when that
+  rank has ended ``{"pid": ..., "status": ...}``.
 """
 
 from __future__ import annotations
@@ -22,8 +25,6 @@ from typing import Any, NoReturn
 __all__ = ["MESSAGE_BYTES", "main"]
 
 MESSAGE_BYTES = 1 << 20
-# torch._dynamo: the first optimizer imports it, which takes as long as torch itself.
-_IMPORTS = ("torch", "torch.distributed", "torch._dynamo")
 
 
 def main(argv: list[str]) -> None:
@@ -31,11 +32,9 @@ def main(argv: list[str]) -> None:
     control = socket.socket(fileno=int(argv[0]))
     worker, environ = _load("launch", "worker"), _load("base", "environ")
     worker.die_with_parent()
-    for name in (*_IMPORTS, *argv[1:]):
-        importlib.import_module(name)
-    tasks = Path("/proc/self/task")
-    num_threads = len(list(tasks.iterdir())) if tasks.exists() else 1
-    _send(control, {"ready": num_threads == 1, "threads": num_threads})
+    if not getattr(sys.flags, "safe_path", False):
+        # Our own folder: an import of "ray" must not find what is called so here. Each rank puts its script's folder there.
+        sys.path[0] = sys.path[1]
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -53,6 +52,10 @@ def main(argv: list[str]) -> None:
                 return
             if not data:
                 return  # the ranks that still run die with this process
+            request = json.loads(data)
+            if "import" in request:
+                _send(control, _import(request["import"]))
+                continue
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
@@ -60,10 +63,21 @@ def main(argv: list[str]) -> None:
                 for file in (wake, woken):
                     os.close(file)
                 control.close()
-                _run_rank(json.loads(data), files, worker, environ)
+                _run_rank(request, files, worker, environ)
             for file in files:
                 os.close(file)
             _send(control, {"pid": pid})
+
+
+def _import(names: list[str]) -> dict[str, Any]:
+    try:
+        for name in names:
+            importlib.import_module(name)
+    except Exception as error:  # noqa: BLE001 - ranks forked earlier live on this process; the next ones start cold, and say it themselves
+        return {"ready": False, "why": f"{type(error).__name__}: {error}"}
+    tasks = Path("/proc/self/task")
+    num_threads = len(list(tasks.iterdir())) if tasks.exists() else 1
+    return {"ready": num_threads == 1, "why": f"{num_threads} threads"}
 
 
 def _run_rank(request: dict[str, Any], files: list[int], worker: ModuleType, environ: ModuleType) -> NoReturn:

@@ -1,0 +1,114 @@
+"""The process that ranks are forked from: what it has imported, what it tells, and that it leaves no rank nobody knows of."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from echelon.launch import warm
+from echelon.launch.warm import Process, WarmStarter
+
+_LIMIT_S = 60.0
+PROGRAM = """
+import json, os, sys
+found = [name for name in ("json.tool", "timeit", "ray") if name in sys.modules]
+json.dump([found, os.environ.get("RANK"), sys.path[0]], open(sys.argv[1] + ".new", "w"))
+os.rename(sys.argv[1] + ".new", sys.argv[1])
+sys.exit(int(sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def starter() -> Iterator[WarmStarter]:
+    made = WarmStarter()
+    yield made
+    made.close()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def start(starter: WarmStarter, folder: Path, name: str, code: int) -> Process | None:
+    (folder / "program.py").write_text(PROGRAM)
+    (folder / f"of_{name}").mkdir()
+    argv = [
+        str(folder / f"of_{name}"),
+        "-",
+        "default",
+        "script",
+        str(folder / "program.py"),
+        str(folder / name),
+        str(code),
+    ]
+    return starter.start(argv, {**os.environ, "RANK": name}, stdout=1, stderr=2)
+
+
+def test_ranks_have_what_it_has_imported_and_later_ones_what_it_was_asked_for_later(
+    starter: WarmStarter, tmp_path: Path
+) -> None:
+    assert not starter.is_ready
+    starter.prepare(os.environ, ["json.tool"])
+    wait_for(lambda: starter.is_ready)
+    first = start(starter, tmp_path, "a", 3)
+    assert first is not None
+    assert first.wait(_LIMIT_S) == 3
+    starter.prepare(os.environ, ["json.tool", "timeit"])
+    assert not starter.is_ready  # until it has
+    wait_for(lambda: starter.is_ready)
+    starter.prepare(os.environ, ["json.tool", "timeit"])
+    assert starter.is_ready  # nothing is new
+    second = start(starter, tmp_path, "b", 0)
+    assert second is not None
+    assert second.wait(_LIMIT_S) == 0
+    assert json.loads((tmp_path / "a").read_text()) == [["json.tool"], "a", str(tmp_path)]
+    assert json.loads((tmp_path / "b").read_text()) == [["json.tool", "timeit"], "b", str(tmp_path)]
+
+
+def test_what_cannot_be_imported_leaves_the_next_ranks_cold_and_the_running_ones_alone(
+    starter: WarmStarter, tmp_path: Path
+) -> None:
+    starter.prepare(os.environ, ["json.tool"])
+    wait_for(lambda: starter.is_ready)
+    (tmp_path / "program.py").write_text("import signal\nsignal.pause()\n")
+    argv = [str(tmp_path), "-", "default", "script", str(tmp_path / "program.py")]
+    running = starter.start(argv, os.environ, stdout=1, stderr=2)
+    assert running is not None
+    # A file of echelon.launch has this name: what lies beside the server's file is not what it imports.
+    starter.prepare(os.environ, ["warm_server"])
+    wait_for(lambda: running.poll() is None and not starter._num_importing)
+    assert not starter.is_ready
+    assert running.poll() is None
+    os.kill(running.pid, signal.SIGKILL)
+    assert running.wait(_LIMIT_S) == -signal.SIGKILL
+
+
+def test_one_that_stands_still_begins_no_rank_later(
+    starter: WarmStarter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starter.prepare(os.environ, ["json.tool"])
+    wait_for(lambda: starter.is_ready)
+    (tmp_path / "program.py").write_text("import signal\nsignal.pause()\n")
+    argv = [str(tmp_path), "-", "default", "script", str(tmp_path / "program.py")]
+    running = starter.start(argv, os.environ, stdout=1, stderr=2)
+    assert running is not None
+    assert starter._server is not None
+    server = psutil.Process(starter._server.pid)
+    server.suspend()
+    monkeypatch.setattr(warm, "_STARTS_WITHIN_S", 0.2)
+    assert start(starter, tmp_path, "late", 0) is None
+    assert not starter.is_ready
+    assert running.poll() == -signal.SIGKILL
+    starter._server.wait(_LIMIT_S)
+    wait_for(lambda: not psutil.pid_exists(running.pid))
+    assert not (tmp_path / "late").exists()
