@@ -225,22 +225,14 @@ def rendezvous(init_group: bool) -> Iterator[dict[str, str]]:
     if init_group:
         yield {}
         return
-    from torch.distributed import TCPStore
+    from echelon.world.listening import store_on
 
     _open_store_pipe()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(64)
         port = listener.getsockname()[1]
-        store = TCPStore(
-            "127.0.0.1",
-            port,
-            None,
-            True,
-            timedelta(seconds=60),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        store = store_on(listener, timeout=timedelta(seconds=60))
     try:
         yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     finally:

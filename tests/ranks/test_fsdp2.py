@@ -20,7 +20,7 @@ from echelon.base.warnings import EchelonWarning
 from echelon.engines.fsdp2 import FSDP2Engine
 from echelon.engines.sharding import ShardingOptions
 from echelon.world.world import World
-from tests.harness import run_on_ranks
+from tests.harness import RanksFailed, run_on_ranks
 
 
 class _Block(nn.Module):
@@ -335,3 +335,40 @@ def test_uneven_ends_name_the_rank_that_ended_first() -> None:
     first, second = run_on_ranks(_runs_out, 1, world_size=2)  # 3 batches and 2
     assert second == "ended"
     assert "the forward pass in step 3 of this pass, and rank 1 ended after at most 2 batches" in first
+
+
+def _on_a_backend_that_adds_for_mean(can_sum: bool) -> float:
+    """Return how far the gradients are from those of one process, in float32: float64 is never asked for as a mean."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("reduce_scatter_tensor", "reduce_scatter_single"):
+            if (scatter := getattr(dist, name, None)) is not None:
+
+                def add(*args: Any, op: Any = dist.ReduceOp.SUM, scatter: Any = scatter, **kwargs: Any) -> Any:
+                    return scatter(*args, op=dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op, **kwargs)
+
+                patch.setattr(dist, name, add)
+        if not can_sum:
+            patch.delattr("torch.distributed.fsdp.FSDPModule.set_force_sum_reduction_for_comms")
+        torch.manual_seed(0)
+        plain = nn.Linear(3, 3)
+        model = copy.deepcopy(plain)
+        accelerator = Accelerator(cpu=True, engine="fsdp2")
+        model = accelerator.prepare(model)
+        x = torch.arange(12.0).view(4, 3)
+        accelerator.backward(model(x[accelerator.process_index :: 2]).square().mean())
+        plain(x).square().mean().backward()
+        assert plain.weight.grad is not None
+        found: Any = model.weight.grad
+        return float((found.full_tensor() - plain.weight.grad).norm() / plain.weight.grad.norm())
+
+
+def test_gradients_are_means_where_the_backend_adds_without_a_word() -> None:
+    # As gloo of torch 2.7 and 2.8 does. 1e-6: float32, two terms in another order.
+    assert max(run_on_ranks(_on_a_backend_that_adds_for_mean, True, world_size=2)) < 1e-6
+
+
+def test_a_torch_that_cannot_average_gradients_is_refused() -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_on_ranks(_on_a_backend_that_adds_for_mean, False, world_size=2)
+    assert all(isinstance(error, UsageError) for error in failed.value.errors.values())
+    assert "takes the sum of the ranks' gradients on CPUs for their mean" in str(failed.value.errors[0])

@@ -187,7 +187,10 @@ def _attacks(folder: Path) -> Iterator[tuple[str, Attack]]:
         yield f"file {name!r}", lambda f, n=name: _write_manifest(f, _rename_key(_manifest(f), "files", n))
     yield "two keys", lambda f: _write_manifest(f, b'{"format":1,"format":2}')
     yield "deep manifest", lambda f: _write_manifest(f, b"[" * 10**6)
-    yield "deep config", lambda f: _write_manifest(f, _manifest(f) | {"config": json.loads("[" * 900 + "]" * 900)})
+    yield (
+        "manifest: deep config",
+        lambda f: _write_manifest(f, _manifest(f) | {"config": json.loads("[" * 900 + "]" * 900)}),
+    )
     yield "alias of itself", lambda f: _write_manifest(f, _manifest(f) | {"aliases": {"x": "x"}})
     yield "alias of nothing", lambda f: _write_manifest(f, _manifest(f) | {"aliases": {"x": "nothing"}})
     huge = {"dtype": "float64", "shape": [2**61, 8], "chunks": [[0, [0, 0], [2**61, 8]]]}

@@ -19,6 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from echelon.accelerator.gradient_state import GradientState
+from echelon.accelerator.scheduler import AcceleratedScheduler
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint.typed_json import decode, encode, from_bytes, to_bytes
 
@@ -264,5 +266,6 @@ def test_the_state_of_every_scheduler_comes_back() -> None:
         for scheduler in _schedulers(optimizer):
             optimizer.step()
             scheduler.step(*([0.5] if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) else []))
-            state = copy.copy(scheduler.state_dict())
+            prepared = AcceleratedScheduler(scheduler, [], gradient_state=GradientState(), num_processes=1)
+            state = copy.copy(prepared.state_dict())
             assert _same(_round_trip(state), state), type(scheduler)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from echelon.base.errors import DesyncError, UsageError
 from echelon.base.warnings import warn
+from echelon.distributed.stores import store_of
 
 __all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory", "should_reduce_batch_size"]
 
@@ -178,7 +179,7 @@ def _vote(outcome: _Outcome, *, wait: bool = False) -> list[str]:
         return [outcome]
     group = dist.group.WORLD
     assert group is not None
-    store = dist.PrefixStore("echelon/batch_size", group.get_group_store())
+    store = dist.PrefixStore("echelon/batch_size", store_of(group))
     turn = store.add(f"turn/{dist.get_rank()}", 1)
     votes = [f"{turn}/{rank}" for rank in range(dist.get_world_size())]
     store.set(votes[dist.get_rank()], outcome)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch.optim.swa_utils import SWALR
+
 from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.optimizer import AcceleratedOptimizer
 
@@ -58,7 +60,11 @@ class AcceleratedScheduler:
 
     def state_dict(self) -> Any:
         """Return the state of the wrapped scheduler."""
-        return self.scheduler.state_dict()
+        state = self.scheduler.state_dict()
+        if isinstance(self.scheduler, SWALR):
+            # Torch 2.7 puts a function of its own there, which no checkpoint holds, and which whoever loads the state has.
+            return {key: value for key, value in state.items() if key != "anneal_func"}
+        return state
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load the state of the wrapped scheduler."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from echelon.base.errors import CheckpointError
 from echelon.base.warnings import warn
 from echelon.checkpoint.save import Gather, Save
+from echelon.distributed.stores import store_of
 
 __all__ = ["EXIT_CODE", "BackgroundSaver", "HostBuffers", "SaveFailures", "TooManyFailedSavesError", "store_gather"]
 
@@ -179,7 +180,7 @@ def store_gather(token: str, *, timeout: timedelta = timedelta(minutes=30)) -> G
         return lambda payload: [payload]
     group = dist.group.WORLD
     assert group is not None
-    store = dist.PrefixStore(f"echelon/save/{token}", group.get_group_store())
+    store = dist.PrefixStore(f"echelon/save/{token}", store_of(group))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     turn = 0
 

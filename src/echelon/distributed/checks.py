@@ -51,6 +51,9 @@ def check_same(operation: str, description: str, *, group: dist.ProcessGroup | N
 
 def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
     """Return the global ranks of ``group`` in its order."""
+    if group is None:
+        group = dist.group.WORLD  # torch 2.7 does not take None for it
+        assert group is not None
     return dist.get_process_group_ranks(group)
 
 

@@ -16,6 +16,7 @@ from echelon.base.errors import DesyncError
 from echelon.base.rank import known_rank
 from echelon.distributed.checks import ranks_of, wire_device
 from echelon.distributed.meeting import meet
+from echelon.distributed.stores import store_of
 from echelon.status.notes import slow, waiting
 from echelon.world.environment import detect
 from echelon.world.group import DEFAULT_TIMEOUT
@@ -157,4 +158,4 @@ def _store(group: dist.ProcessGroup | None) -> dist.Store:
     """Return the store of ``group`` under a prefix of ours (the group's own prefix keeps groups apart)."""
     pg = group if group is not None else dist.group.WORLD
     assert pg is not None
-    return dist.PrefixStore("echelon/control", pg.get_group_store())
+    return dist.PrefixStore("echelon/control", store_of(pg))

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from echelon.base.errors import DesyncError, RankTimeoutError
 from echelon.base.logging import get_logger
 from echelon.distributed.checks import ranks_of
+from echelon.distributed.stores import common_store, store_of
 from echelon.distributed.watcher import all_groups, begun_collectives, desk_of
 from echelon.status.notes import waiting
 from echelon.status.place import here
@@ -91,8 +92,8 @@ class _Meeting:
     def __init__(self, group: dist.ProcessGroup, operation: str, advice: str) -> None:
         world = dist.group.WORLD
         assert world is not None
-        self._store = dist.PrefixStore("echelon/meeting", group.get_group_store())
-        self._desk = desk_of(world.get_group_store())
+        self._store = dist.PrefixStore("echelon/meeting", store_of(group))
+        self._desk = desk_of(common_store(world) or store_of(world))
         self._rank = dist.get_rank()
         self._ranks = ranks_of(group)
         self._operation = operation

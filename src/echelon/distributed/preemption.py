@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
 from echelon.base import environ
+from echelon.distributed.stores import common_store, store_of
 from echelon.distributed.watcher import Watcher, desk_of
 from echelon.status.board import Slot
 from echelon.status.hold import EXIT_CODE, SIGNALS, Coordinator, Member, Order, Outcome, word
@@ -188,8 +189,7 @@ class _Talk:
                 return
             group = dist.group.WORLD
             assert group is not None
-            store: Any = group.get_group_store()
-            store = store.clone() if hasattr(store, "clone") else store  # a connection serves one thread at a time
+            store = common_store(group, own_connection=True) or store_of(group)
             desk_of(store).set("call", "")
             words = dist.PrefixStore("echelon/preemption", store)
             if dist.get_rank() == 0:

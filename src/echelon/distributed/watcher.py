@@ -21,6 +21,7 @@ from torch._C import _distributed_c10d
 from torch.distributed.distributed_c10d import _world
 
 from echelon.base.logging import get_logger
+from echelon.distributed.stores import base_of, common_store, store_of
 from echelon.status.place import place_of_thread
 
 __all__ = ["WatchedGroups", "Watcher", "all_groups", "begun_collectives", "desk_of"]
@@ -62,11 +63,11 @@ class Watcher:
         """Called, in a thread of its own, when another rank has called all."""
         self._since_ns = time.time_ns()
         self._thread: _Thread | None = None
-        store: Any = group.get_group_store()
-        server = _server_of(store)
-        if server is None or not hasattr(store, "clone"):
+        server = _server_of(store_of(group))
+        store = None if server is None else common_store(group, own_connection=True)
+        if server is None or store is None:
             return
-        desk = desk_of(store.clone())
+        desk = desk_of(store)
         desk.set_timeout(_STORE_LIMIT)
         self.watch([group])
         self._thread = _Thread(self, desk, server)
@@ -149,7 +150,7 @@ class _Thread(threading.Thread):
 
 
 def desk_of(store: dist.Store) -> dist.Store:
-    """Return the part of the default group's store in which ranks ask for each other.
+    """Return the part of the default group's ``common_store`` in which ranks ask for each other.
 
     ``call``: somebody calls every rank (``Watcher.on_call``); ``ask/R``: empty, or a message to rank R, which removes the key when it has read it; ``place/R``: its last answer;
     ``ended/R``: why it answers no more.
@@ -207,8 +208,7 @@ def _server_of(store: dist.Store) -> socket.socket | None:
     When the first process to end has the server, each of the others would have a page of warnings from TCPStore's next
     answer that does not come. On this connection they see it before they ask.
     """
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
+    store = base_of(store)
     if not isinstance(store, dist.TCPStore):
         return None
     try:

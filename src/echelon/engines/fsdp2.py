@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from echelon.base.capabilities import Capabilities
 from echelon.base.errors import ConfigError, UsageError
+from echelon.base.versions import torch_version
 from echelon.base.warnings import warn
 from echelon.distributed.tree import map_tensors
 from echelon.engines.base import Engine, Prepared
@@ -63,6 +64,7 @@ class FSDP2Engine(Engine):
         self._roots: dict[int, FSDPModule] = {}  # by id, which the value keeps alive
         self._strays: dict[int, list[nn.Parameter]] = {}  # by root: parameters that torch does not shard or reduce
         self._warned = False
+        self._averages: bool | None = None
         self._update: ShardedUpdate | None = None  # who sums the gradients in the place of torch (open_shards)
 
     @classmethod
@@ -145,10 +147,32 @@ class FSDP2Engine(Engine):
 
     def _adopt(self, model: nn.Module) -> None:
         assert isinstance(model, FSDPModule)
+        self._average_by_hand(model)
         self._roots[id(model)] = model
         self._strays[id(model)] = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
         if isinstance(self._update, ScatteredUpdate):
             self._update.attach(model)
+
+    def _average_by_hand(self, model: nn.Module) -> None:
+        """Where the backend does not divide the sums of gradients, let torch do it. Collective, on CPUs.
+
+        Until torch 2.8 gloo takes ``ReduceOp.AVG`` for a sum and says nothing: the gradients are ``world_size`` times too large.
+        """
+        if self._world.device.type != "cpu" or self._world.world_size == 1:
+            return
+        if self._averages is None:
+            self._averages = _backend_averages(self._world)
+        if self._averages:
+            return
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                if not hasattr(module, "set_force_sum_reduction_for_comms"):
+                    raise UsageError(
+                        f"the fully_shard of torch {torch_version} takes the sum of the ranks' gradients on CPUs for their mean",
+                        where="engine='fsdp2', on CPUs",
+                        do="install torch 2.8 or newer, or take engine='zero1'",
+                    )
+                module.set_force_sum_reduction_for_comms(True)
 
     def _device_mesh(self) -> DeviceMesh:
         """Make the mesh once. Collective."""
@@ -236,7 +260,9 @@ class FSDP2Engine(Engine):
         for root in self._roots.values():
             for part in _fsdp_params(root):
                 if id(part.sharded_param) in held and _is_unreduced(part):
-                    part.unsharded_accumulated_grad = part._unsharded_param.grad = None
+                    part._unsharded_param.grad = None
+                    if part.unsharded_accumulated_grad is not None:  # from torch 2.15 on that is the same gradient
+                        part.unsharded_accumulated_grad = None
 
     def unscale(self, optimizer: Optimizer, *, unsynced: bool = False) -> None:
         """See ``Engine``."""
@@ -406,6 +432,18 @@ def _syncing(root: FSDPModule | None, *, sync: bool) -> Iterator[None]:
 def _fsdp_params(root: FSDPModule) -> Iterator[Any]:
     for group in fsdp_groups(root):
         yield from group.fsdp_params
+
+
+def _backend_averages(world: World) -> bool:
+    """Tell whether the default group's backend knows ``ReduceOp.AVG``. Collective."""
+    reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its older name
+    mean = torch.zeros(1, device=world.device)
+    try:
+        reduce_scatter(mean, torch.ones(world.world_size, device=world.device), op=dist.ReduceOp.AVG)
+        dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+    except RuntimeError:  # that it does not is said by some versions
+        return False
+    return float(mean) == 1.0
 
 
 def _is_unreduced(part: Any) -> bool:

@@ -189,8 +189,8 @@ class Conductor:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             what = f"it does not speak as the launcher here does: {kind}: {error}"
             do = "install the same version of echelon on all machines"
-            member.peer.tell("refused", what=what, where=member.name, do=do)
             print(f"echelon: {LaunchError(what, where=member.name, do=do)}", file=sys.stderr, flush=True)
+            member.peer.tell("refused", what=what, where=member.name, do=do)
             if member.info is not None:
                 self._on_lost(member, "it does not speak as it should")
             return

@@ -10,12 +10,13 @@ from __future__ import annotations
 import socket
 from datetime import timedelta
 
-from torch.distributed import HashStore, PrefixStore, TCPStore
+from torch.distributed import HashStore, PrefixStore
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from echelon.base.errors import LaunchError
 from echelon.launch.hub import Tunnel
 from echelon.launch.node import Node, RoundOfNode
+from echelon.world.listening import store_on
 
 __all__ = ["LOOPBACK", "LoopbackRendezvous", "LoopbackStore", "NodeRendezvous"]
 
@@ -48,16 +49,7 @@ class LoopbackStore:
                 ) from error
             listener.listen(_BACKLOG)
             self.port: int = listener.getsockname()[1]
-            self.store = TCPStore(
-                LOOPBACK,
-                self.port,
-                None,
-                True,
-                _TIMEOUT,
-                wait_for_workers=False,
-                multi_tenant=False,
-                master_listen_fd=listener.detach(),
-            )
+            self.store = store_on(listener, timeout=_TIMEOUT)
 
 
 class _Rendezvous(RendezvousHandler):

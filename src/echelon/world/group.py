@@ -16,6 +16,7 @@ from echelon.base import environ
 from echelon.base.device import use_device
 from echelon.base.errors import SetupError
 from echelon.world.environment import LaunchEnvironment
+from echelon.world.listening import store_on
 from echelon.world.world import World
 
 __all__ = ["DEFAULT_TIMEOUT", "close_group", "open_group"]
@@ -104,7 +105,12 @@ def _forget_meshes() -> None:
     """
     if "torch.distributed.tensor" not in sys.modules:  # no program without sharded tensors loads it for this
         return
-    import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+    debug = import_module("torch.distributed.tensor.debug")
+    if hasattr(debug, "_clear_sharding_prop_cache"):
+        debug._clear_sharding_prop_cache()
+    else:  # torch 2.7
+        propagator = import_module("torch.distributed.tensor").DTensor._op_dispatcher.sharding_propagator
+        propagator.propagate_op_sharding.cache.cache_clear()
     redistribute = import_module("torch.distributed.tensor._redistribute")
     redistribute._gen_transform_infos.cache_clear()
     if hasattr(redistribute, "clear_redistribute_planner_cache"):  # a later torch's
@@ -158,15 +164,7 @@ def _open_store(world: World, environment: LaunchEnvironment, timeout: timedelta
         except OSError as error:
             listener.close()
             raise _store_error(error, address, port, serves=True) from error
-        store = dist.TCPStore(
-            address,
-            listener.getsockname()[1],
-            world.world_size,
-            True,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        store = store_on(listener, world_size=world.world_size, timeout=timeout)
     # A group must not read the addresses that an earlier one left in the same store: of the generation before a
     # restart, or of the group that this process closed before. Every rank counts its own groups, in the store.
     restart = f"echelon/group/{environ.get('TORCHELASTIC_RESTART_COUNT') or 0}"

@@ -1,0 +1,50 @@
+"""The store of a process group, and connections to it, in every supported torch."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+__all__ = ["base_of", "common_store", "store_of"]
+
+_CAN_CLONE = hasattr(dist.Store, "clone")
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """Return the store of ``group``, on the connection that this process has to it; the group's prefix keeps groups apart."""
+    return _get_process_group_store(group)
+
+
+def base_of(store: dist.Store) -> dist.Store:
+    """Return the store below all prefixes."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def common_store(group: dist.ProcessGroup, *, own_connection: bool = False) -> dist.Store | None:
+    """Return a store in which the ranks of ``group`` find each other's keys, from whichever thread.
+
+    Args:
+        group: whose.
+        own_connection: that no other thread uses: one serves one thread at a time.
+
+    Returns:
+        None where there is none: a file is no server.
+    """
+    store = store_of(group)
+    if _CAN_CLONE:
+        clone: Callable[[], dist.Store] = store.clone  # type: ignore[attr-defined]
+        return clone() if own_connection else store
+    # torch 2.7 clones no store (pytorch/pytorch#150966), and does not tell the group's prefix, with which a second connection
+    # would find the same keys: all ranks take another one, which the first to come has drawn.
+    base = base_of(store)
+    if not isinstance(base, dist.TCPStore):
+        return None
+    prefix = store.compare_set("echelon/prefix", "", secrets.token_hex(8)).decode()
+    if own_connection:
+        base = dist.TCPStore(base.host, base.port, is_master=False, wait_for_workers=False)
+    return dist.PrefixStore(prefix, base)
