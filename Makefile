@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format soak clusters bench peers side-by-side lock test-gpu clean
+.PHONY: help demo test check format soak clusters bench peers side-by-side lock test-gpu other-torch clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F'\t' '{ printf "make %-13s %s\n", $$1, $$2 }'
@@ -46,6 +46,16 @@ clusters: $(RAY)/.stamp ## install what make soak needs to run jobs of Slurm and
 test-gpu: $(VENV)/.stamp ## run the tests that need an accelerator
 	@$(BIN)/python -m pytest -m gpu || [ $$? -eq 5 ]
 
+# Installs whatever that torch depends on: gigabytes of CUDA, where the index has no build for CPUs. WITH: what must fit that
+# torch, and pip cannot know (torchao==0.13.0 for 2.8).
+OTHER := .venv-torch-$(OTHER_TORCH)
+other-torch: ## run the tests on another torch: make other-torch OTHER_TORCH=2.8.0 PYTHON=python3.10 WITH=torchao==0.13.0
+	@test -n "$(OTHER_TORCH)" || { echo "say which: make other-torch OTHER_TORCH=2.8.0" >&2; exit 2; }
+	@test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	@$(OTHER)/bin/python $(PIP_INSTALL) torch==$(OTHER_TORCH)
+	@$(OTHER)/bin/python $(PIP_INSTALL) torch==$(OTHER_TORCH) $(WITH) -e '.[dev]'
+	@$(OTHER)/bin/python -m pytest -m "not soak and not gpu" -n $(TEST_PROCESSES) --dist loadfile tests/unit tests/ranks tests/launch
+
 # Beside the peers when `make peers` was run; without them the benchmarks say what they leave out.
 bench: $(VENV)/.stamp ## run the benchmarks (after make peers: beside accelerate, transformers, lightning)
 	@set -e; python=$(BIN)/python; test ! -e $(PEERS)/.stamp || python=$(PEERS)/bin/python; \
@@ -67,7 +77,7 @@ side-by-side: $(VENV)/.stamp $(PEERS)/.stamp ## run scripts written for accelera
 	@ECHELON_REQUIRE_PEERS=1 $(BIN)/python -m pytest tests/side_by_side
 
 clean: ## remove the environments and the caches
-	@rm -rf $(VENV) $(PEERS) $(RAY) .mypy_cache .ruff_cache .pytest_cache dist build outputs
+	@rm -rf $(VENV) $(PEERS) $(RAY) .venv-torch-* .mypy_cache .ruff_cache .pytest_cache dist build outputs
 
 # torch goes alone and first: what depends on it must find the pinned build in place, and pull no other.
 $(VENV)/.stamp: pyproject.toml constraints.txt

@@ -10,6 +10,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 __all__ = ["GreedyLR"]
 
+_IS_BETTER = "_is_better" if hasattr(ReduceLROnPlateau, "_is_better") else "is_better"  # the name in torch 2.7 and 2.8
+
 
 class GreedyLR(ReduceLROnPlateau):
     """Divides the rate by ``factor`` after more than ``patience`` better values in a row, multiplies it after as many others.
@@ -76,7 +78,7 @@ class GreedyLR(ReduceLROnPlateau):
             else:
                 self.warmup_counter -= 1
             self.num_bad_epochs = self.num_good_epochs = 0
-        elif self._is_better(current, self.best):  # type: ignore[no-untyped-call]
+        elif getattr(self, _IS_BETTER)(current, self.best):
             self.best = current
             self.num_good_epochs, self.num_bad_epochs = self.num_good_epochs + 1, 0
         else:
