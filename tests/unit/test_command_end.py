@@ -1,0 +1,26 @@
+"""The command ends at once, and still as an interpreter does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import atexit, sys, threading, time
+from echelon.cli import main
+sys.modules["torch"] = sys  # what it looks for
+main._run = lambda argv: 7
+atexit.register(print, "at exit")
+threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+class Slow:
+    def __del__(self):
+        print("taken apart")
+sys.slow = Slow()
+print("no newline", end=" ")
+main.main()
+"""
+
+
+def test_threads_end_and_handlers_run_and_output_is_written_but_modules_are_not_taken_apart() -> None:
+    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (7, "no newline thread\nat exit\n", "")
