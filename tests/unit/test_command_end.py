@@ -15,7 +15,7 @@ threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
 class Slow:
     def __del__(self):
         print("taken apart")
-sys.slow = Slow()
+slow = Slow()
 print("no newline", end=" ")
 main.main()
 """
