@@ -16,8 +16,6 @@ def _see_each_other(can_clone: bool) -> tuple[list[bytes], bool]:
         assert group is not None
         own = stores.common_store(group, own_connection=True)
         shared = stores.common_store(group)
-        assert own is not None
-        assert shared is not None
         own.set(f"from/{dist.get_rank()}", f"{dist.get_rank()}")
         found = [shared.get(f"from/{rank}") for rank in range(dist.get_world_size())]
         return found, stores.base_of(own) is not stores.base_of(shared)

@@ -54,6 +54,16 @@ def start(starter: WarmStarter, folder: Path, name: str, code: int) -> Process |
     return starter.start(argv, {**os.environ, "RANK": name}, stdout=1, stderr=2)
 
 
+def start_one_that_waits(starter: WarmStarter, folder: Path) -> Process:
+    starter.prepare(os.environ, ["json.tool"])
+    wait_for(lambda: starter.is_ready)
+    (folder / "program.py").write_text("import signal\nsignal.pause()\n")
+    argv = [str(folder), "-", "default", "script", str(folder / "program.py")]
+    running = starter.start(argv, os.environ, stdout=1, stderr=2)
+    assert running is not None
+    return running
+
+
 def test_ranks_have_what_it_has_imported_and_later_ones_what_it_was_asked_for_later(
     starter: WarmStarter, tmp_path: Path
 ) -> None:
@@ -63,8 +73,12 @@ def test_ranks_have_what_it_has_imported_and_later_ones_what_it_was_asked_for_la
     first = start(starter, tmp_path, "a", 3)
     assert first is not None
     assert first.wait(_LIMIT_S) == 3
+    assert starter._server is not None
+    server = psutil.Process(starter._server.pid)
+    server.suspend()  # it cannot be done before we look
     starter.prepare(os.environ, ["json.tool", "timeit"])
-    assert not starter.is_ready  # until it has
+    assert not starter.is_ready
+    server.resume()
     wait_for(lambda: starter.is_ready)
     starter.prepare(os.environ, ["json.tool", "timeit"])
     assert starter.is_ready  # nothing is new
@@ -78,12 +92,7 @@ def test_ranks_have_what_it_has_imported_and_later_ones_what_it_was_asked_for_la
 def test_what_cannot_be_imported_leaves_the_next_ranks_cold_and_the_running_ones_alone(
     starter: WarmStarter, tmp_path: Path
 ) -> None:
-    starter.prepare(os.environ, ["json.tool"])
-    wait_for(lambda: starter.is_ready)
-    (tmp_path / "program.py").write_text("import signal\nsignal.pause()\n")
-    argv = [str(tmp_path), "-", "default", "script", str(tmp_path / "program.py")]
-    running = starter.start(argv, os.environ, stdout=1, stderr=2)
-    assert running is not None
+    running = start_one_that_waits(starter, tmp_path)
     # A file of echelon.launch has this name: what lies beside the server's file is not what it imports.
     starter.prepare(os.environ, ["warm_server"])
     wait_for(lambda: running.poll() is None and not starter._num_importing)
@@ -96,12 +105,7 @@ def test_what_cannot_be_imported_leaves_the_next_ranks_cold_and_the_running_ones
 def test_one_that_stands_still_begins_no_rank_later(
     starter: WarmStarter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    starter.prepare(os.environ, ["json.tool"])
-    wait_for(lambda: starter.is_ready)
-    (tmp_path / "program.py").write_text("import signal\nsignal.pause()\n")
-    argv = [str(tmp_path), "-", "default", "script", str(tmp_path / "program.py")]
-    running = starter.start(argv, os.environ, stdout=1, stderr=2)
-    assert running is not None
+    running = start_one_that_waits(starter, tmp_path)
     assert starter._server is not None
     server = psutil.Process(starter._server.pid)
     server.suspend()

@@ -93,7 +93,7 @@ class _Meeting:
         world = dist.group.WORLD
         assert world is not None
         self._store = dist.PrefixStore("echelon/meeting", store_of(group))
-        self._desk = desk_of(common_store(world) or store_of(world))
+        self._desk = desk_of(common_store(world))
         self._rank = dist.get_rank()
         self._ranks = ranks_of(group)
         self._operation = operation

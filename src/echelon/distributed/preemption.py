@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
 from echelon.base import environ
-from echelon.distributed.stores import common_store, store_of
+from echelon.distributed.stores import common_store
 from echelon.distributed.watcher import Watcher, desk_of
 from echelon.status.board import Slot
 from echelon.status.hold import EXIT_CODE, SIGNALS, Coordinator, Member, Order, Outcome, word
@@ -189,7 +189,7 @@ class _Talk:
                 return
             group = dist.group.WORLD
             assert group is not None
-            store = common_store(group, own_connection=True) or store_of(group)
+            store = common_store(group, own_connection=True)
             desk_of(store).set("call", "")
             words = dist.PrefixStore("echelon/preemption", store)
             if dist.get_rank() == 0:

@@ -25,15 +25,14 @@ def base_of(store: dist.Store) -> dist.Store:
     return store
 
 
-def common_store(group: dist.ProcessGroup, *, own_connection: bool = False) -> dist.Store | None:
+def common_store(group: dist.ProcessGroup, *, own_connection: bool = False) -> dist.Store:
     """Return a store in which the ranks of ``group`` find each other's keys, from whichever thread.
 
     Args:
         group: whose.
         own_connection: that no other thread uses: one serves one thread at a time.
 
-    Returns:
-        None where there is none: a file is no server.
+    Where there is no such connection (a file is no server), the store itself is returned.
     """
     store = store_of(group)
     if _CAN_CLONE:
@@ -43,7 +42,7 @@ def common_store(group: dist.ProcessGroup, *, own_connection: bool = False) -> d
     # would find the same keys: all ranks take another one, which the first to come has drawn.
     base = base_of(store)
     if not isinstance(base, dist.TCPStore):
-        return None
+        return store
     prefix = store.compare_set("echelon/prefix", "", secrets.token_hex(8)).decode()
     if own_connection:
         base = dist.TCPStore(base.host, base.port, is_master=False, wait_for_workers=False)

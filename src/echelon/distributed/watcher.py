@@ -64,10 +64,9 @@ class Watcher:
         self._since_ns = time.time_ns()
         self._thread: _Thread | None = None
         server = _server_of(store_of(group))
-        store = None if server is None else common_store(group, own_connection=True)
-        if server is None or store is None:
+        if server is None:
             return
-        desk = desk_of(store)
+        desk = desk_of(common_store(group, own_connection=True))
         desk.set_timeout(_STORE_LIMIT)
         self.watch([group])
         self._thread = _Thread(self, desk, server)

@@ -64,7 +64,7 @@ class FSDP2Engine(Engine):
         self._roots: dict[int, FSDPModule] = {}  # by id, which the value keeps alive
         self._strays: dict[int, list[nn.Parameter]] = {}  # by root: parameters that torch does not shard or reduce
         self._warned = False
-        self._averages: bool | None = None
+        self._averages: bool | None = None  # does the backend divide sums for ReduceOp.AVG; None: not tried yet
         self._update: ShardedUpdate | None = None  # who sums the gradients in the place of torch (open_shards)
 
     @classmethod
