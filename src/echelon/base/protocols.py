@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["HasDeviceMap", "SupportsSelect", "SupportsSetEpoch", "SupportsShard", "SupportsStateDict", "SupportsTo"]
+__all__ = [
+    "HasDeviceMap",
+    "SupportsSelect",
+    "SupportsSetEpoch",
+    "SupportsShard",
+    "SupportsStateDict",
+    "SupportsTo",
+    "SupportsWithFormat",
+]
 
 
 @runtime_checkable
@@ -62,3 +70,17 @@ class SupportsShard(Protocol):
 
     def shard(self, num_shards: int, index: int) -> Any:
         """Return every ``num_shards``-th shard from ``index`` on."""
+
+
+@runtime_checkable
+class SupportsWithFormat(Protocol):
+    """A dataset that gives its rows in another format (Hugging Face datasets, map-style)."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return a sample, or a slice of them."""
+
+    def with_format(self, type: str) -> Any:
+        """Return the same data in the format ``type``, such as ``arrow``."""

@@ -1,0 +1,304 @@
+"""Short numbers for the contents of a dataset, of samples and of the rows of a batch: equal data has equal ones anywhere.
+
+They depend on contents alone (no object identity, no hash seed), so ranks, machines and runs may compare them. They are
+cheap because they look at a few places only, and they find accidents, not attacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
+
+from echelon.base.protocols import SupportsWithFormat
+from echelon.distributed.tree import leaves
+
+__all__ = [
+    "ColumnFingerprint",
+    "are_of_different_data",
+    "column_fingerprints",
+    "dataset_fingerprint",
+    "fingerprint_of_sample",
+    "row_fingerprints",
+    "sample_fingerprints",
+]
+
+_NUM_PLACES = 16
+_MAX_COLUMNS = 32
+_MAX_DEPTH = 4
+_MAX_ITEMS = 64
+_END_BYTES = 1 << 16
+_ROW_BYTES = 256
+# Odd weights of the words of a row: numbers of a fixed generator, so that they are the same everywhere.
+_WEIGHTS = np.random.Generator(np.random.PCG64(20260)).integers(1, 2**63, _ROW_BYTES // 8, dtype=np.uint64) | np.uint64(
+    1
+)
+
+_Column = Callable[[int], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnFingerprint:
+    """What a few places of one column hold."""
+
+    value: int
+    """62 bits."""
+    varies: bool
+    """Do the places hold more than one value? A column that does not says little about whose data it is."""
+
+
+def dataset_fingerprint(dataset: Any) -> int | None:
+    """Return 62 bits of the length and of a few samples of ``dataset``; None where nothing of it can be looked at cheaply.
+
+    No sample is read by ``dataset[i]``, which may draw random numbers, open files or take long: only what it holds in
+    columns (``column_fingerprints``) is looked at. The number depends on the data alone, so it may be stored, and compared
+    in a later run or on another number of ranks.
+    """
+    columns = column_fingerprints(dataset)
+    if not columns:
+        return None
+    found = xxhash.xxh3_64(str(_length(dataset)).encode())
+    for name, column in sorted(columns.items()):
+        found.update(f"{name}={column.value};".encode())
+    return int(found.intdigest() >> 2)
+
+
+def column_fingerprints(dataset: Any) -> dict[str, ColumnFingerprint]:
+    """Return a fingerprint of each column that ``dataset`` holds; none for what cannot be looked at cheaply.
+
+    Columns are CPU tensors, arrays, lists and data frames with one item a sample, which the dataset is or has as
+    attributes, also in a ``TensorDataset``, ``Subset``, ``ConcatDataset``, ``StackDataset``, and the rows of a dataset of
+    the library ``datasets``. Of a path only the last part counts: machines keep data in different places.
+    """
+    num_samples = _length(dataset)
+    found: dict[str, ColumnFingerprint] = {}
+    for name, column, length in _columns(dataset, num_samples, "", 0)[:_MAX_COLUMNS]:
+        fingerprint = _of_items([column(place) for place in _places(length)])
+        if fingerprint is not None:
+            found[name] = fingerprint
+    return found
+
+
+def sample_fingerprints(samples: Sequence[Any]) -> dict[str, ColumnFingerprint]:
+    """Return a fingerprint of each leaf of ``samples``, which are of one structure: over the first 64 of them."""
+    rows = [list(leaves(sample)) for sample in samples[:_MAX_ITEMS]]
+    width = min((len(row) for row in rows), default=0)
+    found = {}
+    for number in range(min(width, _MAX_COLUMNS)):
+        fingerprint = _of_items([row[number] for row in rows])
+        if fingerprint is not None:
+            found[str(number)] = fingerprint
+    return found
+
+
+def are_of_different_data(one: Mapping[str, ColumnFingerprint], other: Mapping[str, ColumnFingerprint]) -> bool:
+    """Do these columns, which two ranks have of what should be the same samples, show different data?
+
+    A column may differ for a good reason (augmentation, noise that each rank draws), and one that is equal may say nothing
+    (labels of one class). So more must differ than there are equal ones that vary.
+    """
+    num_different = num_equal = 0
+    for name in one.keys() & other.keys():
+        if one[name] != other[name]:
+            num_different += 1
+        else:
+            num_equal += one[name].varies
+    return num_different > num_equal
+
+
+def fingerprint_of_sample(value: Any) -> int | None:
+    """Return 62 bits of plain data (tensors, arrays, numbers, strings, and containers of them); None for other objects."""
+    found = xxhash.xxh3_64()
+    return int(found.intdigest() >> 2) if _update(found, value, 0) else None
+
+
+def row_fingerprints(batch: Any) -> np.ndarray[Any, np.dtype[np.uint64]] | None:
+    """Return 64 bits for each sample of a collated batch: [number of samples]; None where it has no columns on the CPU.
+
+    Of a wide row every n-th element counts.
+    """
+    found: np.ndarray[Any, np.dtype[np.uint64]] | None = None
+    for number, column in enumerate(_batch_columns(batch)):
+        if found is not None and len(column) != len(found):
+            continue
+        values = _of_rows(column) if isinstance(column, torch.Tensor) else _of_texts(column)
+        if values is None:
+            continue
+        values = _mixed(values + np.uint64(number))
+        found = values if found is None else _mixed(found ^ values)
+    return found
+
+
+# ---- columns of a dataset -----------------------------------------------------------------------------------------------
+
+
+def _columns(data: Any, num_samples: int, name: str, depth: int) -> list[tuple[str, _Column, int]]:
+    """Return (name, how to get an item, number of items) of each column of ``data``."""
+    if num_samples <= 0 or depth > _MAX_DEPTH:
+        return []
+    if isinstance(data, Subset):
+        return _columns_of_subset(data, name, depth)
+    if isinstance(data, ConcatDataset):
+        parts = [(f"{name}{number}.", part) for number, part in enumerate(data.datasets[:8])]
+        return [column for key, part in parts for column in _columns(part, _length(part), key, depth + 1)]
+    if isinstance(data, StackDataset):
+        stacked: Any = data.datasets
+        named = stacked.items() if isinstance(stacked, Mapping) else enumerate(stacked)
+        return [column for key, part in named for column in _columns(part, num_samples, f"{name}{key}.", depth + 1)]
+    if isinstance(data, SupportsWithFormat):  # the library `datasets`: raw rows, without decoding or transforms
+        rows = data.with_format("arrow")
+        return [(f"{name}rows", lambda place: rows[place : place + 1].to_pydict(), num_samples)]
+    if _is_column(data, num_samples):
+        return [(name or "items", _item_of(data), num_samples)]
+    if isinstance(data, Mapping):
+        return [c for key, part in data.items() for c in _columns(part, num_samples, f"{name}{key}.", depth + 1)]
+    if depth and isinstance(data, (list, tuple)) and len(data) <= _MAX_ITEMS:
+        return [
+            c for number, part in enumerate(data) for c in _columns(part, num_samples, f"{name}{number}.", depth + 1)
+        ]
+    if isinstance(data, Dataset) or not depth:
+        attributes = vars(data) if hasattr(data, "__dict__") else {}
+        return [
+            column
+            for key, part in attributes.items()
+            if not isinstance(part, IterableDataset)
+            for column in _columns(part, num_samples, f"{name}{key}.", depth + 1)
+        ]
+    return []
+
+
+def _columns_of_subset(data: Any, name: str, depth: int) -> list[tuple[str, _Column, int]]:
+    indices, length = data.indices, _length(data.indices)
+    whole = _length(data.dataset)
+
+    def through(column: _Column) -> _Column:
+        return lambda place: column(int(indices[place]))
+
+    below = [
+        (key, through(column), length)
+        for key, column, num_items in _columns(data.dataset, whole, f"{name}dataset.", depth + 1)
+        if num_items == whole
+    ]
+    return below or ([(f"{name}indices", lambda place: int(indices[place]), length)] if length > 0 else [])
+
+
+def _is_column(data: Any, num_samples: int) -> bool:
+    if isinstance(data, torch.Tensor):
+        return (
+            data.device.type == "cpu" and data.layout == torch.strided and data.dim() > 0 and len(data) == num_samples
+        )
+    if isinstance(data, np.ndarray):
+        return data.ndim > 0 and len(data) == num_samples
+    return (isinstance(data, (list, tuple, range)) or hasattr(data, "iloc")) and len(data) == num_samples
+
+
+def _item_of(data: Any) -> _Column:
+    if not hasattr(data, "iloc"):
+        return lambda place: data[place]
+    frame = data.iloc
+    return lambda place: list(frame[place]) if data.ndim > 1 else frame[place]
+
+
+def _places(length: int) -> list[int]:
+    number = min(length, _NUM_PLACES)
+    return [place * (length - 1) // max(number - 1, 1) for place in range(number)]
+
+
+def _length(data: Any) -> int:
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):  # also one in name only, as some iterable datasets have
+        return -1
+
+
+# ---- plain data ---------------------------------------------------------------------------------------------------------
+
+
+def _of_items(items: list[Any]) -> ColumnFingerprint | None:
+    """Return the fingerprint of a column's items; None when there are none, or one is missing or no plain data."""
+    values = [None if item is None else fingerprint_of_sample(item) for item in items]
+    if not values or any(value is None for value in values):
+        return None
+    found = xxhash.xxh3_64(",".join(map(str, values)).encode())
+    return ColumnFingerprint(value=int(found.intdigest() >> 2), varies=len(set(values)) > 1)
+
+
+def _update(found: Any, value: Any, depth: int) -> bool:
+    """Add ``value`` to the hash ``found``; return False for what is no plain data."""
+    if isinstance(value, str):
+        found.update(b"s" + value.rstrip("/").rpartition("/")[2].encode("utf-8", "surrogatepass"))
+    elif isinstance(value, (bytes, bytearray)):
+        found.update(b"b" + _ends(memoryview(value)))
+    elif value is None or isinstance(value, (bool, int, float, complex, np.generic)):
+        found.update(f"n{value!r}".encode())
+    elif isinstance(value, torch.Tensor):
+        if value.device.type != "cpu" or value.layout != torch.strided:
+            return False
+        plain = value.detach().contiguous().reshape(-1)
+        found.update(f"t{value.dtype}{list(value.shape)}".encode())
+        found.update(_ends(plain.view(torch.uint8).numpy().data) if plain.numel() else b"")
+    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        found.update(f"a{value.dtype}{list(value.shape)}".encode())
+        found.update(_ends(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data) if value.size else b"")
+    elif isinstance(value, Mapping) and depth < _MAX_DEPTH:
+        items = list(value.items())[:_MAX_ITEMS]
+        found.update(f"m{len(value)}".encode())
+        return all(_update(found, key, depth + 1) and _update(found, item, depth + 1) for key, item in items)
+    elif isinstance(value, (list, tuple)) and depth < _MAX_DEPTH:
+        found.update(f"l{len(value)}".encode())
+        return all(_update(found, item, depth + 1) for item in value[:_MAX_ITEMS])
+    else:
+        return False
+    return True
+
+
+def _ends(data: memoryview) -> bytes:
+    return bytes(data) if len(data) <= 2 * _END_BYTES else bytes(data[:_END_BYTES]) + bytes(data[-_END_BYTES:])
+
+
+# ---- rows of a batch ----------------------------------------------------------------------------------------------------
+
+
+def _batch_columns(batch: Any) -> list[Any]:
+    if isinstance(batch, torch.Tensor):
+        return [batch] if batch.dim() > 0 and batch.device.type == "cpu" and batch.layout == torch.strided else []
+    if isinstance(batch, Mapping):
+        return [column for item in batch.values() for column in _batch_columns(item)]
+    if isinstance(batch, (list, tuple)):
+        if batch and all(isinstance(item, (str, bytes, int, float)) for item in batch):
+            return [batch]
+        return [column for item in batch for column in _batch_columns(item)]
+    return []
+
+
+def _of_rows(column: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint64]] | None:
+    if column.numel() == 0 or type(column) is not torch.Tensor:
+        return None
+    rows = column.detach().reshape(len(column), -1)
+    most = max(_ROW_BYTES // rows.element_size(), 1)
+    if rows.size(1) > most:
+        rows = rows[:, :: -(-rows.size(1) // most)]
+    raw = rows.contiguous().view(torch.uint8).numpy()
+    words = np.zeros((len(raw), -(-raw.shape[1] // 8) * 8), dtype=np.uint8)
+    words[:, : raw.shape[1]] = raw
+    numbers = words.view(np.uint64)
+    return _mixed((numbers * _WEIGHTS[: numbers.shape[1]]).sum(axis=1, dtype=np.uint64))
+
+
+def _of_texts(column: Sequence[Any]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    return np.array([xxhash.xxh3_64_intdigest(repr(item).encode()) for item in column], dtype=np.uint64)
+
+
+def _mixed(values: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """Spread the bits of each value.
+
+    Source: the finalizer of splitmix64 (Steele, Lea, Flood 2014).
+    """
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -1,0 +1,114 @@
+"""Fingerprints of data: equal data has equal ones anywhere, other data other ones, and nothing is read by ``dataset[i]``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
+
+from echelon.distributed.data_fingerprint import (
+    are_of_different_data,
+    column_fingerprints,
+    dataset_fingerprint,
+    row_fingerprints,
+    sample_fingerprints,
+)
+
+X, Y = torch.arange(80.0).reshape(40, 2), torch.arange(40) % 2
+
+
+class _Files(Dataset[Any]):
+    def __init__(self, files: list[str], noise: torch.Tensor | None = None) -> None:
+        self.files = files
+        self.noise = noise
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> str:
+        raise AssertionError("a sample was read")
+
+
+class _Encodings(Dataset[Any]):
+    def __init__(self, start: int) -> None:
+        self.encodings = {"input_ids": [[start + i, 1, 2] for i in range(40)], "mask": np.ones((40, 3))}
+        self.cache: list[Any] = [None] * 40
+
+    def __len__(self) -> int:
+        return 40
+
+
+DATA: dict[str, Any] = {
+    "tensors": lambda start: TensorDataset(X + start, Y + start),
+    "tensor": lambda start: X + start,
+    "range": lambda start: range(start, start + 40),
+    "list of samples": lambda start: [{"x": torch.tensor([start + i]), "name": str(i)} for i in range(40)],
+    "subset": lambda start: Subset(TensorDataset(X, Y), range(start % 2, 40, 2)),
+    "joined": lambda start: ConcatDataset([TensorDataset(X + start, Y + start), TensorDataset(X - start)]),
+    "stacked": lambda start: StackDataset(x=TensorDataset(X + start), y=TensorDataset(Y + start)),
+    "files": lambda start: _Files([f"/somewhere/{start + i}.png" for i in range(40)]),
+    "encodings": _Encodings,
+}
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_equal_data_has_equal_fingerprints_and_other_data_other_ones(name: str) -> None:
+    make = DATA[name]
+    assert dataset_fingerprint(make(0)) == dataset_fingerprint(make(0)) is not None
+    assert dataset_fingerprint(make(0)) != dataset_fingerprint(make(3))
+    assert not are_of_different_data(column_fingerprints(make(0)), column_fingerprints(make(0)))
+    assert are_of_different_data(column_fingerprints(make(0)), column_fingerprints(make(3)))
+
+
+def test_another_process_finds_the_same() -> None:
+    code = "from echelon.distributed.data_fingerprint import dataset_fingerprint as f; print(f(['a', 'b', ('c', 1.5)]))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(found.stdout) == dataset_fingerprint(["a", "b", ("c", 1.5)])
+
+
+def test_the_folder_of_a_path_does_not_count() -> None:
+    one, other = ([f"{root}/{i}.png" for i in range(9)] for root in ("/machine0/data", "/machine1/data"))
+    assert dataset_fingerprint(_Files(one)) == dataset_fingerprint(_Files(other))
+
+
+def test_one_column_of_noise_is_no_other_data() -> None:
+    files = [f"{i}.png" for i in range(40)]
+    one, other = (column_fingerprints(_Files(files, torch.rand(40))) for _ in range(2))
+    assert one != other
+    assert not are_of_different_data(one, other)
+
+
+def test_data_without_columns_has_no_fingerprint() -> None:
+    assert dataset_fingerprint(_Files([])) is None
+    assert dataset_fingerprint(iter([1])) is None
+    assert dataset_fingerprint([object(), object()]) is None
+
+
+def test_rows_of_a_batch_are_told_apart_wherever_they_stand() -> None:
+    batch = {"x": torch.randn(8, 3, 500), "y": torch.arange(8), "name": [str(i) for i in range(8)], "flag": True}
+    rows = row_fingerprints(batch)
+    assert rows is not None
+    assert len(set(rows.tolist())) == 8
+    again = row_fingerprints(
+        {"x": batch["x"].flip(0), "y": batch["y"].flip(0), "name": batch["name"][::-1], "flag": True}
+    )  # type: ignore[attr-defined,index]
+    assert again is not None
+    assert again.tolist() == rows.tolist()[::-1]
+    for dtype in (torch.bool, torch.uint8, torch.bfloat16, torch.float64, torch.complex64):
+        kinds = row_fingerprints(torch.tensor([[0, 1, 0], [1, 0, 0], [0, 1, 0]]).to(dtype))
+        assert kinds is not None
+        assert [kinds[0] == kinds[1], kinds[0] == kinds[2]] == [False, True]
+    assert row_fingerprints({"flag": True}) is None
+
+
+def test_an_augmented_column_beside_equal_labels_is_no_other_data() -> None:
+    one, other = ([(torch.rand(3), label) for label in range(8)] for _ in range(2))
+    assert not are_of_different_data(sample_fingerprints(one), sample_fingerprints(other))
+    assert are_of_different_data(
+        sample_fingerprints(one), sample_fingerprints([(torch.rand(3), 9 + i) for i in range(8)])
+    )
