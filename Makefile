@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format soak clusters bench peers side-by-side lock test-gpu other-torch clean
+.PHONY: help demo test check format soak repeat clusters bench peers side-by-side lock test-gpu other-torch clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F'\t' '{ printf "make %-13s %s\n", $$1, $$2 }'
@@ -37,6 +37,13 @@ format: $(VENV)/.stamp ## rewrite the files as `make check` wants them
 # pytest's exit status 5 is "no test was selected". -rs: what was left out, and why.
 soak: $(VENV)/.stamp ## run the slow tests (after make clusters: also those on Slurm and Ray)
 	@$(BIN)/python -m pytest -m soak -rs || [ $$? -eq 5 ]
+	@$(MAKE) --no-print-directory repeat
+
+# In pieces, so that a failure says which file it is; BESIDE: so many busy loops run meanwhile.
+TIMES ?= 20
+BESIDE ?= 2
+repeat: $(VENV)/.stamp ## run the tests that start processes again and again: make repeat TIMES=20 BESIDE=2
+	@$(BIN)/python -m tests.repeat --times $(TIMES) --beside $(BESIDE)
 
 clusters: $(RAY)/.stamp ## install what make soak needs to run jobs of Slurm and Ray
 	@test -n "$$(PATH="$$PATH:/usr/sbin" command -v slurmctld)" || \

@@ -33,7 +33,7 @@ def world_of_threads(rank: int, world_size: int) -> World:
 
 def gathers(world_size: int) -> list[Gather]:
     """Return how ranks talk that are threads."""
-    barrier = threading.Barrier(world_size, timeout=30)
+    barrier = threading.Barrier(world_size, timeout=120)
     told: list[bytes] = [b""] * world_size
 
     def of(rank: int) -> Gather:

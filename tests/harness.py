@@ -32,14 +32,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tests import rank_worker
+from tests.quiet import QuietTime
 from tests.rank_nursery import Nursery
 
 __all__ = ["RankDied", "RanksFailed", "RanksHung", "rendezvous", "run_on_ranks", "shut_down"]
 
 ROOT = Path(__file__).resolve().parent.parent
 START_LIMIT_S = 180.0  # a cold `import torch` on a busy machine; not part of any test's timeout
-GRACE_S = 1.5  # what the other ranks get to answer once one has failed
-TEARDOWN_S = 10.0
+# Once one rank has failed, or the time is up, the others get so long in which nothing moves in any of them (tests/quiet.py): a
+# busy machine makes a rank late, not silent.
+GRACE_S = 1.0
+BUSY_S = 30.0  # ranks that go on polling or computing for so long are silent, too
+TEARDOWN_S = 60.0
+STACK_S = 30.0
 # Groups that a library keeps (DeepSpeed does): each has three threads that poll, and a hundred of them make every test slow.
 MAX_THREADS = 40
 _OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -155,12 +160,17 @@ def _collect(workers: list[_Worker], *, timeout: float) -> tuple[dict[int, Any],
     answers: dict[int, Any] = {}
     deadline = time.monotonic() + timeout
     ending = False
+    quiet: QuietTime | None = None
     while len(answers) < len(workers):
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return answers, not ending
         pending = {worker.connection: rank for rank, worker in enumerate(workers) if rank not in answers}
-        readable = wait(list(pending), timeout=min(left, 0.5))
+        left = deadline - time.monotonic()
+        if ending or left <= 0:
+            quiet = quiet or QuietTime()
+            is_quiet = quiet.look(workers[rank].process.pid for rank in pending.values()) > GRACE_S
+            # What came since the last look counts: the ranks may be quiet because they have answered.
+            if (is_quiet or left < -BUSY_S) and not wait(list(pending), timeout=0):
+                return answers, not ending
+        readable = wait(list(pending), timeout=0.05 if quiet is not None else min(left, 0.5))
         # A dead rank's socket stays open while a child that it forked lives: ask for its exit code as well.
         dead = [c for c, rank in pending.items() if c not in readable and workers[rank].process.poll() is not None]
         for connection in [*readable, *dead]:
@@ -169,7 +179,7 @@ def _collect(workers: list[_Worker], *, timeout: float) -> tuple[dict[int, Any],
             answers[rank] = workers[rank].receive()
             if not ending and not isinstance(answers[rank], rank_worker.Returned):
                 ending = True
-                deadline = min(deadline, time.monotonic() + GRACE_S)
+                deadline = min(deadline, time.monotonic())
     return answers, False
 
 
@@ -308,15 +318,14 @@ class _Worker:
         if self.process.poll() is not None:
             return ""
         self.process.send_signal(signal.SIGUSR2)
-        deadline = time.monotonic() + 2.0
-        size = -1
-        # faulthandler writes at once and marks no end: the dump is there when the file has stopped growing.
-        while (now := self._stacks.stat().st_size) == 0 or now != size:
-            if time.monotonic() > deadline:
+        deadline = time.monotonic() + STACK_S
+        # faulthandler marks no end, but writes the main thread last, and of that the line of `python -c`, or dots after
+        # its hundredth frame.
+        while not (text := self._stacks.read_text()).endswith((" in <module>\n", "  ...\n")):
+            if time.monotonic() > deadline or self.process.poll() is not None:
                 break
-            size = now
-            time.sleep(0.05)
-        return self._stacks.read_text()
+            time.sleep(0.01)
+        return text
 
     def new_output(self, prefix: str) -> str:
         """Return what the worker has printed since the last time, each line with ``prefix``."""

@@ -57,7 +57,7 @@ def leaks(before: Snapshot, after: Snapshot) -> list[str]:
 
 
 def settled_leaks(
-    before: Snapshot, *, take: Callable[[], Snapshot] = Snapshot.take, patience_s: float = 2.0
+    before: Snapshot, *, take: Callable[[], Snapshot] = Snapshot.take, patience_s: float = 30.0
 ) -> list[str]:
     """Return the leaks that remain: a thread that is just ending, or a file in a reference cycle, is none."""
     deadline = time.monotonic() + patience_s

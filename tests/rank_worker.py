@@ -76,6 +76,8 @@ def main(connection_fd: int, stacks_path: str) -> None:
 
 
 def _serve(connection: Connection, call: Call) -> None:
+    import torch.distributed as dist
+
     from echelon.world.group import close_group
 
     before = dict(os.environ)
@@ -89,6 +91,8 @@ def _serve(connection: Connection, call: Call) -> None:
         # Not before the others are done: closing the sockets could break a collective that they are still in.
         assert isinstance(pickle.loads(connection.recv_bytes()), Finish)
         close_group()
+        # torch counts a group that could not be made, and looks for the next one's ranks under another number than they do.
+        dist.distributed_c10d._world.group_count = 0
         if _num_threads() > ENOUGH_THREADS:
             gc.collect()  # those of a group that something in a circle holds poll a hundred times a second
     finally:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
+import socket
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +36,7 @@ class Command:
         self.directory = directory
         self._token = uuid.uuid4().hex
         self._started: list[subprocess.Popen[str]] = []
+        self._claims: list[socket.socket] = []
 
     def write(self, name: str, text: str | bytes) -> str:
         path = self.directory / name
@@ -104,10 +108,25 @@ class Command:
             assert time.monotonic() < deadline, f"waited {_LIMIT_S} s for {what}"
             time.sleep(0.01)
 
+    def free_port(self) -> int:
+        """Return a port that nothing listens on, above those that the system gives away itself; it is this test's until its end."""
+        for port in random.Random(self._token).sample(range(61000, 65000), 100):
+            # Its twin for UDP says to other tests, of other processes too, that it is taken, and leaves it free for TCP.
+            claim = socket.socket(type=socket.SOCK_DGRAM)
+            with suppress(OSError), socket.socket() as sock:
+                claim.bind(("127.0.0.1", port))
+                sock.bind(("127.0.0.1", port))
+                self._claims.append(claim)
+                return port
+            claim.close()
+        raise AssertionError("no port is free")
+
     def wait_for_files(self, *names: str) -> None:
         self.wait_for(lambda: all((self.directory / name).exists() for name in names), f"{names}")
 
     def close(self) -> None:
+        for claim in self._claims:
+            claim.close()
         for process in self._started:
             if process.poll() is None:
                 process.kill()
@@ -122,6 +141,8 @@ def command(tmp_path: Path) -> Iterator[Command]:
     command = Command(tmp_path)
     try:
         yield command
+        left = command.left_over()
+        psutil.wait_procs(left, timeout=5.0)  # one that was killed with its parent is just ending
         left = command.left_over()
         names = [(p.pid, p.cmdline()) for p in left]
         for process in left:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -230,10 +229,7 @@ def test_a_script_started_by_deepspeeds_own_launcher_finds_its_place(command: Co
         "print('PLACE', accelerator.process_index, accelerator.num_processes, accelerator.world.local_world_size, *sys.argv[1:])\n"
         "accelerator.end_training()\n",
     )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    flags = ["--num_gpus", "2", "--master_port", str(port), "train.py", "--epochs", "3"]
+    flags = ["--num_gpus", "2", "--master_port", str(command.free_port()), "train.py", "--epochs", "3"]
     result = command.run([sys.executable, "-m", "deepspeed.launcher.runner", *flags], OMP_NUM_THREADS="1")
     assert sorted(line for line in result.out.splitlines() if line.startswith("PLACE")) == [
         "PLACE 0 2 2 --local_rank=0 --epochs 3",

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 from pathlib import Path
 
@@ -152,9 +151,7 @@ def test_the_machines_of_a_hostfile_are_one_run(command: Command) -> None:
         "print(os.environ['RANK'], 'on', os.environ['GROUP_RANK'], 'of', int(total), flush=True)\n"
         "accelerator.end_training()\n",
     )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(command.free_port())
     kept = {name: variables[name] for name in ("PATH", "SSH_LOG")}
     layout = ["--hostfile", "hosts", "--exclude", "node-b:1@node-c", "--main_process_port", port, "--cpu"]
     result = command.launch(*layout, "--main_process_ip", "127.0.0.1", "world.py", **kept)

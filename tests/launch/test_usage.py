@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import resource
 import sys
-import time
 
 import pytest
 
@@ -113,7 +113,6 @@ def test_wrong_command_line_says_what_and_what_to_do(case: str, command: Command
     command.write("syntax.py", RAN + "def f(:\n")
     command.write("two.yaml", "num_processes: 16\nnum_machines: 2\n")
     variables = {"processes from env": {"ECHELON_NUM_PROCESSES": "0"}, "strict": {"ECHELON_MIXED_PRECISION": "fp16"}}
-    began = time.monotonic()
     result = command.launch(*argv, **variables.get(case, {}))
     assert result.code == 2, result.err
     assert what in result.err
@@ -121,8 +120,6 @@ def test_wrong_command_line_says_what_and_what_to_do(case: str, command: Command
     assert "Traceback" not in result.err
     assert result.err.startswith("echelon: ")
     assert not (command.directory / "ran").exists()
-    # Without torch it takes 0.15 s; importing torch alone takes more than 1.
-    assert result.ended - began < 5.0
 
 
 def test_place_of_a_bad_byte_and_of_a_syntax_error_is_named(command: Command) -> None:
@@ -165,10 +162,11 @@ def test_command_line_does_not_import_torch(argv: list[str], command: Command) -
 def test_help_is_fast(command: Command) -> None:
     times = []
     for _ in range(5):
-        began = time.monotonic()
+        began = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert command.echelon("--help").code == 0
-        times.append(time.monotonic() - began)
-    assert min(times) < 0.25  # the best of five: the machine may be busy
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(ended.ru_utime - began.ru_utime + ended.ru_stime - began.ru_stime)
+    assert min(times) < 0.25  # of the processor's time, and the best of five: the machine may be busy
 
 
 def test_version_and_console_script(command: Command) -> None:

@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from tests.launch.conftest import Command
-from tests.machines.test_who_is_there import free_port
 
 HANG = """
 import time, torch, torch.distributed as dist
@@ -48,7 +47,7 @@ print(f"went on after {first}", flush=True)
 
 
 def two(command: Command, *flags: str) -> list[subprocess.Popen[str]]:
-    port = free_port(command)
+    port = command.free_port()
     meet = ["--cpu", "--nproc_per_node=1", "--nnodes=2", "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}"]
     return [command.start_launch(*meet, *flags, "train.py") for _ in range(2)]
 
@@ -113,7 +112,7 @@ def listens(process: subprocess.Popen[str]) -> bool:
 
 @pytest.mark.soak
 def test_doctor_brings_machines_together_and_measures_each_link(command: Command) -> None:
-    endpoint = f"--rdzv_endpoint=localhost:{free_port(command)}"
+    endpoint = f"--rdzv_endpoint=localhost:{command.free_port()}"
     argv = ["doctor", "--nnodes=2", "--cpu", endpoint]
     started = [command.start([sys.executable, "-m", "echelon", *argv]) for _ in range(2)]
     ends = [command.finish(process) for process in started]

@@ -37,11 +37,6 @@ def says(process: subprocess.Popen[str], pattern: str) -> str:
     return said
 
 
-def free_port(command: Command) -> str:
-    """A port of this machine that nobody else's test uses: derived from the folder, above the ephemeral ones."""
-    return str(61000 + hash(str(command.directory)) % 4000)
-
-
 def end(command: Command, *processes: subprocess.Popen[str]) -> None:
     for process in processes:
         process.kill() if process.poll() is None else None
@@ -61,7 +56,7 @@ def wait_for_listener(command: Command, port: str) -> None:
 
 @pytest.mark.soak
 def test_each_machine_that_does_not_fit_is_told_why_and_the_others_wait_for_one_that_does(command: Command) -> None:
-    port = free_port(command)
+    port = str(command.free_port())
     flags = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=localhost", f"--master_port={port}", _CONF]
     first = launch(command, *flags, "--node_rank=0")
     wait_for_listener(command, port)
@@ -136,7 +131,7 @@ def test_an_address_that_nobody_answers_at_and_loopback_are_named_where_they_are
 
 @pytest.mark.soak
 def test_a_version_that_differs_is_named(command: Command) -> None:
-    port = free_port(command)
+    port = str(command.free_port())
     flags = ["--cpu", "--nnodes=2", "--nproc_per_node=1", "--master_addr=localhost", f"--master_port={port}", _CONF]
     command.write("train.py", "print('trained')\n")
     older = command.write(

@@ -50,7 +50,7 @@ def _one_missing() -> str:
     barrier()
     if dist.get_rank() != 2:
         with pytest.raises(RankTimeoutError) as raised:
-            barrier(timeout=timedelta(seconds=0.5))
+            barrier(timeout=timedelta(seconds=2))  # the two come at once, but the machine may be busy
         return str(raised.value)
     return "stayed away"
 
@@ -58,7 +58,7 @@ def _one_missing() -> str:
 def test_a_barrier_names_who_did_not_come() -> None:
     texts = run_on_ranks(_one_missing, world_size=3)
     assert texts[2] == "stayed away"
-    assert all("barrier: rank 2 did not arrive within 0.5 s" in text for text in texts[:2])
+    assert all("barrier: rank 2 did not arrive within 2 s" in text for text in texts[:2])
 
 
 def _first_writes(folder: str) -> bool:
@@ -104,7 +104,9 @@ def test_main_first_outlasts_the_timeout_of_the_group() -> None:
 def _with_short_timeout() -> bool:
     from echelon.distributed import process_group
 
-    with process_group(timeout=1.0):
+    with process_group():
+        barrier()  # who comes late to the start is not what is asked here
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
         return _first_is_slow()
 
 

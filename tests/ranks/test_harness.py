@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 import warnings
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests import harness
 from tests.harness import MAX_THREADS, RankDied, RanksFailed, RanksHung, run_on_ranks
 
 
@@ -149,6 +152,35 @@ def test_every_failed_rank_is_shown() -> None:
     assert [str(caught.value.errors[rank]) for rank in (0, 1)] == ["planted on 0", "planted on 1"]
 
 
+def _fail_after(seconds: tuple[float, ...]) -> None:
+    """Poll, as who waits for a file does, and fail."""
+    end = time.monotonic() + seconds[dist.get_rank()]
+    while time.monotonic() < end:
+        time.sleep(0.005)
+    raise ValueError(f"planted on {dist.get_rank()}")
+
+
+def test_a_rank_that_is_at_work_when_another_fails_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "GRACE_S", 0.2)  # as a machine that lets rank 0 run a tenth of the time
+    with pytest.raises(RanksFailed, match="ranks 0, 1 of 2 failed"):
+        run_on_ranks(_fail_after, (1.0, 0.0))
+
+
+def _answer_after(seconds: tuple[float, ...]) -> None:
+    end = time.monotonic() + seconds[dist.get_rank()]
+    while time.monotonic() < end:
+        time.sleep(0.005)
+    if seconds[dist.get_rank()] == 0.0:
+        _never_comes_back()
+
+
+def test_a_rank_that_is_at_work_when_the_time_is_up_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "GRACE_S", 0.2)
+    with pytest.raises(RanksHung) as caught:
+        run_on_ranks(_answer_after, (0.8, 0.0), timeout=0.3)
+    assert caught.value.silent == [1]
+
+
 def test_ranks_that_all_answered_are_not_restarted() -> None:
     before = run_on_ranks(_pid)
     with pytest.raises(RanksFailed):
@@ -213,6 +245,21 @@ def test_a_process_with_too_many_threads_is_replaced() -> None:
     full = run_on_ranks(_begin_threads, MAX_THREADS)
     assert kept == full
     assert not set(run_on_ranks(_pid)) & set(full)
+
+
+def _cannot_join() -> None:
+    if os.environ["RANK"] == "1":
+        limit = timedelta(seconds=0.2)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=1, world_size=2, timeout=limit)
+
+
+def test_a_rank_that_could_not_join_a_group_joins_the_next_one() -> None:
+    # As one whose peer died between two lines of init_process_group.
+    before = run_on_ranks(_pid)
+    with pytest.raises(RanksFailed, match="rank 1 of 2 failed"):
+        run_on_ranks(_cannot_join, init_group=False)
+    assert run_on_ranks(_world, timeout=10) == [(0, 2), (1, 2)]
+    assert run_on_ranks(_pid) == before
 
 
 def test_a_system_exit_is_a_failure_and_not_the_workers_end() -> None:

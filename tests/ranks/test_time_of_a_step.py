@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -13,8 +14,15 @@ from echelon.base import environ
 from echelon.status.board import Board, Part
 from echelon.status.notes import BOARD_VARIABLE
 from tests.harness import run_on_ranks
+from tests.quiet import wait_until_quiet
 
 NAP_S, STEPS = 0.05, 6
+
+
+def nap_while_it_waits(pid: int) -> None:
+    """Sleep when the other rank has come to where it waits for this one: on a busy machine it may be late itself."""
+    wait_until_quiet(pid)
+    time.sleep(NAP_S)
 
 
 def train(path: str) -> None:
@@ -24,15 +32,16 @@ def train(path: str) -> None:
         loader = DataLoader(TensorDataset(torch.ones(8 * STEPS, 4)), batch_size=4)
         model = torch.nn.Linear(4, 4)
         model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters()), loader)
+        others = accelerator.gather(torch.tensor([os.getpid()])).tolist()
         for (x,) in loader:
             loss = model(x).sum()
             if rank == 1:
-                time.sleep(NAP_S)
+                nap_while_it_waits(others[0])
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
             if rank == 0:
-                time.sleep(NAP_S)
+                nap_while_it_waits(others[1])
             accelerator.gather(loss)
         accelerator.end_training()
 
@@ -49,8 +58,7 @@ def test_a_rank_that_waits_in_the_backward_pass_or_a_gather_spends_that_on_commu
         assert found is not None
         spent = {part: found.spent_ns[part] / 1e9 for part in Part}
         assert found.num_steps == STEPS
-        assert spent[Part.FORWARD] >= slept * 0.9  # its own naps
-        # The other's. The machine may be busy, so that a nap is longer than it was meant; never shorter.
-        assert spent[Part.COMMUNICATION] >= slept * 0.8
-        assert spent[Part.BACKWARD] < slept * 0.8
+        # Its own naps, and the other's. The machine may be busy, so that a nap is longer than it was meant; never shorter.
+        assert spent[Part.FORWARD] >= slept * 0.9
+        assert spent[Part.COMMUNICATION] >= slept * 0.9
         assert sum(found.spent_ns) == found.since_ns - found.begun_ns

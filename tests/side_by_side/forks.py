@@ -18,7 +18,7 @@ import time
 import traceback
 from typing import Any
 
-GRACE_S = 5.0  # what the other ranks get to end by themselves once one has failed
+GRACE_S = 30.0  # what the other ranks get to end by themselves once one has failed
 
 
 def main(package: str) -> None:

@@ -28,7 +28,7 @@ from echelon.launch.channel import (
 from echelon.launch.hub import Hub, Tunnel, listen
 
 TOKEN = b"sixteen bytes at least"
-_LIMIT_S = 20.0
+_LIMIT_S = 60.0
 
 
 class Door:

@@ -6,12 +6,13 @@ import subprocess
 import sys
 
 PROGRAM = """
-import atexit, sys, threading, time
+import atexit, sys, threading
 from echelon.cli import main
 sys.modules["torch"] = sys  # what it looks for
 main._run = lambda argv: 7
 atexit.register(print, "at exit")
-threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+main_thread = threading.main_thread()
+threading.Thread(target=lambda: (main_thread.join(), print("thread"))).start()  # when the end has begun
 class Slow:
     def __del__(self):
         print("taken apart")

@@ -27,7 +27,7 @@ from echelon.status.hold import EXIT_CODE, State
 from echelon.status.hold import Order as HoldOrder
 
 TOKEN = b"sixteen bytes at least"
-_LIMIT_S = 20.0
+_LIMIT_S = 60.0
 SECOND = timedelta(seconds=1)
 
 
@@ -91,7 +91,7 @@ class Stage:
             join_timeout=join,
             last_call=0.2 * SECOND,
             beat=0.1 * SECOND,
-            lost_after=2 * SECOND,
+            lost_after=60 * SECOND,
             max_restarts=max_restarts,
             stall=StallRules(timeout=timedelta(), on_stall="report"),
             preemption_grace=10 * SECOND,
@@ -114,9 +114,9 @@ class Stage:
             port=self._port,
             where="test",
             token=TOKEN,
-            join_timeout=5 * SECOND,
+            join_timeout=60 * SECOND,
             beat=0.1 * SECOND,
-            lost_after=5 * SECOND,
+            lost_after=60 * SECOND,
             interrupts=Interrupts(),
         )
         self._nodes.append(node)
