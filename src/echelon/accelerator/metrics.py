@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from echelon.data.slices import LastStep
 from echelon.distributed.collectives import gather, gather_object
-from echelon.distributed.tree import leaves, map_tensors
+from echelon.distributed.tree import is_record, leaves, map_tensors
 from echelon.distributed.wire import gather_bytes
 
 __all__ = ["gather_samples", "own_samples"]
@@ -26,7 +26,7 @@ def gather_samples(data: Any, last: LastStep | None, *, objects: bool = False) -
 
     Collective: every rank.
     """
-    if objects or not all(isinstance(leaf, torch.Tensor) for leaf in leaves(data)):
+    if objects or not _is_of_tensors(data):
         if last is not None and isinstance(data, (list, tuple)) and len(data) == last.sizes[_rank()]:
             data = data[: last.real[_rank()]]
         return gather_object(data)
@@ -50,9 +50,15 @@ def own_samples(data: Any, last: LastStep | None) -> Any:
     if last is None or last.real[_rank()] == last.sizes[_rank()]:
         return data
     real = last.real[_rank()]
-    if all(isinstance(leaf, torch.Tensor) for leaf in leaves(data)):
+    if _is_of_tensors(data):
         return map_tensors(lambda tensor: tensor[:real] if _has_samples(tensor, last) else tensor, data)
     return data[:real] if isinstance(data, (list, tuple)) and len(data) == last.sizes[_rank()] else data
+
+
+def _is_of_tensors(data: Any) -> bool:
+    if isinstance(data, (list, tuple)) and any(is_record(item) for item in data):
+        return False  # a list of samples, each an object
+    return all(isinstance(leaf, torch.Tensor) for leaf in leaves(data))
 
 
 def _gather_step(tensor: torch.Tensor, last: LastStep) -> torch.Tensor:

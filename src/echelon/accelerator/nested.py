@@ -1,4 +1,4 @@
-"""The arguments of ``prepare``: objects of known kinds, nested as the user likes."""
+"""The arguments of ``prepare``: objects of known kinds, nested as the user likes; and nested tensors, for the Trainer."""
 
 from __future__ import annotations
 
@@ -11,10 +11,18 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from echelon.accelerator.scheduler import AcceleratedScheduler
-from echelon.distributed.tree import rebuild_like
+from echelon.distributed.tree import contents, is_record, leaves, map_tensors, rebuild_like
 from echelon.engines.deepspeed_options import DummyOptim, DummyScheduler
 
-__all__ = ["collect_known", "replace_prepared"]
+__all__ = [
+    "collect_known",
+    "contents",
+    "is_record",
+    "leaves",
+    "map_tensors",
+    "rebuild_like",
+    "replace_prepared",
+]
 
 _KNOWN = (nn.Module, Optimizer, LRScheduler, DataLoader, AcceleratedScheduler, DummyOptim, DummyScheduler)
 

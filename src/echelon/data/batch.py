@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from echelon.base.errors import UsageError
-from echelon.distributed.tree import describe, leaves, rebuild_like
+from echelon.distributed.tree import contents, describe, is_record, leaves, rebuild_like
 
 __all__ = ["join_batches", "num_samples", "slice_batch"]
 
 # A column is a tensor, or a list with one item a sample: strings, numbers, dicts without tensors. Other lists, tuples and
-# dicts hold columns; what is left (None, a flag, a name) belongs to the batch as a whole.
+# dicts, and a dataclass, hold columns; what is left (None, a flag, a name) belongs to the batch as a whole.
 
 
 def num_samples(batch: Any) -> int | None:
@@ -22,9 +22,10 @@ def num_samples(batch: Any) -> int | None:
         return batch.size(0) if batch.dim() > 0 else None
     if isinstance(batch, (list, tuple)) and _is_column(batch):
         return len(batch)
-    if not isinstance(batch, (list, tuple, Mapping)):
+    held = contents(batch)
+    if held is None:
         return None
-    counts = (num_samples(item) for item in (batch.values() if isinstance(batch, Mapping) else batch))
+    counts = (num_samples(item) for item in (held.values() if isinstance(held, dict) else held))
     return next((count for count in counts if count is not None), None)
 
 
@@ -59,8 +60,9 @@ def slice_batch(batch: Any, part: slice, process_index: int | None = None, num_p
     """
     if isinstance(batch, torch.Tensor):
         return batch[part] if batch.dim() > 0 else batch
-    if isinstance(batch, Mapping):
-        return rebuild_like(batch, {key: slice_batch(value, part) for key, value in batch.items()})
+    if isinstance(batch, Mapping) or is_record(batch):
+        held: Any = contents(batch)
+        return rebuild_like(batch, {key: slice_batch(value, part) for key, value in held.items()})
     if isinstance(batch, (list, tuple)):
         if _is_column(batch):
             return batch[part]
@@ -73,6 +75,8 @@ def _is_column(items: Any) -> bool:
         return False
     if any(isinstance(item, (torch.Tensor, list, tuple)) for item in items):
         return False
+    if any(is_record(item) for item in items):
+        return True  # a list of samples, each an object
     return len(items) > 0 and not any(isinstance(leaf, torch.Tensor) for leaf in leaves(items))
 
 
@@ -80,10 +84,11 @@ def _join(parts: list[Any]) -> Any:
     first = parts[0]
     if isinstance(first, torch.Tensor) and first.dim() > 0:
         return torch.cat(parts)
-    if isinstance(first, Mapping):
-        if any(part.keys() != first.keys() for part in parts):
+    if isinstance(first, Mapping) or is_record(first):
+        held: list[Any] = [contents(part) for part in parts]
+        if any(type(one) is not dict or one.keys() != held[0].keys() for one in held):
             raise ValueError("keys")
-        return rebuild_like(first, {key: _join([part[key] for part in parts]) for key in first})
+        return rebuild_like(first, {key: _join([one[key] for one in held]) for key in held[0]})
     if isinstance(first, (list, tuple)):
         if all(_is_column(part) for part in parts):
             return type(first)(item for part in parts for item in part)

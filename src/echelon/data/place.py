@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from echelon.base.protocols import SupportsTo
-from echelon.distributed.tree import rebuild_like
+from echelon.distributed.tree import contents, is_record, rebuild_like
 
 __all__ = ["to_device"]
 
@@ -29,5 +29,10 @@ def to_device(data: Any, device: torch.device, *, non_blocking: bool = False) ->
     if isinstance(data, Mapping):
         return rebuild_like(
             data, {key: to_device(value, device, non_blocking=non_blocking) for key, value in data.items()}
+        )
+    if is_record(data):
+        held = contents(data) or {}
+        return rebuild_like(
+            data, {key: to_device(value, device, non_blocking=non_blocking) for key, value in held.items()}
         )
     return data

@@ -13,7 +13,7 @@ import torch
 
 from echelon.base.errors import UsageError
 from echelon.base.protocols import SupportsTo
-from echelon.distributed.tree import describe, map_tensors, rebuild_like
+from echelon.distributed.tree import contents, describe, is_record, leaves, map_tensors, rebuild_like
 
 __all__ = [
     "ConvertOutputsToFp32",
@@ -84,7 +84,7 @@ def recursively_apply(
 
     Args:
         func: applied to leaves.
-        data: nested tuples, lists, dicts, named tuples; they keep their types.
+        data: nested tuples, lists, dicts, named tuples, dataclasses; they keep their types.
         args: of ``func``.
         test_type: which leaves to apply to.
         error_on_other_type: raise for other leaves; else they stay.
@@ -101,6 +101,8 @@ def recursively_apply(
             return rebuild_like(item, {key: apply(value) for key, value in item.items()})
         if test_type(item):
             return func(item, *args, **kwargs)
+        if is_record(item):
+            return rebuild_like(item, {key: apply(value) for key, value in (contents(item) or {}).items()})
         if error_on_other_type:
             raise _WrongTypeError(
                 f"{_name(func)} does not take {type(item).__name__} (in {describe(data)})",
@@ -136,7 +138,7 @@ def send_to_device(
             return rebuild_like(item, [send(each) for each in item])
         if isinstance(item, Mapping):
             return rebuild_like(item, {key: value if key in skipped else send(value) for key, value in item.items()})
-        return item
+        return map_tensors(send, item)  # a dataclass
 
     return send(tensor)
 
@@ -166,10 +168,10 @@ def find_batch_size(data: Any) -> int:
             dimension.
     """
     first = data
-    while isinstance(first, (tuple, list, Mapping)):
-        if len(first) == 0:
+    while (held := contents(first)) is not None:
+        if len(held) == 0:
             raise UsageError(f"an empty {type(first).__name__} has no batch size", do="give at least one tensor")
-        first = next(iter(first.values())) if isinstance(first, Mapping) else first[0]
+        first = next(iter(held.values())) if isinstance(held, dict) else held[0]
     if not isinstance(first, torch.Tensor):
         raise _WrongTypeError(
             f"the batch size is read from a tensor, and the first leaf is {type(first).__name__} ({describe(data)})",
@@ -200,10 +202,7 @@ def listify(data: Any) -> Any:
 
 def find_device(data: Any) -> torch.device | None:
     """Return the device of the first tensor of ``data``; None without one."""
-    if isinstance(data, torch.Tensor):
-        return data.device
-    items = data.values() if isinstance(data, Mapping) else data if isinstance(data, (tuple, list)) else ()
-    return next((device for item in items if (device := find_device(item)) is not None), None)
+    return next((leaf.device for leaf in leaves(data) if isinstance(leaf, torch.Tensor)), None)
 
 
 def slice_tensors(
@@ -226,6 +225,9 @@ def concatenate(data: Any, dim: int = 0) -> Any:
         return rebuild_like(first, {key: concatenate([item[key] for item in data], dim=dim) for key in first})
     if isinstance(first, torch.Tensor):
         return torch.cat(list(data), dim=dim)
+    if is_record(first):
+        columns = [contents(item) or {} for item in data]
+        return rebuild_like(first, {key: concatenate([one[key] for one in columns], dim=dim) for key in columns[0]})
     if len(data) == 1:
         return first
     raise _WrongTypeError(f"{type(first).__name__} objects cannot be joined", do="give tensors")

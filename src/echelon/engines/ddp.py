@@ -19,6 +19,7 @@ from echelon.base.warnings import warn
 from echelon.engines.base import Engine, Prepared
 from echelon.engines.canonical import ReplicatedUpdate
 from echelon.engines.comm_hooks import register_comm_hook
+from echelon.engines.outputs import SightOfOutputs
 from echelon.engines.row_norms import clip_by_rows
 from echelon.engines.stepping import (
     Stepper,
@@ -298,6 +299,9 @@ class _Replica:
         self._must_prepare = False  # the next backward pass reduces what forward passes in no_sync began
         self._hooks = [wrapper.register_forward_pre_hook(self._note_forward)]
         self._hooks += [p.register_post_accumulate_grad_hook(self._touched) for p in self.parameters]
+        if wrapper.find_unused_parameters or wrapper.static_graph:
+            where = "DistributedDataParallelKwargs(find_unused_parameters=True), or static_graph=True"
+            self._hooks += SightOfOutputs(wrapper, wrapper.module, where=where).hooks
 
     def release(self) -> None:
         """Take the hooks off the user's parameters."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from echelon.engines.deepspeed_library import announce_kernels, open_library
 from echelon.engines.deepspeed_options import DeepSpeedOptions, DrivenScheduler, DummyOptim, DummyScheduler
 from echelon.engines.deepspeed_parts import follow_loading, whole_shape, write_whole
 from echelon.engines.deepspeed_run import Run
+from echelon.engines.outputs import SightOfOutputs, show_outputs_to_hooks
 from echelon.engines.repoint import follow
 from echelon.engines.stepping import Stepper, load_state, plain_state_dict, state_of, zeros_for
 from echelon.world.world import World
@@ -206,7 +207,8 @@ class DeepSpeedEngine(Engine):
         if self._options.leaf_classes:
             library.utils.set_z3_leaf_modules(model, list(self._options.leaf_classes))
         clipping = float(config.pop("gradient_clipping", 0.0) or 0.0)
-        engine, *_ = library.initialize(model=model, config=config, **arguments)
+        engine, *_ = self._shown(library.initialize, model, config=config, **arguments)
+        self._hooks += SightOfOutputs(engine, model, where="engine deepspeed").hooks
         return Run(
             library,
             engine,
@@ -217,10 +219,18 @@ class DeepSpeedEngine(Engine):
             loop_clips=self._options.loop_clips,
         )
 
+    def _shown(self, initialize: Any, model: nn.Module, **arguments: Any) -> Any:
+        """Initialize; in stage 3 the library hangs on the output of every module, and sees a tuple where it knew no better."""
+        with ExitStack() as stack:
+            for module in model.modules() if self._stage == 3 else ():
+                if not type(module).__module__.startswith("torch.nn.modules."):  # those return tensors
+                    stack.enter_context(show_outputs_to_hooks(module))
+            return initialize(model=model, **arguments)
+
     def _evaluate(self, library: Any, model: nn.Module) -> nn.Module:
         """Make ``model`` ready for evaluation."""
         if self._stage == 3:
-            engine, *_ = library.initialize(model=model, config=evaluation_config(self._options.config))
+            engine, *_ = self._shown(library.initialize, model, config=evaluation_config(self._options.config))
             self._hooks += follow_loading(model, partial(write_whole, library.zero, rank=self._world.rank))
             self._evaluated.append(engine)
             return engine  # type: ignore[no-any-return]

@@ -17,6 +17,7 @@ from echelon.base.device import num_devices
 from echelon.base.errors import UsageError
 from echelon.base.warnings import warn
 from echelon.engines.base import Engine, Prepared
+from echelon.engines.outputs import tensors_of, with_tensors
 from echelon.engines.single import SingleEngine
 from echelon.precision.policy import rebind_forward
 from echelon.world.world import World
@@ -201,6 +202,14 @@ class _Copies(nn.DataParallel[nn.Module]):
         for copy in copies:
             rebind_forward(copy, original=module)
         return copies
+
+    def gather(self, outputs: Sequence[Any], output_device: Any) -> Any:
+        """Join the tensors of the outputs; the rest is that of the first, and so is the type.
+
+        Torch makes containers by calling their classes, and takes what is neither tensor nor container for a container.
+        """
+        parts = [tuple(tensors_of(output)) for output in outputs]
+        return with_tensors(outputs[0], super().gather(parts, output_device))
 
 
 def _devices_of(world: World) -> list[int]:

@@ -23,6 +23,7 @@ from echelon.distributed.tree import map_tensors
 from echelon.engines.base import Engine, Prepared
 from echelon.engines.canonical import ReplicatedUpdate, ShardedUpdate
 from echelon.engines.meta import fill_from_rank_zero, refuse_without_values, take_values
+from echelon.engines.outputs import show_outputs_to_hooks
 from echelon.engines.row_norms import clip_by_rows
 from echelon.engines.scattered import ScatteredUpdate
 from echelon.engines.sharding import ShardingOptions
@@ -136,9 +137,9 @@ class FSDP2Engine(Engine):
         }
         if ignored:
             settings["ignored_params"] = {model.get_parameter(name) for name in ignored}
-        for block in blocks:
-            fully_shard(block, **settings)
-        fully_shard(model, **settings)
+        for block in (*blocks, model):
+            with show_outputs_to_hooks(block):
+                fully_shard(block, **settings)
         if values is not None:
             fill_from_rank_zero(model, values, device=device)
             if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from echelon.base.warnings import warn
 from echelon.config.schema import Precision
-from echelon.distributed.tree import map_tensors
+from echelon.distributed.tree import contents, leaves, map_tensors
 
 __all__ = ["PrecisionPolicy"]
 
@@ -94,12 +95,30 @@ class _Autocast:
         self.__wrapped__ = forward
         self.policy = policy
         self.replaces = replaces  # a forward that was set on the object, as on compiled modules
+        self._is_told = False
         functools.update_wrapper(self, forward, assigned=("__doc__", "__name__", "__qualname__"), updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.policy.autocast():
             outputs = self.__wrapped__(*args, **kwargs)
-        return map_tensors(_to_float32, outputs)
+        converted = map_tensors(_to_float32, outputs)
+        if converted is outputs and not self._is_told and contents(outputs) is None:
+            self._tell_of_object(outputs)
+        return converted
+
+    def _tell_of_object(self, outputs: Any) -> None:
+        """Warn, once, of an object whose tensors stay in half precision."""
+        held = (
+            leaves(dict(getattr(outputs, "__dict__", {}))) if not isinstance(outputs, (torch.Tensor, nn.Module)) else ()
+        )
+        if any(isinstance(one, torch.Tensor) and one.requires_grad and _to_float32(one) is not one for one in held):
+            self._is_told = True
+            model = getattr(self.__wrapped__, "__self__", None)
+            warn(
+                f"the forward pass of {type(model).__name__} returned a {type(outputs).__name__}, and mixed precision leaves "
+                f"alone what is in an object: its tensors stay {self.policy.dtype} (elsewhere they become float32, and so do "
+                "losses). Return a dict, a named tuple or a dataclass, or call .float() on what a loss is made of"
+            )
 
 
 def _to_float32(tensor: torch.Tensor) -> torch.Tensor:

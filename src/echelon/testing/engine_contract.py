@@ -33,6 +33,7 @@ from echelon.accelerator.handlers import GradScalerKwargs
 from echelon.base.errors import DesyncError, EchelonError, UsageError
 from echelon.base.warnings import EchelonWarning
 from echelon.distributed.operations import broadcast_object_list
+from echelon.testing.model_outputs import OUTPUT_KINDS, PlainObject, Returning, items_of
 from echelon.world.world import World
 
 __all__ = ["CHECKS", "Check", "Open"]
@@ -264,6 +265,44 @@ def bf16_learns_and_returns_float32(open: Open) -> None:
     _expect(product.dtype == torch.bfloat16, f"autocast computes in {product.dtype}")
 
 
+def outputs_of_any_kind_train(open: Open) -> None:
+    """Tuples, dicts, dataclasses, ModelOutputs, plain objects: the same update, their types, and what is no tensor in them."""
+    for precision in ("no", "bf16"):
+        accelerator = open(mixed_precision=precision)
+        dtype, tolerance = _precision(accelerator) if precision == "no" else (torch.float32, math.inf)
+        prepared: Any = Returning(_model(dtype), dict)
+        inner, plain_model = prepared, _model(dtype)
+        prepared, optimizer = accelerator.prepare(prepared, _sgd(prepared))
+        plain = _sgd(plain_model)
+        x = _data(dtype)[0, 0]
+        for kind, make in {**OUTPUT_KINDS, "plain object": PlainObject}.items():
+            _plain_update(plain_model, plain, [x])
+            inner.make = make
+            with warnings.catch_warnings():
+                if make is PlainObject:  # what it holds is its own affair, and stays in bf16: that is told
+                    warnings.simplefilter("ignore", EchelonWarning)
+                output = prepared(_mine(accelerator, x))
+            like = make(logits=None, hidden=None, note=None, missing=None)
+            _expect(type(output) is type(like), f"the output is a {type(output).__name__}, not a {kind}")
+            items = items_of(output)
+            names = ["logits", "hidden", "note", "missing"][: 3 if kind == "ModelOutput" else 4]
+            _expect(list(items) == names, f"{kind}: the items are {list(items)}")
+            _expect(items["note"] is inner.note, f"{kind}: another object is in the place of what is no tensor")
+            _expect(items.get("missing") is None, f"{kind}: something is in the place of None")
+            if precision == "no" or make is not PlainObject:
+                for tensor in (items["logits"], *items["hidden"]):
+                    _expect(tensor.dtype == dtype, f"{kind}: a tensor of it is {tensor.dtype}")
+            accelerator.backward(_loss(items["logits"].to(dtype)))
+            optimizer.step()
+            optimizer.zero_grad()
+        weights = accelerator.get_state_dict(prepared)
+        if weights is not None:
+            weights = {name.removeprefix("inner."): value for name, value in weights.items()}
+        _expect_equal(weights, plain_model.state_dict(), tolerance)
+        if not accelerator.capabilities.supports_multiple_models:
+            accelerator.free_memory()
+
+
 def evaluation_gives_one_process_s_numbers(open: Open) -> None:
     """A model alone, in ``eval()``: outputs of a sharded loader, gathered, are those of one process, each sample once."""
     accelerator = open()
@@ -352,6 +391,7 @@ CHECKS: tuple[Check, ...] = (
     whole_states_leave_and_come_back,
     an_infinite_fp16_step_is_skipped,
     bf16_learns_and_returns_float32,
+    outputs_of_any_kind_train,
     evaluation_gives_one_process_s_numbers,
     unwrapping_gives_the_user_s_module,
     exact_parity_holds,

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from echelon.accelerator.nested import contents, is_record, leaves, map_tensors, rebuild_like
+
 __all__ = ["batch_size", "concatenate", "cut", "detach", "fill", "map_tensors", "to_device", "to_numpy"]
-
-
-def map_tensors(function: Callable[[torch.Tensor], Any], data: Any) -> Any:
-    """Return ``data`` (tensors in mappings, lists and tuples, nested) with ``function`` of each tensor."""
-    if isinstance(data, torch.Tensor):
-        return function(data)
-    if isinstance(data, Mapping):
-        values = {name: map_tensors(function, value) for name, value in data.items()}
-        return values if type(data) is dict else _same_mapping(data, values)
-    if isinstance(data, tuple) and hasattr(data, "_fields"):  # a named tuple
-        return type(data)(*(map_tensors(function, part) for part in data))
-    if isinstance(data, (list, tuple)):
-        return type(data)(map_tensors(function, part) for part in data)
-    return data
 
 
 def to_device(data: Any, device: torch.device) -> Any:
@@ -42,9 +30,9 @@ def to_numpy(data: Any) -> Any:
 
 def batch_size(data: Any) -> int | None:
     """Return the samples in ``data``: the rows of its first tensor; None when it has none."""
-    for tensor in _tensors(data):
-        if tensor.dim():
-            return int(tensor.shape[0])
+    for leaf in leaves(data):
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            return int(leaf.shape[0])
     return None
 
 
@@ -74,12 +62,13 @@ def concatenate(parts: list[Any], *, padding: int = -100) -> Any:
         if first.dim() > 1 and len({part.shape[1] for part in parts}) > 1:
             parts = [_lengthen(part, max(part.shape[1] for part in parts), padding) for part in parts]
         return torch.cat([part.reshape(1) if not part.dim() else part for part in parts])
-    if isinstance(first, Mapping):
-        return _same_mapping(
-            first, {name: concatenate([part[name] for part in parts], padding=padding) for name in first}
+    if isinstance(first, Mapping) or is_record(first):
+        columns: list[Any] = [contents(part) for part in parts]
+        return rebuild_like(
+            first, {name: concatenate([one[name] for one in columns], padding=padding) for name in columns[0]}
         )
     if isinstance(first, (list, tuple)):
-        return type(first)(concatenate(list(column), padding=padding) for column in zip(*parts))
+        return rebuild_like(first, [concatenate(list(column), padding=padding) for column in zip(*parts)])
     raise TypeError(f"predictions hold a {type(first).__name__}, not a tensor")
 
 
@@ -94,6 +83,8 @@ def _is_on(data: Any, device: torch.device) -> bool:
         return data.device == device
     if isinstance(data, Mapping):
         data = data.values()
+    elif is_record(data):
+        data = leaves(data)
     elif not isinstance(data, (list, tuple)):
         return True
     for part in data:  # noqa: SIM110 - at every step: a generator, and a call for each tensor, cost several times as much
@@ -102,25 +93,6 @@ def _is_on(data: Any, device: torch.device) -> bool:
     return True
 
 
-def _tensors(data: Any) -> list[torch.Tensor]:
-    if isinstance(data, torch.Tensor):
-        return [data]
-    if isinstance(data, Mapping):
-        data = data.values()
-    elif not isinstance(data, (list, tuple)):
-        return []
-    return [tensor for part in data for tensor in _tensors(part)]
-
-
 def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     tensor = tensor.detach().cpu()
     return tensor.float().numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()
-
-
-def _same_mapping(like: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """Return ``values`` as the type of ``like`` where it can be made of a dict (BatchEncoding, ModelOutput), else a dict."""
-    kind: Any = type(like)
-    try:
-        return kind(values)
-    except TypeError:
-        return values

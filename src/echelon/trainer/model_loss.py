@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from echelon.accelerator.nested import contents, is_record
 from echelon.base.errors import UsageError
 from echelon.trainer.columns import KeptColumns
 
@@ -17,14 +18,14 @@ __all__ = ["LabelSmoother", "count_items", "is_causal", "loss_in", "missing_colu
 
 
 def loss_in(outputs: Any, inputs: Any, *, model: nn.Module, label_names: Sequence[str]) -> torch.Tensor:
-    """Return the loss that the model computed: ``outputs["loss"]``, the first of a tuple, or a single number.
+    """Return the loss that the model computed: ``outputs["loss"]``, ``outputs.loss`` of a dataclass, the first of a tuple, or a number.
 
     Raises:
         UsageError: there is none.
     """
     loss = None
-    if isinstance(outputs, Mapping):
-        loss = outputs.get("loss")
+    if isinstance(outputs, Mapping) or is_record(outputs):
+        loss = (contents(outputs) or {}).get("loss")
     elif isinstance(outputs, torch.Tensor):
         loss = outputs if not outputs.dim() else None
     elif isinstance(outputs, (tuple, list)) and outputs:
@@ -113,8 +114,8 @@ class LabelSmoother:
             shift_labels: position i predicts label i + 1.
             num_items_in_batch: what the sum is divided by; None: the labels that count.
         """
-        if isinstance(model_output, Mapping):
-            logits = model_output["logits"]
+        if isinstance(model_output, Mapping) or is_record(model_output):
+            logits = (contents(model_output) or {})["logits"]
         else:
             logits = model_output[0] if isinstance(model_output, (tuple, list)) else model_output
         if shift_labels:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from echelon.accelerator.nested import contents, is_record
 from echelon.base.errors import UsageError
 from echelon.trainer import batches
 
@@ -41,6 +42,10 @@ def predict_batch(
     if isinstance(outputs, Mapping):
         left_out = [*ignore_keys, *(["loss"] if loss is not None else [])]
         logits: Any = tuple(value for name, value in outputs.items() if name not in left_out)
+    elif is_record(outputs):
+        left_out = [*ignore_keys, *(["loss"] if loss is not None else [])]
+        held: Any = contents(outputs)
+        logits = tuple(value for name, value in held.items() if name not in left_out and value is not None)
     elif isinstance(outputs, (tuple, list)):
         # A model of transformers returns its loss first; an overridden compute_loss need not.
         has_loss = loss is not None and isinstance(outputs[0], torch.Tensor) and not outputs[0].dim()

@@ -1,0 +1,103 @@
+"""The Trainer with models that return their loss in containers of every kind: the numbers of the model that returns a dict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from echelon.testing.model_outputs import OUTPUT_KINDS
+from echelon.trainer import Trainer
+from tests.trainer_models import Net, arguments, net_data
+
+
+class _Named(NamedTuple):
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    loss: torch.Tensor
+    logits: torch.Tensor
+    note: None = None
+
+
+_OF_TWO: dict[str, Callable[..., Any]] = {
+    **{
+        kind: make
+        for kind, make in OUTPUT_KINDS.items()
+        if "dataclass" not in kind and kind not in ("nested", "namedtuple")
+    },
+    "namedtuple": _Named,
+    "dataclass": _Record,
+}
+
+
+class _Returning(Net):
+    def __init__(self, make: Callable[..., Any]) -> None:
+        super().__init__()
+        self.make = make
+        self.float()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:  # type: ignore[override]
+        logits = self.layers(x.float())
+        return self.make(loss=F.cross_entropy(logits, labels), logits=logits)
+
+
+def _plain(precision: str) -> tuple[dict[str, torch.Tensor], float, np.ndarray[Any, Any]]:
+    """Train and evaluate by hand."""
+    model = _Returning(dict)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = net_data(8)
+    x, labels = (torch.stack([one[name] for one in data]) for name in ("x", "labels"))
+    cast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16")
+    for part in range(4):
+        rows = slice(2 * part, 2 * part + 2)
+        with cast:
+            loss = model(x[rows], labels[rows])["loss"]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    with torch.no_grad(), cast:
+        logits = model(x, labels)["logits"].float()
+    return dict(model.state_dict()), float(F.cross_entropy(logits, labels)), logits.numpy()
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("kind", _OF_TWO)
+def test_models_train_and_evaluate_whatever_they_return(kind: str, precision: str, tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def compute_metrics(prediction: Any) -> dict[str, float]:
+        seen.append(prediction.predictions)
+        return {}
+
+    model: nn.Module = _Returning(_OF_TWO[kind])
+    options = arguments(
+        tmp_path,
+        optim="sgd",
+        learning_rate=0.1,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        bf16=precision == "bf16",
+    )
+    options.train_sampling_strategy = "sequential"
+    data = net_data(8)
+    trainer = Trainer(model, options, train_dataset=data, eval_dataset=data, compute_metrics=compute_metrics)
+    trainer.train()
+    metrics = trainer.evaluate()
+    weights, loss, logits = _plain(precision)
+    # The same operations on the same CPU; an evaluation in batches of eight.
+    for name, value in weights.items():
+        assert torch.allclose(model.state_dict()[name], value, rtol=1e-6, atol=1e-7), (kind, name)
+    assert metrics["eval_loss"] == pytest.approx(loss, rel=1e-5 if precision == "no" else 1e-2)
+    assert isinstance(seen[0], np.ndarray), type(seen[0])
+    np.testing.assert_allclose(seen[0], logits, rtol=1e-5, atol=1e-6 if precision == "no" else 1e-2)
