@@ -101,7 +101,7 @@ def test_a_list_of_dataclasses_is_one_of_samples() -> None:
     targets = [_Sample(torch.ones(n, 4)) for n in (1, 5, 2)]
     assert num_samples({"targets": targets}) == 3
     assert [len(t.boxes) for t in slice_batch(targets, slice(1, 3))] == [5, 2]
-    last = LastStep(sizes=(3,), real=(2,))
+    last = LastStep(sizes=[3], real=[2])
     assert own_samples(targets, last) == targets[:2]
     assert gather_samples(targets, last) == targets[:2]
 
