@@ -90,19 +90,28 @@ def test_a_backward_pass_that_computes_waits_for_nobody_yet() -> None:
     ],
 )
 def test_what_is_declared_to_take_long_is_no_stall(long: dict[str, object]) -> None:
-    elsewhere = replace(seen_now(2, waits=False), note=note(**long))
-    assert verdict([*(seen_now(rank) for rank in (0, 1, 3)), elsewhere], TOGETHER, stands_s=3600.0) is None
+    clock = StallClock(60.0)
+    for now in range(100, 690):
+        waiting = [view(rank, seen=float(now)) for rank in (0, 1, 3)]
+        elsewhere = replace(view(2, waits=False, seen=float(now)), note=note(**long))
+        assert not clock.look([*waiting, elsewhere], float(now)), now
 
 
-@pytest.mark.parametrize("doing", [Doing.COMPILES, Doing.DEBUGS, Doing.DEBUGS | Doing.COMMUNICATES])
+@pytest.mark.parametrize("doing", [Doing.COMPILES, Doing.IMPORTS, Doing.DEBUGS, Doing.DEBUGS | Doing.COMMUNICATES])
 def test_a_compiler_or_debugger_is_no_stall_and_the_clock_begins_after_it(doing: Doing) -> None:
-    clock, waiting = StallClock(60.0), [seen_now(0), seen_now(1)]
-    held = replace(waiting[1], watch=waiting[1].watch and waiting[1].watch._replace(doing=doing))
-    assert not clock.look([waiting[0], held], 100.0)
-    assert not clock.look([waiting[0], held], 190.0)
-    assert not clock.look(waiting, 191.0)
-    assert not clock.look(waiting, 249.0)
-    assert clock.look(waiting, 251.0)
+    clock = StallClock(60.0)
+
+    def waiting(now: float) -> list[RankView]:
+        return [view(0, seen=now), view(1, seen=now)]
+
+    def held(now: float) -> list[RankView]:
+        return [view(0, seen=now), view(1, seen=now, waits=bool(doing & Doing.COMMUNICATES), doing=doing)]
+
+    assert not clock.look(held(100.0), 100.0)
+    assert not clock.look(held(190.0), 190.0)
+    assert not clock.look(waiting(191.0), 191.0)
+    assert not clock.look(waiting(249.0), 249.0)
+    assert clock.look(waiting(251.0), 251.0)
 
 
 def test_ranks_that_move_are_never_asked() -> None:

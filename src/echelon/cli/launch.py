@@ -133,7 +133,12 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
         variables.update(limit_devices(slots.of(num_accelerators)))
     if not flags["quiet"]:
         _say_notes(resolved, variables, threads, file)
-    stall = StallRules(timeout=timedelta(seconds=flags["stall_timeout"]), on_stall=flags["on_stall"])
+    value = resolved.value
+    stall = StallRules(
+        timeout=timedelta(seconds=value.stall_timeout),
+        on_stall=value.on_stall,
+        slow_timeout=None if value.slow_timeout is None else timedelta(seconds=value.slow_timeout),
+    )
     grace = timedelta(seconds=flags["preemption_grace"])
     logs = "above; --log_dir DIR keeps the output of each rank apart"
     with ExitStack() as stack:

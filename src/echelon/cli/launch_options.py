@@ -167,20 +167,6 @@ def _own_options() -> list[Callable[[Callable[..., Any]], Callable[..., Any]]]:
             "cannot live with fork.",
         ),
         click.option(
-            "--stall-timeout",
-            type=click.FloatRange(min=0.0),
-            default=60.0,
-            metavar="SECONDS",
-            help="After so long without a move of a rank that waits for others, say why. 0: never. Default 60.",
-        ),
-        click.option(
-            "--on-stall",
-            type=click.Choice(["report", "restart", "stop"]),
-            default="report",
-            help="What to do then, besides the report. Default: report, and go on. A stopped run ends with exit code "
-            f"{STALLED}.",
-        ),
-        click.option(
             "--preemption-grace",
             type=click.FloatRange(min=0.0),
             default=25.0,

@@ -79,6 +79,13 @@ class RunConfig:
     """The accelerators to use, such as ``0,2``; None: all."""
     enable_cpu_affinity: bool = False
     """Bind each process to the cores near its accelerator; on the CPU, to a share of the cores."""
+    stall_timeout: float = 60.0
+    """After so many seconds without a move of a rank that waits for others, say why. 0: never."""
+    slow_timeout: float | None = None
+    """A rank may compile, import, save, load, or be in what it has declared slow for so many seconds, or compute while others
+    wait; then it is reported as a stall. 0: for ever. None: ten times ``stall_timeout``."""
+    on_stall: Literal["report", "restart", "stop"] = "report"
+    """What to do at a stall, besides the report: go on, restart (within ``max_restarts``), or stop with exit code 124."""
     engine: str | None = None
     """The engine by its name; None: by the number of processes, and whether the model is sharded."""
     sharded_by: Literal["fsdp", "deepspeed"] | None = None
@@ -210,6 +217,8 @@ _LEAST = {
     "num_machines": 1,
     "machine_rank": 0,
     "main_process_port": 0,
+    "stall_timeout": 0,
+    "slow_timeout": 0,
     "max_micro_batch_size": 1,
     "canonical_shards": 1,
     "gradient_accumulation_steps": 1,
@@ -272,8 +281,9 @@ _MOST = {"main_process_port": 65535}
 
 def _check_range(name: str, value: object, where: str) -> None:
     least = _LEAST.get(name)
-    if least is not None and isinstance(value, int) and value < least:
-        raise ConfigError(f"{name}={value} is below {least}", where=where, do=f"give an integer from {least} on")
+    if least is not None and isinstance(value, (int, float)) and value < least:
+        kind = "an integer" if isinstance(value, int) else "a number"
+        raise ConfigError(f"{name}={value} is below {least}", where=where, do=f"give {kind} from {least} on")
     most = _MOST.get(name)
     if most is not None and isinstance(value, int) and value > most:
         raise ConfigError(f"{name}={value} is above {most}", where=where, do=f"give an integer up to {most}")

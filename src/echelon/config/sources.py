@@ -54,6 +54,7 @@ _BY_LAUNCHER = frozenset(key.field for key in KEYS if key.section not in (None, 
 _PER_MACHINE = frozenset(
     {"num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "gpu_ids"}
     | {"same_network", "deepspeed_hostfile", "deepspeed_inclusion_filter", "deepspeed_exclusion_filter"}
+    | {"stall_timeout", "slow_timeout", "on_stall"}  # those of the machine at which the others meet count
 )
 
 

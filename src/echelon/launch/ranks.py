@@ -29,6 +29,7 @@ _SETTLE_POLL_S = 0.02
 _ANSWERS_WITHIN_S = 2.5
 _POLL_S = 0.05
 _STACK_WITHIN_S = 0.3
+_STOPPED = frozenset("Tt")  # t: by a debugger that traces it (gdb)
 
 
 class Ranks(Protocol):
@@ -80,15 +81,16 @@ class LocalRanks:
         """Return how each rank is now."""
         views = []
         for index, (rank, (pid, code)) in enumerate(self._running().items()):
-            state, cpu_s = _process(pid) if code is None else ("", 0.0)
+            state, cpu_s, num_faults = _process(pid) if code is None else ("", 0.0, 0)
             views.append(
                 RankView(
                     rank=rank,
                     watch=self._board.watch(index),
                     note=self._board.note(index),
                     exit_code=code,
-                    is_stopped=state == "T",
+                    is_stopped=state in _STOPPED,
                     cpu_s=cpu_s,
+                    num_faults=num_faults,
                 )
             )
         return views
@@ -156,16 +158,16 @@ def settled(
     return [replace(end, last_words=answers.get(end.rank)) if end.rank in running else end for end in ends_now()]
 
 
-def _process(pid: int) -> tuple[str, float]:
-    """Return the state of a process (T: stopped) and the seconds of processor time that it has used."""
+def _process(pid: int) -> tuple[str, float, int]:
+    """Return the state of a process, the seconds of processor time that it has used, and how many pages it has waited for."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except FileNotFoundError:
-        return ("", 0.0) if Path("/proc/self").exists() else _process_by_ps(pid)
+        return ("", 0.0, 0) if Path("/proc/self").exists() else (*_process_by_ps(pid), 0)
     except OSError:  # it ends
-        return "", 0.0
+        return "", 0.0, 0
     fields = text.rpartition(")")[2].split()  # the name before it may hold anything
-    return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), int(fields[9])
 
 
 def _process_by_ps(pid: int) -> tuple[str, float]:

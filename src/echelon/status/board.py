@@ -105,7 +105,7 @@ class Doing(IntFlag):
     TRAINS = 2
     """That call is a backward pass, or a forward pass of a wrapped model."""
     COMPILES = 4
-    """It is in a compiler, or imports a module: however long that takes, it is no stall."""
+    """It is in a compiler, which may take long."""
     ENDED = 8
     """Its program is over; what comes now is the interpreter's end, and nothing more is noted."""
     FINISHED = 16
@@ -114,6 +114,8 @@ class Doing(IntFlag):
     """A signal makes it write its stacks, whatever holds the interpreter's lock."""
     DEBUGS = 64
     """It is in a debugger, where somebody thinks: that is no stall."""
+    IMPORTS = 128
+    """It imports a module, which may take long."""
 
 
 class Watch(NamedTuple):

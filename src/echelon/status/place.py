@@ -22,8 +22,10 @@ _IMPORT = "<frozen importlib._bootstrap>"
 # Not in the stack of a program that runs what was compiled.
 _COMPILING = (
     *("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py", "/torch/_inductor/async_compile.py"),
-    *("/torch/utils/cpp_extension.py", "/triton/compiler/", _IMPORT),
+    *("/torch/utils/cpp_extension.py", "/triton/compiler/"),
 )
+# In a compiler autograd traces, and waits for nobody; but compilers of several ranks may agree on something.
+_AGREEING = "/torch/distributed/distributed_c10d.py"
 # Python's own, on which others build (ipdb). It is in the stack while it asks, not while the program runs on.
 _DEBUGGER = str(Path(json.__file__).parent.parent / "pdb.py")
 
@@ -64,7 +66,8 @@ class Sight:
     trains: bool
     """It communicates in a backward pass, or in the forward pass of a wrapped model."""
     compiles: bool
-    """Or imports a module."""
+    imports: bool
+    """The machinery of imports runs, or the top level of an installed module."""
     debugs: bool
     """A debugger has stopped it."""
 
@@ -87,22 +90,29 @@ def sight_of(innermost: FrameType) -> Sight:
     """Return what the stack that ends in ``innermost`` says."""
     place = _place_of(innermost)
     stack: list[int] = []
-    trains = compiles = debugs = False
+    trains = compiles = imports = debugs = agrees = False
+    is_inside = True  # as in _place_of: a training that is itself run by an import is no import
     frame: FrameType | None = innermost
     while frame is not None:
         name = frame.f_code.co_filename
         trains = trains or any(part in name for part in _TRAINING)
+        agrees = agrees or (_AGREEING in name and not compiles)
         compiles = compiles or any(part in name for part in _COMPILING)
+        is_inside = is_inside and not is_users(name)
+        imports = imports or (is_inside and name == _IMPORT)
         debugs = debugs or name == _DEBUGGER
         stack += (id(frame), frame.f_lasti)
         frame = frame.f_back
+    compiles = compiles and not agrees
+    communicates = place.communicates and not compiles
     return Sight(
         file=place.file,
         line=place.line,
         signature=hash(tuple(stack)) & 0xFFFFFFFFFFFFFFFF,
-        communicates=place.communicates,
-        trains=trains and place.communicates,
-        compiles=compiles and not place.communicates,
+        communicates=communicates,
+        trains=trains and communicates,
+        compiles=compiles,
+        imports=imports and not communicates,
         debugs=debugs,
     )
 

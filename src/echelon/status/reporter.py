@@ -92,6 +92,7 @@ class Reporter:
         doing |= kinds.COMMUNICATES if sight.communicates else 0
         doing |= kinds.TRAINS if sight.trains else 0
         doing |= kinds.COMPILES if sight.compiles else 0
+        doing |= kinds.IMPORTS if sight.imports else 0
         doing |= kinds.DEBUGS if sight.debugs else 0
         question = self._slot.question
         if question != self._answered and not self._end:
