@@ -88,7 +88,11 @@ def report(result: Result) -> str:
 
 
 def test_a_stopped_rank_is_named_and_the_run_restarted_without_it(command: Command) -> None:
-    fault = "os.kill(os.getpid(), signal.SIGSTOP)"
+    # Its last heartbeat says that it imports an installed module, which may take long by right.
+    fault = "sys.path.insert(0, 'site-packages'); import stops"
+    command.write(
+        "site-packages/stops.py", "import os, signal, time\ntime.sleep(0.8)\nos.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
     result = stall(command, RAW, fault, "--on_stall=restart", "--max_restarts=1", args=("1",))
     assert result.code == 0, result.err
     trained = re.findall(r"rank (\d) has trained in attempt 1", result.out)  # the ranks share a pipe: lines may mix
