@@ -35,13 +35,11 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("diagnose",),
     ("launch",),
     ("distributed",),
-    ("precision", "data", "checkpoint", "trackers", "offload"),
+    ("precision", "data", "checkpoint", "trackers"),
     ("engines",),
-    ("plan",),
     ("accelerator",),
     ("trainer",),
-    ("verify", "testing"),
-    ("report", "convert"),
+    ("testing",),
     ("cli",),
 )
 # Level 3 stands on the public names of Level 2: what a user of the Accelerator cannot do, the Trainer cannot do either.

@@ -1,4 +1,4 @@
-"""Level 2: the user's own loop on any number of ranks. Floor 9."""
+"""Level 2: the user's own loop on any number of ranks. Floor 8."""
 
 from echelon.accelerator.accelerator import Accelerator
 from echelon.accelerator.deepspeed_plugin import DeepSpeedPlugin

@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from echelon.accelerator.deepspeed_plugin import DeepSpeedPlugin
 from echelon.accelerator.handlers import GradScalerKwargs
 from echelon.accelerator.optimizer import Clipping
-from echelon.base.errors import ConfigError
+from echelon.base.errors import ConfigError, MissingExtraError
 from echelon.base.logging import get_logger
+from echelon.base.optional import is_available
 from echelon.base.variables import parse_flag_from_env
 from echelon.base.warnings import warn
 from echelon.config.deepspeed_json import DeepSpeedFacts, resolve_deepspeed
@@ -116,12 +117,19 @@ def open_deepspeed(
 
     Raises:
         ConfigError: no plugin, or several; another engine; something that fsdp2 cannot do; settings in conflict.
+        MissingExtraError: DeepSpeed is not installed.
     """
     chosen = choose_deepspeed(plugin, plugins, engine=engine)
     if chosen is None:
         return DeepSpeedUse(engine=engine, fsdp_plugin=fsdp_plugin), config
     config = follow_deepspeed(config, chosen)
-    return _use(chosen, engine=engine, fsdp_plugin=fsdp_plugin, mixed_precision=config.value.mixed_precision), config
+    where = f"{config.origins['sharded_by']}"
+    if config.origins["engine"].source is not Source.DEFAULT:
+        where = f"{config.origins['engine']}"
+    elif plugin is not None or plugins is not None:
+        where = "code Accelerator(deepspeed_plugin=)"
+    precision = config.value.mixed_precision
+    return _use(chosen, engine=engine, fsdp_plugin=fsdp_plugin, mixed_precision=precision, where=where), config
 
 
 def _use(
@@ -130,6 +138,7 @@ def _use(
     engine: Engine | str | None,
     fsdp_plugin: FullyShardedDataParallelPlugin | None,
     mixed_precision: str,
+    where: str,
 ) -> DeepSpeedUse:
     if engine in SHARDING:
         translated, scaling = sharding_of_deepspeed(plugin, fsdp_plugin)
@@ -150,8 +159,23 @@ def _use(
             where="code Accelerator(fsdp_plugin=, deepspeed_plugin=)",
             do="leave one of them out",
         )
+    _require_library(where)
     options = deepspeed_options(plugin, mixed_precision=mixed_precision)
     return DeepSpeedUse(plugin=plugin, engine=min(BY_DEEPSPEED), options={"deepspeed": options})
+
+
+def _require_library(where: str) -> None:
+    """Refuse where DeepSpeed is missing, before transformers looks for it: its error says neither who asked nor what to do.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    if not is_available("deepspeed"):
+        raise MissingExtraError(
+            "sharding by DeepSpeed needs the package 'deepspeed', which is not installed",
+            where=where,
+            do="pip install 'echelon[deepspeed]', or give engine='fsdp2' to do the same by torch",
+        )
 
 
 def refuse_stand_ins(objects: Sequence[Any]) -> None:

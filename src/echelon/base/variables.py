@@ -92,12 +92,33 @@ def refuse_misspelled(prefix: str, known: Iterable[str]) -> None:
     Raises:
         ConfigError: there is one; the name that was meant is given.
     """
-    names = sorted(known)
+    ends = sorted(name.removeprefix(prefix) for name in known if name.startswith(prefix))
     for name in environ.snapshot():
-        if name.startswith(prefix) and name not in names and (near := get_close_matches(name, names, n=1, cutoff=0.8)):
+        end = name.removeprefix(prefix)
+        # Without what they have in common, which would make any two short names alike: ECHELON_HELD is no ECHELON_SEED.
+        if name.startswith(prefix) and end not in ends and (near := _nearest(end, ends)):
             raise ConfigError(
-                f"the variable {name} is not known", where=f"env {name}", do=f"did you mean {near[0]}? Else unset it"
+                f"the variable {name} is not known",
+                where=f"env {name}",
+                do=f"did you mean {prefix}{near}? If it is your own, rename it: names that begin with {prefix} are settings",
             )
+
+
+def _nearest(word: str, words: list[str]) -> str | None:
+    """Return the one of ``words`` that ``word`` was meant to be: alike by three quarters, or, of short ones, by one slip of the hand."""
+    near = get_close_matches(word, words, n=1, cutoff=0.75)
+    return near[0] if near else next((other for other in words if _is_one_slip(word, other)), None)
+
+
+def _is_one_slip(one: str, other: str) -> bool:
+    """Is a letter another one, missing, too much, or in its neighbour's place?"""
+    if len(one) > len(other):
+        one, other = other, one
+    at = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), len(one))
+    if len(one) < len(other):
+        return len(other) - len(one) == 1 and one[at:] == other[at + 1 :]
+    swapped = one[:at] + one[at : at + 2][::-1] + one[at + 2 :]
+    return swapped == other or one[at + 1 :] == other[at + 1 :]
 
 
 @contextmanager

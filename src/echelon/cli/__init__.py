@@ -1,1 +1,1 @@
-"""Floor 13: the command ``echelon``, one file a command."""
+"""Floor 11: the command ``echelon``, one file a command."""

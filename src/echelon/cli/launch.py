@@ -28,8 +28,8 @@ from echelon.config.resolve import Layer, Resolved, resolve
 from echelon.config.runs import RUN_FILE, to_run_file
 from echelon.config.schema import RunConfig
 from echelon.config.settle import check as check_settings
-from echelon.config.settle import settle
-from echelon.config.sources import from_environment
+from echelon.config.settle import check_installed, settle
+from echelon.config.sources import from_environment, without_effect
 from echelon.launch.accounts import process_start_ns
 from echelon.launch.environment import rank_variables
 from echelon.launch.failure import exit_status, explain, first_failure
@@ -117,6 +117,8 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
     num_processes = _num_processes(share, flags, typed, num_accelerators, slots)
     is_elastic = not is_alone and ":" in (asked.nnodes or "")
     check_settings(resolved, world_size=None if is_elastic else num_processes * num_machines)
+    if script.kind != "program":
+        check_installed(resolved, Path(script.target) if script.kind == "script" else None)
     outputs = _outputs(flags, num_processes)
     if outputs.debugged is not None and script.kind == "program":
         raise ConfigError("--debugger needs a Python script", where="flag --no_python", do="leave one of the two out")
@@ -131,6 +133,8 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
     )
     if slots is not None and num_accelerators:
         variables.update(limit_devices(slots.of(num_accelerators)))
+    if (message := without_effect()) is not None:  # the ranks leave it to the launcher: once for a job
+        print(f"echelon: warning: {message}", file=sys.stderr)
     if not flags["quiet"]:
         _say_notes(resolved, variables, threads, file)
     value = resolved.value

@@ -10,14 +10,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from echelon.base.errors import ConfigError
+from echelon.base.errors import ConfigError, MissingExtraError
+from echelon.base.optional import is_available
 from echelon.config.documents import Entry, read
 from echelon.config.origin import Origin, Source
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 from echelon.config.table import BY_FIELD, KEYS
 
-__all__ = ["SHARDING", "check", "given", "section_in_use", "settle", "with_engine"]
+__all__ = ["SHARDING", "check", "check_installed", "given", "section_in_use", "settle", "with_engine"]
 
 # Whose settings each engine takes; the first is what its name alone asks for.
 _TAKES: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -38,6 +39,8 @@ _HOW = MappingProxyType(
         "deepspeed_config": "add --use_deepspeed, or distributed_type: DEEPSPEED",
     }
 )
+# What an engine needs that is not there with echelon; the extra has the same name.
+_PACKAGES = MappingProxyType({"deepspeed": "deepspeed"})
 _BY_SHARDING = MappingProxyType({"fsdp": "fsdp2", "deepspeed": "deepspeed"})
 SHARDING = frozenset(_HOW)
 """The sections that say how the model is sharded: one of them counts."""
@@ -118,6 +121,34 @@ def check(resolved: Resolved[RunConfig], *, world_size: int | None = None) -> No
     _check_sections(resolved)
     if section_in_use(resolved) == "deepspeed_config" and resolved.value.deepspeed_config_file is not None:
         _check_json(resolved, resolved.value.deepspeed_config_file, world_size)
+
+
+def check_installed(resolved: Resolved[RunConfig], script: Path | None) -> None:
+    """Refuse a run whose ranks would all lack the package of its engine.
+
+    Args:
+        resolved: of ``settle``.
+        script: what the ranks run; one that names another engine which takes the same settings is left to them.
+
+    Raises:
+        MissingExtraError: it is not installed here.
+    """
+    value = resolved.value
+    engine = value.engine or _BY_SHARDING.get(value.sharded_by or "", "")
+    package = _PACKAGES.get(engine)
+    if package is None or is_available(package):
+        return
+    others = [name for name, takes in _TAKES.items() if name != engine and value.sharded_by in takes]
+    source = "" if script is None else script.read_text(encoding="utf-8", errors="replace")
+    if any(name in source for name in others):
+        return
+    raise MissingExtraError(
+        f"engine={engine!r} needs the package {package!r}, which is not installed",
+        where=str(resolved.origins["engine" if value.engine else "sharded_by"]),
+        do=" or ".join(
+            [f"pip install 'echelon[{package}]'", *(f"add --engine {name} to do the same by torch" for name in others)]
+        ),
+    )
 
 
 def _check_offered(resolved: Resolved[RunConfig]) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
 from echelon.base import environ
 from echelon.base.errors import ConfigError
 from echelon.base.variables import parse_flag_from_env, refuse_misspelled
+from echelon.base.warnings import warn
 from echelon.config.origin import Origin, Setting, Source
 from echelon.config.resolve import Layer, Resolved, resolve
 from echelon.config.schema import RunConfig, coerce, field_types
@@ -28,6 +30,7 @@ __all__ = [
     "from_flags",
     "is_debug",
     "refuse_launchers_variables",
+    "without_effect",
 ]
 
 CONFIG_VARIABLE = "ECHELON_CONFIG"
@@ -36,7 +39,8 @@ CHOSEN_THREADS = "ECHELON_CHOSEN_THREADS"
 """What the launcher has set OMP_NUM_THREADS to by itself, by the machine: where numbers must not depend on it, it does not count."""
 
 # A misspelt variable of the last two may be somebody else's: what reads them asks for the right ones.
-_PREFIXES = ("ACCELERATE_", "ECHELON_", "FSDP_", "PARALLELISM_CONFIG_")
+_OWN_PREFIX = "ECHELON_"
+_PREFIXES = ("ACCELERATE_", _OWN_PREFIX, "FSDP_", "PARALLELISM_CONFIG_")
 _FIELDS = MappingProxyType(
     {
         variable: key.field
@@ -45,7 +49,6 @@ _FIELDS = MappingProxyType(
         if variable is not None
     }
 )
-_OTHERS = OTHER_VARIABLES | {CHOSEN_THREADS, CONFIG_VARIABLE, "ECHELON_LOG_LEVEL"}
 _BY_LAUNCHER = frozenset(key.field for key in KEYS if key.section not in (None, "dynamo_config") and not key.shared) | {
     "sharded_by",
     "use_parallelism_config",
@@ -89,9 +92,9 @@ def from_environment() -> Layer:
                 layer[field] = Setting(text, Origin(Source.ENV, variable))
         elif variable in USE:
             use += [variable] if parse_flag_from_env(variable) else []
-        elif variable not in _OTHERS:
+        elif variable not in OTHER_VARIABLES:
             for prefix in _PREFIXES[:2]:
-                refuse_misspelled(prefix, [*_FIELDS, *_OTHERS, *USE])
+                refuse_misspelled(prefix, [*_FIELDS, *OTHER_VARIABLES, *USE])
     if use and "sharded_by" not in layer:
         if len(use) > 1:
             raise ConfigError(
@@ -99,6 +102,26 @@ def from_environment() -> Layer:
             )
         layer["sharded_by"] = Setting(USE[use[0]], Origin(Source.ENV, use[0]))
     return layer
+
+
+def without_effect() -> str | None:
+    """Return what is to be said of variables that begin as echelon's own and mean nothing to it; None: there are none."""
+    names = sorted(
+        name
+        for name, text in environ.snapshot().items()
+        if name.startswith(_OWN_PREFIX) and text and name not in _FIELDS and name not in OTHER_VARIABLES
+    )
+    if not names:
+        return None
+    return (
+        f"{', '.join(names)} in the environment: not known to echelon, and without effect. If it is your own, a name that does "
+        f"not begin with {_OWN_PREFIX} is safe from later settings; `echelon config explain` shows those that count"
+    )
+
+
+@cache
+def _warn_once(message: str) -> None:
+    warn(message)
 
 
 def encode(resolved: Resolved[RunConfig]) -> str:
@@ -140,6 +163,8 @@ def current(code: Layer | None = None) -> Resolved[RunConfig]:
     later = {
         name: setting for name, setting in from_environment().items() if not _says(handed.get(name), name, setting)
     }
+    if not text and (message := without_effect()) is not None:  # else the launcher has said it
+        _warn_once(message)
     return resolve(RunConfig, [handed, later, code or {}])
 
 

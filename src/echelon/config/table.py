@@ -216,6 +216,15 @@ OTHER_VARIABLES = frozenset(
         "ACCELERATE_USE_MPS_DEVICE",
         "ACCELERATE_USE_SAGEMAKER",
         "ACCELERATE_USE_XPU",
+        # What its processes tell each other.
+        "ECHELON_BOARD",
+        "ECHELON_CHOSEN_THREADS",
+        "ECHELON_CONFIG",
+        "ECHELON_SET_GLOO_SOCKET_IFNAME",
+        "ECHELON_WROTE_FOR_TRANSFORMERS",
+        # Read elsewhere.
+        "ECHELON_CHECKPOINT_FORMAT",
+        "ECHELON_LOG_LEVEL",
         "ECHELON_SSH_ARGS",
         "ECHELON_TOKEN",
         "ECHELON_TOKEN_FILE",

@@ -1,4 +1,4 @@
-"""LEVEL 3: the Trainer. Floor 10."""
+"""LEVEL 3: the Trainer. Floor 9."""
 
 from echelon.accelerator.preemption import Preempted
 from echelon.trainer.arguments import TrainingArguments
