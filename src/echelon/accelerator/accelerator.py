@@ -63,6 +63,7 @@ from echelon.accelerator.project import ProjectConfiguration
 from echelon.accelerator.saving import save, without_wrappers
 from echelon.accelerator.scheduler import AcceleratedScheduler
 from echelon.accelerator.state import AcceleratorState, only_if
+from echelon.accelerator.step_guard import StepGuard
 from echelon.accelerator.tracking import Tracking
 from echelon.accelerator.unprepared import refuse_unprepared_loader
 from echelon.accelerator.watching import watched
@@ -147,11 +148,20 @@ class Accelerator(AcceleratorFacts):
         nothing: dict[str, Any] = {
             name: [] for name in ("_models", "_optimizers", "_schedulers", "_dataloaders", "_unsharded")
         }
-        return {**vars(self), **nothing, "_originals": {}, "_compiled": {}, "_watcher": None, "_epochs": None}
+        return {
+            **vars(self),
+            **nothing,
+            "_originals": {},
+            "_compiled": {},
+            "_watcher": None,
+            "_epochs": None,
+            "_guard": None,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._epochs = self._open_epochs()
+        self._guard = self._open_guard()
         note_accelerator(self)  # in a process that was given it, AcceleratorState() looks at it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
@@ -281,6 +291,7 @@ class Accelerator(AcceleratorFacts):
         self.preemption = Preemption()
         """Where the run may stop when it is asked to end."""
         self._epochs = self._open_epochs()
+        self._guard = self._open_guard()
         self._compiled: dict[int, nn.Module] = {}  # id of a whole compiled model -> the engine's model in it
         self._watcher: Watcher | None = None
         self._told: set[type] = set()  # classes of schedulers of which was said how often they advance
@@ -337,7 +348,8 @@ class Accelerator(AcceleratorFacts):
             unsynced: optimizers step with the local gradients in it, on purpose: the ranks drift apart. Otherwise a step
                 in it is taken with gradients averaged over the ranks there and then.
         """
-        return LocalBackward(self._engine.no_sync(self._engine_model(model)), self._optimizers if unsynced else ())
+        steppers = [*self._optimizers, self._guard] if unsynced else ()
+        return LocalBackward(self._engine.no_sync(self._engine_model(model)), steppers)
 
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[Any]:
@@ -551,6 +563,16 @@ class Accelerator(AcceleratorFacts):
             owner=weakref.ref(self),
         )
 
+    def _open_guard(self) -> StepGuard:
+        return StepGuard(
+            engine=self._engine,
+            models=self._models,
+            state=self.gradient_state,
+            parity=self._config.value.parity,
+            scaler=self.scaler,
+            num_processes=self._world.world_size,
+        )
+
     def _at_boundary(self, is_new_step: bool, is_whole: bool) -> None:
         """The run may stop here: if all ranks are to, save and end."""
         preemption = self.preemption
@@ -699,8 +721,10 @@ class Accelerator(AcceleratorFacts):
                     gradient_state=self.gradient_state,
                     scaler=self.scaler,
                     clipping=self._deepspeed.clipping,
+                    guard=self._guard,
                 )
             )
+            self._guard.note_prepared(inner)
             self._note(optimizer, self._optimizers[-1])
         for scheduler, inner in zip(schedulers, prepared.schedulers):
             self._schedulers.append(self._wrap_scheduler(inner))
@@ -1244,6 +1268,7 @@ class Accelerator(AcceleratorFacts):
         self._dataloaders.clear()
         self._originals.clear()
         self._compiled.clear()
+        self._guard.release()
         self._engine.release()
         self.step = 0
         if self.device.type != "cpu":

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from echelon.accelerator.optimizer import AcceleratedOptimizer
+from echelon.accelerator.step_guard import StepGuard
 from echelon.base.errors import UsageError
 
 if TYPE_CHECKING:
@@ -57,7 +58,9 @@ class LocalBackward:
 
     __slots__ = ("_context", "_optimizers")
 
-    def __init__(self, context: AbstractContextManager[Any], optimizers: Iterable[AcceleratedOptimizer]) -> None:
+    def __init__(
+        self, context: AbstractContextManager[Any], optimizers: Iterable[AcceleratedOptimizer | StepGuard]
+    ) -> None:
         self._context = context
         self._optimizers = list(optimizers)
 

@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from echelon.accelerator.gradient_state import GradientState
+from echelon.accelerator.step_guard import StepGuard
 from echelon.distributed.meeting import meet
 from echelon.engines.base import Engine
 from echelon.status.board import Phase
@@ -41,6 +42,7 @@ class AcceleratedOptimizer(Optimizer):
         gradient_state: GradientState,
         scaler: torch.amp.GradScaler | None,
         clipping: Clipping | None = None,
+        guard: StepGuard | None = None,
     ) -> None:
         # Optimizer's own __init__ is not called: groups, state and hooks are those of the wrapped one.
         self.optimizer = optimizer
@@ -48,6 +50,7 @@ class AcceleratedOptimizer(Optimizer):
         self.gradient_state = gradient_state
         self.scaler = scaler
         self.clipping = clipping
+        self.guard = guard
         self.is_clipped = False
         """Has the loop clipped the gradients of this update?"""
         self.unsynced = False
@@ -102,7 +105,7 @@ class AcceleratedOptimizer(Optimizer):
                 notes.phase(Phase.OPTIMIZER)
             if self.clipping is not None:
                 self._clip(self.clipping)
-            self._skipped = not self.engine.step(self.optimizer, closure=closure, unsynced=self.unsynced)
+            self._skipped = not self._step_by_engine(closure)
             self.num_steps += not self._skipped
             self._is_used = True
             if notes is not None:
@@ -110,6 +113,15 @@ class AcceleratedOptimizer(Optimizer):
         else:
             self.num_postponed += 1
         self._is_postponed = not self.gradient_state.sync_gradients
+
+    def _step_by_engine(self, closure: Any) -> bool:
+        if self.guard is None:
+            return self.engine.step(self.optimizer, closure=closure, unsynced=self.unsynced)
+        before, self.guard.is_stepping = self.guard.is_stepping, True
+        try:
+            return self.engine.step(self.optimizer, closure=closure, unsynced=self.unsynced)
+        finally:
+            self.guard.is_stepping = before
 
     def _clip(self, clipping: Clipping) -> None:
         if not (clipping.gives_way and self.is_clipped):
@@ -172,7 +184,7 @@ class AcceleratedOptimizer(Optimizer):
         return f"{type(self).__name__}({self.optimizer!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(self.__dict__)
+        return {**self.__dict__, "guard": None}  # it knows optimizers by their identity, which no copy has
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

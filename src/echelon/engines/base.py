@@ -100,6 +100,26 @@ class Engine(ABC):
         Collective: where the step guard has to reduce.
         """
 
+    @property
+    def steps_by_itself(self) -> bool:
+        """Does the engine step an optimizer now without being asked, on a rank that has run out of batches?"""
+        return False
+
+    def reduce_gradients(self, optimizer: Optimizer) -> bool:
+        """Reduce what the other ranks have not seen of the gradients of ``optimizer``, which is going to step by itself.
+
+        The step guard calls it for an optimizer that was not prepared; ``step`` does the same by itself.
+
+        Returns:
+            Was there something to reduce?
+
+        Collective: where there was.
+
+        Raises:
+            UsageError: such a step cannot be right.
+        """
+        return False
+
     @abstractmethod
     def settle(self) -> None:
         """Finish what the last steps left for the next backward pass (the choice of the loss scale): before state is read."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from echelon.base.capabilities import Capabilities
 from echelon.base.warnings import warn
+from echelon.distributed.replica import Replica, average_gradients
 from echelon.engines.base import Engine, Prepared
 from echelon.engines.canonical import ReplicatedUpdate
 from echelon.engines.comm_hooks import register_comm_hook
@@ -23,7 +24,6 @@ from echelon.engines.outputs import SightOfOutputs
 from echelon.engines.row_norms import clip_by_rows
 from echelon.engines.stepping import (
     Stepper,
-    average_gradients,
     clip_gradients,
     load_state,
     multiply_gradients,
@@ -55,10 +55,12 @@ class DDPEngine(Engine):
         self._stepper = Stepper(scaler)
         self._clip = clip_gradients
         self._options = dict(options or {})
-        self._replicas: dict[int, _Replica] = {}  # by id of the wrapper, which the replica keeps alive
-        self._owned: set[int] = set()  # ids of the parameters of all replicas
-        # By optimizer: what was counted when it was looked up, and its parameters that no prepared model holds.
-        self._strays: WeakKeyDictionary[Optimizer, tuple[tuple[int, int], list[torch.Tensor]]] = WeakKeyDictionary()
+        self._replicas: dict[int, Replica] = {}  # by id of the wrapper, which the replica keeps alive
+        # By optimizer: what was looked up, and its parameters that no replica holds.
+        self._strays: WeakKeyDictionary[Optimizer, tuple[list[int], list[torch.Tensor]]] = WeakKeyDictionary()
+        self._shared: WeakKeyDictionary[Optimizer, set[int]] = (
+            WeakKeyDictionary()
+        )  # ids of those that are equal on all ranks
         self._warned = False
         self._reduces = True  # False: gradients are left alone (open_shards)
 
@@ -106,8 +108,12 @@ class DDPEngine(Engine):
         register_comm_hook(wrapper, hook=hook, wrapper=outer, state_options=state_options)
         wrapper.require_backward_grad_sync = self._reduces
         wrapper.require_forward_param_sync = self._reduces  # no buffer may depend on what a rank has seen
-        self._replicas[id(wrapper)] = _Replica(wrapper, reduces=self._reduces)
-        self._owned.update(id(parameter) for parameter in model.parameters())
+        hooks: Sequence[Any] = ()
+        if wrapper.find_unused_parameters or wrapper.static_graph:
+            where = "DistributedDataParallelKwargs(find_unused_parameters=True), or static_graph=True"
+            hooks = SightOfOutputs(wrapper, wrapper.module, where=where).hooks
+        self._replicas[id(wrapper)] = Replica(wrapper, reduces=self._reduces, hooks=hooks)
+        self._strays.clear()
         return wrapper
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
@@ -224,56 +230,75 @@ class DDPEngine(Engine):
         for replica in self._replicas.values():
             replica.release()
         self._replicas.clear()
-        self._owned.clear()
         self._strays.clear()
+        self._shared.clear()
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """See ``Engine``."""
         inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         return inner
 
+    def reduce_gradients(self, optimizer: Optimizer) -> bool:
+        """See ``Engine``."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for replica in self._replicas.values():
+            replica.follow_before_step()
+        is_reduced = any(replica.is_dirty() for replica in self._replicas.values()) and self._reduce(parameters)
+        strays = [p for p in self._strays_of(optimizer, parameters) if p.requires_grad]
+        if strays:
+            self._share_strays(optimizer, strays)
+            if self._reduces:
+                average_gradients(strays)
+        return is_reduced
+
     def _guard_optimizer(self, optimizer: Optimizer) -> None:
         """Average what the other ranks have not seen of the gradients of ``optimizer``."""
-        if any(replica.is_dirty() for replica in self._replicas.values()):
-            self._guard(p for group in optimizer.param_groups for p in group["params"])
+        if self.reduce_gradients(optimizer):
+            self._warn()
+
+    def _strays_of(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the parameters of ``optimizer`` that no replica holds."""
         # Looked up again only when there are other models or parameters: a step must not cost a walk over all of them.
-        count = (len(self._owned), sum(len(group["params"]) for group in optimizer.param_groups))
+        looked_up = [*(replica.version for replica in self._replicas.values()), *map(id, parameters)]
         known = self._strays.get(optimizer)
-        if known is None or known[0] != count:
-            strays = [
-                p
-                for group in optimizer.param_groups
-                for p in group["params"]
-                if id(p) not in self._owned and p.requires_grad
-            ]
-            if strays:
-                self._share_strays(strays)
-            known = self._strays[optimizer] = (count, strays)
-        if known[1] and self._reduces:
-            average_gradients(known[1])
+        if known is None or known[0] != looked_up:
+            owned = {id(p) for replica in self._replicas.values() for p in replica.wrapper.module.parameters()}
+            known = self._strays[optimizer] = (looked_up, [p for p in parameters if id(p) not in owned])
+        return known[1]
 
     def _guard(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Average the gradients of each dirty replica that holds one of ``parameters``.
+        if any(replica.is_dirty() for replica in self._replicas.values()) and self._reduce(parameters):
+            self._warn()
+
+    def _reduce(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Average the gradients of each dirty replica that holds one of ``parameters``; False: there is none.
 
         Every rank runs the same program, so every rank comes here with the same replicas. An average of what DDP has
         averaged already is that average, so a mixture of seen and unseen contributions comes out right too.
 
         Collective: when something is to be reduced.
         """
-        ids = {id(p) for p in parameters}
+        ids = set(map(id, parameters))
+        is_reduced = False
         for replica in self._replicas.values():
             if replica.is_dirty() and any(id(p) in ids for p in replica.parameters):
-                self._warn()
                 average_gradients(replica.parameters)
                 replica.mark_reduced()
+                is_reduced = True
+        return is_reduced
 
-    def _share_strays(self, strays: list[torch.Tensor]) -> None:
+    def _share_strays(self, optimizer: Optimizer, strays: list[torch.Tensor]) -> None:
+        shared = self._shared.setdefault(optimizer, set())
+        new = [p for p in strays if id(p) not in shared]
+        if not new:
+            return
+        shared.update(map(id, new))
         warn(
-            f"{len(strays)} parameter(s) of this optimizer belong to no prepared model: echelon averages their gradients "
+            f"{len(new)} parameter(s) of this optimizer belong to no prepared model: echelon averages their gradients "
             "over the ranks at each step. Prepare the model that holds all parameters, which overlaps this with the "
             "backward pass."
         )
-        for parameter in strays:
+        for parameter in new:
             dist.broadcast(parameter.data, src=0)  # the ranks may have initialised them differently
 
     def _warn(self) -> None:
@@ -284,94 +309,6 @@ class DDPEngine(Engine):
                 "through the bare module, or through an object that holds it): echelon averages the gradients now, so "
                 "the result is right, but slower. Forward through the prepared model, and step outside no_sync()."
             )
-
-
-class _Replica:
-    """One wrapped model, and whether its gradients hold something that the other ranks have not seen."""
-
-    def __init__(self, wrapper: DistributedDataParallel, *, reduces: bool) -> None:
-        self.wrapper = wrapper
-        self._reduces = reduces
-        self.parameters = [p for p in wrapper.module.parameters() if p.requires_grad]
-        self._touched = _Flag()  # a gradient was accumulated since the last settle()
-        self._will_reduce = False  # the forward pass told DDP to reduce in the backward pass that follows
-        self._dirty = False
-        self._must_prepare = False  # the next backward pass reduces what forward passes in no_sync began
-        self._hooks = [wrapper.register_forward_pre_hook(self._note_forward)]
-        self._hooks += [p.register_post_accumulate_grad_hook(self._touched) for p in self.parameters]
-        if wrapper.find_unused_parameters or wrapper.static_graph:
-            where = "DistributedDataParallelKwargs(find_unused_parameters=True), or static_graph=True"
-            self._hooks += SightOfOutputs(wrapper, wrapper.module, where=where).hooks
-
-    def release(self) -> None:
-        """Take the hooks off the user's parameters."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _note_forward(self, wrapper: nn.Module, _inputs: Any) -> None:
-        # DDP decides here, not in the backward pass: the same condition as its own forward.
-        if torch.is_grad_enabled() and self.wrapper.require_backward_grad_sync:
-            self._will_reduce = True
-
-    @contextmanager
-    def sync_next_backward(self) -> Iterator[None]:
-        """Let the backward pass in the block reduce, as if the forward pass before it had asked for that."""
-        wrapper = self.wrapper
-        before = wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync
-        wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = True
-        self._must_prepare = True
-        if not wrapper.find_unused_parameters:  # else DDP searches the graph of the loss, which is not known yet
-            self.prepare_for_backward([])
-        try:
-            yield
-        finally:
-            wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = before
-            self.settle()
-            self._will_reduce = self._must_prepare = False
-
-    def prepare_for_backward(self, losses: list[torch.Tensor]) -> None:
-        """Do what DDP's forward pass left out in ``no_sync``, where ``sync_next_backward`` asks for it."""
-        if self._must_prepare:
-            self.wrapper.reducer.prepare_for_backward(losses)
-            self._must_prepare, self._will_reduce = False, True
-
-    def contribute_zeros(self) -> None:
-        """Take part in the reduction that the forward pass asked for, if no backward pass has."""
-        if self._will_reduce:
-            torch.autograd.backward(self.parameters, [torch.zeros_like(p) for p in self.parameters])
-            self.settle()
-
-    def settle(self) -> None:
-        """After a backward pass: were the gradients that it made reduced?"""
-        if not self._touched.is_up:
-            return
-        self._dirty = self._reduces and not self._will_reduce
-        self._touched.is_up = self._will_reduce = False
-
-    def is_dirty(self) -> bool:
-        """Tell whether a gradient holds something that the other ranks have not seen."""
-        self.settle()  # a backward pass that did not go through the engine
-        return self._dirty
-
-    def mark_reduced(self) -> None:
-        """All ranks have seen everything, or it was cleared."""
-        self._dirty = False
-
-
-class _Flag:
-    """Goes up when it is called as a hook of a parameter.
-
-    Such a hook must not reach the wrapper: DDP's reducer keeps the parameters, out of the garbage collector's sight, so
-    that the circle, with the model and the process group, would never be freed.
-    """
-
-    __slots__ = ("is_up",)
-
-    def __init__(self) -> None:
-        self.is_up = False
-
-    def __call__(self, _parameter: torch.Tensor) -> None:
-        self.is_up = True
 
 
 class _NoSync:

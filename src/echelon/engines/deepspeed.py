@@ -324,6 +324,21 @@ class DeepSpeedEngine(Engine):
             )
         return self._required("step()").step()
 
+    def reduce_gradients(self, optimizer: Optimizer) -> bool:
+        """See ``Engine``: only DeepSpeed's own optimizer gets the gradients.
+
+        Raises:
+            UsageError: another one.
+        """
+        if self._run is not None and optimizer is self._run.optimizer:
+            return False
+        raise UsageError(
+            f"{type(optimizer).__name__} holds parameters of a model that DeepSpeed trains, and was not prepared with it: it would "
+            "step without their gradients",
+            where="step(), engine deepspeed",
+            do="write model, optimizer = accelerator.prepare(model, optimizer), in one call, and step what it returns",
+        )
+
     def settle(self) -> None:
         """See ``Engine``."""
         if self._run is not None:

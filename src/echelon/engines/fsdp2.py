@@ -19,6 +19,7 @@ from echelon.base.capabilities import Capabilities
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.versions import torch_version
 from echelon.base.warnings import warn
+from echelon.distributed.replica import average_gradients
 from echelon.distributed.tree import map_tensors
 from echelon.engines.base import Engine, Prepared
 from echelon.engines.canonical import ReplicatedUpdate, ShardedUpdate
@@ -28,7 +29,7 @@ from echelon.engines.row_norms import clip_by_rows
 from echelon.engines.scattered import ScatteredUpdate
 from echelon.engines.sharding import ShardingOptions
 from echelon.engines.shards import from_parts, fsdp_groups, local_parts, part_like, parts_of, whole
-from echelon.engines.stepping import Stepper, average_gradients, load_state, plain_state_dict, state_of, zeros_for
+from echelon.engines.stepping import Stepper, load_state, plain_state_dict, state_of, zeros_for
 from echelon.engines.wrapping import checkpoint_activations, ignored_in, modules_to_shard
 from echelon.world.world import World
 
@@ -250,6 +251,10 @@ class FSDP2Engine(Engine):
             self._guard()
         return self._stepper.step(optimizer, closure)
 
+    def reduce_gradients(self, optimizer: Optimizer) -> bool:
+        """See ``Engine``."""
+        return self._reduce()
+
     def settle(self) -> None:
         """See ``Engine``."""
         self._stepper.settle()
@@ -311,18 +316,27 @@ class FSDP2Engine(Engine):
         return root is None or not any(_is_unreduced(part) for part in _fsdp_params(root))
 
     def _guard(self) -> None:
+        if self._reduce():
+            self._warn()
+
+    def _reduce(self) -> bool:
         """Reduce what the other ranks have not seen: of an unsynchronised pass, and of parameters that torch leaves alone.
+
+        Returns:
+            Was a pass unsynchronised?
 
         Collective: when something is to be reduced.
         """
         if self._update is not None:
-            return
+            return False
+        is_reduced = False
         for key, root in self._roots.items():
             if not self.reduced(root):  # type: ignore[arg-type]
-                self._warn()
+                is_reduced = True
                 _reduce_now(root)
             if self._strays[key]:
                 average_gradients(self._strays[key])
+        return is_reduced
 
     def _warn(self) -> None:
         if not self._warned:

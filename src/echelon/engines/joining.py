@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,17 +21,27 @@ _ENDED = -1
 
 
 @contextmanager
-def join_sharded(wrappers: Sequence[DistributedDataParallel], optimizers: Sequence[ShardedOptimizer]) -> Iterator[None]:
+def join_sharded(
+    wrappers: Sequence[DistributedDataParallel],
+    optimizers: Sequence[ShardedOptimizer],
+    *,
+    note: Callable[[bool], None],
+) -> Iterator[None]:
     """Let ranks run out of batches at different steps; those that have done so still step their part of the parameters.
 
     Torch's own hook for that steps once for each forward pass, whether the others step or not, by gradients that the
     rank does not have and by a learning rate that its scheduler has left behind.
 
+    Args:
+        wrappers: the models.
+        optimizers: of them.
+        note: is called with True before a rank that has ended steps, and with False afterwards.
+
     Collective: every rank enters.
 
     Source: torch.distributed.algorithms.join.Join.
     """
-    events = _Events(wrappers, optimizers)
+    events = _Events(wrappers, optimizers, note)
     # Made for what it sets in the wrappers: their forward passes tell the ranks that have ended whether they reduce.
     Join([events, *wrappers])
     with Join([events]):
@@ -49,8 +59,14 @@ def join_sharded(wrappers: Sequence[DistributedDataParallel], optimizers: Sequen
 class _Events(Joinable, JoinHook):
     """Before each forward pass and each step, the ranks that run tell those that have ended, which take part in it."""
 
-    def __init__(self, wrappers: Sequence[DistributedDataParallel], optimizers: Sequence[ShardedOptimizer]) -> None:
+    def __init__(
+        self,
+        wrappers: Sequence[DistributedDataParallel],
+        optimizers: Sequence[ShardedOptimizer],
+        note: Callable[[bool], None],
+    ) -> None:
         super().__init__()
+        self._note = note
         self._wrappers = list(wrappers)
         self._optimizers = list(optimizers)
         self._passes: list[JoinHook] = [wrapper.join_hook() for wrapper in wrappers]  # type: ignore[no-untyped-call]
@@ -108,7 +124,11 @@ class _Events(Joinable, JoinHook):
         for parameter in own:
             parameter.grad = None
         _share_step(optimizer, events)
-        optimizer.step()
+        self._note(True)
+        try:
+            optimizer.step()
+        finally:
+            self._note(False)
         for parameter, gradient in zip(own, before):
             parameter.grad = gradient
 

@@ -8,13 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 __all__ = [
     "Stepper",
-    "average_gradients",
     "clip_gradients",
     "load_plain_state_dict",
     "load_state",
@@ -179,21 +177,3 @@ def load_state(module: nn.Module, optimizers: Sequence[Optimizer], state: Mappin
                 ],
             }
         )
-
-
-def average_gradients(parameters: Sequence[torch.Tensor]) -> None:
-    """Replace the gradient of each parameter by the mean over the ranks; where no rank has one it stays None.
-
-    Collective: every rank, with the same parameters.
-    """
-    world_size = dist.get_world_size()
-    device = parameters[0].device
-    present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=device)
-    dist.all_reduce(present, op=dist.ReduceOp.MAX)
-    for parameter, somewhere in zip(parameters, present.tolist()):
-        if not somewhere:
-            continue
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        parameter.grad.div_(world_size)  # before the sum, as DDP does: the same rounding
-        dist.all_reduce(parameter.grad)

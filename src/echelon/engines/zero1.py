@@ -48,6 +48,7 @@ class Zero1Engine(Engine):
         self._again = partial(type(self), world, scaler=scaler, options=options)
         # By the optimizer that was given: a scheduler of it may be prepared later.
         self._sharded: dict[Optimizer, ShardedOptimizer] = {}
+        self._is_stepping = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without models and optimizers, which it knows by their identity: a copy has prepared nothing.
@@ -106,7 +107,10 @@ class Zero1Engine(Engine):
             for optimizer in self._sharded.values()
             if any(id(parameter) in owned for group in optimizer.param_groups for parameter in group["params"])
         ]
-        return join_sharded(wrappers, optimizers) if wrappers else nullcontext()
+        return join_sharded(wrappers, optimizers, note=self._note_own_step) if wrappers else nullcontext()
+
+    def _note_own_step(self, is_stepping: bool) -> None:
+        self._is_stepping = is_stepping
 
     def backward(self, loss: torch.Tensor, model: nn.Module | None = None, **options: Any) -> None:
         """As ddp."""
@@ -131,6 +135,15 @@ class Zero1Engine(Engine):
                 do="use the engine ddp for that",
             )
         return self._ddp.step(optimizer, closure=closure)
+
+    @property
+    def steps_by_itself(self) -> bool:
+        """See ``Engine``."""
+        return self._is_stepping
+
+    def reduce_gradients(self, optimizer: Optimizer) -> bool:
+        """As ddp."""
+        return self._ddp.reduce_gradients(optimizer)
 
     def settle(self) -> None:
         """As ddp."""
