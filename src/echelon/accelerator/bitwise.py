@@ -21,6 +21,7 @@ from echelon.accelerator.surroundings import (
     refuse_changed_buffers,
     refuse_modules,
     refuse_optimizers,
+    refuse_sparse_gradients,
 )
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.logging import get_logger
@@ -147,6 +148,8 @@ class CanonicalLedger(Ledger):
 
     def after_backward(self) -> None:
         """See ``Ledger``: in the last micro-step, make the sums, and go on with random numbers that are no shard's."""
+        if self._versions is not None:
+            refuse_sparse_gradients(self._models())
         if not self._state.sync_gradients:
             return
         self.update.finish()

@@ -35,6 +35,7 @@ __all__ = [
     "refuse_kernels",
     "refuse_modules",
     "refuse_optimizers",
+    "refuse_sparse_gradients",
 ]
 
 _EXACT = "or use parity='exact'"
@@ -197,11 +198,13 @@ _NORM = (
 _RUNNING = "it keeps running statistics of the shards of one process"
 _POWER = "it makes a step of its power iteration in each forward pass, and a process with fewer shards makes fewer"
 _COMPILED = "torch.compile takes other kernels for a shape when it has met others before"
+_SPARSE = "its gradients are sparse, and those of shards are added up in a fixed order only where they are dense"
 _INSTEAD = {
     _NORM: "use GroupNorm or LayerNorm, or put these layers in eval mode before prepare()",
     _RUNNING: "use track_running_stats=False, or put these layers in eval mode before prepare()",
     _POWER: "use torch.nn.utils.parametrizations.weight_norm or orthogonal",
     _COMPILED: "compile with dynamic=False",
+    _SPARSE: "give sparse=False",
 }
 
 
@@ -215,6 +218,8 @@ def _named_reasons(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
             isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values()
         ):
             yield name, module, _POWER
+        elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            yield name, module, _SPARSE
         elif is_compiled_module(module) and getattr(module.dynamo_ctx, "_dynamic", False) is None:
             yield name, module, _COMPILED
 
@@ -238,6 +243,22 @@ def refuse_changed_buffers(models: Sequence[nn.Module], before: Mapping[int, int
             "process with other shards has other values there",
             where="parity='bitwise'",
             do=f"compute it without state, freeze it, keep it out of the buffers if nothing depends on it, {_EXACT}",
+        )
+
+
+def refuse_sparse_gradients(models: Sequence[nn.Module]) -> None:
+    """Raise where a backward pass has made gradients that are sparse.
+
+    Raises:
+        UsageError: the names of their parameters.
+    """
+    named = [name for m in models for name, p in m.named_parameters() if p.grad is not None and p.grad.is_sparse]
+    if named:
+        raise UsageError(
+            f"the gradients of {', '.join(named[:5])}{' and others' if len(named) > 5 else ''} are sparse, and those of shards "
+            "are added up in a fixed order only where they are dense",
+            where="parity='bitwise'",
+            do=f"give sparse=False, {_EXACT}",
         )
 
 

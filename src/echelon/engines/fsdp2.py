@@ -149,6 +149,7 @@ class FSDP2Engine(Engine):
 
     def _adopt(self, model: nn.Module) -> None:
         assert isinstance(model, FSDPModule)
+        _require_one_dtype(model)
         self._average_by_hand(model)
         self._roots[id(model)] = model
         self._strays[id(model)] = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
@@ -444,6 +445,28 @@ def _syncing(root: FSDPModule | None, *, sync: bool) -> Iterator[None]:
         root.set_requires_gradient_sync(True)
 
 
+def _require_one_dtype(root: FSDPModule) -> None:
+    """Raise where a unit holds parameters of several dtypes, which torch refuses in the first forward pass, without a name.
+
+    Raises:
+        UsageError: one of each.
+    """
+    names = {id(p): name for name, p in root.named_parameters()}  # type: ignore[attr-defined]
+    for group in fsdp_groups(root):
+        by_dtype: dict[torch.dtype, torch.Tensor] = {}
+        for parameter in (part.sharded_param for part in group.fsdp_params):
+            if parameter.requires_grad:
+                by_dtype.setdefault(parameter.dtype, parameter)
+        if len(by_dtype) > 1:
+            found = " and ".join(f"{names.get(id(p), 'one')} ({dtype})" for dtype, p in list(by_dtype.items())[:2])
+            raise UsageError(
+                f"{found} would be sent together, and torch's fully_shard sends parameters of one dtype in a unit",
+                where="prepare(), engine fsdp2",
+                do="cast the model to one dtype, make the modules of one dtype units of their own (the wrap policy), leave them "
+                "whole (ignored_modules), or use engine='ddp'",
+            )
+
+
 def _fsdp_params(root: FSDPModule) -> Iterator[Any]:
     for group in fsdp_groups(root):
         yield from group.fsdp_params
@@ -504,7 +527,7 @@ def _power_sum(tensors: Sequence[torch.Tensor], p: float, device: torch.device) 
     filled = [t for t in tensors if t.numel()]
     if not filled:
         return torch.zeros((), device=device)
-    wide = max((t.dtype for t in filled), key=lambda dtype: torch.finfo(dtype).bits)
+    wide = max((t.dtype.to_real() for t in filled), key=lambda dtype: torch.finfo(dtype).bits)
     wide = torch.float32 if torch.finfo(wide).bits < 32 else wide
     norms = torch.stack([norm.to(device=device, dtype=wide) for norm in torch._foreach_norm(filled, p)])
     return norms.max() if math.isinf(p) else (norms**p).sum()

@@ -33,7 +33,7 @@ def clip_by_rows(parameters: Iterable[torch.Tensor], max_norm: float, norm_type:
     if is_sharded:
         dist.all_reduce(vector)  # each number is one rank's, the others' are zero: nothing is rounded
     norm: torch.Tensor = torch.linalg.vector_norm(vector, norm_type)
-    norm = norm.to(max((gradient.dtype for gradient in gradients), key=lambda dtype: torch.finfo(dtype).bits))
+    norm = norm.to(max((gradient.dtype.to_real() for gradient in gradients), key=lambda dtype: torch.finfo(dtype).bits))
     if math.isfinite(max_norm):
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for gradient in local_parts(gradients):

@@ -1,0 +1,143 @@
+"""``parity="bitwise"`` and tensors of other kinds: complex parameters train to the same bits, sparse gradients are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from echelon import Accelerator
+from echelon.base.errors import UsageError
+from tests.harness import RanksFailed, run_on_ranks
+
+
+class _Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.view_as_complex(torch.arange(24.0).reshape(3, 4, 2) / 24))
+        self.vector = nn.Parameter(torch.view_as_complex(torch.arange(6.0).reshape(3, 2) / 6))
+        self.real = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.real((x.to(self.matrix.dtype) @ self.matrix.T + self.vector).abs())
+        return out
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return _Complex()
+
+
+def _samples() -> torch.Tensor:
+    return torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
+
+
+def _train(engine: str, parity: str) -> tuple[list[list[float]] | None, list[float]]:
+    accelerator = Accelerator(cpu=True, parity=parity, engine=engine, seed=0, canonical_shards=4)
+    model: Any = _model()
+    loader: Any = DataLoader(TensorDataset(_samples()), batch_size=8)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    norms = []
+    for (x,) in loader:
+        accelerator.backward(model(x).square().mean())
+        norm = float(accelerator.clip_grad_norm_(model.parameters(), 0.5))
+        norms += [norm] if accelerator.sync_gradients else []
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = accelerator.get_state_dict(model)
+    if whole is None:
+        return None, norms
+    return [
+        torch.view_as_real(v.resolve_conj()).flatten().tolist() if v.is_complex() else v.flatten().tolist()
+        for v in whole.values()
+    ], norms
+
+
+def _plain() -> tuple[list[torch.Tensor], list[float]]:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    norms = []
+    for x in _samples().split(8):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+    return [p.detach() for p in model.parameters()], norms
+
+
+def test_complex_parameters_train_with_clipping_to_the_same_bits() -> None:
+    """Against the plain loop: float32, 1e-5."""
+    weights, expected_norms = _plain()
+    one, norms = run_on_ranks(_train, "ddp", "bitwise", world_size=1)[0]
+    assert one is not None
+    for found, right in zip(one, weights):
+        flat = torch.view_as_real(right) if right.is_complex() else right
+        torch.testing.assert_close(torch.tensor(found), flat.flatten(), rtol=1e-5, atol=1e-6)
+    assert norms == pytest.approx(expected_norms, rel=1e-5)
+    for world_size in (2, 3):
+        (whole, also), *_ = run_on_ranks(_train, "ddp", "bitwise", world_size=world_size)
+        assert (whole, also) == (one, norms)
+
+
+def test_complex_parameters_are_clipped_by_their_norm_with_exact_parity() -> None:
+    """Against the plain loop: float32, 1e-5."""
+    weights, expected_norms = _plain()
+    (whole, norms), *_ = run_on_ranks(_train, "ddp", "exact", world_size=2)
+    assert whole is not None
+    for found, right in zip(whole, weights):
+        flat = torch.view_as_real(right) if right.is_complex() else right
+        torch.testing.assert_close(torch.tensor(found), flat.flatten(), rtol=1e-5, atol=1e-6)
+    assert norms == pytest.approx(expected_norms, rel=1e-5)
+
+
+@pytest.mark.parametrize(("engine", "name"), [("zero1", "SGD"), ("fsdp2", "matrix (torch.complex64)")])
+def test_engines_that_cannot_mix_them_with_real_ones_say_so(engine: str, name: str) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_on_ranks(_train, engine, "bitwise", world_size=2)
+    for error in failed.value.errors.values():
+        assert isinstance(error, UsageError)
+        assert name in str(error)
+        assert "ddp" in str(error)
+
+
+class _FunctionalEmbedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(5, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(x, self.table, sparse=True)
+
+
+def _sparse(kind: str) -> None:
+    accelerator = Accelerator(cpu=True, parity="bitwise", seed=0)
+    made: Any = {
+        "Embedding": lambda: nn.Sequential(nn.Embedding(5, 2, sparse=True)),
+        "EmbeddingBag": lambda: nn.Sequential(nn.EmbeddingBag(5, 2, sparse=True, mode="sum")),
+        "functional": lambda: nn.Sequential(_FunctionalEmbedding()),
+    }
+    model = made[kind]()
+    loader: Any = DataLoader(TensorDataset(torch.arange(16).reshape(16, 1) % 5), batch_size=8)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    assert kind == "functional", "prepare() took it"
+    for (x,) in loader:
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("Embedding", "0 (Embedding)"), ("EmbeddingBag", "0 (EmbeddingBag)"), ("functional", "0.table")]
+)
+def test_sparse_gradients_are_refused_by_name(kind: str, name: str, world_size: int) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_on_ranks(_sparse, kind, world_size=world_size)
+    for error in failed.value.errors.values():
+        assert isinstance(error, UsageError)
+        assert name in str(error)
+        assert "sparse" in str(error)
+        assert "parity='exact'" in str(error)
