@@ -339,7 +339,7 @@ def _refusals() -> list[str]:
     with accelerator.no_sync(model, unsynced=True), pytest.raises(UsageError, match="gradients of one rank") as caught:
         optimizer.step()
     texts.append(str(caught.value))
-    larger = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
+    larger = torch.optim.SGD([*_model().parameters(), nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
     sum(p.sum() for p in larger.param_groups[0]["params"]).backward()
     larger.step()
     with pytest.raises(ValueError, match="different number of parameter groups"):
