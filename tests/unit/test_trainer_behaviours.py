@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from echelon.base.errors import UsageError
+from echelon.base.warnings import EchelonWarning
 from echelon.trainer import (
     DefaultFlowCallback,
     EvalPrediction,
@@ -56,7 +57,8 @@ def test_a_seed_that_is_set_later_changes_nothing_of_the_order(tmp_path: Path) -
 
 def test_a_model_is_given_the_labels_of_the_update_where_it_takes_them(tmp_path: Path) -> None:
     model = Counting()
-    Trainer(model, arguments(tmp_path, gradient_accumulation_steps=2), train_dataset=DATA[:4]).train()
+    with pytest.warns(EchelonWarning, match="does not compute with it"):
+        Trainer(model, arguments(tmp_path, gradient_accumulation_steps=2), train_dataset=DATA[:4]).train()
     assert [int(given) for given in model.given] == [4, 4]
     model = Counting()
     model.accepts_loss_kwargs = False  # type: ignore[assignment]

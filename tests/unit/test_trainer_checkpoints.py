@@ -494,3 +494,44 @@ def test_a_checkpoint_is_exported_for_transformers(tmp_path: Path) -> None:
     again = _trainer(_args(tmp_path / "2", save_strategy="no"), seed=99)
     again.train(resume_from_checkpoint=out)
     assert _losses(again) == _losses(whole)
+
+
+class _Leaves(TrainerCallback):
+    """Ends the training in the middle of a pass, after whole updates or within one."""
+
+    def __init__(self, *, within: bool) -> None:
+        self.within = within
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= self.within and state.global_step == 2
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= not self.within and state.global_step == 2
+
+
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("checkpoint_format", ["echelon", "transformers"])
+def test_a_training_that_was_ended_within_a_pass_goes_on_with_what_is_left_of_it(
+    tmp_path: Path, within: bool, checkpoint_format: str
+) -> None:
+    seen: list[float] = []
+
+    class Seeing(Trainer):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+            seen.extend(inputs["x"][:, 0].tolist())
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    def trainer(*callbacks: TrainerCallback) -> Trainer:
+        args = TrainingArguments(
+            output_dir=str(tmp_path), per_device_train_batch_size=SIZE, gradient_accumulation_steps=3, num_train_epochs=1,
+            save_strategy="epoch", checkpoint_format=checkpoint_format, disable_tqdm=True, use_cpu=True, seed=SEED,
+        )  # fmt: skip
+        return Seeing(Net(), args, train_dataset=Noisy(noise=False), callbacks=list(callbacks))
+
+    trainer(_Leaves(within=within)).train()
+    assert get_last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+    del seen[2 * 3 * SIZE :]  # nothing was stepped with beyond these
+    trainer().train(resume_from_checkpoint=True)
+    x = torch.randn(N, 4, generator=torch.Generator().manual_seed(1))[:, 0]
+    order = torch.randperm(N, generator=torch.Generator().manual_seed(SEED)).tolist()
+    assert seen == x[order].tolist()  # every sample once

@@ -259,4 +259,8 @@ def test_an_infinite_loss_is_left_out_of_the_logged_mean_and_only_there(tmp_path
     # 0 * inf = nan: the weight is nan after step 2, and with it the third loss.
     assert logged(logging_steps=2)[0] == 1.0
     assert torch.tensor(logged(logging_steps=2)[1]).isnan()  # none is finite: no number is made up
-    assert torch.tensor(logged(logging_steps=2, logging_nan_inf_filter=False)[0]).isnan()
+    # Without the filter the losses are added up as they are: inf + 1, and then nan.
+    assert logged(logging_steps=2, logging_nan_inf_filter=False)[0] == math.inf
+    every = logged(logging_steps=1, logging_nan_inf_filter=False)
+    assert every[:2] == [1.0, math.inf]
+    assert all(math.isnan(value) for value in every[2:])

@@ -200,6 +200,71 @@ def test_a_callback_can_end_the_pass_and_the_training(tmp_path: Path) -> None:
     assert trainer.state.epoch == 1.8
 
 
+class _LeavesUpdate(TrainerCallback):
+    """Ends the pass, or the training, after the first of three batches of the second update."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self.calls = what, 0
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.calls += 1
+        if self.calls == 3:
+            setattr(control, self.what, True)
+
+
+def _leaving(folder: Path, what: str, **options: Any) -> tuple[Trainer, Recorder, list[list[float]]]:
+    seen: list[list[float]] = []
+
+    class Seeing(Trainer):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+            seen.append(inputs["x"].flatten().tolist())
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    settings: dict[str, Any] = {
+        "gradient_accumulation_steps": 3, "per_device_train_batch_size": 1, "num_train_epochs": 2, "optim": "sgd",
+        "train_sampling_strategy": "sequential", "learning_rate": 0.001, "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+    }  # fmt: skip
+    recorder = Recorder()
+    args = _args(folder, **{**settings, **options})
+    trainer = Seeing(Line(), args, train_dataset=DATA[:9], callbacks=[recorder, _LeavesUpdate(what)])
+    trainer.train()
+    return trainer, recorder, seen
+
+
+def test_a_callback_can_end_the_training_within_an_update(tmp_path: Path) -> None:
+    trainer, recorder, seen = _leaving(tmp_path, "should_training_stop", logging_strategy="steps", logging_steps=1)
+    # The first update has three batches; of the second the first one ran, and nothing is stepped with.
+    assert [row[0] for row in seen] == [0.0, 1.0, 2.0, 3.0]
+    assert trainer.state.global_step == 1
+    assert recorder.events[-4:] == ["on_substep_end", "on_epoch_end", "on_log", "on_train_end"]
+    assert recorder.events.count("on_optimizer_step") == 1
+    weight = trainer.model.layer.weight.item()  # type: ignore[union-attr, operator]
+    gradient = sum(2 * x * (0.0 - 2 * x) for x in (0.0, 1.0, 2.0)) / 3
+    assert weight == pytest.approx(-0.001 * gradient, rel=1e-6)  # float32
+    assert all(p.grad is None for p in trainer.model.parameters())
+    assert trainer.state.log_history[-1]["train_loss"] == pytest.approx((0.0 + 4.0 + 16.0) / 3, rel=1e-6)
+
+
+def test_a_callback_can_end_the_pass_within_an_update_whose_gradients_are_dropped(tmp_path: Path) -> None:
+    trainer, recorder, seen = _leaving(tmp_path, "should_epoch_stop")
+    assert [row[0] for row in seen] == [0.0, 1.0, 2.0, 3.0] + [float(i) for i in range(9)]
+    assert trainer.state.global_step == 4
+    assert recorder.events.count("on_epoch_begin") == 2
+    weight = bias = 0.0  # a plain loop of the updates that were made
+    for rows in ((0, 1, 2), (0, 1, 2), (3, 4, 5), (6, 7, 8)):
+        errors = [(x, weight * x + bias - 2.0 * x) for x in rows]
+        weight -= 0.001 * sum(2 * x * error for x, error in errors) / 3
+        bias -= 0.001 * sum(2 * error for _, error in errors) / 3
+    assert trainer.model.layer.weight.item() == pytest.approx(weight, rel=1e-5)  # type: ignore[union-attr, operator]
+
+
+def test_an_exact_training_ends_after_the_update(tmp_path: Path) -> None:
+    trainer, _, seen = _leaving(tmp_path, "should_training_stop", parity="exact")
+    assert len(seen) == 6
+    assert trainer.state.global_step == 2
+
+
 def test_a_callback_of_an_older_tutorial_gets_its_tokenizer(tmp_path: Path) -> None:
     got = []
 

@@ -373,6 +373,15 @@ def test_metrics_batch_by_batch_learn_which_is_the_last(tmp_path: Path) -> None:
     assert trainer.evaluation_loop(trainer.get_eval_dataloader(), "Evaluation").predictions is None  # nothing is kept
     with pytest.raises(UsageError, match="does not learn which is the last"):
         Trainer(Line(), args, eval_dataset=DATA, compute_metrics=lambda result: {})
+    calls.clear()
+    kept.clear()
+    output = trainer.predict(DATA[:9])
+    assert calls == [False, False, True]
+    assert output.metrics["test_largest"] == 16.0
+    assert output.predictions.shape == output.label_ids.shape == (9,)  # a prediction is kept all the same
+    calls.clear()
+    assert trainer.predict([{"x": row["x"]} for row in DATA]).label_ids is None
+    assert not calls  # without labels there are no metrics
 
 
 def test_objects_are_gathered_when_asked_for(tmp_path: Path) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from echelon.base.errors import ConfigError
-from echelon.trainer import SchedulerType, TrainingArguments, get_scheduler
+from echelon.trainer import SchedulerType, Trainer, TrainerCallback, TrainingArguments, get_scheduler
 from echelon.trainer.optimizers import decay_parameter_names, optimizer_class_and_arguments, parameter_groups
+from tests.trainer_models import DATA, Line, arguments
 
 PEAK, WARMUP, TOTAL = 0.5, 4, 20
 
@@ -168,6 +171,142 @@ def test_the_greedy_schedule_is_transformers_and_takes_its_state(more: dict[str,
         rate = ours.get_last_lr()
         assert taken.get_last_lr() == pytest.approx(rate, rel=1e-12)
         assert schedule.get_last_lr() == pytest.approx(rate, rel=1e-12)
+
+
+class Cautious:
+    """A schedule of somebody's own that torch does not know: it halves the rate where the value is not better."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.best, self.seen = optimizer, float("inf"), [0.0]
+
+    def step(self, metrics: float, epoch: int | None = None) -> None:
+        self.seen.append(metrics)
+        if metrics >= self.best:
+            for group in self.optimizer.param_groups:
+                group["lr"] /= 2
+        self.best = min(self.best, metrics)
+
+    def get_last_lr(self) -> list[float]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self.seen = state["best"], list(state["seen"])
+
+
+class Sinking(ReduceLROnPlateau):
+    """A schedule of somebody's own, of a class of torch."""
+
+
+def _greedy_of_transformers(optimizer: Any) -> Any:
+    return pytest.importorskip("transformers.optimization").GreedyLR(
+        optimizer, patience=0, factor=0.5, min_lr=1e-6, max_lr=10.0, smooth=True, window_size=2
+    )
+
+
+class Still(Line):
+    """Its loss is one, and its gradients are nothing."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        found = super().forward(x, labels)
+        return {**found, "loss": 0.0 * found["loss"] + 1.0} if "loss" in found else found
+
+
+_MADE: dict[str, Any] = {
+    "foreign": (Cautious, Cautious),
+    "greedy": (_greedy_of_transformers, None),
+    "sub": (lambda optimizer: Sinking(optimizer, patience=0, factor=0.5), Sinking),
+    "torch": (lambda optimizer: ReduceLROnPlateau(optimizer, patience=0, factor=0.5), ReduceLROnPlateau),
+    "lambda": (lambda optimizer: LambdaLR(optimizer, lambda step: 0.5**step), LambdaLR),
+}
+
+
+def _plateau_args(folder: Path, **options: Any) -> Any:
+    return arguments(
+        folder, **{"learning_rate": 1.0, "optim": "sgd", "max_steps": 4, "eval_strategy": "steps", "eval_steps": 1,
+        "logging_strategy": "steps", "logging_steps": 1, "save_strategy": "steps", "save_steps": 2, **options},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(_MADE))
+@pytest.mark.parametrize("checkpoint_format", ["echelon", "transformers"])
+@pytest.mark.parametrize("is_given", [True, False])
+def test_the_schedule_is_the_users_own_object_and_goes_on_from_a_checkpoint(
+    tmp_path: Path, name: str, checkpoint_format: str, is_given: bool
+) -> None:
+    make, kind = _MADE[name]
+    seen: list[Any] = []
+
+    class Looks(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append(kwargs["lr_scheduler"])
+
+    class Making(Trainer):
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            if self.lr_scheduler is None:
+                self.lr_scheduler = make(optimizer)
+            return self.lr_scheduler
+
+    def trainer(**options: Any) -> Trainer:
+        args = _plateau_args(tmp_path, checkpoint_format=checkpoint_format, **options)
+        model = Still()
+        rest: dict[str, Any] = {"train_dataset": DATA, "eval_dataset": DATA, "callbacks": [Looks()]}
+        if not is_given:
+            return Making(model, args, **rest)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        return Trainer(model, args, optimizers=(optimizer, make(optimizer)), **rest)
+
+    def rates(one: Trainer) -> list[float]:
+        return [entry["learning_rate"] for entry in one.state.log_history if "loss" in entry]
+
+    whole = trainer(output_dir=str(tmp_path / "whole"))
+    given = whole.lr_scheduler
+    whole.train()
+    if kind is not None:
+        assert type(whole.lr_scheduler) is kind
+    assert given is None or whole.lr_scheduler is given
+    assert all(one is whole.lr_scheduler for one in seen)
+    # Every value is that of before: no better. (The first one is better than none, and transformers' takes the rate up.)
+    expected = [1.0, 2.0, 1.0, 0.5] if name == "greedy" else [1.0, 0.5, 0.25, 0.125] if name == "lambda" else None
+    assert rates(whole) == (expected or [1.0, 1.0, 0.5, 0.25])
+    trainer(max_steps=2).train()
+    again = trainer()
+    again.train(resume_from_checkpoint=True)
+    assert rates(again) == rates(whole)
+    assert again.lr_scheduler.state_dict() == whole.lr_scheduler.state_dict() or name == "lambda"
+
+
+def test_a_schedule_by_name_is_of_torchs_class_and_a_second_training_steps_it_too(tmp_path: Path) -> None:
+    args = _plateau_args(tmp_path, lr_scheduler_type="reduce_lr_on_plateau", lr_scheduler_kwargs={"patience": 0})
+    trainer = Trainer(Still(), args, train_dataset=DATA, eval_dataset=DATA)
+    for _ in range(2):
+        trainer.train()
+        assert type(trainer.lr_scheduler) is ReduceLROnPlateau
+        assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
+        trainer.optimizer.param_groups[0]["lr"] = 1.0
+    greedy = Trainer(
+        Still(), _plateau_args(tmp_path, lr_scheduler_type="greedy"), train_dataset=DATA, eval_dataset=DATA
+    )
+    greedy.train()
+    assert isinstance(greedy.lr_scheduler, ReduceLROnPlateau)
+
+
+def test_an_evaluation_before_the_first_step_is_not_told_to_the_schedule(tmp_path: Path) -> None:
+    model = Still()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule: Any = Cautious(optimizer)
+    args = _plateau_args(tmp_path, eval_on_start=True, max_steps=2)
+    rest: dict[str, Any] = {"train_dataset": DATA, "eval_dataset": DATA}
+    Trainer(model, args, optimizers=(optimizer, schedule), **rest).train()
+    assert schedule.seen == [0.0, 1.0, 1.0]
+    model = Still()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = Cautious(optimizer)
+    args = _plateau_args(tmp_path, eval_on_start=True, max_steps=3)
+    Trainer(model, args, optimizers=(optimizer, schedule), **rest).train(resume_from_checkpoint=True)
+    assert schedule.seen == [0.0, 1.0, 1.0, 1.0]
 
 
 class Block(nn.Module):

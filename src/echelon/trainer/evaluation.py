@@ -12,6 +12,7 @@ from torch import nn
 from echelon.base.errors import UsageError
 from echelon.base.logging import get_logger
 from echelon.trainer import batches
+from echelon.trainer.exact import items_of
 from echelon.trainer.results import EvalLoopOutput, EvalPrediction, as_numbers
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def run_evaluation(
     trainer._tell_optimizer("eval")
     trainer.callback_handler.eval_dataloader = dataloader
     collected = _Collected(trainer)
-    by_batch = args.batch_eval_metrics and trainer.compute_metrics is not None and not trainer._is_predicting
+    by_batch = args.batch_eval_metrics and trainer.compute_metrics is not None
     metrics: dict[str, Any] = {}
     observed, done = 0, 0
     inputs: Any = None
@@ -63,15 +64,18 @@ def run_evaluation(
             rows = _new_rows(trainer, dataloader, size)
             if rows is not None and size is not None:
                 inputs = batches.cut(inputs, rows=rows, of=size)
+            trainer._round = _round_of(trainer, dataloader, size)
             loss, logit, label = trainer.prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
             extra = main_input(inputs, trainer) if "inputs" in args.include_for_metrics else None
             if rows is not None and size is not None:
                 logit, label, extra = (batches.fill(part, rows=rows, of=size) for part in (logit, label, extra))
             gathered = collected.gather(loss, logit, label, extra, size=size)
-            if by_batch:
-                if gathered["logits"] is not None:
-                    is_last = _is_last(trainer, dataloader, done, limit)
-                    metrics = _metrics_of(trainer, gathered, inputs, compute_result=is_last)
+            if loss is not None and trainer.accelerator.parity != "off":
+                collected.weigh(inputs, size=size)
+            if by_batch and gathered["logits"] is not None:
+                is_last = _is_last(trainer, dataloader, done, limit)
+                metrics = _metrics_of(trainer, gathered, inputs, compute_result=is_last)
+            if by_batch and not trainer._is_predicting:
                 collected.keep(losses=gathered["losses"])
             else:
                 collected.keep(**gathered)
@@ -80,16 +84,17 @@ def run_evaluation(
             if done == limit:
                 break
     finally:
+        trainer._round = None
         if isinstance(numbered, Generator):
             numbered.close()  # a prepared loader counts as being read until then
         model.train(was_training)
 
     everything = {name: column.joined() for name, column in collected.columns.items()}
     predictions, label_ids = everything["logits"], everything["labels"]
-    if trainer.compute_metrics is not None and predictions is not None:
+    if trainer.compute_metrics is not None and predictions is not None and not by_batch:
         metrics = _metrics_of(trainer, everything, inputs)
     metrics = {_prefixed(name, metric_key_prefix): value for name, value in as_numbers(metrics).items()}
-    if (mean := collected.columns["losses"].mean(filtered=args.logging_nan_inf_filter)) is not None:
+    if (mean := collected.mean_loss(filtered=args.logging_nan_inf_filter)) is not None:
         metrics = {f"{metric_key_prefix}_loss": mean, **metrics}
     if num_examples is None or limit is not None:
         columns = collected.columns
@@ -169,6 +174,7 @@ class _Collected:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self.columns = {name: _Column(trainer.args) for name in ("losses", "logits", "labels", "inputs")}
+        self._weights: list[torch.Tensor] = []  # of the losses, sample by sample; none: they weigh the same
 
     def gather(self, loss: Any, logits: Any, labels: Any, inputs: Any, *, size: int | None) -> dict[str, Any]:
         """Return the outputs of one batch for the samples of all ranks, padded to the longest with -100.
@@ -189,6 +195,25 @@ class _Collected:
             if part is not None:
                 self.columns[name].add(part)
 
+    def weigh(self, inputs: Any, *, size: int | None) -> None:
+        """Let the loss of a batch weigh as much as it holds items: in the exact modes batches are cut by what fits.
+
+        Collective: every rank, once a batch.
+        """
+        rows = batches.batch_size(inputs) or 1
+        items = items_of(inputs, model=self._trainer.model)
+        weight = 1.0 if items is None else items / rows
+        weights = torch.full((size or 1,), weight, dtype=torch.float64, device=self._trainer.accelerator.device)
+        self._weights.append(self._gathered(weights).cpu())
+
+    def mean_loss(self, *, filtered: bool) -> float | None:
+        """Return the mean of the losses over all samples, in float64; None when there are none.
+
+        Args:
+            filtered: leave those out that are not finite, unless none is.
+        """
+        return self.columns["losses"].mean(filtered=filtered, weights=self._weights)
+
     def _padded(self, part: Any) -> Any:
         if part is None or self._is_of_objects(part):
             return part
@@ -204,14 +229,19 @@ class _Collected:
 
 def _new_rows(trainer: Trainer, dataloader: Any, size: int | None) -> int | None:
     """Return how many samples of this rank's batch no other rank has; None when all, or when that cannot be told."""
+    counted = _round_of(trainer, dataloader, size)
+    # With none of its own the batch runs all the same: models may talk in their forward; gathering leaves it out.
+    return counted[0] if counted is not None and 0 < counted[0] < (size or 0) else None
+
+
+def _round_of(trainer: Trainer, dataloader: Any, size: int | None) -> tuple[int, int] | None:
+    """Return how many samples of a batch of ``size`` count on this rank, and on all ranks; None when that cannot be told."""
     if trainer.accelerator.num_processes == 1:
         return None
     last = getattr(dataloader, "last_step", None)  # of a prepared loader; a user's own has no such thing
     if last is None or last.sizes[trainer.accelerator.process_index] != size:
         return None
-    new = int(last.real[trainer.accelerator.process_index])
-    # With none of its own the batch runs all the same: models may talk in their forward; gathering leaves it out.
-    return new if 0 < new < (size or 0) else None
+    return int(last.real[trainer.accelerator.process_index]), sum(int(new) for new in last.real)
 
 
 def _refuse_without_labels(trainer: Trainer, inputs: Any) -> None:
@@ -268,17 +298,23 @@ class _Column:
                 do="set eval_do_concat_batches=False, or let preprocess_logits_for_metrics make them of one shape",
             ) from error
 
-    def mean(self, *, filtered: bool) -> float | None:
+    def mean(self, *, filtered: bool, weights: list[torch.Tensor]) -> float | None:
         """Return the mean of all rows, in float64; None when there are none.
 
         Args:
             filtered: leave those out that are not finite, unless none is.
+            weights: of the rows, as parts; none: equal ones.
         """
         if not self._parts:
             return None
         rows = torch.cat([part.cpu() for part in self._parts]).double()
-        finite = rows[rows.isfinite()]
-        return float((finite if filtered and finite.numel() else rows).mean())
+        weight = torch.cat(weights) if weights else torch.ones_like(rows)
+        if bool((weight > 0).any()):
+            rows, weight = rows[weight > 0], weight[weight > 0]
+        finite = rows.isfinite()
+        if filtered and bool(finite.any()):
+            rows, weight = rows[finite], weight[finite]
+        return float((rows * weight).sum() / weight.sum()) if weights else float(rows.mean())
 
 
 def _prefixed(name: str, prefix: str) -> str:

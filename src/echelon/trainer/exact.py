@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from echelon.base.errors import ConfigError, UsageError
-from echelon.trainer.model_loss import count_items
+from echelon.trainer.items import count_items
 from echelon.trainer.plan import Plan, make_plan
 from echelon.trainer.resuming import saved_arguments
 
@@ -71,4 +71,5 @@ def items_of(inputs: Any, *, model: nn.Module) -> int | None:
     labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
     if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.is_complex():
         return None
-    return int(count_items(inputs, model=model))
+    count = count_items(inputs, model=model)
+    return None if count is None else int(count)

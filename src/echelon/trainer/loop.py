@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from echelon.accelerator.checkpoint_folders import is_saved
 from echelon.accelerator.memory import clear_device_cache
@@ -20,7 +19,7 @@ from echelon.base.protocols import SupportsSetEpoch
 from echelon.trainer.best_model import load_best, metric_for_best, note_best, remove_last_checkpoint
 from echelon.trainer.enums import SaveStrategy
 from echelon.trainer.fitting_batch import evaluation_ran_out
-from echelon.trainer.losses import LossWindow, mean_loss
+from echelon.trainer.losses import LossWindow, mean_loss, no_losses
 from echelon.trainer.nonfinite import NonFiniteError, first_bad
 from echelon.trainer.place import Place, Start
 from echelon.trainer.plan import Plan
@@ -65,13 +64,16 @@ class TrainingLoop:
         self.place = trainer._place
         self.ignore_keys = ignore_keys
         self.is_exact = trainer.accelerator.parity != "off"
+        self.is_left = False
+        """The last update was left in its middle."""
         self.is_stepping = False
         """Between the step of the optimizer and the end of what belongs to it."""
         self.last_saved_step: int | None = None
         self._is_told = False  # to end, and saved
         self._boundary: dict[str, Any] | None = None  # of the last whole step, for an error after it
         self.losses = LossWindow()
-        self.total_loss = 0.0
+        self.total = no_losses()  # those of this call that were logged, or taken at its end
+        self.num_items: Any = None  # what the losses of the update are divided by
         self.grad_norm: torch.Tensor | None = None
         self.learning_rate = 0.0
         self.last_logged_step = 0
@@ -103,7 +105,7 @@ class TrainingLoop:
             trainer.state.epoch = 0.0
         trainer._tell("on_train_begin")
         if args.eval_on_start:
-            self._evaluate()
+            self._evaluate(steps_schedule=False)
         elif self.place.is_within_evaluation:
             start = self._evaluate_again(start)
         self._train_mode()
@@ -117,7 +119,7 @@ class TrainingLoop:
         self._count_losses()  # those since the last log
         self._store_flops()
         num_steps = trainer.state.global_step - self.first_step
-        mean = self.total_loss / max(num_steps, 1)
+        mean = self._mean_loss(self.total, num_steps=num_steps)
         part = num_steps / max(plan.max_steps, 1)  # a training that was ended early, or that went on
         num_samples = int(plan.num_train_samples * part)
         metrics = speed_metrics("train", self.start, num_samples=num_samples, num_steps=num_steps)
@@ -144,6 +146,7 @@ class TrainingLoop:
         after_reading = start.random_states if start.is_read_first else None
         self._note_boundary()
         batches = iter(loader)
+        has_more = True
         try:
             while place.num_batches < plan.batches_per_epoch and trainer.state.global_step < plan.max_steps:
                 made = (
@@ -152,25 +155,29 @@ class TrainingLoop:
                     else self._update(batches, after_reading)
                 )
                 if not made:
+                    has_more = False
                     break
                 after_reading = None
                 if trainer.control.should_epoch_stop or trainer.control.should_training_stop:
                     break
+            has_more = has_more and place.num_batches < plan.batches_per_epoch and not trainer.control.should_epoch_stop
+            if not has_more:
+                _close(batches)
+            if not place.num_batches and not self.is_left:
+                logger.warning(
+                    "the training data gave no batch in pass %d: the training ends at step %d of %d",
+                    epoch + 1,
+                    trainer.state.global_step,
+                    plan.max_steps,
+                )
+                trainer.control.should_training_stop = True
+            trainer._tell("on_epoch_end")
+            # Batches that are left are trained on by whoever goes on from here.
+            place.is_over, place.is_within_update = not has_more, has_more and self.is_left
+            self._log_evaluate_save()
+            self._stop_if_told(is_new_step=False)
         finally:
-            if isinstance(batches, Generator):
-                batches.close()  # a prepared loader counts as being read until then
-        if not place.num_batches:
-            logger.warning(
-                "the training data gave no batch in pass %d: the training ends at step %d of %d",
-                epoch + 1,
-                trainer.state.global_step,
-                plan.max_steps,
-            )
-            trainer.control.should_training_stop = True
-        trainer._tell("on_epoch_end")
-        place.is_over = True
-        self._log_evaluate_save()
-        self._stop_if_told(is_new_step=False)
+            _close(batches)
 
     def _update(self, batches: Any, random_states: Any) -> bool:
         """Make one optimizer step of the next batches; False: there are none.
@@ -182,6 +189,7 @@ class TrainingLoop:
         trainer, model, losses = self.trainer, self.trainer.model_wrapped, self.losses
         wanted = min(trainer._accumulation_steps, self.plan.batches_per_epoch - self.place.num_batches)
         group, num_items = trainer.get_batch_samples(batches, wanted, trainer.accelerator.device)
+        self.num_items = num_items
         if not group:
             return False
         if random_states is not None:
@@ -198,9 +206,24 @@ class TrainingLoop:
             else:
                 losses.add(trainer._training_step(model, inputs, num_items))
             if i < last:
-                trainer._tell("on_substep_end")
+                control = trainer._tell("on_substep_end")
+                if control.should_epoch_stop or control.should_training_stop:
+                    self._leave_update()
+                    return True
         self._step(group, num_batches=len(group))
         return True
+
+    def _leave_update(self) -> None:
+        """Forget an update that a callback ended before its last batch: nothing of it is stepped with later on."""
+        self.losses.drop_open_step()
+        self._zero_grad()
+        self.is_left = True
+
+    def _zero_grad(self) -> None:
+        if self.trainer._has_gradients_elsewhere:
+            self.trainer.model_wrapped.zero_grad()
+        else:
+            self.trainer.optimizer.zero_grad()
 
     def _exact_update(self, batches: Any, random_states: Any) -> bool:
         """Make one optimizer step in the micro-steps that the loader cuts it into; False: there is none.
@@ -250,10 +273,7 @@ class TrainingLoop:
         self.learning_rate = optimizer.param_groups[0]["lr"]
         if trainer._steps_schedule and not (args.fp16 and trainer.accelerator.optimizer_step_was_skipped):
             trainer.lr_scheduler.step()
-        if trainer._has_gradients_elsewhere:
-            model.zero_grad()
-        else:
-            optimizer.zero_grad()
+        self._zero_grad()
         state.global_step += 1
         place.num_batches += num_batches
         state.epoch = place.epoch + place.num_batches / self.plan.batches_per_epoch
@@ -293,12 +313,13 @@ class TrainingLoop:
         self._store_flops()
         num_processes = trainer.accelerator.num_processes
         sums, num_steps = self.losses.state()
-        if num_processes > 1 and not self.is_exact:
+        if self._num_shares > 1:
             # Each rank gets the mean of all, whatever their number will be.
             sums = trainer.accelerator.reduce(sums.to(trainer.accelerator.device), "sum").cpu() / num_processes
         place.window = {"sums": sums, "num_steps": num_steps}
         place.last_logged_step, place.learning_rate = self.last_logged_step, self.learning_rate
         place.grad_norm = None if self.grad_norm is None else float(self.grad_norm)
+        place.schedule = trainer.lr_scheduler.state_dict() if trainer._is_foreign_schedule else None
         trial = None if trainer._trial is None else trainer._trial.trial
         trainer._save_checkpoint(trainer.model, trial)
         self.last_saved_step = trainer.state.global_step
@@ -377,8 +398,12 @@ class TrainingLoop:
 
     # ---- parts of a step ---------------------------------------------------------------------------------------------
 
-    def _evaluate(self) -> dict[str, float] | None:
-        """Return the metrics of now; None: in the middle, the training was asked to end, and is saved."""
+    def _evaluate(self, *, steps_schedule: bool = True) -> dict[str, float] | None:
+        """Return the metrics of now; None: in the middle, the training was asked to end, and is saved.
+
+        Args:
+            steps_schedule: tell a schedule that follows evaluations of it.
+        """
         trainer, states = self.trainer, current_random_states()
         trainer._evaluates_again = True
         try:
@@ -399,9 +424,8 @@ class TrainingLoop:
         self._train_mode()
         if trainer._trial is not None:
             trainer._trial.evaluated(metrics, step=trainer.state.global_step)
-        scheduler = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
-        if isinstance(scheduler, ReduceLROnPlateau) and trainer.state.global_step:
-            scheduler.step(metric_for_best(trainer, metrics))
+        if steps_schedule and not trainer._steps_schedule:
+            trainer.lr_scheduler.step(metric_for_best(trainer, metrics))
         return metrics
 
     def _train_mode(self) -> None:
@@ -440,7 +464,7 @@ class TrainingLoop:
         if not self._on_any_rank(is_bad):
             return
         step = trainer.state.global_step + 1
-        what = first_bad(trainer, group)
+        what = first_bad(trainer, group, num_items=self.num_items)
         raise NonFiniteError(
             f"step {step} is not finite: {what or 'on another rank, whose error names the tensor'}",
             where=f"step {step}, epoch {trainer.state.epoch:.3g}",
@@ -460,18 +484,21 @@ class TrainingLoop:
 
         Collective: every rank.
         """
-        accelerator, num_steps = self.trainer.accelerator, self.losses.num_steps
-        sums = self.losses.take()
-        is_mine = accelerator.num_processes == 1 or self.is_exact  # in the exact modes every rank has the mean of all
-        if not is_mine:
-            sums = accelerator.reduce(sums.to(accelerator.device), "sum")
-        mean = mean_loss(
-            sums,
-            num_steps=num_steps * (1 if is_mine else accelerator.num_processes),
-            filtered=self.trainer.args.logging_nan_inf_filter,
-        )
-        self.total_loss += mean * num_steps
-        return mean
+        num_steps, window = self.losses.num_steps, self.losses.take()
+        if self._num_shares > 1:
+            accelerator = self.trainer.accelerator
+            window = accelerator.reduce(window.to(accelerator.device), "sum").cpu()
+        self.total += window[1]
+        return self._mean_loss(window[0], num_steps=num_steps)
+
+    def _mean_loss(self, sums: torch.Tensor, *, num_steps: int) -> float:
+        filtered = self.trainer.args.logging_nan_inf_filter
+        return mean_loss(sums, num_steps=num_steps * self._num_shares, filtered=filtered)
+
+    @property
+    def _num_shares(self) -> int:
+        """Ranks with losses of their own; in the exact modes every rank has the mean of all."""
+        return 1 if self.is_exact else self.trainer.accelerator.num_processes
 
     def _store_flops(self) -> None:
         """Add the operations since the last call to the state. Collective: where the model can tell them."""
@@ -484,3 +511,9 @@ class TrainingLoop:
             return number
         total = accelerator.reduce(torch.tensor(number, dtype=torch.float64, device=accelerator.device), "sum")
         return float(total.item())
+
+
+def _close(batches: Any) -> None:
+    """End the reading of a prepared loader, which counts as being read until then."""
+    if isinstance(batches, Generator):
+        batches.close()

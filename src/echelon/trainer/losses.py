@@ -6,10 +6,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["LossWindow", "mean_loss"]
+__all__ = ["LossWindow", "mean_loss", "no_losses"]
 
 # Losses that are kept on the device before they are added up on the CPU, where float64 is: a wait once in so many steps.
 _PENDING = 512
+
+
+def no_losses() -> torch.Tensor:
+    """Return the sums of no loss at all: of the finite ones, how many are finite, how many there are, and of all of them."""
+    return torch.zeros(4, dtype=torch.float64)
 
 
 class LossWindow:
@@ -17,10 +22,10 @@ class LossWindow:
 
     def __init__(self) -> None:
         self.num_steps = 0
-        """Updates that are complete."""
+        """Updates that are complete, also those before a checkpoint that the training went on from."""
         self._num_open = 0  # losses of the update that is not complete
         self._pending: list[torch.Tensor] = []
-        self._sums = torch.zeros(3, dtype=torch.float64)
+        self._sums, self._before = no_losses(), no_losses()
 
     def add(self, loss: torch.Tensor) -> None:
         """Note the loss of one forward pass, already divided by the passes of its update."""
@@ -39,20 +44,22 @@ class LossWindow:
         return self._pending[-count:]
 
     def take(self) -> torch.Tensor:
-        """Return [sum of the finite losses, how many are finite, how many there are], float64 [3], and begin anew."""
+        """Return the sums (see ``no_losses``) of the window, and of what ``add`` was given of it, [2, 4]; and begin anew."""
         self._fold()
-        result = self._sums
-        self._sums, self.num_steps = torch.zeros(3, dtype=torch.float64), 0
+        result = torch.stack([self._before + self._sums, self._sums])
+        self._sums, self._before, self.num_steps = no_losses(), no_losses(), 0
         return result
 
     def state(self) -> tuple[torch.Tensor, int]:
-        """Return what ``take`` would, and the steps, without beginning anew."""
+        """Return the sums of the window, and its steps, without beginning anew."""
         self._fold()
-        return self._sums.clone(), self.num_steps
+        return self._before + self._sums, self.num_steps
 
     def restore(self, sums: torch.Tensor, num_steps: int) -> None:
         """Go on from what ``state`` gave."""
-        self._sums, self.num_steps = sums, num_steps
+        if sums.numel() == 3:  # of an older version, which did not add up what is not finite
+            sums = torch.cat([sums, sums[:1] if sums[1] == sums[2] else sums.new_full((1,), float("nan"))])
+        self._before, self.num_steps = sums, num_steps
 
     def drop_open_step(self) -> None:
         """Forget the losses of an update that is not complete: it is not made."""
@@ -65,8 +72,8 @@ class LossWindow:
         losses = torch.stack(self._pending).cpu().double()
         self._pending.clear()
         finite = torch.isfinite(losses)
-        sums = (float(torch.where(finite, losses, 0.0).sum()), float(finite.sum()), float(losses.numel()))
-        self._sums += torch.tensor(sums, dtype=torch.float64)
+        sums = (torch.where(finite, losses, 0.0).sum(), finite.sum(), losses.numel(), losses.sum())
+        self._sums += torch.tensor([float(part) for part in sums], dtype=torch.float64)
 
 
 def mean_loss(sums: torch.Tensor, *, num_steps: int, filtered: bool) -> float:
@@ -75,14 +82,12 @@ def mean_loss(sums: torch.Tensor, *, num_steps: int, filtered: bool) -> float:
     Args:
         sums: of ``LossWindow.take``, summed over the ranks.
         num_steps: updates of all ranks in the window.
-        filtered: leave infinite losses out (nan only when none is finite); else one of them makes the mean nan.
+        filtered: leave losses out that are not finite (nan only when none is finite); else they are in the sum.
     """
-    total, finite, count = sums.tolist()  # waits for the device: only when something is logged
-    if finite == count:
-        return _ratio(total, num_steps)
-    if not filtered or not finite:
-        return float("nan")
-    return _ratio(total * count / finite, num_steps)
+    total, finite, count, everything = sums.tolist()  # waits for the device: only when something is logged
+    if finite == count or not filtered:
+        return _ratio(everything, num_steps)
+    return _ratio(total * count / finite, num_steps) if finite else float("nan")
 
 
 def _ratio(total: Any, num_steps: int) -> float:

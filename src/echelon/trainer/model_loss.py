@@ -1,4 +1,4 @@
-"""The loss of a batch: where the model put it, what it is with smoothed labels, and how many labels it is a mean over."""
+"""The loss of a batch: where the model put it, and what it is with smoothed labels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from echelon.accelerator.nested import contents, is_record
 from echelon.base.errors import UsageError
 from echelon.trainer.columns import KeptColumns
 
-__all__ = ["LabelSmoother", "count_items", "is_causal", "loss_in", "missing_column", "without_labels"]
+__all__ = ["LabelSmoother", "is_causal", "loss_in", "missing_column", "without_labels"]
 
 
 def loss_in(outputs: Any, inputs: Any, *, model: nn.Module, label_names: Sequence[str]) -> torch.Tensor:
@@ -130,12 +130,3 @@ class LabelSmoother:
             num_items_in_batch = num_items_in_batch.to(total.device)
         loss: torch.Tensor = total / num_items_in_batch
         return loss
-
-
-def count_items(batch: Mapping[str, Any], *, model: nn.Module) -> torch.Tensor:
-    """Return how many labels of ``batch`` count: those that are not -100."""
-    labels = batch.get("shift_labels", batch["labels"])
-    if "shift_labels" not in batch and getattr(model, "loss_type", None) == "ForCausalLM":
-        labels = labels[..., 1:]  # the model predicts the next token: the first one is nobody's target
-    count: torch.Tensor = labels.ne(-100).sum()
-    return count

@@ -73,13 +73,14 @@ def checked_forward(model: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
-def first_bad(trainer: Trainer, group: list[Any]) -> str | None:
+def first_bad(trainer: Trainer, group: list[Any], *, num_items: Any) -> str | None:
     """Return the first tensor of an update that is not finite, by name: in its batches, in the weights, in a forward pass
     (which runs once more), or among the gradients; None when all of this rank are finite.
 
     Args:
         trainer: its gradients are there.
         group: the batches of the update.
+        num_items: what their losses are divided by.
     """
     model = trainer.model
     for inputs in group:
@@ -98,7 +99,7 @@ def first_bad(trainer: Trainer, group: list[Any]) -> str | None:
         try:
             for inputs in group:
                 with torch.no_grad(), checked_forward(model):
-                    loss = trainer._compute_loss(model, trainer._prepare_inputs(inputs), None)
+                    loss = trainer._compute_loss(model, trainer._prepare_inputs(inputs), num_items)
                 if (found := _count(loss)) is not None:
                     return f"the loss holds {found}, and every output of the model is finite"
         except NonFiniteError as error:

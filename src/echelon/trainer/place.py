@@ -30,6 +30,8 @@ class Place:
     last_logged_step: int = 0
     learning_rate: float = 0.0
     grad_norm: float | None = None
+    schedule: dict[str, Any] | None = None
+    """State of a schedule that is none of torch's."""
     is_within_evaluation: bool = False
     """The training was left in the middle of the evaluation after this step, which is to be made again."""
     saves_after_evaluation: bool = False

@@ -57,19 +57,16 @@ def predict_batch(
 
 
 def _loss_and_outputs(trainer: Trainer, model: nn.Module, inputs: Any) -> tuple[torch.Tensor, Any]:
-    try:
-        result = trainer.compute_loss(model, inputs, return_outputs=True)
-    except KeyError as error:
-        if isinstance(inputs, Mapping) and error.args and error.args[0] not in inputs:
-            raise trainer._missing_column(str(error.args[0]), inputs) from error
-        raise
+    num_items = trainer._get_num_items_in_batch([inputs], trainer.accelerator.device)
+    result = trainer._call_compute_loss(model, inputs, num_items, return_outputs=True)
     if not (isinstance(result, tuple) and len(result) == 2):
         raise UsageError(
             f"compute_loss(..., return_outputs=True) returned a {type(result).__name__}, not (loss, outputs)",
             where=f"{type(trainer).__name__}.compute_loss",
             do="end it with: return (loss, outputs) if return_outputs else loss",
         )
-    return result
+    loss, outputs = result
+    return loss, outputs
 
 
 def _has_loss(trainer: Trainer, inputs: Any) -> bool:

@@ -161,6 +161,8 @@ def _go_on_from_own(trainer: Trainer, folder: Path, loader: Any, plan: Plan) -> 
             accelerator.load_state(folder)
     finally:
         hook.remove()
+    if place.schedule is not None:
+        trainer.lr_scheduler.load_state_dict(place.schedule)
     random_states = current_random_states()
     if place.is_over:
         return Start(epoch=place.epoch + 1, random_states=random_states)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -14,7 +15,7 @@ from echelon.base.errors import ConfigError
 from echelon.trainer.enums import SchedulerType, choose
 from echelon.trainer.greedy import GreedyLR
 
-__all__ = ["get_scheduler"]
+__all__ = ["follows_a_metric", "get_scheduler"]
 
 
 def get_scheduler(
@@ -62,6 +63,16 @@ def get_scheduler(
             do="see the functions of echelon.trainer.schedules",
         ) from error
     return LambdaLR(optimizer, factor)
+
+
+def follows_a_metric(scheduler: Any) -> bool:
+    """Tell whether ``scheduler`` is stepped with the value of an evaluation: ReduceLROnPlateau, or whose ``step`` needs one."""
+    if isinstance(scheduler, ReduceLROnPlateau):
+        return True
+    kinds = inspect.Parameter
+    positional = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+    wanted = inspect.signature(scheduler.step).parameters.values()
+    return any(one.kind in positional and one.default is kinds.empty for one in wanted)
 
 
 def _constant(step: int, *, warmup: int, total: int) -> float:

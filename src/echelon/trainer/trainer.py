@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler
 
-from echelon.accelerator import AcceleratedOptimizer, Accelerator
+from echelon.accelerator import AcceleratedOptimizer, AcceleratedScheduler, Accelerator, DummyScheduler
 from echelon.accelerator.checkpoint_folders import alone_in
 from echelon.accelerator.deepspeed_opening import groups_of
 from echelon.accelerator.loaders import forget_loader
@@ -61,10 +61,11 @@ from echelon.trainer.exact import check_exact, items_of, keep_global_batch, plan
 from echelon.trainer.fitting_batch import train_with_a_batch_that_fits
 from echelon.trainer.hub import HubUpload, push, write_card
 from echelon.trainer.interruptions import save_after
+from echelon.trainer.items import WatchedNumber, count_items, ignored_number
 from echelon.trainer.loaders import as_dataset, length_of, make_loader, train_sampler
 from echelon.trainer.loop import TrainingLoop
 from echelon.trainer.memory_metrics import MemoryMeter
-from echelon.trainer.model_loss import LabelSmoother, count_items, is_causal, loss_in, missing_column, without_labels
+from echelon.trainer.model_loss import LabelSmoother, is_causal, loss_in, missing_column, without_labels
 from echelon.trainer.neftune import noisy_embeddings
 from echelon.trainer.nonfinite import checked_forward
 from echelon.trainer.notebook import NotebookProgressCallback
@@ -83,7 +84,7 @@ from echelon.trainer.reports import metrics_format, metrics_table, write_metrics
 from echelon.trainer.results import EvalLoopOutput, EvalPrediction, PredictionOutput, TrainOutput, speed_metrics
 from echelon.trainer.resuming import checkpoint_to_resume, go_on, restore_state
 from echelon.trainer.saving import save_checkpoint
-from echelon.trainer.schedules import get_scheduler
+from echelon.trainer.schedules import follows_a_metric, get_scheduler
 from echelon.trainer.search import BestRun, Trial, default_compute_objective, search, set_arguments
 from echelon.trainer.signatures import num_positional, parameters_of, takes, takes_anything, takes_trial
 from echelon.trainer.state import TrainerControl, TrainerState, begin_state
@@ -201,8 +202,13 @@ class Trainer:
         if self.args.should_save:
             self._output_dir.mkdir(parents=True, exist_ok=True)
         self._made_scheduler = False
+        self._prepared_schedule: Any = None
+        self._is_foreign_schedule = False  # of a class that torch does not know: the Accelerator does not save it
         self._is_trained = False
         self._is_predicting = False
+        self._round: tuple[int, int] | None = (
+            None  # samples of an evaluation's batch that count: of this rank, and of all
+        )
         self._evaluates_again = False  # an evaluation that is left is made again when the training goes on
         self._preparation_time: float | None = None
         self._memory.keep(self._memory.end("init"))
@@ -241,6 +247,12 @@ class Trainer:
     def _model_changed(self) -> None:
         """Look once at what the model and the overridden methods take."""
         model = self.model
+        if self.label_smoother is not None and _has_many_labels(model):
+            warn(
+                f"{type(model).__name__} is for multi_label_classification: label_smoothing_factor="
+                f"{self.args.label_smoothing_factor} is left out, because it is for one label a sample"
+            )
+            self.label_smoother = None
         if not hasattr(model, "hf_device_map"):  # spread over devices already
             model.to(self.accelerator.device)
         config: Any = getattr(model, "config", None)
@@ -249,11 +261,11 @@ class Trainer:
         forward = forward_of(model)
         declared = getattr(model, "accepts_loss_kwargs", None)
         self.model_accepts_loss_kwargs = takes_anything(forward) if declared is None else bool(declared)
+        self._overrides_compute_loss = type(self).compute_loss is not Trainer.compute_loss or "compute_loss" in vars(
+            self
+        )
         self._computes_own_loss = (
-            type(self).compute_loss is not Trainer.compute_loss
-            or "compute_loss" in vars(self)
-            or self.compute_loss_func is not None
-            or self.label_smoother is not None
+            self._overrides_compute_loss or self.compute_loss_func is not None or self.label_smoother is not None
         )
         self._num_positional = num_positional(model.forward)
         self._is_causal = is_causal(model)
@@ -275,6 +287,8 @@ class Trainer:
         self._counts_items = self._compute_loss_takes_items and (
             self.model_accepts_loss_kwargs if self.compute_loss_func is None else self._loss_func_takes_items
         )
+        compiles = self.args.torch_compile or any(hasattr(part, "_orig_mod") for part in model.modules())
+        self._watches_items = self._counts_items and not compiles  # a compiler would compile for it
         # Of the wrapped model; looked at when the training begins.
         self._has_gradients_elsewhere = False
         self._steps_schedule = True
@@ -428,12 +442,17 @@ class Trainer:
         own_scheduler = self.lr_scheduler is not None
         self.create_optimizer_and_scheduler(max_steps)
         self._made_scheduler = not own_scheduler
-        self._steps_schedule = not isinstance(self.lr_scheduler, ReduceLROnPlateau)
+        optimizer, scheduler = self.optimizer, self.lr_scheduler
         held = {id(p) for group in groups_of(self.optimizer) for p in group}
         self._has_gradients_elsewhere = any(p.requires_grad and id(p) not in held for p in self.model.parameters())
-        self.model_wrapped, self.optimizer, self.lr_scheduler = self.accelerator.prepare(
-            self.model, self.optimizer, self.lr_scheduler
-        )
+        self.model_wrapped, self.optimizer, prepared = self.accelerator.prepare(self.model, optimizer, scheduler)
+        # Schedules count optimizer steps here, so that the user's own object can be stepped, and asked what it is.
+        self.lr_scheduler = prepared.scheduler if isinstance(prepared, AcceleratedScheduler) else prepared
+        self._prepared_schedule = prepared
+        self._is_foreign_schedule = not isinstance(scheduler, (LRScheduler, DummyScheduler))
+        if self._is_foreign_schedule and getattr(scheduler, "optimizer", None) is optimizer:
+            scheduler.optimizer = self.optimizer.optimizer  # as engines do for a schedule that they know
+        self._steps_schedule = not follows_a_metric(self.lr_scheduler)
         self.model = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
         self._is_trained = True
         handler = self.callback_handler
@@ -470,14 +489,47 @@ class Trainer:
         return self.training_step(model, inputs)
 
     def _compute_loss(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
+        if self._watches_items and isinstance(num_items_in_batch, torch.Tensor):
+            num_items_in_batch = WatchedNumber.of(num_items_in_batch)
+        loss: torch.Tensor = self._call_compute_loss(model, inputs, num_items_in_batch)
+        if isinstance(num_items_in_batch, WatchedNumber):
+            self._watches_items = False  # once
+            if not num_items_in_batch.is_used:
+                self._tell_ignored_items()
+        return loss
+
+    def _call_compute_loss(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any, *, return_outputs: bool = False
+    ) -> Any:
+        """Call ``compute_loss`` with what it takes."""
+        options: dict[str, Any] = {"return_outputs": True} if return_outputs else {}
+        if self._compute_loss_takes_items:
+            options["num_items_in_batch"] = num_items_in_batch
         try:
-            if self._compute_loss_takes_items:
-                return self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)  # type: ignore[return-value]
-            return self.compute_loss(model, inputs)  # type: ignore[return-value]
+            return self.compute_loss(model, inputs, **options)
         except KeyError as error:
             if isinstance(inputs, Mapping) and error.args and error.args[0] not in inputs:
                 raise self._missing_column(str(error.args[0]), inputs) from error
             raise
+
+    def _tell_ignored_items(self) -> None:
+        """Warn of a loss that is not divided by the items of the update, where that makes a difference."""
+        is_overridden = self._overrides_compute_loss
+        num_batches = 1 if self.loss_is_scaled_for_ga is False else self._accumulation_steps
+        num_ranks = (
+            1 if is_overridden or not self.args.average_tokens_across_devices else self.accelerator.num_processes
+        )
+        if num_batches * num_ranks == 1:
+            return
+        if self.compute_loss_func is not None and not is_overridden:
+            who, do = "compute_loss_func", "Divide the sum of its losses by it, or leave that parameter out."
+        else:
+            model = type(self.model).__name__
+            who = f"{type(self).__name__}.compute_loss" if is_overridden else f"{model}.forward"
+            do = f"Divide the sum of its losses by it, or set {model}.accepts_loss_kwargs = False: then the mean is meant."
+        parts = [f"{num_batches} batches of an update"] if num_batches > 1 else []
+        parts += [f"{num_ranks} processes"] if num_ranks > 1 else []
+        warn(ignored_number(who=who, factor=num_batches * num_ranks, of=" x ".join(parts), do=do))
 
     def compute_loss(
         self,
@@ -494,20 +546,32 @@ class Trainer:
             UsageError: the model gives no loss, for example because the batch holds no labels.
         """
         computes = self.compute_loss_func is not None or self.label_smoother is not None
+        batch = inputs
         inputs, labels = without_labels(inputs) if computes else (inputs, None)
         outputs = self._call_model(model, inputs, num_items_in_batch)
-        if labels is None:
+        has_func = self.compute_loss_func is not None and (labels is not None or isinstance(inputs, Mapping))
+        if labels is None and not has_func:
             loss = loss_in(outputs, inputs, model=self.model, label_names=self.label_names)
         elif self.compute_loss_func is None:
             assert self.label_smoother is not None
             loss = self.label_smoother(outputs, labels, self._is_causal, num_items_in_batch)
         elif self._loss_func_takes_items:
-            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
+            num_items = num_items_in_batch
+            if num_items is None and self.accelerator.parity != "off":
+                num_items = count_items(batch, model=self.model)  # its own: the weight of a loss is known besides
+            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items)
         else:
             loss = self.compute_loss_func(outputs, labels)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
-            loss = loss * self.accelerator.num_processes  # divided by the items of all ranks, then averaged over them
+            loss = loss * self._share_of_items()
         return (loss, outputs) if return_outputs else loss
+
+    def _share_of_items(self) -> float:
+        """Return what a sum that was divided by the items of all ranks is multiplied by, before their mean is taken."""
+        if self._round is None:
+            return self.accelerator.num_processes
+        mine, of_all = self._round  # there each rank counts by its samples, and one may have fewer than the others
+        return of_all / mine if mine else 1
 
     def _call_model(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Call ``model`` with the columns of a batch by name, or with its parts in their order, as many as it takes."""
@@ -546,19 +610,26 @@ class Trainer:
         Collective: where labels are counted over all ranks.
         """
         samples = list(itertools.islice(epoch_iterator, num_batches))
-        num_items: Any = None
+        return samples, self._get_num_items_in_batch(samples, device)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """Return how many labels ``batch_samples`` hold, over all ranks; None where nobody divides by them.
+
+        Collective: with ``average_tokens_across_devices``, where labels are counted.
+        """
         is_exact = self.accelerator.parity != "off"  # there each loss brings its weight with it
-        if (
-            self._counts_items
-            and not is_exact
-            and samples
-            and isinstance(samples[0], Mapping)
-            and "labels" in samples[0]
-        ):
-            num_items = sum(count_items(batch, model=self.model) for batch in samples)
-            if self.args.average_tokens_across_devices and self.accelerator.num_processes > 1:
-                num_items = self.accelerator.reduce(num_items.to(device), "sum")
-        return samples, num_items
+        first = batch_samples[0] if batch_samples else None
+        if not self._counts_items or is_exact or not isinstance(first, Mapping) or "labels" not in first:
+            return None
+        counts = [count_items(batch, model=self.model) for batch in batch_samples]
+        if any(count is None for count in counts):
+            return None
+        num_items: Any = sum(count for count in counts if count is not None)
+        if self._round is not None and not self._round[0]:
+            num_items = num_items * 0  # all of it is another rank's
+        if self.args.average_tokens_across_devices and self.accelerator.num_processes > 1:
+            num_items = self.accelerator.reduce(num_items.to(device), "sum")
+        return num_items
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Make what was not given: ``self.optimizer`` and ``self.lr_scheduler``."""
@@ -1194,6 +1265,10 @@ def _old_model_path(given: Any, kwargs: Mapping[str, Any]) -> Any:
         return given
     warn("train(model_path=) is called resume_from_checkpoint= now")
     return kwargs["model_path"] if given is None else given
+
+
+def _has_many_labels(model: nn.Module) -> bool:
+    return getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification"
 
 
 def _unwrapped(optimizer: Any) -> Any:

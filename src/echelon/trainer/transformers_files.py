@@ -57,7 +57,7 @@ def save_transformers(trainer: Trainer, folder: Path) -> bool:
             return
         if args.should_save:
             torch.save(optimizer, aside / _OPTIMIZER)
-            torch.save(trainer.lr_scheduler.state_dict(), aside / _SCHEDULER)
+            torch.save(trainer._prepared_schedule.state_dict(), aside / _SCHEDULER)
             if accelerator.scaler is not None:
                 torch.save(accelerator.scaler.state_dict(), aside / _SCALER)
         is_alone = accelerator.num_processes == 1
@@ -82,7 +82,7 @@ def load_transformers(trainer: Trainer, folder: Path) -> None:
             do="load its weights into the model, and begin a new training",
         )
     trainer.optimizer.load_full_state_dict(load(folder / _OPTIMIZER, map_location="cpu"))
-    trainer.lr_scheduler.load_state_dict(load(folder / _SCHEDULER, map_location="cpu"))
+    trainer._prepared_schedule.load_state_dict(load(folder / _SCHEDULER, map_location="cpu"))
     scaler = trainer.accelerator.scaler
     if scaler is not None and (folder / _SCALER).is_file():
         scaler.load_state_dict(load(folder / _SCALER, map_location="cpu"))

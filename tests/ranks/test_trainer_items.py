@@ -1,0 +1,168 @@
+"""num_items_in_batch on several ranks: evaluations count every label once, and the mean of a training is that of its call."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from echelon.trainer import Trainer, TrainerCallback
+from tests.harness import run_on_ranks
+from tests.trainer_models import Net, arguments, net_data
+
+
+class Dividing(Net):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, **kwargs: Any) -> dict[str, torch.Tensor]:
+        logits = self.layers(x)
+        if labels is None:
+            return {"logits": logits}
+        items = kwargs.get("num_items_in_batch")
+        if items is None:
+            return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+        return {"loss": F.cross_entropy(logits, labels, reduction="sum") / items, "logits": logits}
+
+
+class Ignoring(Net):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, **kwargs: Any) -> dict[str, torch.Tensor]:
+        return super().forward(x, labels)
+
+
+def _divided(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    return F.cross_entropy(outputs["logits"], labels, reduction="sum") / num_items_in_batch
+
+
+def _data(n: int) -> list[dict[str, torch.Tensor]]:
+    """Batches hold different numbers of labels that count, and one holds none."""
+    return [
+        {**row, "labels": torch.tensor(-100) if i in (1, 5, 8, 9, 10, 11) else row["labels"]}
+        for i, row in enumerate(net_data(n))
+    ]
+
+
+_KINDS: dict[str, Any] = {
+    "function": (Net, {"compute_loss_func": _divided}),
+    "model": (Dividing, {}),
+    "smoothed": (Dividing, {"label_smoothing_factor": 0.1}),
+    "mean": (Net, {}),
+}
+
+
+def _evaluate(folder: str, kind: str, n: int, options: dict[str, Any]) -> tuple[float, float, float]:
+    model, more = _KINDS[kind]
+    more = dict(more)
+    smoothing = more.pop("label_smoothing_factor", 0.0)
+    args = arguments(folder, per_device_eval_batch_size=4, label_smoothing_factor=smoothing, **options)
+    rows = _data(n)
+    trainer = Trainer(model(), args, eval_dataset={"a": rows, "b": rows[:6]}, **more)
+    found = trainer.evaluate()
+    return found["eval_a_loss"], found["eval_b_loss"], trainer.predict(rows).metrics["test_loss"]
+
+
+def _expected(kind: str, n: int, *, num_together: int) -> float:
+    """The mean over the labels of ``num_together`` batches at a time, weighed by their samples."""
+    rows, model, size = _data(n), Net(), 4 * num_together
+    total = counted = 0.0
+    for start in range(0, n, size):
+        part = rows[start : start + size]
+        labels = torch.stack([row["labels"] for row in part])
+        if not bool((labels != -100).any()):
+            continue  # no label, no loss: left out of the mean
+        logits = model.layers(torch.stack([row["x"] for row in part]))
+        smoothing = 0.1 if kind == "smoothed" else 0.0
+        total += F.cross_entropy(logits, labels, label_smoothing=smoothing).item() * len(part)
+        counted += len(part)
+    return total / counted
+
+
+@pytest.mark.parametrize("kind", list(_KINDS))
+@pytest.mark.parametrize(("world_size", "n"), [(2, 16), (2, 21), (2, 13), (3, 14), (3, 25), (2, 3)])
+def test_an_evaluation_divides_by_the_labels_of_a_round_of_batches(
+    tmp_path: Any, kind: str, world_size: int, n: int
+) -> None:
+    # float64, sums in another order. A mean that the model takes itself is that of each batch.
+    num_together = 1 if kind == "mean" else world_size
+    expected = _expected(kind, n, num_together=num_together)
+    short = _expected(kind, min(n, 6), num_together=num_together)
+    for whole, part, test in run_on_ranks(_evaluate, str(tmp_path), kind, n, {}, world_size=world_size):
+        assert whole == pytest.approx(expected, rel=1e-12)
+        assert part == pytest.approx(short, rel=1e-12)
+        assert test == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", list(_KINDS))
+def test_without_the_mean_over_devices_each_batch_is_divided_by_its_own_labels(tmp_path: Any, kind: str) -> None:
+    expected = _expected(kind, 13, num_together=1)
+    options = {"average_tokens_across_devices": False}
+    for whole, _, _ in run_on_ranks(_evaluate, str(tmp_path), kind, 13, options, world_size=2):
+        assert whole == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", list(_KINDS))
+def test_an_exact_evaluation_is_the_mean_over_all_labels_on_any_number_of_ranks(tmp_path: Any, kind: str) -> None:
+    expected = _expected(kind, 21, num_together=21)
+    for world_size in (1, 2, 3):
+        for whole, _, _ in run_on_ranks(_evaluate, str(tmp_path), kind, 21, {"parity": "exact"}, world_size=world_size):
+            assert whole == pytest.approx(expected, rel=1e-12)
+
+
+def _train(folder: str, options: dict[str, Any]) -> tuple[list[str], list[float]]:
+    args = arguments(folder, logging_strategy="steps", logging_steps=1, learning_rate=0.0, **options)
+    trainer = Trainer(Ignoring(), args, train_dataset=net_data(12))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trainer.train()
+    told = [str(one.message) for one in found if "num_items_in_batch" in str(one.message)]
+    return told, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_a_loss_that_ignores_the_number_is_told_with_its_factor(tmp_path: Any) -> None:
+    (first, losses), (second, _) = run_on_ranks(_train, str(tmp_path), {"gradient_accumulation_steps": 3}, world_size=2)
+    assert len(first) == 1
+    assert "counts 6 times" in first[0]
+    assert "(3 batches of an update x 2 processes)" in first[0]
+    assert not second  # rank zero speaks
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(42)).tolist()
+    rows = [net_data(12)[i] for i in order]
+    logits = Net().layers(torch.stack([row["x"] for row in rows]))
+    mean = F.cross_entropy(logits, torch.stack([row["labels"] for row in rows])).item()
+    assert losses == [pytest.approx(6 * mean, rel=1e-12)]  # as transformers logs it
+
+
+class _Stops(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            control.should_save = control.should_training_stop = True
+
+
+def _resumed(folder: str) -> tuple[float, list[float], list[float]]:
+    losses: list[float] = []
+
+    class Noting(Trainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            loss = super().training_step(*args, **kwargs)
+            losses.append(float(loss))
+            return loss
+
+    options: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 4, "learning_rate": 0.1, "optim": "sgd"}
+    rows = net_data(24)
+    Noting(Net(), arguments(folder, **options), train_dataset=rows, callbacks=[_Stops()]).train()
+    trainer = Noting(Net(), arguments(folder, **options), train_dataset=rows)
+    result = trainer.train(resume_from_checkpoint=True)
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return result.training_loss, losses, logged
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_mean_of_a_training_that_goes_on_within_a_window_is_that_of_its_own_steps(
+    tmp_path: Any, world_size: int
+) -> None:
+    answers = run_on_ranks(_resumed, str(tmp_path), world_size=world_size)
+    num_steps = 24 // 2 // world_size
+    steps = torch.tensor([losses for _, losses, _ in answers], dtype=torch.float64).mean(dim=0).tolist()
+    assert len(steps) == num_steps
+    for mean, _, logged in answers:
+        assert mean == pytest.approx(sum(steps[3:]) / (num_steps - 3), rel=1e-12)
+        assert logged[0] == pytest.approx(sum(steps[:4]) / 4, rel=1e-12)  # the window is whole
