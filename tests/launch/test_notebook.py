@@ -95,6 +95,13 @@ def wait_for_ever():
     "first": "notebook_launcher(train, args=(10,), num_processes=2)",
     "second": "notebook_launcher(train, (20,), num_processes=2, mixed_precision='bf16')",
     "debug": "debug_launcher(train, (30,), num_processes=3)",
+    "tutorial": """
+def train_ddp(rank, world_size):
+    assert rank == int(os.environ["RANK"])
+    print("rank", rank, "of", world_size)
+notebook_launcher(train_ddp, args=(), num_processes=2)
+""",
+    "no arguments": "notebook_launcher(train, num_processes=2)",
     "autograd": """
 a = torch.randn(600, 600, requires_grad=True)
 (a @ a).relu().sum().backward()  # starts torch's threads, which no forked process has
@@ -193,6 +200,17 @@ def test_a_function_of_a_cell_runs_on_every_rank(shown: dict[str, _Shown]) -> No
 def test_it_runs_twice_in_one_kernel_and_mixed_precision_has_effect(shown: dict[str, _Shown]) -> None:
     assert shown["second"].error == ""
     assert _lines(shown["second"].out) == ["rank 0 of 2 on cpu: [20, 21] bf16", "rank 1 of 2 on cpu: [20, 21] bf16"]
+
+
+def test_a_function_of_rank_and_world_size_gets_them(shown: dict[str, _Shown]) -> None:
+    assert shown["tutorial"].error == ""
+    assert _lines(shown["tutorial"].out) == ["rank 0 of 2", "rank 1 of 2"]
+
+
+def test_a_function_without_its_arguments_says_what_to_pass(shown: dict[str, _Shown]) -> None:
+    error = shown["no arguments"].error
+    assert error.startswith("UsageError: train(start) cannot be called by notebook_launcher(args=())")
+    assert "pass one value for each of its parameters in args" in error
 
 
 def test_debug_launcher_runs_on_the_cpu(shown: dict[str, _Shown]) -> None:

@@ -37,6 +37,7 @@ from echelon.config.schema import RunConfig
 from echelon.config.sources import current, from_code
 from echelon.launch import worker
 from echelon.launch.environment import rank_variables
+from echelon.launch.rank_arguments import arguments_of_rank
 from echelon.launch.spawn import StartMethod, spawn
 
 __all__ = ["debug_launcher", "notebook_launcher"]
@@ -72,7 +73,8 @@ def notebook_launcher(
 
     Args:
         function: the training; it makes its own Accelerator.
-        args: given to it.
+        args: given to it. Parameters of the function that are named ``rank`` and ``world_size``, and are not among them, are
+            filled in.
         num_processes: None: one for each accelerator, 1 on a machine without. 1: the function is called right here.
         mixed_precision: ``no``, ``fp16`` or ``bf16``; for an Accelerator that is given none itself.
         use_port: without effect, like ``master_addr``, ``rdzv_*`` and ``log_line_prefix_template``: processes of one
@@ -90,7 +92,7 @@ def notebook_launcher(
 
     Raises:
         ConfigError: ``mixed_precision`` or ``num_processes`` is none.
-        UsageError: what only works outside a notebook, or a process group that lives in the kernel.
+        UsageError: what only works outside a notebook, a process group that lives in the kernel, or ``args`` that do not fit.
         LaunchError: a rank failed (with its traceback; the others are stopped).
 
     Source: accelerate.notebook_launcher (its ``mixed_precision`` has no effect; this one's has).
@@ -111,11 +113,22 @@ def notebook_launcher(
     count = _count_devices()
     wanted = resolved.value.num_processes or max(1, count)
     if wanted > 1:
-        _run_ranks(function, args, resolved, num_processes=wanted, num_accelerators=count, interval=monitor_interval)
+        _run_ranks(
+            function,
+            args,
+            resolved,
+            num_processes=wanted,
+            num_accelerators=count,
+            interval=monitor_interval,
+            caller="notebook_launcher",
+        )
         return
     variables = rank_variables(resolved, num_processes=1, num_threads=None, has_accelerator=count > 0)
+    given, by_name = arguments_of_rank(
+        function, args, rank=0, world_size=1, caller="notebook_launcher", begins_with_rank=False
+    )
     with environ.patch(variables):
-        function(*args)
+        function(*given, **by_name)
 
 
 def debug_launcher(function: Callable[..., object], args: Sequence[object] = (), num_processes: int = 2) -> None:
@@ -127,7 +140,9 @@ def debug_launcher(function: Callable[..., object], args: Sequence[object] = (),
     Source: accelerate.debug_launcher.
     """
     resolved = current(from_code("debug_launcher", {"num_processes": num_processes, "cpu": True}))
-    _run_ranks(function, args, resolved, num_processes=num_processes, num_accelerators=0, interval=0.1)
+    _run_ranks(
+        function, args, resolved, num_processes=num_processes, num_accelerators=0, interval=0.1, caller="debug_launcher"
+    )
 
 
 def _refuse(**settings: tuple[int, int]) -> None:
@@ -207,8 +222,12 @@ def _run_ranks(
     num_processes: int,
     num_accelerators: int,
     interval: float,
+    caller: str,
 ) -> None:
     _refuse_process_group()
+    arguments_of_rank(
+        function, args, rank=0, world_size=num_processes, caller=caller, begins_with_rank=False
+    )  # that they fit
     uses_device = num_accelerators > 0 and not resolved.value.cpu
     method = _start_method(uses_device=uses_device)
     num_threads = 1 if method == "fork" else None
@@ -221,7 +240,12 @@ def _run_ranks(
     output = _Output.open(num_processes)
     try:
         child = _Child(
-            call=call, variables=variables, is_forked=method == "fork", uses_device=uses_device, output=output
+            call=call,
+            variables=variables,
+            is_forked=method == "fork",
+            uses_device=uses_device,
+            output=output,
+            caller=caller,
         )
         with warnings.catch_warnings(), environ.patch({} if method == "fork" else variables):
             # Python >= 3.12 warns of every fork beside threads; the head of this file says what is done about it.
@@ -328,6 +352,7 @@ class _Child:
     is_forked: bool
     uses_device: bool
     output: _Output
+    caller: str
 
     def __call__(self, rank: int) -> None:
         worker.die_with_parent()  # torch asks for SIGINT then, which native code never sees
@@ -339,7 +364,10 @@ class _Child:
             if self.uses_device:
                 _check_device()
         function, args = self.call
-        function(*args)
+        given, by_name = arguments_of_rank(
+            function, args, rank=rank, world_size=len(self.output.pipes), caller=self.caller, begins_with_rank=False
+        )
+        function(*given, **by_name)
 
 
 def _keep_to_one_thread() -> None:

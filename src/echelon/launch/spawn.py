@@ -16,6 +16,7 @@ from echelon.base import environ
 from echelon.base.errors import LaunchError, UsageError
 from echelon.launch.environment import loopback_variables
 from echelon.launch.failure import RankEnd, explain, first_failure
+from echelon.launch.rank_arguments import arguments_of_rank
 from echelon.launch.records import read_record
 from echelon.launch.worker import ERROR_FILE, Recorder
 
@@ -52,7 +53,7 @@ def spawn(
 
     Args:
         fn: at the top level of a module, so that the new processes can import it.
-        args: after the rank.
+        args: after the rank. A parameter of ``fn`` that is named ``world_size`` and not among them is filled in.
         nprocs: number of processes.
         join: wait for all of them, and raise if one fails.
         daemon: of the processes: they end with this one, and may not have children.
@@ -62,7 +63,7 @@ def spawn(
         None when ``join``, else the context to join later.
 
     Raises:
-        UsageError: ``nprocs`` below 1.
+        UsageError: ``nprocs`` below 1, or ``args`` that do not fit ``fn``.
         LaunchError: a rank failed (when ``join``); it holds the traceback of the rank that began.
 
     Source: torch.multiprocessing.spawn.
@@ -73,6 +74,7 @@ def spawn(
             where="code spawn(nprocs=)",
             do="give nprocs=1 or more",
         )
+    arguments_of_rank(fn, args, rank=0, world_size=nprocs, caller="spawn", begins_with_rank=True)  # that they fit
     import torch.multiprocessing as mp  # noqa: PLC0415 - torch-free floor
 
     from echelon.launch.rendezvous import LOOPBACK, LoopbackStore  # noqa: PLC0415 - imports torch
@@ -115,7 +117,9 @@ def _run_rank(
     own = os.path.join(directory, str(rank))
     os.makedirs(own)
     try:
-        fn(rank, *args)
+        size = int(common["WORLD_SIZE"])
+        given, by_name = arguments_of_rank(fn, args, rank=rank, world_size=size, caller="spawn", begins_with_rank=True)
+        fn(*given, **by_name)
     except Exception as error:
         (Path(own) / _TRACEBACK_FILE).write_text(traceback.format_exc(), encoding="utf-8", errors="backslashreplace")
         Recorder(own).add(error, where="main")

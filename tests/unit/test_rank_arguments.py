@@ -1,0 +1,91 @@
+"""What a function is called with on a rank: as the user gave it, and its place where it asks for that."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from echelon.base.errors import UsageError
+from echelon.launch.rank_arguments import arguments_of_rank
+
+
+def call(function: Callable[..., Any], *args: object, rank_first: bool = False) -> Any:
+    given, by_name = arguments_of_rank(
+        function,
+        args,
+        rank=1,
+        world_size=4,
+        caller="spawn" if rank_first else "notebook_launcher",
+        begins_with_rank=rank_first,
+    )
+    return function(*given, **by_name)
+
+
+def tutorial(rank: int, world_size: int) -> tuple[int, int]:
+    return rank, world_size
+
+
+def longer(rank: int, world_size: int, epochs: int, lr: float = 0.1) -> tuple[int, int, int, float]:
+    return rank, world_size, epochs, lr
+
+
+def own(epochs: int, rank: int = -1) -> tuple[int, int]:
+    return epochs, rank
+
+
+def keyword(epochs: int, *, world_size: int) -> tuple[int, int]:
+    return epochs, world_size
+
+
+def several(*args: int) -> tuple[int, ...]:
+    return args
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "expected"),
+    [
+        (tutorial, (), (1, 4)),
+        (tutorial, (0, 2), (0, 2)),  # what is given in full stays
+        (longer, (10,), (1, 4, 10, 0.1)),
+        (longer, (10, 0.5), (1, 4, 10, 0.5)),
+        (own, (3,), (3, -1)),  # it fits: a default is the user's
+        (keyword, (3,), (3, 4)),
+        (several, (5, 6), (5, 6)),
+        (functools.partial(longer, epochs=7), (), (1, 4, 7, 0.1)),
+    ],
+)
+def test_a_function_of_a_notebook_gets_its_place_where_it_asks_for_it(
+    function: Callable[..., Any], args: tuple[object, ...], expected: tuple[object, ...]
+) -> None:
+    assert call(function, *args) == expected
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "expected"),
+    [
+        (tutorial, (), (1, 4)),
+        (tutorial, (2,), (1, 2)),
+        (longer, (9, 10), (1, 9, 10, 0.1)),
+        (longer, (10,), (1, 4, 10, 0.1)),
+        (several, (5,), (1, 5)),
+    ],
+)
+def test_spawn_gives_the_rank_and_the_world_size_where_it_is_asked_for(
+    function: Callable[..., Any], args: tuple[object, ...], expected: tuple[object, ...]
+) -> None:
+    assert call(function, *args, rank_first=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "rank_first"), [(longer, (), False), (own, (), False), (tutorial, (1, 2, 3), True)]
+)
+def test_what_does_not_fit_is_refused_before_a_process_starts(
+    function: Callable[..., Any], args: tuple[object, ...], rank_first: bool
+) -> None:
+    with pytest.raises(UsageError, match="cannot be called by") as caught:
+        call(function, *args, rank_first=rank_first)
+    assert function.__name__ in str(caught.value)
+    assert "parameters named rank and world_size are filled in" in str(caught.value)
