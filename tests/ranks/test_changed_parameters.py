@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Accelerator
-from tests.harness import run_on_ranks
+from echelon.base.errors import DesyncError
+from echelon.base.warnings import EchelonWarning
+from tests.harness import RanksFailed, run_on_ranks
 
 STEPS = 6
 
@@ -93,3 +98,182 @@ def test_layers_may_be_frozen_and_unfrozen(engine: str, options: dict[str, Any],
     for weights in run_on_ranks(_changed, engine, form, options, world_size=2):
         for name, weight in (weights or {}).items():
             torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-9)
+
+
+# ---- parameters that are added and replaced ---------------------------------------------------------------------------
+
+
+def _new_layer(outputs: int) -> nn.Module:
+    return nn.Linear(5, outputs).double()
+
+
+def _rebuild(form: str, model: Any, optimizer: Any) -> None:
+    """Give ``model`` another head, or one more layer."""
+    if form == "replaced":
+        model[4] = _new_layer(1)
+        new = model[4]
+    else:
+        model.add_module("5", nn.Linear(1, 1).double())
+        new = model[5]
+    optimizer.add_param_group({"params": list(new.parameters())})
+
+
+def _plain_rebuilt(form: str, world_size: int) -> dict[str, torch.Tensor]:
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step, shares in enumerate(_batches(world_size)):
+        if step == 2:
+            torch.manual_seed(100)
+            _rebuild(form, model, optimizer)
+        (sum(_loss(model(x)) for x in shares) / world_size).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.detach() for name, value in model.state_dict().items()}
+
+
+def _rebuilt(engine: str, form: str, parity: str) -> tuple[dict[str, torch.Tensor] | None, list[str]]:
+    accelerator = Accelerator(engine=engine, parity=parity, seed=0)
+    bare = _model()
+    model, optimizer = accelerator.prepare(bare, torch.optim.AdamW(bare.parameters(), lr=0.1))
+    rank, said = dist.get_rank(), []
+    samples = TensorDataset(_batches(dist.get_world_size()).flatten(0, 2))
+    loader: Any = DataLoader(samples, batch_size=4 * dist.get_world_size() if parity != "off" else 4)
+    loader = accelerator.prepare(loader)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        count = 0
+        for (x,) in loader:
+            if count == 2:
+                torch.manual_seed(100 + rank)  # the ranks make other values; rank zero's count
+                _rebuild(form, accelerator.unwrap_model(model), optimizer)
+                count += 1
+            accelerator.backward(_loss(model(x)))
+            optimizer.step()
+            optimizer.zero_grad()
+            count += accelerator.sync_gradients
+        said = [str(w.message) for w in caught]
+    return accelerator.get_state_dict(model), said
+
+
+@pytest.mark.parametrize("parity", ["off", "exact", "bitwise"])
+@pytest.mark.parametrize("engine", ["ddp", "zero1", "fsdp2"])
+@pytest.mark.parametrize("form", ["replaced", "added"])
+def test_layers_may_be_added_and_replaced(engine: str, form: str, parity: str) -> None:
+    """float64, AdamW: 1e-9."""
+    expected = _plain_rebuilt(form, 2)
+    results = run_on_ranks(_rebuilt, engine, form, parity, world_size=2)
+    for weights, said in results:
+        assert (said == []) or engine == "fsdp2"
+        for name, weight in (weights or {}).items():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-9)
+
+
+def _whole_frozen_model(max_norm: float) -> tuple[list[torch.Tensor], list[str]]:
+    """Prepared while nothing in it trains, so that DDP refuses it; beside one that trains."""
+    accelerator = Accelerator()
+    torch.manual_seed(dist.get_rank())  # the ranks have other values; rank zero's count
+    head, body = nn.Linear(6, 1).double(), nn.Linear(6, 6).double().requires_grad_(False)
+    held = [*head.parameters(), *body.parameters()]
+    first, second, optimizer = accelerator.prepare(head, body, torch.optim.SGD(held, lr=0.1))
+    body.requires_grad_(True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for shares in _batches(dist.get_world_size()):
+            accelerator.backward(_loss(first(second(shares[dist.get_rank()]))))
+            accelerator.clip_grad_norm_(held, max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach() for p in held], [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize("max_norm", [1e9, 0.01])
+def test_a_model_that_was_prepared_frozen_may_be_unfrozen(max_norm: float) -> None:
+    """The ranks stay equal to the bit, also where their own gradients would be clipped by another norm."""
+    (first, said), (second, silent) = run_on_ranks(_whole_frozen_model, max_norm, world_size=2)
+    assert all(map(torch.equal, first, second))
+    assert len(said) == 1
+    assert "in which nothing trained when it was prepared" in said[0]
+    assert silent == []
+
+
+def _only_one_rank_unfreezes() -> None:
+    accelerator = Accelerator()
+    bare = _model()
+    bare[0].requires_grad_(False)
+    model, optimizer = accelerator.prepare(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
+    bare[2].requires_grad_(False)
+    if dist.get_rank() == 1:
+        bare[0].requires_grad_(True)
+    accelerator.backward(_loss(model(_batches(2)[0, dist.get_rank()])))
+    optimizer.step()
+
+
+def test_ranks_that_change_other_parameters_are_named() -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_on_ranks(_only_one_rank_unfreezes, world_size=2)
+    for error in failed.value.errors.values():
+        assert isinstance(error, DesyncError)
+        assert "rank 1 has 0.weight [5, 6] torch.float64, which trains" in str(error)
+
+
+# ---- passes -------------------------------------------------------------------------------------------------------------
+
+
+def _passes(engine: str, form: str, native: bool) -> tuple[dict[str, torch.Tensor] | None, int]:
+    accelerator = Accelerator(engine=engine)
+    bare = _model()
+    model, optimizer = accelerator.prepare(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for shares in _batches(dist.get_world_size()):
+            x = shares[dist.get_rank()]
+
+            def backward(loss: torch.Tensor, **options: Any) -> None:
+                loss.backward(**options) if native else accelerator.backward(loss, **options)
+
+            if form == "two forward passes, one backward pass":
+                backward(_loss(model(x[:2])) + _loss(model(x[2:])))
+            elif form == "two forward passes, then two backward passes":
+                first, second = _loss(model(x[:2])), _loss(model(x[2:]))
+                backward(first)
+                backward(second)
+            elif form == "two backward passes of one forward pass":
+                out = model(x)
+                backward(_loss(out[:2]), retain_graph=True)
+                backward(_loss(out[2:]))
+            else:
+                out = checkpoint(model, x[:2].requires_grad_(), use_reentrant=True)
+                backward(_loss(out) + _loss(model(x[2:])))
+            optimizer.step()
+            optimizer.zero_grad()
+    return accelerator.get_state_dict(model), len([w for w in caught if w.category is EchelonWarning])
+
+
+def _plain_passes(world_size: int) -> dict[str, torch.Tensor]:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for shares in _batches(world_size):
+        (sum(_loss(model(x[:2])) + _loss(model(x[2:])) for x in shares) / world_size).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.detach() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "two forward passes, one backward pass",
+        "two forward passes, then two backward passes",
+        "two backward passes of one forward pass",
+    ],
+)
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_passes_may_come_in_any_order(engine: str, form: str, native: bool) -> None:
+    """float64, SGD: 1e-12. DDP reduces one backward pass for a forward pass; the guard sees the others, and says so."""
+    expected = _plain_passes(2)
+    for weights, num_said in run_on_ranks(_passes, engine, form, native, world_size=2):
+        for name, weight in (weights or {}).items():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-12)
+        assert num_said <= 1
+        assert not num_said or "one backward" not in form

@@ -348,7 +348,7 @@ class Accelerator(AcceleratorFacts):
             unsynced: optimizers step with the local gradients in it, on purpose: the ranks drift apart. Otherwise a step
                 in it is taken with gradients averaged over the ranks there and then.
         """
-        steppers = [*self._optimizers, self._guard] if unsynced else ()
+        steppers: list[AcceleratedOptimizer | StepGuard] = [*self._optimizers, self._guard] if unsynced else []
         return LocalBackward(self._engine.no_sync(self._engine_model(model)), steppers)
 
     @staticmethod

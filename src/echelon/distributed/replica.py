@@ -116,6 +116,8 @@ class Replica:
         """Those that train."""
         self.version = 0
         """Counts the changes of the parameters that were followed."""
+        self.former: list[torch.Tensor] = []
+        """Parameters that the model had, and has no more."""
         self._structure = Structure(wrapper.module)
         self._passes = _Passes()  # backward passes since the last settle()
         self._will_reduce = False  # the forward pass told DDP to reduce in the backward pass that follows
@@ -180,6 +182,8 @@ class Replica:
             for parameter in now:
                 if id(parameter) not in known:
                     dist.broadcast(parameter.data, src=0, group=self.wrapper.process_group)
+            is_there = set(map(id, now))
+            self.former += [p for p in self._all if id(p) not in is_there]
             self._all, self._trained = now, trained
             self.version += 1
             self.parameters = [p for p in now if p.requires_grad]
@@ -188,7 +192,7 @@ class Replica:
                 p.grad is not None and id(p) not in were_trained for p in self.parameters
             )
             self._watch_gradients()
-            for gone in set(self._grad_hooks) - set(now):
+            for gone in [p for p in self._grad_hooks if id(p) not in is_there]:
                 self._grad_hooks.pop(gone).remove()
             if self.parameters:
                 _rebuild_reducer(self.wrapper)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -56,11 +56,11 @@ class DDPEngine(Engine):
         self._clip = clip_gradients
         self._options = dict(options or {})
         self._replicas: dict[int, Replica] = {}  # by id of the wrapper, which the replica keeps alive
+        self._frozen: list[nn.Module] = []  # prepared and not wrapped: nothing in them trained
+        self._optimizers: list[ref[Optimizer]] = []  # in the order of prepare, the same on every rank
         # By optimizer: what was looked up, and its parameters that no replica holds.
         self._strays: WeakKeyDictionary[Optimizer, tuple[list[int], list[torch.Tensor]]] = WeakKeyDictionary()
-        self._shared: WeakKeyDictionary[Optimizer, set[int]] = (
-            WeakKeyDictionary()
-        )  # ids of those that are equal on all ranks
+        self._shared: dict[int, torch.Tensor] = {}  # by id: strays that were made equal on all ranks
         self._warned = False
         self._reduces = True  # False: gradients are left alone (open_shards)
 
@@ -93,10 +93,12 @@ class DDPEngine(Engine):
         Collective: every rank, with the same models in the same order (DDP sends rank 0's weights to all).
         """
         wrapped = tuple(self._wrap(model) for model in models)
+        self._optimizers += map(ref, optimizers)
         return Prepared(models=wrapped, optimizers=tuple(optimizers), schedulers=tuple(schedulers))
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         if not any(parameter.requires_grad for parameter in model.parameters()):
+            self._frozen.append(model)
             return model  # DDP refuses a module without gradients; a frozen teacher has nothing to reduce
         device = self._world.device
         on_device = all(p.device.type == device.type for p in model.parameters())
@@ -230,6 +232,8 @@ class DDPEngine(Engine):
         for replica in self._replicas.values():
             replica.release()
         self._replicas.clear()
+        self._frozen.clear()
+        self._optimizers.clear()
         self._strays.clear()
         self._shared.clear()
 
@@ -244,11 +248,7 @@ class DDPEngine(Engine):
         for replica in self._replicas.values():
             replica.follow_before_step()
         is_reduced = any(replica.is_dirty() for replica in self._replicas.values()) and self._reduce(parameters)
-        strays = [p for p in self._strays_of(optimizer, parameters) if p.requires_grad]
-        if strays:
-            self._share_strays(optimizer, strays)
-            if self._reduces:
-                average_gradients(strays)
+        self._average_strays(optimizer, parameters)
         return is_reduced
 
     def _guard_optimizer(self, optimizer: Optimizer) -> None:
@@ -266,7 +266,20 @@ class DDPEngine(Engine):
             known = self._strays[optimizer] = (looked_up, [p for p in parameters if id(p) not in owned])
         return known[1]
 
+    def _average_strays(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
+        """Average the gradients of those of ``parameters``, which are of ``optimizer``, that no replica holds.
+
+        Collective: where there are some.
+        """
+        strays = [p for p in self._strays_of(optimizer, parameters) if p.requires_grad]
+        if strays:
+            self._share_strays(strays)
+            if self._reduces:
+                average_gradients(strays)
+
     def _guard(self, parameters: Iterable[torch.Tensor]) -> None:
+        for optimizer in (living for reference in self._optimizers if (living := reference()) is not None):
+            self._average_strays(optimizer, [p for group in optimizer.param_groups for p in group["params"]])
         if any(replica.is_dirty() for replica in self._replicas.values()) and self._reduce(parameters):
             self._warn()
 
@@ -287,17 +300,25 @@ class DDPEngine(Engine):
                 is_reduced = True
         return is_reduced
 
-    def _share_strays(self, optimizer: Optimizer, strays: list[torch.Tensor]) -> None:
-        shared = self._shared.setdefault(optimizer, set())
-        new = [p for p in strays if id(p) not in shared]
+    def _share_strays(self, strays: list[torch.Tensor]) -> None:
+        former = {id(p) for replica in self._replicas.values() for p in replica.former}
+        new = [p for p in strays if id(p) not in self._shared and id(p) not in former]
         if not new:
             return
-        shared.update(map(id, new))
-        warn(
-            f"{len(new)} parameter(s) of this optimizer belong to no prepared model: echelon averages their gradients "
-            "over the ranks at each step. Prepare the model that holds all parameters, which overlaps this with the "
-            "backward pass."
-        )
+        self._shared.update((id(p), p) for p in new)
+        frozen = {id(p) for model in self._frozen for p in model.parameters()}
+        if any(id(p) in frozen for p in new):
+            warn(
+                f"{len(new)} parameter(s) of this optimizer are of a model in which nothing trained when it was prepared: DDP does "
+                "not know it, and echelon averages their gradients over the ranks at each step. Prepare the model after the first "
+                "of its parameters is unfrozen, which overlaps this with the backward pass."
+            )
+        else:
+            warn(
+                f"{len(new)} parameter(s) of this optimizer belong to no prepared model: echelon averages their gradients "
+                "over the ranks at each step. Prepare the model that holds all parameters, which overlaps this with the "
+                "backward pass."
+            )
         for parameter in new:
             dist.broadcast(parameter.data, src=0)  # the ranks may have initialised them differently
 

@@ -19,7 +19,8 @@ from echelon.base.capabilities import Capabilities
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.versions import torch_version
 from echelon.base.warnings import warn
-from echelon.distributed.replica import average_gradients
+from echelon.distributed.meeting import meet
+from echelon.distributed.replica import Structure, average_gradients, require_same_parameters
 from echelon.distributed.tree import map_tensors
 from echelon.engines.base import Engine, Prepared
 from echelon.engines.canonical import ReplicatedUpdate, ShardedUpdate
@@ -64,7 +65,7 @@ class FSDP2Engine(Engine):
         self._stepper = Stepper(scaler)
         self._mesh: DeviceMesh | None = None
         self._roots: dict[int, FSDPModule] = {}  # by id, which the value keeps alive
-        self._strays: dict[int, list[nn.Parameter]] = {}  # by root: parameters that torch does not shard or reduce
+        self._strays: dict[int, _Strays] = {}  # by root
         self._warned = False
         self._averages: bool | None = None  # does the backend divide sums for ReduceOp.AVG; None: not tried yet
         self._update: ShardedUpdate | None = None  # who sums the gradients in the place of torch (open_shards)
@@ -152,7 +153,7 @@ class FSDP2Engine(Engine):
         _require_one_dtype(model)
         self._average_by_hand(model)
         self._roots[id(model)] = model
-        self._strays[id(model)] = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+        self._strays[id(model)] = _Strays(model)
         if isinstance(self._update, ScatteredUpdate):
             self._update.attach(model)
 
@@ -240,7 +241,7 @@ class FSDP2Engine(Engine):
             for part in _fsdp_params(root)
             if id(part.sharded_param) in wanted and hasattr(part, "_unsharded_param")
         ]
-        plain = [p for strays in self._strays.values() for p in strays if id(p) in wanted]
+        plain = [p for strays in self._strays.values() for p in strays.parameters() if id(p) in wanted]
         with zeros_for([*inner, *plain]):
             self.backward(loss, **options)
 
@@ -335,8 +336,7 @@ class FSDP2Engine(Engine):
             if not self.reduced(root):  # type: ignore[arg-type]
                 is_reduced = True
                 _reduce_now(root)
-            if self._strays[key]:
-                average_gradients(self._strays[key])
+            average_gradients([p for p in self._strays[key].parameters() if p.requires_grad])
         return is_reduced
 
     def _warn(self) -> None:
@@ -423,6 +423,8 @@ class FSDP2Engine(Engine):
     def release(self) -> None:
         """See ``Engine``."""
         self._roots.clear()
+        for strays in self._strays.values():
+            strays.release()
         self._strays.clear()
         if isinstance(self._update, ScatteredUpdate):
             self._update.release()
@@ -430,6 +432,54 @@ class FSDP2Engine(Engine):
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return ``model``: fully_shard changes it in place."""
         return model
+
+
+class _Strays:
+    """The parameters of a model that torch neither shards nor reduces: those that it was to leave whole, and later ones."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._structure = Structure(model)
+        self._known: list[nn.Parameter] = []
+        self._look()
+        self._hook = model.register_forward_pre_hook(self._before_forward, prepend=True)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return them. Collective: after parameters were added to the model, or replaced."""
+        self._follow()
+        return self._known
+
+    def release(self) -> None:
+        """Take the hook off the model."""
+        self._hook.remove()
+
+    def _before_forward(self, _model: nn.Module, _inputs: Any) -> None:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._follow()
+
+    def _follow(self) -> None:
+        """Give parameters that are new rank zero's values. Collective: where there are some."""
+        if not self._structure.is_changed:
+            return
+        known = set(map(id, self._known))
+        self._look()
+        new = [p for p in self._known if id(p) not in known]
+        self._structure.renew(self._model)
+        if not new:
+            return
+        meet("the first forward pass after the parameters of a prepared model changed")
+        require_same_parameters(self._model)
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        warn(
+            f"{', '.join(names[id(p)] for p in new[:3])}{' and others' if len(new) > 3 else ''} came into the model after prepare(): "
+            "fully_shard does not know it, so every rank holds it whole, and echelon averages its gradient over the ranks at each "
+            "step. To shard it, too, change the model before prepare()"
+        )
+        for parameter in new:
+            dist.broadcast(parameter.data, src=0)
+
+    def _look(self) -> None:
+        self._known = [p for p in self._model.parameters() if not isinstance(p, DTensor)]
 
 
 @contextmanager
