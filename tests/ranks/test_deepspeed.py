@@ -27,7 +27,7 @@ from echelon.utils import (
     GatheredParameters,
     map_pytorch_optim_to_deepspeed,
 )
-from tests.harness import run_on_ranks
+from tests.harness import RanksFailed, run_on_ranks
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.deepspeed
@@ -421,3 +421,47 @@ def test_one_process_trains_without_a_launcher() -> None:
     still_there, ratio = run_on_ranks(_alone, world_size=1, init_group=False)[0]
     assert not still_there
     assert ratio < 0.5
+
+
+def _other_parameters(stage: int, form: str) -> dict[str, torch.Tensor] | None:
+    accelerator = _accelerator(stage, gradient_accumulation_steps=_data().shape[1])
+    bare: Any = _model()
+    bare[0].requires_grad_(form != "unfrozen")
+    model, optimizer = accelerator.prepare(bare, _adam(bare))
+    for update, window in enumerate(_data()):
+        if update == 2 and form == "added":
+            bare[0].more = torch.nn.Parameter(torch.ones(1))
+        elif update == 2:
+            bare[0].requires_grad_(form == "unfrozen")
+        for x in window:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(_mine(x)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    return accelerator.get_state_dict(model)
+
+
+@pytest.mark.parametrize(
+    ("stage", "form"), [(1, "unfrozen"), (2, "frozen"), (3, "unfrozen"), (0, "added"), (3, "added")]
+)
+def test_other_parameters_than_those_it_was_given_are_refused_by_name(stage: int, form: str) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_on_ranks(_other_parameters, stage, form, world_size=2)
+    for error in failed.value.errors.values():
+        assert isinstance(error, UsageError)
+        assert ("0.more" if form == "added" else "0.weight") in str(error)
+
+
+def test_stage_0_follows_what_is_unfrozen() -> None:
+    """Against a plain loop: float32, AdamW."""
+    model: Any = _model()
+    optimizer = _adam(model)
+    model[0].requires_grad_(False)
+    for update, window in enumerate(_data()):
+        model[0].requires_grad_(update >= 2)
+        (sum(model(x).square().mean() for x in window) / len(window)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    whole, *_ = run_on_ranks(_other_parameters, 0, "unfrozen", world_size=2)
+    assert whole is not None
+    _assert_like(whole, model.state_dict())

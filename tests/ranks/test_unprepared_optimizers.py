@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 
 from echelon import Accelerator
+from echelon.base.errors import UsageError
 from echelon.base.warnings import EchelonWarning
 from tests.harness import run_on_ranks
 
@@ -103,3 +105,189 @@ def test_its_gradients_are_averaged_first_and_its_line_is_named_once(engine: str
     assert "window of 2 micro-steps" in text
     assert "averages" in text
     assert line in _lines()
+
+
+# ---- where it cannot be made right ----------------------------------------------------------------------------------
+
+
+def _refused(form: str) -> str:
+    """Return the text of the error; each step is on a line of its own."""
+    options: dict[str, Any] = {}
+    if form in ("exact", "bitwise"):
+        options = {"parity": form, "seed": 0}
+    if form.startswith("fp16"):
+        options = {"mixed_precision": "fp16", "cpu": True}
+    if form == "made before prepare":
+        options = {"engine": "fsdp2"}
+    accelerator = Accelerator(**options)
+    bare = _model().float()
+    before = torch.optim.SGD(bare.parameters(), lr=0.1)
+    model: Any = accelerator.prepare(bare)
+    optimizer = before if form == "made before prepare" else torch.optim.SGD(bare.parameters(), lr=0.1)
+    if form == "in the backward pass":
+        for p in bare.parameters():
+            p.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    loader: Any = accelerator.prepare(DataLoader(torch.ones(32, 6), batch_size=8))  # type: ignore[arg-type]
+    for x in loader:
+        try:
+            accelerator.backward(_loss(model(x)))
+            optimizer.step()  # REFUSED
+        except UsageError as error:
+            return str(error)
+    return "nothing was said"
+
+
+@pytest.mark.parametrize(
+    ("form", "world_size", "said"),
+    [
+        ("exact", 1, "not counted, and not saved"),
+        ("exact", 2, "not counted, and not saved"),
+        ("bitwise", 2, "not left to the end of an update"),
+        ("fp16", 1, "multiplied by the fp16 loss scale (65536)"),
+        ("fp16", 2, "multiplied by the fp16 loss scale (65536)"),
+        ("in the backward pass", 2, "steps inside the backward pass"),
+        ("made before prepare", 2, "whose place sharded ones have taken"),
+    ],
+)
+def test_what_cannot_be_made_right_is_an_error_at_the_line(form: str, world_size: int, said: str) -> None:
+    for text in run_on_ranks(_refused, form, world_size=world_size):
+        assert said in text
+        assert "SGD" in text
+        assert "do:" in text
+        if form != "in the backward pass":
+            assert any(line in text for line in _lines("# REFUSED"))
+
+
+# ---- what is right, and stays silent ------------------------------------------------------------------------------------
+
+
+def _silent(form: str) -> int:
+    """Return the number of warnings; ranks must agree where they train together."""
+    options: dict[str, Any] = {"mixed_precision": "fp16", "cpu": True} if form.startswith("fp16") else {}
+    accelerator = Accelerator(**options)
+    bare = _model().float()
+    model, prepared = accelerator.prepare(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
+    other = _model().float()  # of nobody
+    optimizer = torch.optim.SGD(other.parameters() if form == "another model" else bare.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for shares in _batches(dist.get_world_size()).float().flatten(0, 1):
+            x = shares[dist.get_rank()]
+            if form == "another model":
+                with accelerator.no_sync(model):
+                    _loss(other(x)).backward()
+                    optimizer.step()
+                optimizer.zero_grad()
+            elif form == "on purpose":
+                with accelerator.no_sync(model, unsynced=True):
+                    accelerator.backward(_loss(model(x)))
+                    optimizer.step()
+                optimizer.zero_grad()
+            elif form == "fp16, by its scaler":
+                assert accelerator.scaler is not None
+                accelerator.backward(_loss(model(x)))
+                accelerator.scaler.step(optimizer)
+                accelerator.scaler.update()
+                optimizer.zero_grad()
+            elif form == "two Accelerators":
+                second = Accelerator(gradient_accumulation_steps=2)
+                with second.accumulate():
+                    accelerator.backward(_loss(model(x)))
+                    prepared.step()
+                    prepared.zero_grad()
+            else:
+                accelerator.backward(_loss(model(x)))
+                optimizer.step()
+                optimizer.zero_grad()
+    weights = torch.cat([p.detach().flatten() for p in bare.parameters()])
+    everywhere = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, weights)
+    assert torch.equal(everywhere[0], everywhere[1]) is (form != "on purpose")
+    return len(caught)
+
+
+@pytest.mark.parametrize(
+    "form", ["reduced gradients", "another model", "on purpose", "fp16, by its scaler", "two Accelerators"]
+)
+def test_what_is_right_is_silent(form: str) -> None:
+    assert run_on_ranks(_silent, form, world_size=2) == [0, 0]
+
+
+def _closure(prepared: bool) -> list[torch.Tensor]:
+    """The gradients are made inside step(), through the bare module."""
+    accelerator = Accelerator()
+    bare = _model()
+    if prepared:
+        _, optimizer = accelerator.prepare(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
+    else:
+        accelerator.prepare(bare)
+        optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EchelonWarning)
+        for shares in _batches(dist.get_world_size()).flatten(0, 1):
+
+            def closure(shares: torch.Tensor = shares) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = _loss(bare(shares[dist.get_rank()]))
+                accelerator.backward(loss)
+                return loss
+
+            optimizer.step(closure)
+    return [p.detach() for p in bare.parameters()]
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_gradients_that_a_closure_makes_are_averaged(prepared: bool) -> None:
+    """float64, SGD: 1e-12."""
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for shares in _batches(2).flatten(0, 1):
+        optimizer.zero_grad()
+        (sum(_loss(model(x)) for x in shares) / 2).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    for weights in run_on_ranks(_closure, prepared, world_size=2):
+        for weight, right in zip(weights, model.parameters()):
+            torch.testing.assert_close(weight, right.detach(), rtol=1e-12, atol=1e-12)
+
+
+def _lbfgs(prepared: bool) -> tuple[list[torch.Tensor], int]:
+    accelerator = Accelerator()
+    bare = _model()
+    given = torch.optim.LBFGS(bare.parameters(), lr=0.5, line_search_fn="strong_wolfe")
+    model, stepped = accelerator.prepare(bare, given)
+    optimizer: Any = stepped if prepared else given
+    x = _batches(dist.get_world_size())[0, 0, dist.get_rank()]
+    calls = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = _loss(model(x))
+        accelerator.backward(loss)
+        calls.append(loss)
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    return [p.detach() for p in bare.parameters()], len(calls)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_an_optimizer_that_looks_at_the_loss_decides_alike_on_all_ranks(prepared: bool) -> None:
+    """Against plain PyTorch: float64, sums in another order, through 3 x 20 iterations of a line search: 1e-6."""
+    model = _model()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, line_search_fn="strong_wolfe")
+    calls = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = torch.stack([_loss(model(x)) for x in _batches(2)[0, 0]]).mean()
+        loss.backward()
+        calls.append(loss)
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)  # type: ignore[arg-type]
+    for weights, num_calls in run_on_ranks(_lbfgs, prepared, world_size=2):
+        assert num_calls == len(calls)
+        for weight, right in zip(weights, model.parameters()):
+            torch.testing.assert_close(weight, right.detach(), rtol=1e-6, atol=1e-6)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from echelon.accelerator.gradient_state import GradientState
 from echelon.base.errors import UsageError
 from echelon.base.warnings import user_line, warn
+from echelon.distributed.replica import average_loss
 from echelon.distributed.torch_hooks import Closure, is_in_backward, watch_optimizer_steps
 from echelon.engines.base import Engine
 
@@ -83,7 +84,7 @@ class StepGuard:
         def evaluate() -> object:
             loss = closure()
             self._make_right(optimizer)
-            return loss
+            return loss if self._num_processes == 1 else average_loss(loss)
 
         return evaluate
 
@@ -94,6 +95,7 @@ class StepGuard:
         known = self._known.get(optimizer)
         if known is None or known[0] != looked_up:
             held = {id(p) for model in self._models for p in model.parameters()}
+            held.update(map(id, self._engine.replaced_parameters()))
             known = self._known[optimizer] = (looked_up, not held.isdisjoint(ids))
         return known[1]
 

@@ -21,7 +21,7 @@ from echelon.distributed.meeting import meet
 from echelon.distributed.torch_hooks import watch_module_changes
 from echelon.distributed.wire import gather_bytes, gather_counts
 
-__all__ = ["Replica", "Structure", "average_gradients", "require_same_parameters"]
+__all__ = ["Replica", "Structure", "average_gradients", "average_loss", "require_same_parameters"]
 
 _requires_grad = operator.attrgetter("requires_grad")
 
@@ -44,6 +44,21 @@ def average_gradients(parameters: Sequence[torch.Tensor]) -> None:
             parameter.grad = torch.zeros_like(parameter)
         parameter.grad.div_(world_size)  # before the sum, as DDP does: the same rounding
         dist.all_reduce(parameter.grad)
+
+
+def average_loss(loss: Any) -> Any:
+    """Return the mean over the ranks of what a closure returned; what is no number stays.
+
+    An optimizer that looks at the loss (LBFGS) must decide alike on all ranks.
+
+    Collective: every rank.
+    """
+    if not isinstance(loss, (torch.Tensor, float)) or (isinstance(loss, torch.Tensor) and loss.numel() != 1):
+        return loss
+    value = loss.detach().clone() if isinstance(loss, torch.Tensor) else torch.tensor(loss, dtype=torch.float64)
+    value.div_(dist.get_world_size())
+    dist.all_reduce(value)
+    return value if isinstance(loss, torch.Tensor) else value.item()
 
 
 def require_same_parameters(module: nn.Module) -> None:

@@ -105,6 +105,10 @@ class Engine(ABC):
         """Does the engine step an optimizer now without being asked, on a rank that has run out of batches?"""
         return False
 
+    def replaced_parameters(self) -> Sequence[torch.Tensor]:
+        """Return the parameters in whose place ``prepare`` has put others, as far as they live."""
+        return ()
+
     def reduce_gradients(self, optimizer: Optimizer) -> bool:
         """Reduce what the other ranks have not seen of the gradients of ``optimizer``, which is going to step by itself.
 

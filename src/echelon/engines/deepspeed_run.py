@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from echelon.base.errors import UsageError
 from echelon.base.warnings import warn
+from echelon.distributed.replica import Structure
 from echelon.engines.deepspeed_parts import FlatParts
 from echelon.engines.stepping import Stepper, clip_gradients, multiply_gradients, plain_parameters, plain_state_dict
 from echelon.world.world import World
@@ -60,6 +61,9 @@ class Run:
         self._is_finished = False  # and they are those of the update
         self._is_warned = False
         self._dtypes = {name: p.dtype for name, p in plain_parameters(engine.module)}
+        self._parameters = [(name, p, p.requires_grad) for name, p in plain_parameters(engine.module)]
+        self._structure = Structure(engine.module)
+        self._hook: Any = engine.register_forward_pre_hook(self._before_forward, prepend=True)
         self._num_trained = len({id(p) for group in groups for p in group if p.requires_grad})
         self.parts: FlatParts | None = None
         if self._stage > 0:
@@ -71,12 +75,40 @@ class Run:
         """Take everything off the user's model."""
         if self.parts is not None:
             self.parts.release()
+        self._hook.remove()
         self.engine.destroy()
 
     # ---- the window --------------------------------------------------------------------------------------------------
 
+    def _before_forward(self, _model: nn.Module, _inputs: Any) -> None:
+        if self._structure.is_changed:
+            self._require_parameters()
+
+    def _require_parameters(self) -> None:
+        # In stage 0 the library looks at what has a gradient.
+        changed = (
+            [name for name, p, trained in self._parameters if p.requires_grad is not trained] if self._stage else []
+        )
+        if self._structure.is_changed:
+            known = {id(p) for _, p, _ in self._parameters}
+            changed += [name for name, p in plain_parameters(self.engine.module) if id(p) not in known]
+            self._structure.renew(self.engine.module)
+        if changed:
+            raise UsageError(
+                f"{', '.join(changed[:3])}{' and others' if len(changed) > 3 else ''} came into the model, or became frozen or "
+                "unfrozen, after prepare(): DeepSpeed trains the parameters that required gradients when it was given the model",
+                where="backward(), engine deepspeed",
+                do="choose what trains before prepare(), and train each phase by a run of its own (save_model(), then a new script); "
+                "engine='fsdp2' and 'ddp' follow such changes",
+            )
+
     def backward(self, loss: torch.Tensor, *, retain_graph: bool, is_local: bool) -> None:
-        """Add the gradients of ``loss`` to those of the window. Collective: in stages 2 and 3."""
+        """Add the gradients of ``loss`` to those of the window. Collective: in stages 2 and 3.
+
+        Raises:
+            UsageError: the model has other parameters than when it was prepared, or others train.
+        """
+        self._require_parameters()
         if self._is_finished and self._stage > 0:
             raise UsageError(
                 "backward() came between clipping and the step of one update: DeepSpeed cannot add to clipped gradients",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -18,9 +20,9 @@ from torch.optim import Optimizer
 from echelon.base.capabilities import Capabilities
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.versions import torch_version
-from echelon.base.warnings import warn
+from echelon.base.warnings import user_line, warn
 from echelon.distributed.meeting import meet
-from echelon.distributed.replica import Structure, average_gradients, require_same_parameters
+from echelon.distributed.replica import Structure, average_gradients, average_loss, require_same_parameters
 from echelon.distributed.tree import map_tensors
 from echelon.engines.base import Engine, Prepared
 from echelon.engines.canonical import ReplicatedUpdate, ShardedUpdate
@@ -66,6 +68,7 @@ class FSDP2Engine(Engine):
         self._mesh: DeviceMesh | None = None
         self._roots: dict[int, FSDPModule] = {}  # by id, which the value keeps alive
         self._strays: dict[int, _Strays] = {}  # by root
+        self._replaced: list[ref[nn.Parameter]] = []  # whole ones, of before prepare
         self._warned = False
         self._averages: bool | None = None  # does the backend divide sums for ReduceOp.AVG; None: not tried yet
         self._update: ShardedUpdate | None = None  # who sums the gradients in the place of torch (open_shards)
@@ -108,6 +111,7 @@ class FSDP2Engine(Engine):
             for after in [dict(model.named_parameters())]
             for name, parameter in old.items()
         }
+        self._replaced += [ref(p) for old in before for p in old.values() if replaced[id(p)] is not p]
         for optimizer in optimizers:
             _repoint(optimizer, replaced)
         return Prepared(models=tuple(models), optimizers=tuple(optimizers), schedulers=tuple(schedulers))
@@ -249,12 +253,37 @@ class FSDP2Engine(Engine):
 
     def step(self, optimizer: Optimizer, *, closure: Any = None, unsynced: bool = False) -> bool:
         """See ``Engine``."""
-        if not unsynced:
-            self._guard()
-        return self._stepper.step(optimizer, closure)
+        if unsynced:
+            return self._stepper.step(optimizer, closure)
+        self._guard()
+        return self._stepper.step(optimizer, None if closure is None else partial(self._evaluate, closure))
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        """Call ``closure``; what it leaves, and returns, is of all ranks. Collective."""
+        loss = closure()
+        self._guard()
+        return average_loss(loss)
+
+    def replaced_parameters(self) -> Sequence[torch.Tensor]:
+        """See ``Engine``: those that were whole."""
+        return [parameter for reference in self._replaced if (parameter := reference()) is not None]
 
     def reduce_gradients(self, optimizer: Optimizer) -> bool:
-        """See ``Engine``."""
+        """See ``Engine``.
+
+        Raises:
+            UsageError: ``optimizer`` holds parameters of before ``prepare``, which get no gradients any more.
+        """
+        replaced = set(map(id, self.replaced_parameters()))
+        num_replaced = sum(id(p) in replaced for group in optimizer.param_groups for p in group["params"])
+        if num_replaced:
+            raise UsageError(
+                f"{type(optimizer).__name__} holds {num_replaced} parameters of before prepare(), whose place sharded ones have "
+                "taken: it would change nothing",
+                where=f"step() at {user_line()}, engine fsdp2",
+                do="write model, optimizer = accelerator.prepare(model, optimizer), in one call, or make the optimizer of "
+                "model.parameters() after prepare()",
+            )
         return self._reduce()
 
     def settle(self) -> None:
@@ -423,6 +452,7 @@ class FSDP2Engine(Engine):
     def release(self) -> None:
         """See ``Engine``."""
         self._roots.clear()
+        self._replaced.clear()
         for strays in self._strays.values():
             strays.release()
         self._strays.clear()
