@@ -9,7 +9,9 @@ from __future__ import annotations
 import errno
 import itertools
 import random
+import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -57,7 +59,7 @@ class ToyStorage(Storage):
         _apply_names(self.folders[folder], names)
 
     def _may(self, operation: str, path: Path) -> bool:
-        name = path.name.split(".tmp-")[0] + ".tmp" if ".tmp-" in path.name else path.name
+        name = re.sub(r"\.(tmp|old)-[0-9a-f]{16}$", r".\1", path.name)
         self.calls.append((operation, name))
         return not self._muted(operation, name)
 
@@ -153,6 +155,15 @@ class ToyStorage(Storage):
     def kind(self, path: Path) -> Kind | None:
         inode = self._find(path)
         return None if inode is None else "folder" if inode in self.folders else "file"
+
+    def real_path(self, path: Path) -> Path:
+        return path  # it has no links
+
+    def link_target(self, path: Path) -> Path | None:
+        return None
+
+    def modified(self, path: Path) -> float:
+        return time.time()
 
     def entries(self, folder: Path) -> list[str]:
         return sorted(self.folders[self._folder(folder)])

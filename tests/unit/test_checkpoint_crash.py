@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,11 @@ import torch
 
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint.background import BackgroundSaver
-from echelon.checkpoint.commit import clean
+from echelon.checkpoint.commit import clean, place_of, retire
 from echelon.checkpoint.numbered import numbered, remove_oldest
 from echelon.checkpoint.reading import Checkpoint
-from echelon.checkpoint.save import begin_save
-from tests.checkpoint_ranks import content_of, save_on_threads, world_of_threads
+from echelon.checkpoint.save import begin_save, save_folder
+from tests.checkpoint_ranks import content_of, on_threads, save_on_threads, world_of_threads
 from tests.toy_storage import ToyStorage, WithoutExchange, crash_states, fingerprint
 
 FOLDER = Path("/toy/run")
@@ -50,7 +51,7 @@ class Scenario:
     returned: int
     """After so many, the save had returned, and only the new checkpoint is good enough."""
     old: int | None
-    new: int
+    new: int | None
 
     def check(self, *, max_pending: int) -> int:
         """Look at every crash state, and return how many there are."""
@@ -168,6 +169,127 @@ def _with_files_of_others(muted: Muted = _nothing) -> Scenario:
     return Scenario(storage, found, start=0, returned=len(storage.operations), old=None, new=1)
 
 
+# ---- another program's layout: no manifest, no checksums -------------------------------------------------------------
+
+
+def _write_foreign(storage: ToyStorage, step: int, rank: int, *, is_owner: bool, folder: Path) -> None:
+    """Write what a rank has as another program does: without a sync."""
+    names = [f"random_states_{rank}.pkl", *(["model.safetensors", "nested/optimizer.bin"] if is_owner else [])]
+    for name in names:
+        path = folder / name
+        if path.parent != folder:
+            storage.make_folder(path.parent)
+        handle = storage.create(path)
+        storage.write(handle, b"%d" % step)
+        storage.write(handle, b", and the rest of it")
+        storage.close(handle)
+
+
+def _save_foreign(storage: ToyStorage, target: Path, step: int) -> None:
+    on_threads(
+        lambda world, gather: save_folder(
+            target,
+            lambda folder, is_owner: _write_foreign(storage, step, world.rank, is_owner=is_owner, folder=folder),
+            world=world,
+            storage=storage,
+            is_part=lambda name: name.startswith(("random_states", "model", "nested")),
+            gather=gather,
+        ),
+        2,
+    )
+
+
+def _saved_foreign(storage: ToyStorage, target: Path) -> int | None:
+    """Return the step of all files in ``target``. What has its name must be whole: nobody could see that it is not."""
+    place = place_of(storage, target)
+    if storage.kind(place) is None:
+        return None
+    steps = set()
+    for name in ("random_states_0.pkl", "random_states_1.pkl", "model.safetensors", "nested/optimizer.bin"):
+        inode = storage._find(place / name)
+        assert inode is not None, f"{place / name} is lost"
+        content = bytes(storage.files[inode])
+        assert content.endswith(b", and the rest of it"), f"{place / name} is cut off: {content!r}"
+        steps.add(int(content[:1]))
+    assert len(steps) == 1, f"{place} is a mixture of {steps}"
+    return steps.pop()
+
+
+def _first_foreign(muted: Muted = _nothing) -> Scenario:
+    storage = ToyStorage(muted)
+    _save_foreign(storage, FOLDER / "a", 1)
+    found = partial(_saved_foreign, target=FOLDER / "a")
+    return Scenario(storage, found, start=0, returned=len(storage.operations), old=None, new=1)
+
+
+def _again_foreign(muted: Muted = _nothing, kind: type[ToyStorage] = ToyStorage) -> Scenario:
+    storage = kind()
+    target = FOLDER / "a"
+    _save_foreign(storage, target, 1)
+    handle = storage.create(target / "README")
+    storage.write(handle, b"mine")
+    storage.sync(handle)
+    storage.close(handle)
+    storage.sync_folder(target)
+    start = len(storage.operations)
+    storage._muted = muted
+    _save_foreign(storage, target, 2)
+    returned = len(storage.operations)
+
+    def found(state: ToyStorage) -> int | None:
+        step = _saved_foreign(state, target)
+        if step is not None:
+            assert state.kind(place_of(state, target) / "README") == "file", "README is lost"
+        return step
+
+    return Scenario(storage, found, start=start, returned=returned, old=1, new=2)
+
+
+def _rotated_foreign(muted: Muted = _nothing) -> Scenario:
+    storage = ToyStorage()
+    _save_foreign(storage, FOLDER / "checkpoint_0", 1)
+    start = len(storage.operations)
+    storage._muted = muted
+    _save_foreign(storage, FOLDER / "checkpoint_1", 2)
+    returned = len(storage.operations)
+    remove_oldest(FOLDER, prefix="checkpoint_", limit=1, storage=storage)
+
+    def found(state: ToyStorage) -> int | None:
+        steps = [_saved_foreign(state, path) for path in numbered(FOLDER, prefix="checkpoint_", storage=state)]
+        return steps[-1] if steps else None
+
+    return Scenario(storage, found, start=start, returned=returned, old=1, new=2)
+
+
+def _healed_foreign(muted: Muted = _nothing) -> Scenario:
+    """Save where a crash between two renames has left the old one under its other name, and crash again."""
+    storage = WithoutExchange()
+    target = FOLDER / "a"
+    _save_foreign(storage, target, 1)
+    storage.rename(target, target.with_name(f"a.old-{'0' * 16}"))
+    storage.sync_folder(FOLDER)
+    start = len(storage.operations)
+    storage._muted = muted
+    _save_foreign(storage, target, 2)
+    found = partial(_saved_foreign, target=target)
+    return Scenario(storage, found, start=start, returned=len(storage.operations), old=1, new=2)
+
+
+def _deleted_foreign(muted: Muted = _nothing) -> Scenario:
+    """Delete a checkpoint that lies under its other name: what a crash leaves of it must not pass for one."""
+    storage = ToyStorage()
+    target = FOLDER / "a"
+    _save_foreign(storage, target, 1)
+    old = target.with_name(f"a.old-{'0' * 16}")
+    storage.rename(target, old)
+    storage.sync_folder(FOLDER)
+    start = len(storage.operations)
+    storage._muted = muted
+    retire(storage, old)
+    found = partial(_saved_foreign, target=target)
+    return Scenario(storage, found, start=start, returned=len(storage.operations), old=1, new=None)
+
+
 SCENARIOS: dict[str, Callable[..., Scenario]] = {
     "first": _first,
     "again": _again,
@@ -175,18 +297,24 @@ SCENARIOS: dict[str, Callable[..., Scenario]] = {
     "rotated": _rotated,
     "in the background": _in_background,
     "with files of others": _with_files_of_others,
+    "foreign, first": _first_foreign,
+    "foreign, again": _again_foreign,
+    "foreign, by two renames": lambda muted=_nothing: _again_foreign(muted, WithoutExchange),
+    "foreign, rotated": _rotated_foreign,
+    "foreign, healed": _healed_foreign,
+    "foreign, deleted": _deleted_foreign,
 }
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_every_crash_state_has_a_whole_checkpoint(scenario: str) -> None:
-    assert SCENARIOS[scenario]().check(max_pending=7) > 30
+    assert SCENARIOS[scenario]().check(max_pending=7) > 20
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_every_crash_state_of_all_subsets_has_a_whole_checkpoint(scenario: str) -> None:
-    assert SCENARIOS[scenario]().check(max_pending=12) > 50
+    assert SCENARIOS[scenario]().check(max_pending=12) > 20
 
 
 # Every sync and rename of a save: (scenario that needs it, operation, name).
@@ -214,6 +342,20 @@ GUARDS = [
     ("with files of others", "sync", "extra"),
     ("with files of others", "sync", "deep"),
     ("with files of others", "sync_folder", "inside"),
+    ("foreign, first", "sync", "random_states_0.pkl"),
+    ("foreign, first", "sync", "random_states_1.pkl"),
+    ("foreign, first", "sync", "model.safetensors"),
+    ("foreign, first", "sync", "optimizer.bin"),
+    ("foreign, first", "sync_folder", "nested"),
+    ("foreign, first", "sync_folder", "a.tmp"),
+    ("foreign, first", "sync_folder", "run"),
+    ("foreign, first", "rename", "a.tmp"),
+    ("foreign, again", "exchange", "a.tmp"),
+    ("foreign, by two renames", "sync_folder", "run"),
+    ("foreign, by two renames", "rename", "a"),
+    ("foreign, rotated", "rename", "checkpoint_0"),
+    ("foreign, deleted", "rename", "a.old"),
+    ("foreign, deleted", "sync_folder", "run"),
 ]
 
 

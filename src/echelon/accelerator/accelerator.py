@@ -1208,6 +1208,7 @@ class Accelerator(AcceleratorFacts):
         *,
         strict: bool = True,
         allow_missing: Collection[str] = (),
+        must_exist: bool = False,
     ) -> bool:
         """Go on where an earlier start of the run has saved; call it after ``prepare``. False: nothing is there to go on with.
 
@@ -1221,21 +1222,26 @@ class Accelerator(AcceleratorFacts):
                 and what was passed over is told.
             strict: a model has every weight of the checkpoint, and the other way round.
             allow_missing: as of ``load_state``.
+            must_exist: a run that finds no checkpoint ends with an error; else it starts from scratch, which is logged.
 
         Collective: every rank.
 
         Raises:
-            UsageError: no path, and checkpoints are not named automatically.
+            UsageError: no path, and checkpoints are not named automatically; with ``must_exist``, nothing was saved; the path
+                is a file, or a symbolic link that leads nowhere.
             CheckpointError: there are checkpoints and none is whole, it is another model's, or (``parity="off"``) of the
                 middle of an epoch on another number of processes.
             DesyncError: some ranks failed; they are named.
         """
         meet("resume()")
         if not self.preemption.is_driven:
-            self.preemption.folder = path
+            # Of now: the script may change its working directory before it is asked to save there.
+            self.preemption.folder = None if path is None else Path(path).expanduser().absolute()
             self.preemption.join()
         with within(Phase.LOAD):
-            is_there = self._checkpoints.resume(self, path, strict=strict, allow_missing=allow_missing)
+            is_there = self._checkpoints.resume(
+                self, path, strict=strict, allow_missing=allow_missing, must_exist=must_exist
+            )
         if is_there:
             note_loaded(self.progress.step)
         return is_there

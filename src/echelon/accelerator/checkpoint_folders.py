@@ -10,30 +10,31 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
-
 from echelon.accelerator.state_names import model_prefix
 from echelon.accelerator.weights import read_weights
 from echelon.base.errors import CheckpointError, UsageError
-from echelon.checkpoint.aside import Aside, written_aside
 from echelon.checkpoint.background import store_gather
+from echelon.checkpoint.commit import place_of, require_folder_or_nothing
 from echelon.checkpoint.layouts import TRAINER_STATE, json_of, layout_of, weight_files
 from echelon.checkpoint.merge import aliases_of
 from echelon.checkpoint.numbered import numbered, remove_oldest
-from echelon.checkpoint.reading import Checkpoint
-from echelon.checkpoint.save import Content, SaveFailedError, begin_save, together
+from echelon.checkpoint.reading import Checkpoint, try_open
+from echelon.checkpoint.save import Content, SaveFailedError, as_save_failure, begin_save, save_folder, together
 from echelon.checkpoint.storage import LocalStorage
 from echelon.checkpoint.tensor_file import read_header
 from echelon.distributed.wire import gather_bytes
+from echelon.world.world import World
 
 if TYPE_CHECKING:
     from echelon.accelerator.accelerator import Accelerator
 
 __all__ = [
     "alone_in",
-    "as_save_failure",
     "checkpoints_in",
+    "count_failures",
+    "has_checkpoint",
     "holds_model",
+    "folder_of",
     "holds_training",
     "is_own_format",
     "is_saved",
@@ -42,13 +43,14 @@ __all__ = [
     "read_model_files",
     "registered_state",
     "remove_checkpoints",
+    "require_folder",
     "require_whole",
     "same_on_all_ranks",
     "save_files",
     "write_files",
 ]
 
-_ARCHIVES = ("*.pt", "*.pth", "*.bin")  # what torch.save wrote: zip files, whose directory is at their end
+_ARCHIVES = ("*.pt", "*.pth", "*.bin", "*.pkl")  # what torch.save wrote: zip files, whose directory is at their end
 _CUT_OFF = "checkpoint-is-incomplete.txt"  # what transformers leaves of a save that was killed
 
 
@@ -60,6 +62,11 @@ def checkpoints_in(folder: Path, *, prefix: str) -> list[Path]:
     return numbered(folder, prefix=prefix)
 
 
+def folder_of(folder: Path) -> Path:
+    """Return where a checkpoint is: a crash between two renames leaves it under another name."""
+    return place_of(LocalStorage(), folder)
+
+
 def is_own_format(folder: Path) -> bool:
     """Tell whether ``folder`` was written in echelon's own format, with checksums."""
     return layout_of(folder) == "echelon"
@@ -69,7 +76,7 @@ def holds_training(folder: Path) -> bool:
     """Tell whether a checkpoint that is whole has more than weights: an optimizer or a schedule to go on with."""
     if is_own_format(folder):
         return "accelerator" in Checkpoint(folder).objects()
-    return (folder / "scheduler.pt").is_file()
+    return (place_of(LocalStorage(), folder) / "scheduler.pt").is_file()
 
 
 def holds_model(folder: Path) -> bool:
@@ -83,19 +90,44 @@ def registered_state(folder: Path, index: int) -> Any:
     return Checkpoint(folder).objects()[f"custom.{index}"]
 
 
+def require_folder(path: Path) -> None:
+    """Raise where ``path`` is there and is no folder.
+
+    Raises:
+        UsageError: it is a file, or a symbolic link that leads nowhere.
+    """
+    require_folder_or_nothing(LocalStorage(), path)
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Tell whether something was saved in ``folder``, whatever is left of it; a folder that is empty was only made.
+
+    Raises:
+        UsageError: it is a file, or a symbolic link that leads nowhere.
+    """
+    storage = LocalStorage()
+    require_folder_or_nothing(storage, folder)
+    place = place_of(storage, folder)
+    return place.is_dir() and bool(storage.entries(place))
+
+
 def newest_whole(
-    accelerator: Accelerator, folder: Path, *, prefix: str, usable: Callable[[Path], str | None]
+    world: World, folder: Path, *, prefix: str, usable: Callable[[Path], str | None] = lambda _: None
 ) -> tuple[Path | None, Sequence[tuple[Path, str]]]:
-    """Return the newest checkpoint in ``folder`` that every machine has whole, and what was passed over, with reasons.
+    """Return the newest checkpoint in ``folder``, of any layout, that every machine has whole, and what was passed over.
 
     Args:
-        accelerator: whose first rank of each machine reads.
+        world: of this process.
         folder: of checkpoints ``prefix`` + number.
         prefix: the same.
-        usable: returns why a whole checkpoint is not wanted all the same, or None.
+        usable: returns why a whole checkpoint is not wanted all the same, or None; the same on all ranks.
 
     Collective: every rank.
+
+    Raises:
+        UsageError: ``folder`` is a file, or a symbolic link that leads nowhere.
     """
+    require_folder_or_nothing(LocalStorage(), folder)
     candidates = {path.name: path for path in checkpoints_in(folder, prefix=prefix)}
     names = sorted(
         {name for told in _gathered(list(candidates)) for name in told},
@@ -105,7 +137,7 @@ def newest_whole(
     skipped: list[tuple[Path, str]] = []
     for name in names:
         path = folder / name
-        problem = _problem_on_any(accelerator, path) or usable(path)
+        problem = _problem_on_any(world, path) or usable(path)
         if problem is None:
             return path, skipped
         skipped.append((path, problem))
@@ -121,17 +153,21 @@ def require_whole(accelerator: Accelerator, folder: Path) -> None:
         UsageError: there is no such folder.
         CheckpointError: it is damaged, and how.
     """
-    if not all(_gathered(folder.is_dir())):
+    storage = LocalStorage()
+    require_folder_or_nothing(storage, folder)
+    if not all(_gathered(place_of(storage, folder).is_dir())):
         raise UsageError(f"there is no folder {folder}", do="give the folder of a checkpoint")
-    problem = _problem_on_any(accelerator, folder)
+    problem = _problem_on_any(accelerator.world, folder)
     if problem is not None:
         raise CheckpointError(
             f"{folder} cannot be loaded: {problem}", do="load another checkpoint; nothing of this one was used"
         )
 
 
-def _problem_on_any(accelerator: Accelerator, folder: Path) -> str | None:
-    problems = problems_in(folder) if accelerator.is_local_main_process else []
+def _problem_on_any(world: World, folder: Path) -> str | None:
+    if all(_gathered(is_own_format(folder))):
+        return try_open(folder, world=world)[1]
+    problems = problems_in(folder) if world.is_local_rank_zero else []
     return next((problem for told in _gathered(problems) for problem in told), None)
 
 
@@ -141,22 +177,30 @@ def _gathered(value: Any) -> list[Any]:
 
 
 def problems_in(folder: Path) -> list[str]:
-    """Return what is wrong with a checkpoint of echelon's or transformers' layout, naming the files; empty: it is whole.
+    """Return what is wrong with a checkpoint of any layout, naming the files; empty: it is whole.
 
-    In echelon's own format every file is read and compared with its checksum. The other has none: files that are cut off
+    In echelon's own format every file is read and compared with its checksum. The others have none: files that are cut off
     or missing are found, changed bytes are not.
     """
-    layout = layout_of(folder)
+    storage = LocalStorage()
     try:
+        require_folder_or_nothing(storage, folder)
+        layout = layout_of(folder)
+        folder = place_of(storage, folder)
         if layout == "echelon":
             return Checkpoint(folder).problems()
-        if layout != "transformers":
-            return [f"{folder} has neither a manifest nor a {TRAINER_STATE}"]
+        if layout == "sharded":
+            return [
+                f"{folder} was written by torch.distributed.checkpoint, whose parts can only be found by unpickling"
+            ]
+        if layout is None:
+            what = f"neither a manifest nor a {TRAINER_STATE}, nor files of Accelerate's names"
+            return [f"{folder} has {what}" if folder.is_dir() else f"{folder} is no folder"]
         if (folder / _CUT_OFF).exists():
             return [f"{folder / _CUT_OFF} says that its save was cut off"]
-        json_of(folder / TRAINER_STATE)
+        if layout == "transformers":
+            json_of(folder / TRAINER_STATE)
         weights = weight_files(folder)
-        storage = LocalStorage()
         for path in {*weights, *folder.glob("*.safetensors")}:
             if path.suffix == ".safetensors":
                 handle = storage.open(path)
@@ -165,15 +209,28 @@ def problems_in(folder: Path) -> list[str]:
                 finally:
                     storage.close(handle)
         for path in (path for pattern in _ARCHIVES for path in folder.glob(pattern)):
-            with zipfile.ZipFile(path):
-                continue
-        if not weights and not any(folder.glob("adapter_model.*")):
+            _require_whole_archive(path)
+        if layout == "transformers" and not weights and not any(folder.glob("adapter_model.*")):
             return [f"{folder} holds no weights"]
-    except CheckpointError as error:
+    except (CheckpointError, UsageError) as error:
         return [error.what]
     except (OSError, zipfile.BadZipFile) as error:
         return [f"{folder}: {error}"]
     return []
+
+
+def _require_whole_archive(path: Path) -> None:
+    """Raise where a file that torch.save wrote is cut off: the directory of a zip file is at its end."""
+    with path.open("rb") as file:
+        start = file.read(2)
+    if not start:
+        raise CheckpointError(f"{path} is empty", do="use another checkpoint")
+    if start == b"PK":  # else of an older torch, which wrote no zip files
+        try:
+            with zipfile.ZipFile(path):
+                return
+        except zipfile.BadZipFile as error:
+            raise CheckpointError(f"{path} is cut off: {error}", do="use another checkpoint") from error
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -219,13 +276,13 @@ def save_files(accelerator: Accelerator, target: Path, write: Callable[[Path], N
             raise
         begun.finish()
 
-    return _counted(accelerator, save)
+    return count_failures(accelerator, save)
 
 
 def write_files(
     accelerator: Accelerator, target: Path, write: Callable[[Path, bool], None], *, is_part: Callable[[str], bool]
 ) -> bool:
-    """Make ``target`` a folder with the files which ``write(folder, is_owner)`` makes, without a manifest.
+    """Make ``target`` a checkpoint of another layout: the files which ``write(folder, is_owner)`` makes, without a manifest.
 
     Args:
         accelerator: whose ranks write.
@@ -240,16 +297,11 @@ def write_files(
         TooManyFailedSavesError: the disk did not take it, and this is the last failure that is borne.
     """
 
-    def fill(aside: Aside) -> None:
-        write(aside.folder, aside.is_owner)
-        if (fence := accelerator._checkpoints.fence) is not None:
-            fence()  # last of all: the folder gets its name next
-
     def save() -> None:
-        with written_aside(target, world=accelerator.world, is_part=is_part) as aside:
-            together(f"writing {target}", as_save_failure(lambda: fill(aside), target), gather_bytes)
+        world, fence = accelerator.world, accelerator._checkpoints.fence
+        save_folder(target, write, world=world, is_part=is_part, fence=fence)
 
-    return _counted(accelerator, save)
+    return count_failures(accelerator, save)
 
 
 def is_saved(accelerator: Accelerator) -> bool:
@@ -257,23 +309,12 @@ def is_saved(accelerator: Accelerator) -> bool:
     return accelerator._checkpoints.failures.in_a_row == 0
 
 
-def as_save_failure(action: Callable[[], Any], target: Path) -> Callable[[], Any]:
-    """Return ``action`` with what the file system refuses as the error that is counted, not one that ends the run."""
+def count_failures(accelerator: Accelerator, save: Callable[[], None]) -> bool:
+    """Call ``save``; return False where the disk refused it, which is reported.
 
-    def run() -> Any:
-        try:
-            return action()
-        except (OSError, SafetensorError) as error:
-            raise SaveFailedError(
-                f"{target} could not be saved: {error}",
-                do="free space on the disk, or look at what the system says of it; the checkpoints that were there "
-                "are untouched",
-            ) from error
-
-    return run
-
-
-def _counted(accelerator: Accelerator, save: Callable[[], None]) -> bool:
+    Raises:
+        TooManyFailedSavesError: it was the last failure that is borne.
+    """
     failures = accelerator._checkpoints.failures
     try:
         save()
@@ -314,7 +355,7 @@ def read_model_files(folder: Path) -> dict[str, Any]:
         checkpoint, prefix = Checkpoint(folder), model_prefix(0)
         names = [name for name in checkpoint.names() if name.startswith(prefix)]
         return {name.removeprefix(prefix): checkpoint.read(name) for name in names}
-    files = weight_files(folder)
+    files = weight_files(place_of(LocalStorage(), folder))
     if not files:
         raise UsageError(f"{folder} holds no weights of a model", do="give the folder of a whole checkpoint")
     tensors: dict[str, Any] = {}

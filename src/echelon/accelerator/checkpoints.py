@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from echelon.accelerator.checkpoint_folders import as_save_failure
+from echelon.accelerator.checkpoint_folders import count_failures, has_checkpoint, newest_whole
 from echelon.accelerator.project import ProjectConfiguration
 from echelon.accelerator.state_files import (
     collect_state,
     is_state_file,
     load_accelerator_state,
     load_custom_state,
+    missing_files,
     require_custom_states,
     require_plain,
     write_custom_state,
@@ -34,14 +35,14 @@ from echelon.base.logging import get_logger
 from echelon.base.protocols import SupportsStateDict
 from echelon.base.warnings import warn
 from echelon.checkpoint import typed_json
-from echelon.checkpoint.aside import written_aside
 from echelon.checkpoint.background import BackgroundSaver, SaveFailures
-from echelon.checkpoint.commit import clean, place_of
+from echelon.checkpoint.commit import clean, place_of, require_folder_or_nothing
+from echelon.checkpoint.layouts import layout_of, require_layout
 from echelon.checkpoint.lock import RunLock
-from echelon.checkpoint.manifest import MANIFEST, is_part
+from echelon.checkpoint.manifest import is_part
 from echelon.checkpoint.numbered import numbered, remove_oldest
-from echelon.checkpoint.reading import Checkpoint, newest, open_verified
-from echelon.checkpoint.save import Save, SaveFailedError, begin_save, together
+from echelon.checkpoint.reading import Checkpoint, open_verified
+from echelon.checkpoint.save import Save, SaveFailedError, as_save_failure, begin_save, save_folder, together
 from echelon.checkpoint.storage import LocalStorage
 from echelon.distributed.collectives import gather_object
 from echelon.distributed.control import agree, fail_together
@@ -108,12 +109,13 @@ class Checkpoints:
         accelerator._engine.settle()
         if safe_serialization and self._chosen_format() == "echelon":
             metric = None if metric is None else float(metric)
-            return self._save_own(accelerator, target.resolve(), blocking=blocking, metric=metric)
+            return self._save_own(accelerator, target, blocking=blocking, metric=metric)
         if not blocking or metric is not None:
             raise UsageError(
                 f"save_state({'metric=' if blocking else 'blocking=False'}) needs echelon's own checkpoint format",
                 do="leave out checkpoint_format='accelerate' and safe_serialization=False, or that argument",
             )
+        self.wait()
         models = _bare_models(accelerator)
         weights = [accelerator.get_state_dict(model) for model in accelerator._models]
         random_states = accelerator._close_books()
@@ -127,34 +129,27 @@ class Checkpoints:
             progress={**accelerator.progress.to_json(), "micro_step": 0},
             random_states=random_states,
         )
-        with written_aside(target.resolve(), world=world, is_part=_is_ours) as aside:
+        is_gathered = any(one is None for one in (*weights, *state.optimizers))  # on rank zero alone
+        each = self._project.save_on_each_node and not is_gathered
+
+        def write(folder: Path, is_owner: bool) -> None:
             for hook in list(self.save_hooks.values()):
-                hook(models, weights, str(aside.folder))
-            is_gathered = any(one is None for one in (*weights, *state.optimizers))  # on rank zero alone
-            each = self._project.save_on_each_node and not is_gathered
-            writes_shared = aside.is_owner if each else world.is_rank_zero
+                hook(models, weights, str(folder))
+            writes_shared = is_owner if each else world.is_rank_zero
             write_state(
-                aside.folder,
-                state,
-                rank=world.rank,
-                writes_shared=writes_shared,
-                safe_serialization=safe_serialization,
+                folder, state, rank=world.rank, writes_shared=writes_shared, safe_serialization=safe_serialization
             )
             if writes_shared:
                 for i, one in enumerate(self.custom_objects):
-                    write_custom_state(one, aside.folder, i)
-        limit = self._project.total_limit
-        if self._project.automatic_checkpoint_naming and limit is not None:
-            with fail_together("deleting old checkpoints"):
-                if aside.is_owner:
-                    remove_oldest(
-                        target.parent,
-                        prefix=_PREFIX,
-                        limit=limit,
-                        keep=[target],
-                        keep_every=self._project.keep_every,
-                    )
-        self._project.iteration += 1
+                    write_custom_state(one, folder, i)
+
+        def save() -> None:
+            self._lock_numbered(target, is_first=world.is_rank_zero or (each and world.is_local_rank_zero))
+            is_owner = save_folder(target, write, world=world, is_part=_is_ours, fence=self.fence)
+            self._rotate(target, is_owner)
+
+        if count_failures(accelerator, save):
+            self._project.iteration += 1
         return target
 
     def load(
@@ -166,7 +161,7 @@ class Checkpoints:
         map_location = options.pop("map_location", None)
         allowed = Allowed(options.pop("allow_missing", ()))
         input_dir = _one_folder(input_dir, accelerator.world, "load_state")
-        checkpoint = self._own_checkpoint(input_dir, accelerator.world)
+        folder, checkpoint = self._source(accelerator, input_dir)
         if checkpoint is not None:
             with fail_together("load_state"):
                 strict = options.pop("strict", True)
@@ -178,7 +173,6 @@ class Checkpoints:
                 do="leave it out, or load a checkpoint of echelon",
             )
         with fail_together("load_state"):
-            folder = self._source(input_dir)
             require_custom_states(folder, len(self.custom_objects))
             models = _bare_models(accelerator)
             for hook in list(self.load_hooks.values()):
@@ -200,7 +194,9 @@ class Checkpoints:
             for i, one in enumerate(self.custom_objects):
                 load_custom_state(one, folder, i)
 
-    def resume(self, accelerator: Accelerator, path: Any, *, strict: bool, allow_missing: Collection[str]) -> bool:
+    def resume(
+        self, accelerator: Accelerator, path: Any, *, strict: bool, allow_missing: Collection[str], must_exist: bool
+    ) -> bool:
         """See ``Accelerator.resume``."""
         is_named = self._project.automatic_checkpoint_naming
         if path is None and not is_named:
@@ -209,11 +205,25 @@ class Checkpoints:
                 do="give it the folder that save_state is given, or use ProjectConfiguration(automatic_checkpoint_naming=True)",
             )
         self.wait()
-        found = numbered(self._folder(), prefix=_PREFIX) if is_named else []
         folder = _one_folder(path, accelerator.world, "resume")
-        is_there = bool(found) if folder is None else place_of(LocalStorage(), Path(folder).expanduser()).is_dir()
+        with fail_together("resume"):
+            found = numbered(self._folder(), prefix=_PREFIX) if is_named else []
+            if folder is None:
+                place = self._folder()
+                require_folder_or_nothing(LocalStorage(), place)
+                is_there = bool(found)
+            else:
+                place = Path(folder).expanduser().absolute()
+                is_there = has_checkpoint(place)
         if not agree(is_there):
-            _logger.info("resume(): %s holds no checkpoint, so this is a new run", folder or self._folder())
+            if must_exist:
+                raise UsageError(
+                    f"there is no checkpoint in {place}",
+                    where="resume(must_exist=True)",
+                    do="check the path; without must_exist a run that finds nothing starts from scratch",
+                )
+            # At the level that is seen by default: who meant another folder must notice.
+            _logger.warning("no checkpoint in %s: starting from scratch", place)
             return False
         self.load(accelerator, folder, None, {"strict": strict, "allow_missing": allow_missing})
         with fail_together("resume"):
@@ -298,10 +308,6 @@ class Checkpoints:
         each = self._project.save_on_each_node and accelerator.capabilities.exposes_state
         self.wait()
         is_first = world.rank == 0 or (each and world.is_local_rank_zero)
-        with fail_together("locking the folder of the checkpoints"):
-            if is_first and self._project.automatic_checkpoint_naming and self._lock is None:
-                self._lock = RunLock(target.parent / ".lock")
-                clean(LocalStorage(), target.parent, belongs=_is_numbered)
         models = _bare_models(accelerator)
         random_states = accelerator._close_books()
         with fail_together("collecting the state"):
@@ -309,6 +315,7 @@ class Checkpoints:
                 accelerator, models, custom_objects=self.custom_objects, random_states=random_states, metric=metric
             )
         try:
+            self._lock_numbered(target, is_first=is_first)
             save = begin_save(
                 target,
                 content,
@@ -330,6 +337,19 @@ class Checkpoints:
             return target
         self._project.iteration += 1
         return target
+
+    def _lock_numbered(self, target: Path, *, is_first: bool) -> None:
+        """Keep other runs out of the folder of numbered checkpoints; what killed saves have left there is removed.
+
+        Collective: every rank.
+        """
+
+        def lock() -> None:
+            if is_first and self._project.automatic_checkpoint_naming and self._lock is None:
+                self._lock = RunLock(LocalStorage().real_path(target.parent) / ".lock")
+                clean(LocalStorage(), target.parent, belongs=_is_numbered)
+
+        together("locking the folder of the checkpoints", as_save_failure(lock, target), gather_bytes)
 
     def _run_save_hooks(self, accelerator: Accelerator, models: list[nn.Module], save: Save) -> None:
         """Let the hooks write files of their own; models whose weights they take out of the list are not written.
@@ -384,33 +404,56 @@ class Checkpoints:
         sign = 1 if self._project.greater_is_better else -1
         return [path for _, _, path in sorted(measured, key=lambda one: (-sign * one[0], -one[1]))[:number]]
 
-    def _own_checkpoint(self, input_dir: Any, world: World) -> Checkpoint | None:
-        """Return the verified checkpoint to load; None when it is not of echelon's own format.
+    def _source(self, accelerator: Accelerator, input_dir: Any) -> tuple[Path, Checkpoint | None]:
+        """Return what to load: where it is, and, of echelon's own format, the verified checkpoint.
 
         Collective: every rank.
         """
-        storage = LocalStorage()
-
-        def is_own(folder: Path) -> bool:
-            return storage.kind(place_of(storage, folder) / MANIFEST) is not None
-
+        storage, world = LocalStorage(), accelerator.world
         if input_dir is not None:
-            folder = Path(input_dir).expanduser().resolve()
-            return open_verified(folder, world=world) if agree(is_own(folder)) else None
-        if not self._project.automatic_checkpoint_naming:
-            return None
-        candidates = [path.resolve() for path in reversed(numbered(self._folder(), prefix=_PREFIX))]
-        if not agree(any(is_own(path) for path in candidates)):
-            return None
-        found = newest(candidates, world=world)
-        skipped = "\n".join(f"    {path.name}: {why}" for path, why in found.skipped)
-        if found.checkpoint is None:
+            folder = Path(input_dir).expanduser().absolute()
+        elif not self._project.automatic_checkpoint_naming:
+            raise UsageError(
+                "load_state() was given no folder",
+                do="give input_dir, or use ProjectConfiguration(automatic_checkpoint_naming=True)",
+            )
+        else:
+            found = self._newest(accelerator)
+            return place_of(storage, found), Checkpoint(found) if layout_of(found) == "echelon" else None
+        if agree(layout_of(folder) == "echelon"):
+            return folder, open_verified(folder, world=world)
+        with fail_together("load_state"):
+            require_layout(folder)
+        return place_of(storage, folder), None
+
+    def _newest(self, accelerator: Accelerator) -> Path:
+        """Return the newest of the numbered checkpoints that is whole; what is passed over is told. Collective."""
+
+        def lacks(path: Path) -> str | None:
+            if layout_of(path) == "echelon":
+                return None
+            place = place_of(LocalStorage(), path)
+            missing = missing_files(
+                place,
+                num_models=0 if self.load_hooks else len(accelerator._models),
+                num_optimizers=len(accelerator._optimizers),
+                num_schedulers=len(accelerator._schedulers),
+                has_scaler=accelerator.scaler is not None,
+            )
+            return f"{place} has no {', '.join(missing)}" if missing else None
+
+        found, passed_over = newest_whole(accelerator.world, self._folder(), prefix=_PREFIX, usable=lacks)
+        skipped = "\n".join(f"    {path.name}: {why}" for path, why in passed_over)
+        if found is None and not skipped:
+            raise UsageError(f"{self._folder()} holds no checkpoint", do="give input_dir, or save one first")
+        if found is None:
             raise CheckpointError(
-                f"{self._folder()} holds no whole checkpoint\n{skipped}", do="load one from elsewhere, or begin anew"
+                f"{self._folder()} holds no whole checkpoint\n{skipped}",
+                do="load one from elsewhere; to start from scratch, give another project_dir",
             )
         if skipped:
-            warn(f"{found.checkpoint.folder} is loaded; newer ones are not whole and were passed over:\n{skipped}")
-        return found.checkpoint
+            warn(f"{found} is loaded; newer ones are not whole and were passed over:\n{skipped}")
+        return found
 
     def _load_own(
         self,
@@ -473,30 +516,13 @@ class Checkpoints:
                 )
             return Path(output_dir).expanduser()
         target = self._folder() / f"{_PREFIX}{self._project.iteration}"
-        if target.exists():
+        if place_of(LocalStorage(), target).exists():
             raise UsageError(
                 f"the checkpoint {target} is there already",
                 do="set accelerator.project_configuration.iteration to the number that comes next (after load_state: the "
                 "one after the number that was loaded), or use another project_dir",
             )
         return target
-
-    def _source(self, input_dir: Any) -> Path:
-        """Return what to load."""
-        if input_dir is not None:
-            folder = Path(input_dir).expanduser()
-            if not folder.is_dir():
-                raise UsageError(f"there is no folder {folder}", do="give a folder that save_state wrote")
-            return folder
-        if not self._project.automatic_checkpoint_naming:
-            raise UsageError(
-                "load_state() was given no folder",
-                do="give input_dir, or use ProjectConfiguration(automatic_checkpoint_naming=True)",
-            )
-        found = numbered(self._folder(), prefix=_PREFIX)
-        if not found:
-            raise UsageError(f"{self._folder()} holds no checkpoint", do="give input_dir, or save one first")
-        return found[-1]
 
     def _folder(self) -> Path:
         if self._project.project_dir is None:

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from echelon.accelerator.saving import refused_in
+from echelon.accelerator.saving import refused_in, write_pickled
 from echelon.accelerator.state_files import TrainingState, is_state_file, write_custom_state, write_state
 from echelon.accelerator.state_names import model_prefix, state_keys, state_name, state_values
 from echelon.base.constants import SAFE_MODEL_NAME, SCALER_NAME
@@ -270,7 +268,7 @@ def _random_states(states: Mapping[str, Any], is_alone: bool) -> dict[str, Any]:
 
 
 def _write(value: Any, path: Path) -> None:
-    torch.save(value, path)
+    write_pickled(value, path)
     refused = refused_in(path)
     if refused:
         raise CheckpointError(

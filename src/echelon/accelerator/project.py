@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from echelon.base.errors import UsageError
 
@@ -13,7 +14,10 @@ __all__ = ["ProjectConfiguration"]
 
 @dataclass
 class ProjectConfiguration:
-    """The folders of a project, and how its checkpoints are named and kept."""
+    """The folders of a project, and how its checkpoints are named and kept.
+
+    A relative folder is one of the working directory at the time when it is given: a later ``os.chdir`` changes nothing.
+    """
 
     project_dir: str | os.PathLike[str] | None = None
     """Where data is stored."""
@@ -39,6 +43,9 @@ class ProjectConfiguration:
     greater_is_better: bool = False
     """The best metric is the greatest one; else it is a loss."""
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, _absolute(value) if name in ("project_dir", "logging_dir") else value)
+
     def __post_init__(self) -> None:
         self.set_directories(self.project_dir)
         if self.keep_every is not None and self.keep_every < 1:
@@ -49,3 +56,11 @@ class ProjectConfiguration:
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir
+
+
+def _absolute(folder: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
+    """Return ``folder`` as it is where it is absolute, or the address of a service, else its path of now."""
+    if folder is None or os.path.isabs(folder) or "://" in os.fspath(folder):
+        return folder
+    path = os.path.abspath(folder)
+    return Path(path) if isinstance(folder, Path) else path

@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ __all__ = [
     "refused_in",
     "save",
     "without_wrappers",
+    "write_pickled",
     "write_tensors",
 ]
 
@@ -111,6 +113,12 @@ def refused_in(f: str | os.PathLike[str] | Any) -> list[str]:
     """Return the names in a file that ``torch.save`` wrote for which ``load`` would refuse it."""
     with torch.serialization.safe_globals(list(_ALLOWED)):
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(f))
+
+
+def write_pickled(obj: Any, path: Path) -> None:
+    """Write ``obj`` by ``torch.save``; what the file system refuses is the OSError that it gives, which torch's own writer hides."""
+    with path.open("wb") as file:
+        torch.save(obj, file)
 
 
 def write_tensors(state_dict: Mapping[str, Any], f: Any) -> None:

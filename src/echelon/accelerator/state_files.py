@@ -15,7 +15,7 @@ from torch import nn
 
 from echelon.accelerator.optimizer import AcceleratedOptimizer
 from echelon.accelerator.random_states import current_random_states, restore_random_states
-from echelon.accelerator.saving import PLAIN_DATA, load, refused_in, write_tensors
+from echelon.accelerator.saving import PLAIN_DATA, load, refused_in, write_pickled, write_tensors
 from echelon.accelerator.weights import load_weights, read_weights
 from echelon.base.constants import (
     MODEL_NAME,
@@ -38,6 +38,7 @@ __all__ = [
     "is_state_file",
     "load_accelerator_state",
     "load_custom_state",
+    "missing_files",
     "require_custom_states",
     "require_plain",
     "save_accelerator_state",
@@ -254,6 +255,23 @@ def load_accelerator_state(
     return {name: value for name, value in of_accelerator.items() if value is not None}
 
 
+def missing_files(
+    folder: Path, *, num_models: int, num_optimizers: int, num_schedulers: int, has_scaler: bool
+) -> list[str]:
+    """Return the names of the files that loading so many objects needs and ``folder`` lacks."""
+    weights = [
+        _first_of(folder / _weights_name(i, safe=True), folder / _weights_name(i, safe=False))
+        for i in range(num_models)
+    ]
+    others = [
+        *(_numbered(OPTIMIZER_NAME, i) for i in range(num_optimizers)),
+        *(_numbered(SCHEDULER_NAME, i) for i in range(num_schedulers)),
+        *([SCALER_NAME] if has_scaler else []),
+        _random_name(0),
+    ]
+    return [path.name for path in (*weights, *(folder / name for name in others)) if not path.exists()]
+
+
 def save_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0, save_on_each_node: bool = False) -> None:
     """Write the state of ``obj`` to ``custom_checkpoint_{index}.pkl`` in the folder ``path``, on rank zero.
 
@@ -325,7 +343,7 @@ def _without_data(value: Any) -> Any:
 
 
 def _write(value: Any, path: Path) -> None:
-    torch.save(value, path)
+    write_pickled(value, path)
     refused = refused_in(path)
     if refused:
         raise CheckpointError(

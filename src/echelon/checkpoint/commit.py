@@ -1,25 +1,44 @@
 """From a folder beside its place into its place, in one step: at every instant the old checkpoint is whole, or the new one.
 
-The order is all: files are synced, then the folder's names, then the folder gets its name, then that name is synced, and
-only then anything old goes. A crash leaves at most a folder ``<name>.tmp-<token>`` or ``<name>.old-<token>``.
+One way for every layout, with a manifest and without. The order is all: files are synced, then the folder's names, then the
+folder gets its name, then that name is synced, and only then anything old goes; and what goes loses its name first, for good.
+A crash leaves at most a folder ``<name>.tmp-<token>``, which is no checkpoint, or ``<name>.old-<token>``, which is a whole one.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 from echelon.base.errors import UsageError
 from echelon.base.warnings import warn
 from echelon.checkpoint.manifest import MANIFEST
+from echelon.checkpoint.manifest import is_part as is_part_of_own
 from echelon.checkpoint.storage import Storage, remove_tree
-from echelon.checkpoint.tensor_file import FileFacts, write_file
+from echelon.checkpoint.tensor_file import write_file
 
-__all__ = ["begin", "clean", "commit", "discard", "new_token", "place_of", "require_replaceable"]
+__all__ = [
+    "begin",
+    "clean",
+    "commit",
+    "discard",
+    "new_token",
+    "place_of",
+    "require_folder_or_nothing",
+    "require_replaceable",
+    "retire",
+    "sync_tree",
+]
 
 _ASIDE = re.compile(r"(.+)\.(tmp|old)-[0-9a-f]{16}")
+_NUM_ASIDE_BYTES = len(".tmp-") + 16
+_MAX_NAME_BYTES = 255  # of every file system in use
+_ABANDONED_AFTER = timedelta(minutes=10)
+"""A folder in which nothing was written for so long belongs to a save that was killed."""
 
 
 def new_token() -> str:
@@ -28,9 +47,23 @@ def new_token() -> str:
 
 
 def begin(storage: Storage, target: Path, token: str) -> Path:
-    """Make and return the folder that is written before it becomes ``target``."""
+    """Make and return the folder that is written before it becomes ``target``.
+
+    An older checkpoint that a crash left under its other name gets its place back; what killed saves to ``target`` have left,
+    and nobody writes any more, is removed.
+
+    Args:
+        storage: of the folder.
+        target: without symbolic links (``Storage.real_path``).
+        token: of this save.
+    """
     require_replaceable(storage, target)
     _make_parents(storage, target.parent)
+    place = place_of(storage, target)
+    if place != target:
+        storage.rename(place, target)
+        storage.sync_folder(target.parent)
+    _remove_abandoned(storage, target)
     folder = target.with_name(f"{target.name}.tmp-{token}")
     storage.make_folder(folder)
     return folder
@@ -41,21 +74,22 @@ def commit(
     folder: Path,
     target: Path,
     *,
-    manifest: bytes,
+    manifest: bytes | None,
     is_part: Callable[[str], bool],
     fence: Callable[[], None] | None = None,
-) -> FileFacts:
+) -> None:
     """Make ``folder``, in which every file is synced, the checkpoint ``target``; when it returns, a power cut changes nothing.
 
     Args:
         storage: where both are.
         folder: as ``begin`` made it.
         target: where it goes. A folder that is there is replaced; what others have put into it is kept.
-        manifest: the file that makes it a checkpoint.
+        manifest: the file that makes it a checkpoint; None: of a layout that has none, a folder is one by its name.
         is_part: tells by its name whether a file in the old folder was a part of what is replaced.
         fence: raises when this run may not write here any more; called right before the names change.
     """
-    facts = write_file(storage, folder / MANIFEST, [manifest])
+    if manifest is not None:
+        write_file(storage, folder / MANIFEST, [manifest])
     is_new = storage.kind(target) is None
     if not is_new:
         _keep_foreign(storage, target, folder, is_part)
@@ -72,24 +106,68 @@ def commit(
     storage.sync_folder(target.parent)
     if not is_new:
         try:
-            discard(storage, old)
+            retire(storage, old)
         except OSError as error:
             warn(f"{target} is saved, but {old}, which it has replaced, could not be deleted: {error}")
-    return facts
+
+
+def sync_tree(storage: Storage, folder: Path) -> None:
+    """Return when the files in ``folder``, whoever of this machine wrote them, and the names in its subfolders survive a power cut."""
+    for name in storage.entries(folder):
+        path = folder / name
+        kind = storage.kind(path)
+        if kind == "folder":
+            sync_tree(storage, path)
+            storage.sync_folder(path)
+        elif kind == "file":
+            handle = storage.open(path)
+            try:
+                storage.sync(handle)
+            finally:
+                storage.close(handle)
+
+
+def retire(storage: Storage, path: Path) -> None:
+    """Delete a checkpoint, or of a symbolic link to one the link alone.
+
+    It loses its name first, so that what an interrupted deletion leaves is never taken for a checkpoint, whatever its layout.
+    """
+    if storage.kind(path) == "other":
+        storage.remove_file(path)
+        return
+    name, kind = _aside(path.name)
+    if kind != "tmp":
+        aside = path.with_name(f"{name or path.name}.tmp-{new_token()}")
+        storage.rename(path, aside)
+        storage.sync_folder(path.parent)
+        path = aside
+    discard(storage, path)
 
 
 def discard(storage: Storage, folder: Path) -> None:
-    """Delete a checkpoint. Its manifest goes first: what an interrupted deletion leaves is no checkpoint."""
+    """Delete what is no checkpoint any more, or not yet. A manifest in it goes first."""
     remove_tree(storage, folder, first=MANIFEST)
 
 
 def place_of(storage: Storage, target: Path) -> Path:
-    """Return where the checkpoint ``target`` is: a crash between two renames leaves it under its other name."""
-    if storage.kind(target) is not None or storage.kind(target.parent) != "folder":
+    """Return where the checkpoint ``target`` is, of whatever layout: a crash between two renames leaves it under its other name.
+
+    Symbolic links are followed; where something is there, the path is ``target`` itself.
+    """
+    real = storage.real_path(target)
+    if storage.kind(real) is not None or storage.kind(real.parent) != "folder":
         return target
-    others = [target.parent / name for name in storage.entries(target.parent) if _aside(name) == (target.name, "old")]
-    whole = [other for other in others if storage.kind(other / MANIFEST) == "file"]
+    others = [real.parent / name for name in storage.entries(real.parent) if _aside(name) == (real.name, "old")]
+    whole = [other for other in others if _is_whole(storage, other)]
     return whole[-1] if whole else target
+
+
+def _is_whole(storage: Storage, old: Path) -> bool:
+    """Is what has lost its place a whole checkpoint? Every one is but those of echelon's format whose deletion has begun."""
+    if storage.kind(old) != "folder":
+        return False
+    names = storage.entries(old)
+    return MANIFEST in names or not any(map(is_part_of_own, names))
 
 
 def clean(storage: Storage, parent: Path, *, belongs: Callable[[str], bool]) -> list[str]:
@@ -100,6 +178,7 @@ def clean(storage: Storage, parent: Path, *, belongs: Callable[[str], bool]) -> 
         parent: the folder; it need not exist.
         belongs: tells by the name of a checkpoint whether it is this run's. Only a run that has the lock may ask.
     """
+    parent = storage.real_path(parent)
     if storage.kind(parent) != "folder":
         return []
     cleaned = []
@@ -107,12 +186,11 @@ def clean(storage: Storage, parent: Path, *, belongs: Callable[[str], bool]) -> 
         name, kind = _aside(entry)
         if name is None or not belongs(name) or storage.kind(parent / entry) != "folder":
             continue
-        place = place_of(storage, parent / name)
-        # Without a manifest (another program's layout) it is whole as long as nothing else has its place.
-        if kind == "old" and (place == parent / entry or storage.kind(place) is None):
+        if kind == "old" and place_of(storage, parent / name) == parent / entry:
             storage.rename(parent / entry, parent / name)
+            storage.sync_folder(parent)
         else:
-            discard(storage, parent / entry)
+            retire(storage, parent / entry)
         cleaned.append(entry)
     return cleaned
 
@@ -121,8 +199,15 @@ def require_replaceable(storage: Storage, target: Path) -> None:
     """Raise when ``target`` cannot become a checkpoint.
 
     Raises:
-        UsageError: it is a file, or a folder that cannot be renamed.
+        UsageError: it is a file, or a folder that cannot be renamed, or its name is too long.
     """
+    num_bytes = len(target.name.encode(errors="surrogateescape"))
+    if num_bytes + _NUM_ASIDE_BYTES > _MAX_NAME_BYTES:
+        raise UsageError(
+            f"the checkpoint {target.name[:40]}... has a name of {num_bytes} bytes, and while it is written {_NUM_ASIDE_BYTES} "
+            f"more are appended, which is beyond the {_MAX_NAME_BYTES} of a file system",
+            do=f"give a name of at most {_MAX_NAME_BYTES - _NUM_ASIDE_BYTES} bytes",
+        )
     kind = storage.kind(target)
     if kind is None:
         return
@@ -135,10 +220,45 @@ def require_replaceable(storage: Storage, target: Path) -> None:
         raise UsageError(f"{target} is {place}, and cannot be replaced", do="give a folder inside it")
 
 
+def require_folder_or_nothing(storage: Storage, path: Path) -> None:
+    """Raise when ``path``, where checkpoints are looked for, is there and is no folder: that is no new run.
+
+    Raises:
+        UsageError: it is a file, or a symbolic link that leads nowhere (to a disk that is not mounted, perhaps).
+    """
+    real = storage.real_path(path)
+    kind = storage.kind(real)
+    if kind == "folder":
+        return
+    link = next((one for one in (path, *path.parents) if storage.link_target(one) is not None), None)
+    if kind is None and link is not None and storage.kind(storage.real_path(link)) is None:
+        if place_of(storage, path) != path:
+            return  # a checkpoint that a crash has left under its other name
+        raise UsageError(
+            f"{link} is a symbolic link to {storage.link_target(link)}, and nothing is there",
+            do="mount the disk that it leads to; to start from scratch there, make that folder, or remove the link",
+        )
+    if kind is not None:
+        what = "a file" if kind == "file" else "no folder"
+        raise UsageError(f"{path} is {what}, and a folder is to be there", do="give another name, or move it away")
+
+
 def _aside(name: str) -> tuple[str, str] | tuple[None, None]:
     """Return the name of the checkpoint that a folder was to be or had been, and which."""
     match = _ASIDE.fullmatch(name)
     return (match[1], match[2]) if match else (None, None)
+
+
+def _remove_abandoned(storage: Storage, target: Path) -> None:
+    """Remove what killed saves to ``target`` have left beside it, if nobody has written there for a while."""
+    before = time.time() - _ABANDONED_AFTER.total_seconds()
+    for name in storage.entries(target.parent):
+        folder = target.parent / name
+        if _aside(name)[0] != target.name or storage.kind(folder) != "folder":
+            continue
+        written = [storage.modified(path) for path in (folder, *(folder / entry for entry in storage.entries(folder)))]
+        if max(written) < before:
+            retire(storage, folder)
 
 
 def _make_parents(storage: Storage, folder: Path) -> None:

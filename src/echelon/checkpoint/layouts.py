@@ -16,7 +16,7 @@ from echelon.base.constants import (
     WEIGHTS_INDEX_NAME,
 )
 from echelon.base.errors import CheckpointError, UsageError
-from echelon.checkpoint.commit import place_of
+from echelon.checkpoint.commit import place_of, require_folder_or_nothing
 from echelon.checkpoint.manifest import MANIFEST
 from echelon.checkpoint.storage import LocalStorage
 from echelon.checkpoint.typed_json import from_bytes
@@ -32,13 +32,15 @@ _OF_ACCELERATE = re.compile(
     rf"|{RNG_STATE_NAME}_0\.pkl|{OPTIMIZER_NAME}\.bin"
 )
 _SHARDED = re.compile(rf"\.metadata|.*\.distcp|{FSDP_MODEL_NAME}_\d+|{OPTIMIZER_NAME}_\d+")
+_NUMBERED = re.compile(r"checkpoint[-_]\d+")
 _MAX_JSON_BYTES = 1 << 28
 
 
 def layout_of(folder: Path) -> Layout | None:
     """Return whose layout ``folder`` has, by the names in it; None when it is no checkpoint."""
     storage = LocalStorage()
-    if storage.kind(place_of(storage, folder) / MANIFEST) is not None:
+    folder = place_of(storage, folder)
+    if storage.kind(folder / MANIFEST) is not None:
         return "echelon"
     names = storage.entries(folder) if folder.is_dir() else []
     if any(_SHARDED.fullmatch(name) for name in names):
@@ -57,11 +59,19 @@ def require_layout(folder: Path) -> Layout:
     """
     layout = layout_of(folder)
     if layout is None:
+        require_folder_or_nothing(LocalStorage(), folder)
         if not folder.is_dir():
             raise UsageError(f"there is no folder {folder}", do="give the folder of a checkpoint")
+        inside = [folder / "checkpoints", folder]
+        found = [
+            path for one in inside if one.is_dir() for path in sorted(one.iterdir()) if _NUMBERED.fullmatch(path.name)
+        ]
+        newest = max(found, key=lambda path: int(path.name[len("checkpoint_") :]), default=None)
         raise CheckpointError(
             f"{folder} is no checkpoint: it has no {MANIFEST}, and no weights of Accelerate's or transformers' layout",
-            do="give the folder of a checkpoint; a folder of several is listed by echelon checkpoint ls",
+            do="give the folder of a checkpoint; a folder of several is listed by echelon checkpoint ls"
+            if newest is None
+            else f"give the folder of one of the checkpoints in it, such as {newest}",
         )
     return layout
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -24,6 +25,7 @@ State = Literal["complete", "verified", "damaged", "unknown"]
 
 _ASIDE = re.compile(r"(.+)\.(tmp|old)-[0-9a-f]{8,16}")
 _NUMBERED = re.compile(r".*[-_](\d+)")
+_IS_CHECKPOINT = re.compile(r"checkpoint[-_]\d+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,15 +74,18 @@ def list_folder(folder: Path, *, verify: Reading | None = None) -> Listing:
     entries, leftovers = [], []
     for name in storage.entries(folder):
         path = folder / name
-        if storage.kind(path) != "folder":
+        if storage.kind(storage.real_path(path)) != "folder":
+            if (target := storage.link_target(path)) is not None and _IS_CHECKPOINT.fullmatch(name):
+                why = f"{path} is a symbolic link to {target}, and no folder is there"
+                entries.append(_entry(path, path, None, verify, problem=why))
             continue
         match = _ASIDE.fullmatch(name)
         if match is None:
             layout = layout_of(path)
-            if layout is not None or re.fullmatch(r"checkpoint[-_]\d+", name):
+            if layout is not None or _IS_CHECKPOINT.fullmatch(name):
                 entries.append(_entry(path, path, layout, verify))
-        elif place_of(storage, folder / match[1]) == path:
-            entries.append(_entry(folder / match[1], path, "echelon", verify))
+        elif match[2] == "old" and place_of(storage, folder / match[1]).name == name:
+            entries.append(_entry(folder / match[1], path, layout_of(path), verify))
         else:
             leftovers.append(Leftover(name=name, num_bytes=_num_bytes(path)))
     entries.sort(key=lambda entry: (entry.created, _number(entry.name)), reverse=True)
@@ -98,8 +103,10 @@ def problems_of(checkpoint: Checkpoint, reading: Reading) -> list[str]:
     return found
 
 
-def _entry(path: Path, place: Path, layout: Layout | None, verify: Reading | None) -> Entry:
-    changed = datetime.fromtimestamp(place.stat().st_mtime, timezone.utc)
+def _entry(
+    path: Path, place: Path, layout: Layout | None, verify: Reading | None, *, problem: str | None = None
+) -> Entry:
+    changed = datetime.fromtimestamp((place.lstat() if problem else place.stat()).st_mtime, timezone.utc)
     step: int | None = None
     epoch: float | None = None
     world_size: int | None = None
@@ -118,8 +125,8 @@ def _entry(path: Path, place: Path, layout: Layout | None, verify: Reading | Non
             trainer = json_of(place / TRAINER_STATE)
             step, epoch = trainer.get("global_step"), trainer.get("epoch")
         elif layout is None:
-            state, problems = "damaged", [f"{place} has no manifest, and no weights of a known layout"]
-    except (CheckpointError, ValueError) as error:
+            state, problems = "damaged", [problem or f"{place} has no manifest, and no weights of a known layout"]
+    except (CheckpointError, ValueError, OSError) as error:
         state, problems = "damaged", [error.what if isinstance(error, CheckpointError) else str(error)]
     return Entry(
         name=path.name,
@@ -148,7 +155,7 @@ def _wrong_sizes(checkpoint: Checkpoint) -> list[str]:
 
 
 def _num_bytes(folder: Path) -> int:
-    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
+    return sum(path.lstat().st_size for path in Path(os.path.realpath(folder)).rglob("*") if path.is_file())
 
 
 def _number(name: str) -> int:

@@ -100,7 +100,11 @@ class Manifest:
 
 
 def is_inside(path: str) -> bool:
-    """Tell whether ``path`` (with slashes) cannot lead out of the folder."""
+    """Tell whether ``path`` (with slashes) can be the name of a file, and cannot lead out of the folder."""
+    try:
+        path.encode()  # half a pair of UTF-16 is no text
+    except UnicodeEncodeError:
+        return False
     return "\\" not in path and "\0" not in path and all(part not in ("", ".", "..") for part in path.split("/"))
 
 
@@ -132,7 +136,10 @@ def read_manifest(storage: Storage, folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     if storage.kind(path) is None:
-        what = "no checkpoint" if storage.kind(folder) == "folder" else "no folder"
+        kind, link = storage.kind(storage.real_path(folder)), storage.link_target(folder)
+        what = "no checkpoint" if kind == "folder" else "no folder"
+        if kind is None and link is not None:
+            what = f"a symbolic link to {link}, and nothing is there"
         raise CheckpointError(f"{folder} is {what}: it has no {MANIFEST}", do="give the folder of a checkpoint")
     try:
         handle = storage.open(path)

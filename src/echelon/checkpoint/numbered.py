@@ -6,8 +6,7 @@ import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from echelon.checkpoint.commit import discard, new_token, place_of
-from echelon.checkpoint.manifest import MANIFEST
+from echelon.checkpoint.commit import place_of, retire
 from echelon.checkpoint.storage import LocalStorage, Storage
 
 __all__ = ["numbered", "remove_oldest", "surplus"]
@@ -16,12 +15,16 @@ _OLD = r"(?:\.old-[0-9a-f]{16})?"  # where a crash between two renames leaves a 
 
 
 def numbered(folder: Path, *, prefix: str, storage: Storage | None = None) -> list[Path]:
-    """Return the folders ``prefix`` + number in ``folder`` by number; others (half-written ones, too) do not count."""
+    """Return what is named ``prefix`` + number in ``folder`` by number; others (half-written ones, too) do not count.
+
+    Also what is no checkpoint (a file, a link that leads nowhere) has a number, which no other one gets.
+    """
     storage = storage or LocalStorage()
-    if storage.kind(folder) != "folder":
+    real = storage.real_path(folder)
+    if storage.kind(real) != "folder":
         return []
     name = re.compile(re.escape(prefix) + r"(\d+)" + _OLD)
-    found = {int(match[1]) for entry in storage.entries(folder) if (match := name.fullmatch(entry))}
+    found = {int(match[1]) for entry in storage.entries(real) if (match := name.fullmatch(entry))}
     return [folder / f"{prefix}{number}" for number in sorted(found)]
 
 
@@ -51,18 +54,18 @@ def remove_oldest(
     keep_every: int | None = None,
     storage: Storage | None = None,
 ) -> list[Path]:
-    """Delete the lowest numbers until ``limit`` folders are left, never ``keep``; return what is gone."""
+    """Delete the lowest numbers until ``limit`` folders are left, never ``keep``; return what is gone.
+
+    Of a checkpoint that is a symbolic link, the link goes, and what it leads to stays. Files and links that lead nowhere are
+    none: they neither count nor go.
+    """
     storage = storage or LocalStorage()
-    paths = {int(path.name[len(prefix) :]): path for path in numbered(folder, prefix=prefix, storage=storage)}
-    kept = {number for number, path in paths.items() if path.name in {one.name for one in keep}}
-    doomed = [paths[number] for number in surplus(list(paths), limit=limit, keep=kept, keep_every=keep_every)]
-    for path in doomed:
-        place = place_of(storage, path)
-        if (
-            storage.kind(place / MANIFEST) is None
-        ):  # another layout: the rest of its deletion would look like a checkpoint
-            aside = path.with_name(f"{path.name}.tmp-{new_token()}")
-            storage.rename(place, aside)
-            place = aside
-        discard(storage, place)
-    return doomed
+    folder = storage.real_path(folder)
+    found = {int(path.name[len(prefix) :]): path for path in numbered(folder, prefix=prefix, storage=storage)}
+    places = {number: place_of(storage, path) for number, path in found.items()}
+    places = {n: place for n, place in places.items() if storage.kind(storage.real_path(place)) == "folder"}
+    kept = {number for number in places if found[number].name in {one.name for one in keep}}
+    doomed = surplus(list(places), limit=limit, keep=kept, keep_every=keep_every)
+    for number in doomed:
+        retire(storage, places[number])
+    return [found[number] for number in doomed]

@@ -30,7 +30,7 @@ from echelon.checkpoint.tensor_file import Stored, checksum_of, read_header, req
 from echelon.distributed.wire import gather_bytes
 from echelon.world.world import World
 
-__all__ = ["Checkpoint", "Found", "newest", "open_verified"]
+__all__ = ["Checkpoint", "Found", "newest", "open_verified", "try_open"]
 
 
 class Checkpoint:
@@ -252,7 +252,7 @@ def open_verified(
     Raises:
         CheckpointError: it is not whole; the files are named, on every rank.
     """
-    checkpoint, problem = _try_open(folder, world, storage, gather)
+    checkpoint, problem = try_open(folder, world=world, storage=storage, gather=gather)
     if checkpoint is None:
         raise CheckpointError(
             f"{folder} cannot be loaded: {problem}", do="load another checkpoint; nothing of this one was used"
@@ -283,7 +283,7 @@ def newest(
     names = list(dict.fromkeys(name for each in listed for name in each))  # rank zero's order first
     skipped: list[tuple[Path, str]] = []
     for name in names:
-        checkpoint, problem = _try_open(Path(name), world, storage, gather)
+        checkpoint, problem = try_open(Path(name), world=world, storage=storage, gather=gather)
         if checkpoint is not None:
             problem = usable(checkpoint)
             if problem is None:
@@ -293,8 +293,8 @@ def newest(
     return Found(checkpoint=None, skipped=skipped)
 
 
-def _try_open(
-    folder: Path, world: World, storage: Storage | None, gather: Gather
+def try_open(
+    folder: Path, *, world: World, storage: Storage | None = None, gather: Gather = gather_bytes
 ) -> tuple[Checkpoint | None, str | None]:
     """Return the checkpoint, or what is wrong with it on any machine.
 

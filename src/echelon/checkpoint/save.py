@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,15 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from echelon._version import __version__
 from echelon.base.errors import CheckpointError, EchelonError
 from echelon.checkpoint import typed_json
-from echelon.checkpoint.commit import begin, commit, discard, new_token, require_replaceable
+from echelon.checkpoint.commit import begin, commit, discard, new_token, require_replaceable, sync_tree
 from echelon.checkpoint.manifest import (
     OBJECTS,
     Manifest,
     chunk_key,
+    is_inside,
     is_part,
     rank_objects_file,
     read_manifest,
@@ -32,7 +35,17 @@ from echelon.checkpoint.tensor_file import FileFacts, require_dtype, sync_file, 
 from echelon.distributed.wire import gather_bytes
 from echelon.world.world import World
 
-__all__ = ["Content", "Gather", "Save", "SaveFailedError", "begin_save", "save", "together"]
+__all__ = [
+    "Content",
+    "Gather",
+    "Save",
+    "SaveFailedError",
+    "as_save_failure",
+    "begin_save",
+    "save",
+    "save_folder",
+    "together",
+]
 
 Gather = Callable[[bytes], list[bytes]]
 """Brings the bytes of each rank to all, in rank order."""
@@ -47,6 +60,8 @@ class SaveFailedError(CheckpointError):
     """
 
 
+# Torch's own writer says of a disk that is full only where it is in its file.
+_FILE_REFUSED = re.compile(r"inline_container|PytorchStreamWriter|unexpected pos|file write failed|iostream error")
 _PATIENCE_S = 5.0  # what a network file system may need to show a new folder to another machine
 
 
@@ -99,8 +114,8 @@ class Save:
             CheckpointError: a rank could not write; they are named, and what was there before is untouched.
         """
         try:
-            files = together(f"writing {self.target}", self._or_checkpoint_error(self._write), gather)
-            together(f"renaming {self.folder}", self._or_checkpoint_error(lambda: self._commit(files)), gather)
+            files = together(f"writing {self.target}", self._counted(self._write), gather)
+            together(f"renaming {self.folder}", self._counted(lambda: self._commit(files)), gather)
         except BaseException:
             self.give_up()
             raise
@@ -126,6 +141,13 @@ class Save:
             if kind == "folder":
                 found |= self._added(f"{path}/")
             elif kind == "file" and (inside or not is_part(name)):
+                if not is_inside(path):
+                    raise CheckpointError(
+                        f"the file {path!r} was put into {self.target} while it was saved, and its name is no text, or could "
+                        "lead out of the folder",
+                        where="a hook of save_state",
+                        do="give it a name in UTF-8 without backslashes",
+                    )
                 found[path] = sync_file(self.storage, self.folder / path)
         if inside:
             self.storage.sync_folder(self.folder / inside)
@@ -152,20 +174,8 @@ class Save:
             return self.is_part
         return lambda name: self.is_part(name) or name in old
 
-    def _or_checkpoint_error(self, action: Callable[[], Any]) -> Callable[[], Any]:
-        """Return ``action`` with the file system's errors in words that say how much is missing."""
-
-        def run() -> Any:
-            try:
-                return action()
-            except OSError as error:
-                raise SaveFailedError(
-                    f"{self.target} could not be saved: {error}{self._missing_bytes()}",
-                    do="free space on the disk, or look at what the system says of it; the checkpoints that were there "
-                    "are untouched",
-                ) from error
-
-        return run
+    def _counted(self, action: Callable[[], Any]) -> Callable[[], Any]:
+        return as_save_failure(action, self.target, told=self._missing_bytes)
 
     def _missing_bytes(self) -> str:
         try:
@@ -204,6 +214,55 @@ class Save:
             return read_manifest(self.storage, self.target).token == self.token
         except CheckpointError:
             return False
+
+
+def as_save_failure(
+    action: Callable[[], Any], target: Path, *, told: Callable[[], str] | None = None
+) -> Callable[[], Any]:
+    """Return ``action`` with what the file system refuses as the error that is counted, not one that ends the run.
+
+    Args:
+        action: writes.
+        target: the checkpoint that it writes.
+        told: returns what else is known of the disk; None: how much is free.
+    """
+
+    def run() -> Any:
+        try:
+            return action()
+        except (OSError, SafetensorError, RuntimeError) as error:
+            cause = _refusal(error)
+            if cause is None:
+                raise
+            raise SaveFailedError(
+                f"{target} could not be saved: {cause}{_free_bytes(target) if told is None else told()}",
+                do="free space on the disk, or look at what the system says of it; the checkpoints that were there "
+                "are untouched",
+            ) from error
+
+    return run
+
+
+def _refusal(error: BaseException) -> BaseException | None:
+    """Return what the file system said when it refused to write, if ``error`` comes of that."""
+    if isinstance(error, OSError):
+        return error
+    if isinstance(error, SafetensorError):
+        return error
+    if isinstance(error, EchelonError) or not _FILE_REFUSED.search(str(error)):
+        return None
+    inner = error.__cause__ or error.__context__
+    return (None if inner is None else _refusal(inner)) or error
+
+
+def _free_bytes(target: Path) -> str:
+    folder = target.parent
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        return f" ({LocalStorage().free_bytes(folder):,} bytes are free)"
+    except OSError:
+        return ""
 
 
 def together(what: str, action: Callable[[], Any], gather: Gather) -> list[Any]:
@@ -274,7 +333,7 @@ def begin_save(
         DesyncError: the ranks have different tensors under one name.
     """
     storage = storage or LocalStorage()
-    target = target.resolve()
+    target = storage.real_path(target)
     is_first = world.rank == 0 or (on_each_node and world.is_local_rank_zero)
     own = _Own()
     announced = together(f"saving {target}", lambda: own.collect(content, world, is_first=is_first), gather)
@@ -289,10 +348,12 @@ def begin_save(
         layouts.update(share_out({rank: _pieces(announced[rank], without=aliases) for rank in crew}))
         require_replaceable(storage, target)
         if is_first:
+            if fence is not None:
+                fence()
             begin(storage, target, token)
 
     try:
-        together(f"making {folder}", make_folder, gather)
+        together(f"making {folder}", as_save_failure(make_folder, target), gather)
         _require_shared(storage, folder, announced, crew, gather)
     except BaseException:
         if is_first:
@@ -325,6 +386,93 @@ def begin_save(
         is_part=is_part,
         fence=fence,
     )
+
+
+def save_folder(
+    target: Path,
+    write: Callable[[Path, bool], None],
+    *,
+    world: World,
+    storage: Storage | None = None,
+    is_part: Callable[[str], bool],
+    fence: Callable[[], None] | None = None,
+    gather: Gather = gather_bytes,
+) -> bool:
+    """Make ``target`` a checkpoint of another program's layout, which has no manifest: the files that ``write`` makes.
+
+    Returns whether this rank made the folder: rank zero, and one rank of each machine that does not see rank zero's files.
+
+    Args:
+        target: it is there whole or not at all, at every instant; one that is there is replaced.
+        write: called as ``write(folder, is_owner)`` on every rank; ``is_owner`` where the result is True. It must not
+            communicate, and need not sync what it writes.
+        world: of this process.
+        storage: where; None: the file systems of this machine.
+        is_part: tells by its name whether a file in an old ``target`` belongs to it; other files are kept.
+        fence: raises when this run may not write here any more (``RunLock.require``).
+        gather: how the ranks talk.
+
+    Collective: every rank, by ``gather`` alone.
+
+    Raises:
+        CheckpointError: a rank could not write; they are named, and what was there before is untouched.
+        UsageError: ``target`` cannot be replaced.
+    """
+    storage = storage or LocalStorage()
+    target = storage.real_path(target)
+    told = gather(json.dumps([new_token(), socket.gethostname(), world.node_rank]).encode())
+    token: str = json.loads(told[0])[0]
+    folder = target.parent / f"{target.name}.tmp-{token}"
+    is_owner = is_renaming = False
+
+    def make_folder() -> None:
+        nonlocal is_owner
+        if fence is not None:
+            fence()
+        try:
+            begin(storage, target, token)
+        except FileExistsError:  # rank zero's, on a disk that the machines share
+            return
+        is_owner = True
+
+    def require_folder() -> None:
+        deadline = time.monotonic() + _PATIENCE_S
+        while storage.kind(folder) is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if storage.kind(folder) != "folder":
+            raise CheckpointError(
+                f"rank {world.rank} on {socket.gethostname()} does not see {folder}, which the first rank of this machine sees",
+                do="give a folder that all ranks of a machine share",
+            )
+
+    def rename() -> None:
+        nonlocal is_renaming
+
+        def check() -> None:
+            nonlocal is_renaming
+            if fence is not None:
+                fence()
+            is_renaming = True
+
+        if is_owner:
+            commit(storage, folder, target, manifest=None, is_part=is_part, fence=check)
+
+    def do(what: str, action: Callable[[], None]) -> None:
+        together(what, as_save_failure(action, target), gather)
+
+    try:
+        do(f"making {folder}", make_folder if world.rank == 0 else lambda: None)
+        do(f"making {folder}", make_folder if world.rank and world.is_local_rank_zero else lambda: None)
+        do(f"making {folder}", require_folder)
+        do(f"writing {target}", lambda: write(folder, is_owner))
+        # By one rank of each machine: what a machine has written is synced there, on a network file system, too.
+        do(f"syncing {folder}", (lambda: sync_tree(storage, folder)) if world.is_local_rank_zero else lambda: None)
+        do(f"renaming {folder}", rename)
+    except BaseException:
+        if is_owner and not is_renaming:  # else the folder may hold the old checkpoint
+            _remove(storage, folder)
+        raise
+    return is_owner
 
 
 class _Own:

@@ -69,6 +69,18 @@ class Storage(ABC):
         """Return what is there; a symbolic link is ``other``, and nothing is None."""
 
     @abstractmethod
+    def real_path(self, path: Path) -> Path:
+        """Return ``path`` with every symbolic link on the way followed, the last one too; what is not there stays as it is."""
+
+    @abstractmethod
+    def link_target(self, path: Path) -> Path | None:
+        """Return where the symbolic link ``path`` leads, as it was written; None: it is none."""
+
+    @abstractmethod
+    def modified(self, path: Path) -> float:
+        """Return when what is there was changed last, in seconds since the epoch; of a link, when it was made."""
+
+    @abstractmethod
     def entries(self, folder: Path) -> list[str]:
         """Return the names in a folder, sorted."""
 
@@ -165,7 +177,26 @@ class LocalStorage(Storage):
             mode = path.lstat().st_mode
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as error:
+            if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):  # nothing can be there
+                return None
+            raise
         return "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "other"
+
+    def real_path(self, path: Path) -> Path:
+        """See ``Storage``."""
+        return Path(os.path.realpath(path))
+
+    def link_target(self, path: Path) -> Path | None:
+        """See ``Storage``."""
+        try:
+            return path.readlink()
+        except OSError:  # EINVAL: it is no link; or nothing is there
+            return None
+
+    def modified(self, path: Path) -> float:
+        """See ``Storage``."""
+        return path.lstat().st_mtime
 
     def entries(self, folder: Path) -> list[str]:
         """See ``Storage``."""

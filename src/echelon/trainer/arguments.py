@@ -264,6 +264,7 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
 
     def __post_init__(self) -> None:
         self.output_dir = str(Path(self.output_dir or "trainer_output").expanduser())
+        self._given_in = Path.cwd()
         self._read_names()
         self._read_dicts()
         self._refuse()
@@ -308,6 +309,13 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         defaults = {item.name: _default(item) for item in fields(self)}
         refuse_what_is_not_offered(values, defaults)
+
+    def path_of(self, folder: str | Path | None) -> Path:
+        """Return a folder as it was meant when these arguments were made, whatever the working directory is now.
+
+        None: ``output_dir``, which itself stays as it was given.
+        """
+        return self._given_in / Path(folder or self.output_dir or "trainer_output").expanduser()
 
     # What started this process.
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echelon.accelerator.checkpoint_folders import require_whole
 from echelon.base.errors import ConfigError
 from echelon.base.logging import get_logger
 from echelon.trainer.checkpoints import remove_last
-from echelon.trainer.resuming import load_model_from
+from echelon.trainer.resuming import best_folder, load_model_from
 
 if TYPE_CHECKING:
     from echelon.trainer.trainer import Trainer
@@ -60,8 +59,9 @@ def load_best(trainer: Trainer) -> None:
     best = trainer.state.best_model_checkpoint
     if trainer.args.load_best_model_at_end and best is not None:
         logger.info("loading the best model from %s (%s)", best, trainer.state.best_metric)
-        require_whole(trainer.accelerator, Path(best))
-        load_model_from(trainer.model, Path(best))
+        folder = best_folder(trainer, best)
+        require_whole(trainer.accelerator, folder)
+        load_model_from(trainer.model, folder)
 
 
 def remove_last_checkpoint(trainer: Trainer) -> None:

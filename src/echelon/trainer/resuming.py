@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from echelon.accelerator.checkpoint_folders import (
+    folder_of,
     holds_model,
     holds_training,
     is_own_format,
@@ -34,7 +35,7 @@ from echelon.trainer.transformers_files import load_transformers, num_processes_
 if TYPE_CHECKING:
     from echelon.trainer.trainer import Trainer
 
-__all__ = ["checkpoint_to_resume", "go_on", "load_model_from", "restore_state", "saved_arguments"]
+__all__ = ["best_folder", "checkpoint_to_resume", "go_on", "load_model_from", "restore_state", "saved_arguments"]
 
 logger = get_logger(__name__)
 
@@ -63,12 +64,14 @@ def checkpoint_to_resume(trainer: Trainer, wanted: str | Path | bool | None) -> 
         return None
     if wanted is not True and str(wanted) != "auto":
         folder = Path(wanted).expanduser()
+        if wanted == trainer.args.resume_from_checkpoint:
+            folder = trainer.args.path_of(folder)
         require_whole(trainer.accelerator, folder)
         if (problem := _no_training_in(folder)) is not None:
             raise CheckpointError(f"{folder} {problem}", do="load its weights into the model, and begin a new training")
-        return folder
+        return folder_of(folder)
     output_dir = trainer._output_dir
-    found, skipped = newest_whole(trainer.accelerator, output_dir, prefix=PREFIX, usable=_no_training_in)
+    found, skipped = newest_whole(trainer.accelerator.world, output_dir, prefix=PREFIX, usable=_no_training_in)
     reasons = "\n".join(f"    {path.name}: {why}" for path, why in skipped)
     if found is None and wanted is True:
         raise UsageError(
@@ -76,14 +79,14 @@ def checkpoint_to_resume(trainer: Trainer, wanted: str | Path | bool | None) -> 
             where="Trainer.train(resume_from_checkpoint=True)",
             do="give the folder of a checkpoint, or 'auto', which begins anew where there is none",
         )
-    if found is None:
-        (warn if reasons else logger.info)(
-            f"{output_dir} holds no checkpoint to go on from: a new training begins"
-            + (f"\n{reasons}" if reasons else "")
-        )
+    if found is None and reasons:
+        warn(f"no checkpoint in {output_dir} to go on from: starting from scratch\n{reasons}")
+    elif found is None:
+        # At the level that is seen by default: who meant another folder must notice.
+        logger.warning("no checkpoint in %s: starting from scratch", output_dir)
     elif reasons:
         warn(f"the training goes on from {found}; newer ones were passed over:\n{reasons}")
-    return found
+    return None if found is None else folder_of(found)
 
 
 def _no_training_in(folder: Path) -> str | None:
@@ -107,7 +110,7 @@ def restore_state(trainer: Trainer, folder: Path, plan: Plan) -> TrainerState:
     state = TrainerState.load_from_json(folder / STATE_FILE)
     saved = {name: getattr(state, name) for name in _INTERVALS}
     best = state.best_model_checkpoint
-    if best is not None and not Path(best).is_dir():
+    if best is not None and not best_folder(trainer, best).is_dir():
         warn(f"the best checkpoint, {best}, is not there any more")
         state.best_model_checkpoint = None
     state.max_steps, state.num_train_epochs = plan.max_steps, plan.num_epochs
@@ -128,6 +131,12 @@ def restore_state(trainer: Trainer, folder: Path, plan: Plan) -> TrainerState:
     if args.restore_callback_states_from_checkpoint:
         trainer.callback_handler.restore(state.stateful_callbacks)
     return state
+
+
+def best_folder(trainer: Trainer, best: str) -> Path:
+    """Return where the best checkpoint is: as it was noted, or, where the whole folder was moved, in the output folder."""
+    noted, beside = trainer.args.path_of(best), trainer._output_dir / Path(best).name
+    return beside if beside.is_dir() and not noted.is_dir() else noted
 
 
 # ---- everything else -------------------------------------------------------------------------------------------------

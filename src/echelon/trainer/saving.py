@@ -38,9 +38,9 @@ def save_checkpoint(trainer: Trainer) -> bool:
     folder = trainer._output_dir / f"{PREFIX}{state.global_step}"
     best, before = state.best_global_step, state.best_model_checkpoint
     if best is not None:
-        best_folder = trainer._output_dir / f"{PREFIX}{best}"
-        if best == state.global_step or best_folder.exists():
-            state.best_model_checkpoint = str(best_folder)
+        name = f"{PREFIX}{best}"
+        if best == state.global_step or (trainer._output_dir / name).exists():
+            state.best_model_checkpoint = str(trainer._output_dir_as_given / name)
     state.stateful_callbacks = _callback_states(trainer)
     with alone_in(trainer.accelerator, trainer._output_dir, prefix=PREFIX):
         if checkpoint_format(args) == "transformers":

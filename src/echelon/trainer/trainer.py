@@ -20,11 +20,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler
 
 from echelon.accelerator import AcceleratedOptimizer, AcceleratedScheduler, Accelerator, DummyScheduler
-from echelon.accelerator.checkpoint_folders import alone_in
+from echelon.accelerator.checkpoint_folders import alone_in, require_folder
 from echelon.accelerator.deepspeed_opening import groups_of
 from echelon.accelerator.loaders import forget_loader
 from echelon.accelerator.preemption import Preempted
-from echelon.accelerator.saving import write_tensors
+from echelon.accelerator.saving import write_pickled, write_tensors
 from echelon.base.device import num_devices
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.logging import get_logger
@@ -199,6 +199,7 @@ class Trainer:
         on_screen = NotebookProgressCallback if _in_notebook() else ProgressCallback
         self.add_callback(PrinterCallback if self.args.disable_tqdm else on_screen)
         self._hub = HubUpload(self.args, self._output_dir)
+        require_folder(self._output_dir)
         if self.args.should_save:
             self._output_dir.mkdir(parents=True, exist_ok=True)
         self._made_scheduler = False
@@ -957,8 +958,13 @@ class Trainer:
     # ---- files -------------------------------------------------------------------------------------------------------
 
     @property
-    def _output_dir(self) -> Path:
+    def _output_dir_as_given(self) -> Path:
         folder = Path(self.args.output_dir or "trainer_output")
+        return folder if self._trial is None else folder / self._trial.name
+
+    @property
+    def _output_dir(self) -> Path:
+        folder = self.args.path_of(None)
         return folder if self._trial is None else folder / self._trial.name
 
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
@@ -1003,7 +1009,7 @@ class Trainer:
         if isinstance(self.processing_class, SavesItself):
             self.processing_class.save_pretrained(str(folder))
         if checkpoint_format(self.args) == "transformers":
-            torch.save(self.args.to_dict(), folder / ARGUMENTS_BIN)
+            write_pickled(self.args.to_dict(), folder / ARGUMENTS_BIN)
         else:
             write_json(folder / ARGUMENTS_FILE, self.args.to_dict())
 

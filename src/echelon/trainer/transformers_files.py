@@ -11,7 +11,7 @@ import torch
 
 from echelon.accelerator.checkpoint_folders import write_files
 from echelon.accelerator.random_states import current_random_states
-from echelon.accelerator.saving import load
+from echelon.accelerator.saving import load, write_pickled
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.trainer.checkpoints import STATE_FILE, write_model
 
@@ -56,13 +56,13 @@ def save_transformers(trainer: Trainer, folder: Path) -> bool:
         if args.save_only_model:
             return
         if args.should_save:
-            torch.save(optimizer, aside / _OPTIMIZER)
-            torch.save(trainer._prepared_schedule.state_dict(), aside / _SCHEDULER)
+            write_pickled(optimizer, aside / _OPTIMIZER)
+            write_pickled(trainer._prepared_schedule.state_dict(), aside / _SCHEDULER)
             if accelerator.scaler is not None:
-                torch.save(accelerator.scaler.state_dict(), aside / _SCALER)
+                write_pickled(accelerator.scaler.state_dict(), aside / _SCALER)
         is_alone = accelerator.num_processes == 1
         name = "rng_state.pth" if is_alone else f"rng_state_{accelerator.process_index}.pth"
-        torch.save(_named_as_transformers(current_random_states(), is_alone=is_alone), aside / name)
+        write_pickled(_named_as_transformers(current_random_states(), is_alone=is_alone), aside / name)
 
     return write_files(accelerator, folder, write, is_part=lambda name: _PARTS.fullmatch(name) is not None)
 
