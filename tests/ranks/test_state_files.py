@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -206,27 +208,33 @@ def _fail_on_rank_one(folder: str, limit: int | None) -> tuple[str, list[str], d
     accelerator.save_state(target)
     weight_is(2.0)
     handle = accelerator.register_save_state_pre_hook(fails)
-    with pytest.raises(DesyncError) as caught:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         accelerator.save_state(target)
     handle.remove()
     accelerator.wait_for_everyone()
     parent = Path(folder) / "checkpoints" if limit is not None else Path(folder)
-    names = sorted(path.name for path in parent.iterdir())
+    names = sorted(path.name for path in parent.iterdir() if path.name != ".lock")
     accelerator.load_state(target)
     kept = accelerator.unwrap_model(model).weight.item()
     weight_is(3.0)
     accelerator.save_state(target)
-    after = sorted(path.name for path in parent.iterdir())
+    after = sorted(path.name for path in parent.iterdir() if path.name != ".lock")
     accelerator.load_state(target)
     values = {"kept": kept, "replaced": accelerator.unwrap_model(model).weight.item()}
-    return str(caught.value), [*names, "then", *after], values, project.iteration
+    accelerator.end_training()
+    return "".join(str(one.message) for one in caught), [*names, "then", *after], values, project.iteration
 
 
 @pytest.mark.parametrize("limit", [None, 1], ids=["same-path", "total_limit=1"])
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_old_one(limit: int | None, tmp_path: Path) -> None:
     old, new = ("state", "state") if limit is None else ("checkpoint_0", "checkpoint_1")
-    for text, names, values, iteration in run_on_ranks(_fail_on_rank_one, str(tmp_path), limit):
-        assert "failed on some ranks\n    rank 1: OSError: [Errno 28] No space left on device" in text
+    for rank, (text, names, values, iteration) in enumerate(run_on_ranks(_fail_on_rank_one, str(tmp_path), limit)):
+        # A warning of rank zero; a third time in a row ends the run (max_failed_saves).
+        found = re.search(
+            r"(?s)failed on other ranks\n    rank 1: .*: \[Errno 28\] No space left on device.*goes on", text
+        )
+        assert bool(found) is (rank == 0), text
         assert "rank 0:" not in text
         assert names == [old, "then", new]
         assert values == {"kept": 1.0, "replaced": 3.0}
@@ -568,8 +576,9 @@ def test_numbered_checkpoints_are_kept_up_to_the_limit_and_the_newest_is_loaded(
             model.weight.fill_(number)
         assert accelerator.save_iteration == number
         accelerator.save_state("this is not read")
-        (checkpoints / "checkpoint_99.tmp-abc").mkdir(exist_ok=True)  # half-written by somebody who died
-    assert sorted(p.name for p in checkpoints.iterdir()) == ["checkpoint_10", "checkpoint_11", "checkpoint_99.tmp-abc"]
+        (checkpoints / "checkpoint_99.tmp-abc").mkdir(exist_ok=True)  # of nobody who saves here
+    names = sorted(p.name for p in checkpoints.iterdir())
+    assert names == [".lock", "checkpoint_10", "checkpoint_11", "checkpoint_99.tmp-abc"]
     accelerator.load_state()
     assert model.weight.item() == 11.0
     project.iteration = 11
@@ -577,6 +586,7 @@ def test_numbered_checkpoints_are_kept_up_to_the_limit_and_the_newest_is_loaded(
         ValueError, match=r"checkpoint_11 is there already\n.*do:    set .*project_configuration.iteration"
     ):
         accelerator.save_state()
+    accelerator.end_training()
     assert len(list(checkpoints.iterdir())) == 3
 
 
@@ -590,11 +600,12 @@ def test_the_old_checkpoint_is_deleted_after_the_new_one_is_in_place(tmp_path: P
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.warns(EchelonWarning, match="No space left"):
         accelerator.save_state()
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_0"]
     monkeypatch.undo()
     accelerator.load_state()
+    accelerator.end_training()
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_0"]
 
 
 class _Tied(nn.Module):

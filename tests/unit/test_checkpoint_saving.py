@@ -554,14 +554,18 @@ def test_a_lock_file_that_is_none_is_replaced(text: bytes, tmp_path: Path) -> No
         RunLock(tmp_path / ".lock").require()
 
 
-def test_of_a_checkpoint_that_is_deleted_the_manifest_goes_first() -> None:
+def test_a_checkpoint_that_is_deleted_loses_its_name_first_and_then_its_manifest() -> None:
     storage, folder = ToyStorage(), Path("/toy/run")
     for number in (1, 2):
         save_on_threads(folder / f"checkpoint_{number}", number, world_size=1, storage=storage)
     num_before = len(storage.calls)
     remove_oldest(folder, prefix="checkpoint_", limit=1, storage=storage)
-    assert storage.calls[num_before] == ("remove_file", "manifest.json")
-    assert storage.calls[-1] == ("remove_folder", "checkpoint_1")
+    assert storage.calls[num_before : num_before + 3] == [
+        ("rename", "checkpoint_1"),
+        ("sync_folder", "run"),
+        ("remove_file", "manifest.json"),
+    ]
+    assert storage.calls[-1][0] == "remove_folder"
 
 
 def test_machines_that_hold_different_checkpoints_of_one_name_do_not_load_them() -> None:

@@ -365,6 +365,7 @@ def test_a_run_in_accelerate_s_layout_goes_on_too(tmp_path: Path, monkeypatch: p
             for (i,) in run.loaders[0]:
                 run.read.append((epoch, i.tolist()))
                 if run.stops_after(stop):
+                    run.accelerator.end_training()
                     return run.read
         return run.read
 

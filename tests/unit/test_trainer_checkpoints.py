@@ -250,7 +250,7 @@ def test_weights_alone_are_no_training_to_go_on_with(tmp_path: Path) -> None:
         assert problems_in(folder / "checkpoint-8") == []
         with pytest.raises(CheckpointError, match="holds weights only"):
             _trainer(_args(folder)).train(resume_from_checkpoint=str(folder / "checkpoint-8"))
-        with pytest.warns(EchelonWarning, match=r"(?s)a new training begins\n.*checkpoint-8: holds weights only"):
+        with pytest.warns(EchelonWarning, match=r"(?s)starting from scratch\n.*checkpoint-8: holds weights only"):
             _trainer(_args(folder, max_steps=1, save_strategy="no")).train(resume_from_checkpoint="auto")
 
 

@@ -14,7 +14,7 @@ from echelon.accelerator.state_names import model_prefix
 from echelon.accelerator.weights import read_weights
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.checkpoint.background import store_gather
-from echelon.checkpoint.commit import place_of, require_folder_or_nothing
+from echelon.checkpoint.commit import make_folders, place_of, require_folder_or_nothing
 from echelon.checkpoint.layouts import TRAINER_STATE, json_of, layout_of, weight_files
 from echelon.checkpoint.merge import aliases_of
 from echelon.checkpoint.numbered import numbered, remove_oldest
@@ -90,13 +90,16 @@ def registered_state(folder: Path, index: int) -> Any:
     return Checkpoint(folder).objects()[f"custom.{index}"]
 
 
-def require_folder(path: Path) -> None:
-    """Raise where ``path`` is there and is no folder.
+def require_folder(path: Path, *, makes: bool) -> None:
+    """Raise where ``path`` is there and is no folder; where it is not there and this rank ``makes`` it, make it.
 
     Raises:
         UsageError: it is a file, or a symbolic link that leads nowhere.
     """
-    require_folder_or_nothing(LocalStorage(), path)
+    storage = LocalStorage()
+    require_folder_or_nothing(storage, path)
+    if makes:
+        make_folders(storage, storage.real_path(path))
 
 
 def has_checkpoint(folder: Path) -> bool:

@@ -36,7 +36,7 @@ from echelon.base.protocols import SupportsStateDict
 from echelon.base.warnings import warn
 from echelon.checkpoint import typed_json
 from echelon.checkpoint.background import BackgroundSaver, SaveFailures
-from echelon.checkpoint.commit import clean, place_of, require_folder_or_nothing
+from echelon.checkpoint.commit import clean, make_folders, place_of, require_folder_or_nothing
 from echelon.checkpoint.layouts import layout_of, require_layout
 from echelon.checkpoint.lock import RunLock
 from echelon.checkpoint.manifest import is_part
@@ -146,7 +146,8 @@ class Checkpoints:
         def save() -> None:
             self._lock_numbered(target, is_first=world.is_rank_zero or (each and world.is_local_rank_zero))
             is_owner = save_folder(target, write, world=world, is_part=_is_ours, fence=self.fence)
-            self._rotate(target, is_owner)
+            # Together: who has returned sees the folder as it stays.
+            together("deleting old checkpoints", lambda: self._rotate(target, is_owner), gather_bytes)
 
         if count_failures(accelerator, save):
             self._project.iteration += 1
@@ -278,6 +279,7 @@ class Checkpoints:
         try:
             with fail_together(f"locking {folder}"):
                 if accelerator.process_index == 0 or (each and accelerator.is_local_main_process):
+                    make_folders(LocalStorage(), folder)
                     self._lock = RunLock(folder / ".lock")
                     clean(LocalStorage(), folder, belongs=belongs)
             self._place = folder
@@ -346,8 +348,11 @@ class Checkpoints:
 
         def lock() -> None:
             if is_first and self._project.automatic_checkpoint_naming and self._lock is None:
-                self._lock = RunLock(LocalStorage().real_path(target.parent) / ".lock")
-                clean(LocalStorage(), target.parent, belongs=_is_numbered)
+                storage = LocalStorage()
+                folder = storage.real_path(target.parent)
+                make_folders(storage, folder)
+                self._lock = RunLock(folder / ".lock")
+                clean(storage, folder, belongs=_is_numbered)
 
         together("locking the folder of the checkpoints", as_save_failure(lock, target), gather_bytes)
 

@@ -26,6 +26,7 @@ __all__ = [
     "clean",
     "commit",
     "discard",
+    "make_folders",
     "new_token",
     "place_of",
     "require_folder_or_nothing",
@@ -58,7 +59,7 @@ def begin(storage: Storage, target: Path, token: str) -> Path:
         token: of this save.
     """
     require_replaceable(storage, target)
-    _make_parents(storage, target.parent)
+    make_folders(storage, target.parent)
     place = place_of(storage, target)
     if place != target:
         storage.rename(place, target)
@@ -109,6 +110,20 @@ def commit(
             retire(storage, old)
         except OSError as error:
             warn(f"{target} is saved, but {old}, which it has replaced, could not be deleted: {error}")
+
+
+def make_folders(storage: Storage, folder: Path) -> None:
+    """Make ``folder`` and those above it, as far as they are missing; a power cut does not take them away again."""
+    missing = []
+    while storage.kind(folder) is None:
+        missing.append(folder)
+        folder = folder.parent
+    for made in reversed(missing):
+        try:
+            storage.make_folder(made)
+        except FileExistsError:  # another run in another folder beside ours made it meanwhile
+            continue
+        storage.sync_folder(made.parent)
 
 
 def sync_tree(storage: Storage, folder: Path) -> None:
@@ -259,19 +274,6 @@ def _remove_abandoned(storage: Storage, target: Path) -> None:
         written = [storage.modified(path) for path in (folder, *(folder / entry for entry in storage.entries(folder)))]
         if max(written) < before:
             retire(storage, folder)
-
-
-def _make_parents(storage: Storage, folder: Path) -> None:
-    missing = []
-    while storage.kind(folder) is None:
-        missing.append(folder)
-        folder = folder.parent
-    for made in reversed(missing):
-        try:
-            storage.make_folder(made)
-        except FileExistsError:  # another run in another folder beside ours made it meanwhile
-            continue
-        storage.sync_folder(made.parent)
 
 
 def _keep_foreign(storage: Storage, source: Path, target: Path, is_part: Callable[[str], bool]) -> None:

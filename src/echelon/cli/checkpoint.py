@@ -228,18 +228,18 @@ def _require_new(target: Path) -> None:
 def _new_folder(source: Path, out: str) -> Iterator[tuple[Path, Path]]:
     """Yield ``source`` and a folder that becomes ``out`` when the block ends well."""
     from echelon.accelerator.merging import require_apart  # noqa: PLC0415 - torch
-    from echelon.checkpoint.commit import begin, discard, new_token  # noqa: PLC0415 - torch
+    from echelon.checkpoint.commit import begin, commit, discard, new_token, sync_tree  # noqa: PLC0415 - torch
     from echelon.checkpoint.storage import LocalStorage  # noqa: PLC0415 - torch
 
     storage, target = LocalStorage(), Path(out).expanduser().absolute()
     require_apart(source, target)
     _require_new(target)
+    target = storage.real_path(target)
     folder = begin(storage, target, new_token())
     try:
         yield source, folder
-        storage.sync_folder(folder)
-        storage.rename(folder, target)
-        storage.sync_folder(target.parent)
+        sync_tree(storage, folder)
+        commit(storage, folder, target, manifest=None, is_part=lambda _: True)
     except BaseException:
         if storage.kind(folder) == "folder":
             discard(storage, folder)

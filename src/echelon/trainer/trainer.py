@@ -199,9 +199,7 @@ class Trainer:
         on_screen = NotebookProgressCallback if _in_notebook() else ProgressCallback
         self.add_callback(PrinterCallback if self.args.disable_tqdm else on_screen)
         self._hub = HubUpload(self.args, self._output_dir)
-        require_folder(self._output_dir)
-        if self.args.should_save:
-            self._output_dir.mkdir(parents=True, exist_ok=True)
+        require_folder(self._output_dir, makes=self.args.should_save)
         self._made_scheduler = False
         self._prepared_schedule: Any = None
         self._is_foreign_schedule = False  # of a class that torch does not know: the Accelerator does not save it

@@ -1,0 +1,115 @@
+"""What real saves do to the disk, recorded as operations of a ToyStorage, and its crash states made into folders again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echelon.checkpoint.storage import LocalStorage
+from tests.toy_storage import ToyStorage, crash_states, fingerprint
+
+
+@contextmanager
+def recorded(root: Path, *, exchanges: bool = True) -> Iterator[ToyStorage]:
+    """Record what the block does below ``root`` through LocalStorage; files that others write there count when they are seen.
+
+    Args:
+        root: it must be empty.
+        exchanges: whether the file system can exchange two names.
+    """
+    toy = ToyStorage()
+    handles: dict[int, int] = {}
+
+    def at(path: Path) -> Path:
+        return Path("/toy") / path.relative_to(root)
+
+    def see() -> None:
+        """Take note of what was written without a LocalStorage since: it is not synced."""
+        for folder, folders, files in os.walk(root):
+            for name in folders:
+                if toy.kind(at(Path(folder, name))) is None:
+                    toy.make_folder(at(Path(folder, name)))
+            for name in files:
+                path = Path(folder, name)
+                if toy.kind(at(path)) is None and not name.startswith(".lock"):
+                    content = path.read_bytes()
+                    handle = toy.create(at(path))
+                    toy.write(handle, content[: len(content) // 2])
+                    toy.write(handle, content[len(content) // 2 :])
+                    toy.close(handle)
+
+    def both(name: str) -> Callable[..., Any]:
+        real, model = getattr(LocalStorage, name), getattr(toy, name)
+
+        def operation(self: LocalStorage, *given: Any) -> Any:
+            mine = [
+                given[0] if type(given[0]) is int else at(given[0]),
+                *(at(p) if isinstance(p, Path) else p for p in given[1:]),
+            ]
+            if name == "exchange" and not exchanges:
+                return False
+            if name not in ("create", "write", "sync", "close"):
+                see()
+            if name in ("write", "sync", "close"):
+                mine[0] = handles[given[0]]
+            result = None if name in ("sync", "sync_folder") else real(self, *given)  # the toy alone is to survive
+            ours = model(*mine)
+            if name in ("create", "open"):
+                handles[result] = ours
+            return result
+
+        return operation
+
+    names = ("create", "write", "sync", "close", "make_folder", "sync_folder", "link", "rename", "exchange", "open")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (*names, "remove_file", "remove_folder"):
+            patch.setattr(LocalStorage, name, both(name))
+        yield toy
+
+
+def crash_folders(
+    toy: ToyStorage, scratch: Path, *, start: int, max_pending: int, whole: bool
+) -> Iterator[tuple[int, Path]]:
+    """Yield (operations done, a folder) for the crash states of what was recorded, each different one once.
+
+    Args:
+        toy: the record.
+        scratch: where the folders are made.
+        start: the first operations that surely were done.
+        max_pending: as of ``crash_states``.
+        whole: also states that differ only in what lies in ``.tmp-`` folders.
+    """
+    known: dict[object, set[bool]] = {}
+    for done, state in crash_states(toy, start=start, max_pending=max_pending):
+        mark = fingerprint(state)
+        if not whole:
+            mark = _collapsed(mark)
+        is_last = done == len(toy.operations)
+        if is_last in known.setdefault(mark, set()):
+            continue
+        known[mark].add(is_last)
+        folder = scratch / f"state{len(list(scratch.iterdir()))}"
+        _write(state, 0, folder)
+        yield done, folder
+
+
+def _collapsed(mark: Any) -> Any:
+    if not isinstance(mark, tuple):
+        return mark
+    return tuple(
+        (name.split(".tmp-")[0], bool(inner) if ".tmp-" in name else _collapsed(inner)) for name, inner in mark
+    )
+
+
+def _write(state: ToyStorage, inode: int, path: Path) -> None:
+    if inode in state.files:
+        path.write_bytes(bytes(state.files[inode]))
+        return
+    path.mkdir()
+    for name, child in state.folders[inode].items():
+        _write(state, child, path / name)
