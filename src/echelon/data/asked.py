@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
-
 from echelon.base.warnings import UserLine, user_line, warn
+from echelon.distributed.collective_count import num_collectives
 
-__all__ = ["Asked", "num_collectives"]
+__all__ = ["Asked"]
 
 
 class Asked:
@@ -43,9 +42,3 @@ class Asked:
                 "process over the data of all. Use accelerator.reduce(total), or gather_for_metrics(...) in the loop",
                 at=line,
             )
-
-
-def num_collectives() -> int | None:
-    """Return how many collectives this process has begun in the default group; None: nobody counts them."""
-    count = getattr(dist.group.WORLD, "_get_sequence_number_for_group", None) if dist.is_initialized() else None
-    return None if count is None else int(count())

@@ -13,7 +13,6 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from echelon.base.errors import CheckpointError, DesyncError, UsageError
 from echelon.base.protocols import SupportsSetEpoch, SupportsStateDict
 from echelon.base.warnings import warn
-from echelon.data.asked import num_collectives
 from echelon.data.exact import PassPlan
 from echelon.data.exact_sources import ExactDispatchSource, ExactSource
 from echelon.data.fork import settle_before_fork
@@ -22,6 +21,7 @@ from echelon.data.reading import LoaderOptions, PassFacts, Reading
 from echelon.data.rng import HostDraws, OtherDraws, synchronize_rng_states
 from echelon.data.slices import Contribution, LastStep
 from echelon.data.sources import DispatchSource, PlainSource, Source, Steps
+from echelon.distributed.collective_count import num_collectives
 from echelon.status.board import Phase
 from echelon.status.notes import notes_of_process
 from echelon.world.world import World

@@ -21,7 +21,14 @@ from echelon.distributed.meeting import meet
 from echelon.distributed.torch_hooks import watch_module_changes
 from echelon.distributed.wire import gather_bytes, gather_counts
 
-__all__ = ["Replica", "Structure", "average_gradients", "average_loss", "require_same_parameters"]
+__all__ = [
+    "BackwardPasses",
+    "Replica",
+    "Structure",
+    "average_gradients",
+    "average_loss",
+    "require_same_parameters",
+]
 
 _requires_grad = operator.attrgetter("requires_grad")
 
@@ -134,7 +141,7 @@ class Replica:
         self.former: list[torch.Tensor] = []
         """Parameters that the model had, and has no more."""
         self._structure = Structure(wrapper.module)
-        self._passes = _Passes()  # backward passes since the last settle()
+        self._passes = BackwardPasses()  # backward passes since the last settle()
         self._will_reduce = False  # the forward pass told DDP to reduce in the backward pass that follows
         self._dirty = False
         self._is_compared = False  # the parameters were looked at in a forward pass since the last step
@@ -280,7 +287,7 @@ class Replica:
         self._dirty = False
 
 
-class _Passes:
+class BackwardPasses:
     """Counts backward passes, as a hook that is called for each gradient.
 
     Such a hook must not reach the wrapper: DDP's reducer keeps the parameters, out of the garbage collector's sight, so
@@ -301,13 +308,18 @@ class _Passes:
         self._seen: set[int] = set()
 
     def __call__(self, _parameter: torch.Tensor) -> None:
+        self.note()
+
+    def note(self) -> bool:
+        """Count the pass that runs, unless it was the last one counted; return whether it was counted."""
         task = torch._C._current_graph_task_id()
         if task == self._last:
-            return
+            return False
         self.is_any, self._last = True, task
         if task not in self._seen:
             self._seen.add(task)
             self.num += not _is_inside_a_backward()
+        return True
 
 
 _APPLY = torch.autograd.function.BackwardCFunction.apply.__code__

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from echelon.base.errors import ConfigError, SetupError
 from echelon.config.sources import current
+from echelon.distributed.raw_ddp_guard import RawDDPGuard
 from echelon.world.environment import LaunchEnvironment, check_rank, detect
 from echelon.world.group import DEFAULT_TIMEOUT, close_group, open_group
 from echelon.world.world import World, world_of
@@ -47,6 +48,7 @@ def setup(
         return world
     limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
     open_group(world, environment, timeout=limit or DEFAULT_TIMEOUT, init_method=init_method)
+    RawDDPGuard.begin()
     return world
 
 
@@ -55,6 +57,7 @@ def cleanup() -> None:
 
     Collective: every process should call this (it does not wait for the others).
     """
+    RawDDPGuard.end()
     close_group()
 
 
