@@ -482,3 +482,28 @@ def _threads() -> int:
 
 def test_the_number_of_threads_is_that_of_the_environment() -> None:
     assert run_on_ranks(_threads, world_size=2) == [1, 1]  # OMP_NUM_THREADS of the ranks of tests
+
+
+def _cleared(layout: str | None, first: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model: Any = nn.Linear(64, 4)
+    accelerator = Accelerator(parity="bitwise", engine=layout, seed=3)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(_data(), batch_size=BATCH))
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            if first:
+                optimizer.zero_grad()
+            accelerator.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+            if not first:
+                optimizer.zero_grad()
+    return _weights(accelerator, model)
+
+
+@pytest.mark.parametrize(("layout", "world_size"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
+def test_gradients_may_be_cleared_before_the_backward_pass(layout: str, world_size: int) -> None:
+    """As most tutorials write it: the gradients of the update before are gone then."""
+    (expected,) = run_on_ranks(_cleared, None, False, world_size=1)
+    for found in run_on_ranks(_cleared, layout, True, world_size=world_size):
+        assert all(map(torch.equal, found, expected))

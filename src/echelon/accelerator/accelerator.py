@@ -391,6 +391,11 @@ class Accelerator(AcceleratorFacts):
         if self.gradient_state.sync_gradients:
             self._require_every_rank("backward()")
         scale, factor = self._weigh(loss, num_items)
+        state = self.gradient_state
+        if state.in_closure:
+            state.has_loss_in_closure = True
+        else:
+            state.has_loss = True
         if self._ledger is not None:
             self._ledger.before_backward()
         with timed_backward(loss):
@@ -519,6 +524,7 @@ class Accelerator(AcceleratorFacts):
             self.step += 1
             state.sync_gradients = self.step % state.num_steps == 0
         self._window.begin_micro_step()
+        state.micro_step, state.has_loss = self._window.num_micro_steps, False
         return state.sync_gradients or state.plugin.sync_each_batch
 
     def _open_ledger(self) -> Ledger | None:
@@ -581,7 +587,7 @@ class Accelerator(AcceleratorFacts):
 
     def _drop_gradients(self) -> None:
         for optimizer in self._optimizers:
-            self._engine.zero_grad(optimizer.optimizer)
+            optimizer.drop_gradients()
         for model in self._models:
             model.zero_grad(set_to_none=True)
 
@@ -722,6 +728,7 @@ class Accelerator(AcceleratorFacts):
                     scaler=self.scaler,
                     clipping=self._deepspeed.clipping,
                     guard=self._guard,
+                    world=self._world,
                 )
             )
             self._guard.note_prepared(inner)

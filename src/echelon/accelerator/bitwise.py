@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from echelon.accelerator.ledger import Ledger
+from echelon.accelerator.ledger import CHANGED, HOW_TO_CHANGE, Ledger
 from echelon.accelerator.plugins import DataLoaderConfiguration
 from echelon.accelerator.surroundings import (
     Surroundings,
@@ -208,6 +209,30 @@ class CanonicalLedger(Ledger):
         assert self._contribution is not None
         if num_items and self._contribution.shard is not None:
             self._by_shard.setdefault(self._contribution.shard, []).append((loss.detach(), num_items))
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """See ``Driver``."""
+        shard = None if self._contribution is None else self._contribution.shard
+        return shard or 0, self.num_shards  # a process without a shard adds zeros
+
+    def _tell_of_changed_parameters(self) -> None:
+        raise UsageError(CHANGED, where="parity='bitwise'", do=HOW_TO_CHANGE)
+
+    @contextmanager
+    def evaluating_again(self, who: str) -> Iterator[None]:
+        """See ``Driver``.
+
+        Raises:
+            UsageError: always: with fewer processes an update has several micro-steps, whose batches are gone.
+        """
+        raise UsageError(
+            f"{who} evaluates its closure again, at other parameters: where a process has several shards of an update, the "
+            "batches of the earlier ones are gone",
+            where="parity='bitwise', optimizer.step(closure)",
+            do="use an optimizer that evaluates its closure once (LBFGS: max_iter=1), or parity='exact' without micro-steps",
+        )
+        yield
 
     def update_loss(self, sum_over_ranks: Callable[[list[float]], list[float]]) -> float:
         """Return the mean of the losses noted since the update began, the same bits on any number of ranks. Collective."""

@@ -34,6 +34,14 @@ class GradientState:
     plugin: GradientAccumulationPlugin
     reading: Reading
     sync_gradients: bool
+    micro_step: int
+    """The number of the ``accumulate()`` that we are in, in its window, from 1; 0: in none that ends one."""
+    has_loss: bool
+    """Was a loss of this micro-step backpropagated, outside the closures of optimizers?"""
+    in_closure: bool
+    """Are we in such a closure?"""
+    has_loss_in_closure: bool
+    """Did the last one backpropagate?"""
 
     def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
         if gradient_accumulation_plugin is None and has_accelerator():
@@ -42,6 +50,8 @@ class GradientState:
         self.plugin = gradient_accumulation_plugin or GradientAccumulationPlugin(num_steps=1)
         self.reading = Reading(self)
         self.sync_gradients = True
+        self.micro_step = 0
+        self.has_loss = self.in_closure = self.has_loss_in_closure = False
 
     @property
     def initialized(self) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,6 +30,11 @@ from echelon.world.world import World
 __all__ = ["Ledger"]
 
 _logger = get_logger(__name__)
+CHANGED = "the parameters changed between two micro-steps of an update: in one whole batch all its gradients are those of the same ones"
+HOW_TO_CHANGE = (
+    "Change them only where accelerator.sync_gradients is true, after the step; an optimizer of two steps (SAM) needs updates "
+    "of one micro-step (no gradient_accumulation_steps and no max_micro_batch_size, more processes instead)"
+)
 
 
 class Ledger(Driver):
@@ -57,11 +63,16 @@ class Ledger(Driver):
         self._losses: list[tuple[torch.Tensor, float]] = []  # of the update: each a mean over items of this rank
         self._num_items = 0.0  # of the update, this rank's
         self._is_counted = False  # are the items of this micro-step in it?
+        self._items_in_hand: float | None = None  # those items
+        self._is_again = False  # are losses made again, at other parameters?
         self._num_postponed = 0  # at the first loss of the micro-step
         self._is_told_of_turns = False
         self._is_warned = False
         self._batch_norms: list[_BatchNorm] = []
         self._told: set[str] = set()
+        self._has_several = False  # micro-steps of the update
+        self._versions_of_parameters: list[int] = []  # at the first loss of the update
+        self._is_told_of_changes = False
         self._is_within = False  # has an update begun, and not come to its last micro-step?
         self._random_states: dict[str, Any] | None = None  # at its beginning, where it has several micro-steps
 
@@ -128,8 +139,10 @@ class Ledger(Driver):
             self._window.end_window()
             self._losses, self._num_items = [], 0.0
             self._random_states = current_random_states() if contribution.num_micro_steps > 1 else None
+            self._has_several, self._versions_of_parameters = contribution.num_micro_steps > 1, []
         self._is_within = not contribution.ends_update
-        self._is_counted = False
+        self._is_counted, self._items_in_hand = False, None
+        self._state.has_loss = False
         self._window.begin_micro_step()
         self._progress.micro_step = contribution.micro_step + 1
         self._progress.position = contribution.next_position
@@ -245,6 +258,30 @@ class Ledger(Driver):
         """See ``Driver``."""
         return not self._is_counted and self.drives and self._progress.micro_step > 1
 
+    @property
+    def micro_step(self) -> int:
+        """See ``Driver``."""
+        return self._progress.micro_step
+
+    @property
+    def num_items(self) -> float | None:
+        """See ``Driver``."""
+        return self._items_in_hand
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """See ``Driver``: sums in any order will do."""
+        return 0, 1
+
+    @contextmanager
+    def evaluating_again(self, who: str) -> Iterator[None]:
+        """See ``Driver``."""
+        self._is_again = True
+        try:
+            yield
+        finally:
+            self._is_again = False
+
     def note_loss(self, loss: torch.Tensor, num_items: float, *, num_postponed: int, num_taken: int) -> None:
         """Add a loss, a mean over ``num_items``, to the loss of the update.
 
@@ -254,7 +291,12 @@ class Ledger(Driver):
             num_postponed: calls of an optimizer's ``step`` so far that were left to the end of an update.
             num_taken: steps so far.
         """
+        if self._is_again:
+            return
         if not self._is_counted:
+            if self._has_several:
+                self._look_at_parameters()
+            self._items_in_hand = num_items
             self._num_items += num_items
             self._is_counted = True
             self._num_postponed = num_postponed
@@ -267,6 +309,19 @@ class Ledger(Driver):
             )
         if num_items:
             self._losses.append((loss.detach(), num_items))
+
+    def _look_at_parameters(self) -> None:
+        """Compare the parameters with those of the first micro-step: the ends of each model stand for all of it."""
+        trained = [[p for p in model.parameters() if p.requires_grad] for model in self._models()]
+        now = [getattr(p, "_local_tensor", p)._version for own in trained for p in own[:1] + own[-1:]]
+        if self.micro_step > 1 and self._versions_of_parameters not in ([], now):
+            self._tell_of_changed_parameters()
+        self._versions_of_parameters = now
+
+    def _tell_of_changed_parameters(self) -> None:
+        if not self._is_told_of_changes:
+            self._is_told_of_changes = True
+            warn(f"{CHANGED}. {HOW_TO_CHANGE}")
 
     def update_loss(self, sum_over_ranks: Callable[[list[float]], list[float]]) -> float:
         """Return the mean of the losses noted since the update began. Collective."""

@@ -49,6 +49,7 @@ class MicroStep:
         if accelerator.gradient_state.sync_gradients and not (accelerator._ledger and accelerator._ledger.drives):
             accelerator._window.end_window()
             accelerator._epochs.end_update()
+            accelerator.gradient_state.micro_step = 0
         if self._local is not None:
             self._local.__exit__(None, None, None)
 

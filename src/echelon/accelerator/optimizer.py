@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from echelon.accelerator.closures import Closures
 from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.step_guard import StepGuard
+from echelon.base.errors import UsageError
 from echelon.distributed.meeting import meet
 from echelon.engines.base import Engine
 from echelon.status.board import Phase
 from echelon.status.notes import notes_of_process
+from echelon.world.world import World
 
 __all__ = ["AcceleratedOptimizer", "Clipping"]
 
@@ -43,6 +46,7 @@ class AcceleratedOptimizer(Optimizer):
         scaler: torch.amp.GradScaler | None,
         clipping: Clipping | None = None,
         guard: StepGuard | None = None,
+        world: World | None = None,
     ) -> None:
         # Optimizer's own __init__ is not called: groups, state and hooks are those of the wrapped one.
         self.optimizer = optimizer
@@ -57,6 +61,7 @@ class AcceleratedOptimizer(Optimizer):
         self._skipped = False
         self._is_used = False  # a step was taken with the gradients that are there
         self._is_postponed = False  # a step() was left to the end of the window, and so is the next zero_grad()
+        self._closures = Closures(gradient_state, world)
         self.num_postponed = 0
         """Calls of ``step`` that were left to the end of a window."""
         self.num_steps = 0
@@ -94,25 +99,81 @@ class AcceleratedOptimizer(Optimizer):
         """Did loss scaling leave out the last step, because its gradients were infinite?"""
         return self._skipped
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         """Take a step if the update is complete.
 
-        Collective: where the step guard has to reduce.
+        Args:
+            closure: evaluates the loss of the micro-step in hand, and backpropagates it. It is evaluated in each micro-step,
+                for its own batch; in the last one by the optimizer.
+
+        Returns:
+            Of a closure: what it returned; at the end of an update the mean over its micro-steps and ranks.
+
+        Collective: with a closure, and where the step guard has to reduce.
+
+        Raises:
+            UsageError: a closure that cannot mean what it means in a plain loop (docs/parity.md).
         """
+        value = None
+        if closure is not None:
+            self._require_closures()
         if self.gradient_state.sync_gradients:
             notes = notes_of_process()
             if notes is not None:
                 notes.phase(Phase.OPTIMIZER)
-            if self.clipping is not None:
-                self._clip(self.clipping)
-            self._skipped = not self._step_by_engine(closure)
+            if closure is None:
+                self._finish_gradients()
+                self._skipped = not self._step_by_engine(None)
+            else:
+                value = self._step_by(closure)
             self.num_steps += not self._skipped
             self._is_used = True
             if notes is not None:
                 notes.step(self.num_steps, Phase.TRAIN)
         else:
+            if closure is not None:
+                value = self._closures.evaluate_for_later(self.optimizer, closure)
             self.num_postponed += 1
         self._is_postponed = not self.gradient_state.sync_gradients
+        return value
+
+    def _step_by(self, closure: Any) -> Any:
+        """Step with the closure of the last micro-step; return the loss of the update."""
+        averages = not self.unsynced and not self.gradient_state.reading.joined
+        whole = self._closures.of_update(self.optimizer, closure, finish=self._finish_evaluation, averages=averages)
+        self._skipped = not self._step_by_engine(whole)
+        whole.require_evaluated()
+        return whole.first
+
+    def _finish_evaluation(self) -> None:
+        """After a closure: the step guard looks at its gradients, as it does before a step."""
+        self.engine.unscale(self.optimizer, unsynced=self.unsynced)
+        self._finish_gradients()
+
+    def _require_closures(self) -> None:
+        kind = type(self.optimizer).__name__
+        if not self.engine.capabilities.takes_closures:
+            raise UsageError(
+                f"the engine {self.engine.capabilities.name} cannot step with a closure ({kind})",
+                where="optimizer.step(closure)",
+                do="call backward() and step() without a closure, or use the engine ddp or fsdp2",
+            )
+        if self.scaler is not None or self.engine.capabilities.owns_loss_scaling:
+            raise UsageError(
+                f"step(closure) of {kind} under the loss scaling of fp16: gradients are looked at before the step, and the "
+                "optimizer would make them within it",
+                where="mixed_precision='fp16', optimizer.step(closure)",
+                do="use mixed_precision='bf16', or call backward() and step() without a closure",
+            )
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of an update that is not gone on with."""
+        self.engine.zero_grad(self.optimizer)
+        self._closures.forget()
+
+    def _finish_gradients(self) -> None:
+        if self.clipping is not None:
+            self._clip(self.clipping)
 
     def _step_by_engine(self, closure: Any) -> bool:
         if self.guard is None:
@@ -132,6 +193,11 @@ class AcceleratedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, unless they are of micro-steps whose update is still to come."""
+        if (clears := self._closures.clears) is not None:  # in a closure
+            if clears:
+                self.engine.zero_grad(self.optimizer, set_to_none=set_to_none)
+                self._is_used = False
+            return
         if self._is_used or (self.gradient_state.sync_gradients and not self._holds_micro_steps()):
             self.engine.zero_grad(self.optimizer, set_to_none=set_to_none)
             self._is_used = False

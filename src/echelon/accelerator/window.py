@@ -74,6 +74,11 @@ class Window:
         self._count += 1
         self._items = None
 
+    @property
+    def num_micro_steps(self) -> int:
+        """Those begun."""
+        return self._count
+
     def end_window(self) -> None:
         """Leave the ``accumulate()`` of the last micro-step."""
         self._open = False

@@ -33,6 +33,8 @@ class Capabilities:
     """Groups and state of the optimizers are torch's, by the model's own parameters, whole or as DTensors."""
     supports_multiple_models: bool = True
     """Several models may be prepared together."""
+    takes_closures: bool = True
+    """``step`` takes a closure."""
     sums_shards: bool = False
     """``open_shards``: gradients can be summed in an order that does not depend on the number of ranks."""
     keeps_float64: bool = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,34 @@ class Driver(ABC):
     @abstractmethod
     def awaits_loss(self) -> bool:
         """Is this a later micro-step of an update, and its backward pass still to come?"""
+
+    @property
+    @abstractmethod
+    def drives(self) -> bool:
+        """Does a loader decide where the update ends?"""
+
+    @property
+    @abstractmethod
+    def micro_step(self) -> int:
+        """The number of the micro-step in hand in its update, from 1."""
+
+    @property
+    @abstractmethod
+    def num_items(self) -> float | None:
+        """The items of the micro-step in hand, of this rank; None before its first loss."""
+
+    @property
+    @abstractmethod
+    def place(self) -> tuple[int, int]:
+        """Where the micro-step in hand is added to a sum whose bits may not depend on the ranks, and of how many places."""
+
+    @abstractmethod
+    def evaluating_again(self, who: str) -> AbstractContextManager[None]:
+        """Return a context whose losses are those of the micro-step in hand at other parameters: they are no part of its loss.
+
+        Args:
+            who: asks for them.
+        """
 
 
 class Book(ABC):

@@ -242,7 +242,7 @@ class ReplicatedUpdate(ShardedUpdate):
         self._num_own = self._left
         self._is_counted = False
         self._local: list[torch.Tensor | None] | None = None  # of the last micro-step, once the sum was made
-        self._before: list[torch.Tensor | None] = []  # gradients of before the update, which nobody cleared
+        self._before: list[torch.Tensor | None] | None = []  # gradients of before the update, which nobody cleared
 
     def begin(self, contribution: Contribution) -> None:
         """See ``ShardedUpdate``."""
@@ -250,12 +250,21 @@ class ReplicatedUpdate(ShardedUpdate):
             for tree in self._trees.values():
                 tree.reset()
             self._left = self._num_own
-            self._before = [p.grad for p in self._parameters()]
-        elif self._left:
-            self._file()
-        for parameter in self._parameters():
-            parameter.grad = None
+            self._before = None  # the loop may still clear them, in this micro-step
+        else:
+            self._set_aside()
+            if self._left:
+                self._file()
+            for parameter in self._parameters():
+                parameter.grad = None
         self._is_counted, self._local = not contribution.is_loan, None
+
+    def _set_aside(self) -> None:
+        """Keep what is there of earlier updates when the first gradients of this one come."""
+        if self._before is None:
+            self._before = [p.grad for p in self._parameters()]
+            for parameter in self._parameters():
+                parameter.grad = None
 
     def _file(self) -> None:
         """Give the gradients to the trees."""
@@ -276,6 +285,7 @@ class ReplicatedUpdate(ShardedUpdate):
 
     def before_backward(self) -> None:
         """See ``ShardedUpdate``."""
+        self._set_aside()
         if self._local is not None:
             for parameter, gradient in zip(self._parameters(), self._local):
                 parameter.grad = gradient
@@ -288,6 +298,7 @@ class ReplicatedUpdate(ShardedUpdate):
             last = ([p.grad for p in parameters] if self._is_counted else []) if self._left else None
             for parameter, total in zip(parameters, self._tree(kind).finish(last, parameters)):
                 parameter.grad = total
+        assert self._before is not None
         for parameter, earlier in zip(self._parameters(), self._before):
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else earlier + parameter.grad

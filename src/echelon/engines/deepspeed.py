@@ -96,6 +96,7 @@ class DeepSpeedEngine(Engine):
             exposes_state=False,
             supports_multiple_models=False,
             keeps_float64=False,
+            takes_closures=False,
         )
 
     @property

@@ -51,7 +51,7 @@ class ScatteredUpdate(ShardedUpdate):
             world_size=world_size,
         )
         self._contribution: Contribution | None = None
-        self._before: list[torch.Tensor | None] = []  # gradients of before the update, which nobody cleared
+        self._before: list[torch.Tensor | None] | None = []  # gradients of before the update, which nobody cleared
         self._had: list[bool] = []  # did an earlier backward pass of the last micro-step bring a sum?
 
     def attach(self, root: FSDPModule) -> None:
@@ -85,10 +85,12 @@ class ScatteredUpdate(ShardedUpdate):
         self._contribution = contribution
         sharded = self._sharded()
         if contribution.micro_step == 0:
-            self._before = [p.grad for p in sharded]
+            self._before = None  # the loop may still clear them, in this micro-step
             self._used.clear()
-        for parameter in sharded:
-            parameter.grad = None
+        else:
+            self._set_aside(sharded)
+            for parameter in sharded:
+                parameter.grad = None
         for scatter in self._scatters:
             scatter.begin(contribution)
         self._had = [False] * len(sharded)
@@ -96,10 +98,16 @@ class ScatteredUpdate(ShardedUpdate):
     def before_backward(self) -> None:
         """See ``ShardedUpdate``."""
         self._whole.before_backward()
-        for parameter in self._sharded():
+        sharded = self._sharded()
+        self._set_aside(sharded)
+        for parameter in sharded:
             parameter.grad = None  # torch adds to what is there: zeros, or a sum that is made again
         if self._unwatched:
             self._unwatched = [part for part in self._unwatched if not self._watch(part)]
+
+    def _set_aside(self, sharded: Sequence[torch.Tensor]) -> None:
+        if self._before is None:
+            self._before = [p.grad for p in sharded]
 
     def _watch(self, part: Any) -> bool:
         """Note when the whole parameter gets a gradient; False: it has not been there yet, or gets none."""
@@ -126,6 +134,7 @@ class ScatteredUpdate(ShardedUpdate):
             )
         is_used = torch.tensor([id(p) in self._used for p in sharded], dtype=torch.uint8, device=_device_of(sharded))
         dist.all_reduce(is_used, op=dist.ReduceOp.MAX)
+        assert self._before is not None
         for parameter, used, earlier in zip(sharded, is_used.tolist(), self._before):
             if not used:
                 parameter.grad = None

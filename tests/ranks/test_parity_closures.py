@@ -1,0 +1,388 @@
+"""``optimizer.step(closure)``: the weights of a plain loop, whatever an update is cut into, or an error that says why not."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from echelon import Accelerator, FullyShardedDataParallelPlugin
+from echelon.accelerator.handlers import GradScalerKwargs
+from echelon.accelerator.optimizer import AcceleratedOptimizer
+from echelon.base.errors import UsageError
+from echelon.base.warnings import EchelonWarning
+from tests.harness import RanksFailed, run_on_ranks
+
+_N, _BATCH, _EPOCHS = 22, 8, 2  # batches of 8, 8 and 6
+_LAST = 6
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+
+
+def _data() -> TensorDataset:
+    g = torch.Generator().manual_seed(3)
+    return TensorDataset(torch.randn(_N, 5, generator=g).double(), torch.randn(_N, 2, generator=g).double())
+
+
+_OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.2, momentum=0.9),
+    "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=0.02),
+    "lbfgs": lambda m: torch.optim.LBFGS(m.parameters(), lr=0.5, max_iter=4),
+    "lbfgs, line search": lambda m: torch.optim.LBFGS(m.parameters(), max_iter=3, line_search_fn="strong_wolfe"),
+    "lbfgs, one evaluation": lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=1),
+}
+
+
+def _plain(optimizer_of: str) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
+    """Return the weights, the loss that each step returned, and the learning rates."""
+    model, data = _model(), _data()
+    optimizer = _OPTIMIZERS[optimizer_of](model)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+    losses, rates = [], []
+    for _ in range(_EPOCHS):
+        for x, y in zip(*(t.split(_BATCH) for t in data.tensors)):
+
+            def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = (model(x) - y).square().mean()
+                loss.backward()  # type: ignore[no-untyped-call]
+                return loss
+
+            found: Any = optimizer.step(closure)  # type: ignore[arg-type]
+            losses.append(found.item())
+            schedule.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+    return dict(model.state_dict()), losses, rates
+
+
+def _run(
+    optimizer_of: str, engine: str | None, settings: dict[str, Any], clears: str = "closure", accumulates: bool = True
+) -> dict[str, Any]:
+    more: dict[str, Any] = {}
+    if engine == "fsdp2":
+        more["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True)
+    accelerator = Accelerator(engine=engine, cpu=True, **more, **settings)
+    model: Any = _model()
+    inner = _OPTIMIZERS[optimizer_of](model)
+    schedule: Any = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.9)
+    model, optimizer, schedule, loader = accelerator.prepare(
+        model, inner, schedule, DataLoader(_data(), batch_size=_BATCH)
+    )
+    assert isinstance(optimizer, AcceleratedOptimizer)
+    losses, rates, update_losses = [], [], []
+
+    def turn(x: torch.Tensor, y: torch.Tensor) -> None:
+        def closure() -> torch.Tensor:
+            if clears in ("closure", "both"):
+                optimizer.zero_grad()
+            loss: torch.Tensor = (model(x) - y).square().mean()
+            accelerator.backward(loss)
+            return loss
+
+        if clears in ("before", "both"):
+            optimizer.zero_grad()
+        found = optimizer.step(closure)
+        assert isinstance(found, torch.Tensor)
+        schedule.step()
+        if clears == "after":
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            losses.append(found.item())
+            rates.append(optimizer.param_groups[0]["lr"])
+            update_losses.append(accelerator.update_loss() if accelerator.parity != "off" else found.item())
+
+    for _ in range(_EPOCHS):
+        for x, y in loader:
+            if accumulates:
+                with accelerator.accumulate(model):
+                    turn(x, y)
+            else:
+                turn(x, y)
+    weights = accelerator.get_state_dict(model)
+    assert accelerator.progress.step == len(losses)
+    return {"weights": weights, "losses": losses, "rates": rates, "update_losses": update_losses}
+
+
+def _expect(found: list[dict[str, Any]], optimizer_of: str, *, tolerance: float = 1e-12) -> None:
+    weights, losses, rates = _plain(optimizer_of)
+    for rank, one in enumerate(found):
+        # float64: sums in another order; AdamW and LBFGS divide by what is small.
+        assert one["losses"] == pytest.approx(losses, rel=tolerance)
+        assert one["update_losses"] == pytest.approx(losses, rel=tolerance)
+        assert one["rates"] == pytest.approx(rates)
+        if one["weights"] is None:
+            assert rank > 0
+            continue
+        for name, value in weights.items():
+            assert (one["weights"][name] - value).norm() <= tolerance * value.norm(), (rank, name)
+
+
+_CUTS: list[tuple[str, dict[str, Any], int]] = [
+    ("whole", {}, 1),
+    ("max_micro_batch_size", {"max_micro_batch_size": 3}, 1),
+    ("accumulation", {"gradient_accumulation_steps": 3}, 1),
+    ("ranks", {}, 2),
+    ("ranks and accumulation", {"gradient_accumulation_steps": 2}, 2),
+    ("ranks and max_micro_batch_size", {"max_micro_batch_size": 1}, 3),
+]
+
+
+@pytest.mark.parametrize(("settings", "world_size"), [cut[1:] for cut in _CUTS], ids=[cut[0] for cut in _CUTS])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lbfgs, one evaluation"])
+def test_an_update_of_any_cut_is_that_of_the_whole_batch(
+    optimizer: str, settings: dict[str, Any], world_size: int
+) -> None:
+    found = run_on_ranks(_run, optimizer, None, {"parity": "exact", **settings}, world_size=world_size)
+    _expect(found, optimizer, tolerance=1e-12 if optimizer == "sgd" else 1e-9)
+
+
+@pytest.mark.parametrize("accumulates", [True, False])
+@pytest.mark.parametrize("clears", ["closure", "before", "after", "both"])
+def test_the_gradients_may_be_cleared_anywhere(clears: str, accumulates: bool) -> None:
+    settings = {"parity": "exact", "gradient_accumulation_steps": 2}
+    _expect(run_on_ranks(_run, "sgd", None, settings, clears, accumulates), "sgd")
+
+
+@pytest.mark.parametrize("engine", ["zero1", "fsdp2"])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_sharded_engines_take_closures(engine: str, steps: int) -> None:
+    _expect(run_on_ranks(_run, "sgd", engine, {"parity": "exact", "gradient_accumulation_steps": steps}), "sgd")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("optimizer", ["lbfgs", "lbfgs, line search"])
+def test_an_update_of_one_micro_step_may_be_evaluated_again(optimizer: str, world_size: int) -> None:
+    """The loss that steers LBFGS is that of all ranks: the same decisions, the same number of evaluations."""
+    found = run_on_ranks(_run, optimizer, None, {"parity": "exact"}, world_size=world_size)
+    _expect(found, optimizer, tolerance=1e-8)
+
+
+def test_the_bits_do_not_depend_on_the_number_of_ranks() -> None:
+    settings = {"parity": "bitwise", "canonical_shards": 4, "seed": 1}
+    (alone,), two = (run_on_ranks(_run, "sgd", None, settings, world_size=n) for n in (1, 2))
+    _expect([alone, *two], "sgd")
+    for one in two:
+        assert one["losses"] == alone["losses"]
+        assert all(torch.equal(value, alone["weights"][name]) for name, value in one["weights"].items())
+
+
+def test_without_parity_micro_steps_count_alike() -> None:
+    """Batches of 4 for each of two ranks, in windows of two micro-steps and, at the end of the data, of one."""
+    model, (x, y) = _model(), _data().tensors
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    # Rank r has every second batch; the last one is filled with samples of the beginning.
+    rounds = [range(8), range(8, 16), [16, 17, 18, 19, 20, 21, 0, 1]]
+    losses = []
+    for _ in range(_EPOCHS):
+        for window in (rounds[:2], rounds[2:]):
+            optimizer.zero_grad()
+            loss: Any = sum((model(x[list(r)]) - y[list(r)]).square().mean() for r in window) / len(window)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    for one in run_on_ranks(_off):
+        assert one["losses"] == pytest.approx(losses, rel=1e-12)
+        for name, value in model.state_dict().items():
+            assert (one["weights"][name] - value).norm() <= 1e-12 * value.norm()
+
+
+def _off() -> dict[str, Any]:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model: Any = _model()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(_data(), batch_size=4))
+    losses = []
+    for _ in range(_EPOCHS):
+        for x, y in loader:
+            with accelerator.accumulate(model):
+
+                def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> float:
+                    optimizer.zero_grad()
+                    loss = (model(x) - y).square().mean()
+                    accelerator.backward(loss)
+                    return float(loss.detach())
+
+                found = optimizer.step(closure)
+                assert isinstance(found, float)
+            if accelerator.sync_gradients:
+                losses.append(found)
+    return {"losses": losses, "weights": accelerator.get_state_dict(model)}
+
+
+# ---- refused by name -------------------------------------------------------------------------------------------------
+
+
+def _refusal(body: Callable[..., None], **settings: Any) -> str:
+    handlers = [GradScalerKwargs(init_scale=4.0)] if settings.get("mixed_precision") == "fp16" else []
+    accelerator = Accelerator(cpu=True, kwargs_handlers=handlers, **settings)  # type: ignore[arg-type]
+    model: Any = _model().float() if handlers else _model()
+    optimizer: Any = torch.optim.LBFGS(model.parameters()) if body is _evaluates_again else _sgd(model)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(_data(), batch_size=_BATCH))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EchelonWarning)
+        try:
+            for x, y in loader:
+                with accelerator.accumulate(model):
+                    body(accelerator, model, optimizer, x.to(next(model.parameters()).dtype), y)
+        except UsageError as error:
+            return str(error)
+    return "nothing was refused"
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _closure(accelerator: Any, model: Any, x: Any, y: Any) -> Callable[[], torch.Tensor]:
+    def closure() -> torch.Tensor:
+        loss: torch.Tensor = (model(x) - y).square().mean()
+        accelerator.backward(loss)
+        return loss
+
+    return closure
+
+
+def _evaluates_again(accelerator: Any, model: Any, optimizer: Any, x: Any, y: Any) -> None:
+    optimizer.step(_closure(accelerator, model, x, y))
+
+
+def _only_in_the_last(accelerator: Any, model: Any, optimizer: Any, x: Any, y: Any) -> None:
+    if accelerator.sync_gradients:
+        optimizer.step(_closure(accelerator, model, x, y))
+
+
+def _twice(accelerator: Any, model: Any, optimizer: Any, x: Any, y: Any) -> None:
+    optimizer.step(_closure(accelerator, model, x, y))
+    optimizer.step(_closure(accelerator, model, x, y))
+
+
+def _after_a_backward(accelerator: Any, model: Any, optimizer: Any, x: Any, y: Any) -> None:
+    accelerator.backward((model(x) - y).square().mean())
+    optimizer.step(_closure(accelerator, model, x, y))
+
+
+def _in_every_micro_step(accelerator: Any, model: Any, optimizer: Any, x: Any, y: Any) -> None:
+    optimizer.step(_closure(accelerator, model, x, y))
+
+
+_REFUSALS: list[tuple[Callable[..., None], dict[str, Any], str]] = [
+    (_evaluates_again, {"parity": "exact", "max_micro_batch_size": 2}, "LBFGS evaluates its closure again"),
+    (_evaluates_again, {"gradient_accumulation_steps": 2}, "LBFGS evaluates its closure again"),
+    (_evaluates_again, {"parity": "bitwise", "canonical_shards": 1, "seed": 1}, "LBFGS evaluates its closure again"),
+    (
+        _only_in_the_last,
+        {"parity": "exact", "max_micro_batch_size": 2},
+        "in micro-step 4 of an update, and in 0 of the 3 before",
+    ),
+    (_only_in_the_last, {"gradient_accumulation_steps": 2}, "in micro-step 2 of an update, and in 0 of the 1 before"),
+    (_twice, {"parity": "exact", "max_micro_batch_size": 2}, "a second time in micro-step 1"),
+    (_after_a_backward, {"parity": "exact", "max_micro_batch_size": 2}, "backpropagates the batch a second time"),
+    (_in_every_micro_step, {"mixed_precision": "fp16"}, "the loss scaling of fp16"),
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "settings", "text"), _REFUSALS, ids=[f"{one[0].__name__}-{'-'.join(one[1])}" for one in _REFUSALS]
+)
+def test_what_cannot_be_defined_is_refused_by_name(
+    body: Callable[..., None], settings: dict[str, Any], text: str
+) -> None:
+    said = _refusal(body, **settings)
+    assert text in said
+    assert "do:" in said
+
+
+def test_a_closure_that_only_returns_the_loss_is_welcome() -> None:
+    """As some loops write it: the backward pass comes before."""
+
+    def body(accelerator: Any, model: Any, optimizer: Any, x: Any, y: Any) -> None:
+        loss = (model(x) - y).square().mean()
+        accelerator.backward(loss)
+        optimizer.step(lambda: loss)
+        optimizer.zero_grad()
+
+    assert _refusal(body, parity="exact", max_micro_batch_size=2) == "nothing was refused"
+
+
+# ---- optimizers of two steps -----------------------------------------------------------------------------------------
+
+
+class _SAM(torch.optim.SGD):
+    """Sharpness-aware: climbs, evaluates there, comes back and steps. Source: Foret et al., 2021."""
+
+    def climb(self) -> None:
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["old"] = p.clone()
+                p.add_(p.grad, alpha=0.05)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.climb()
+        with torch.enable_grad():
+            loss = closure()
+        return self.come_back(loss)
+
+    def come_back(self, loss: Any = None) -> Any:
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.copy_(self.state[p]["old"])
+        super().step()
+        self.zero_grad()
+        return loss
+
+
+def _sam(by_closure: bool, settings: dict[str, Any]) -> tuple[Any, list[str]]:
+    accelerator = Accelerator(cpu=True, **settings)
+    model: Any = _model()
+    model, optimizer, loader = accelerator.prepare(
+        model, _SAM(model.parameters(), lr=0.1), DataLoader(_data(), batch_size=_BATCH)
+    )
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", EchelonWarning)
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                closure = _closure(accelerator, model, x, y)
+                closure()
+                if by_closure:
+                    optimizer.step(closure)
+                else:
+                    optimizer.climb()
+                    closure()
+                    optimizer.come_back()
+    return accelerator.get_state_dict(model), [str(one.message) for one in said]
+
+
+@pytest.mark.parametrize("by_closure", [True, False])
+def test_an_optimizer_of_two_steps_in_one_micro_step_is_that_of_a_plain_loop(by_closure: bool) -> None:
+    model, data = _model(), _data()
+    optimizer = _SAM(model.parameters(), lr=0.1)
+    parts: Any = [torch.split(t, _BATCH) for t in data.tensors]
+    for x, y in zip(*parts):
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> Any:
+            loss: Any = (model(x) - y).square().mean()
+            loss.backward()
+            return loss
+
+        closure()
+        optimizer.step(closure)
+    for weights, _ in run_on_ranks(_sam, by_closure, {"parity": "exact"}):
+        for name, value in model.state_dict().items():
+            assert (weights[name] - value).norm() <= 1e-12 * value.norm()
+
+
+def test_parameters_that_change_between_the_micro_steps_of_an_update_are_told() -> None:
+    _, said = _sam(False, {"parity": "exact", "max_micro_batch_size": 2})
+    assert any("changed between two micro-steps of an update" in text for text in said), said
+    with pytest.raises(RanksFailed, match="changed between two micro-steps of an update"):
+        run_on_ranks(_sam, False, {"parity": "bitwise", "canonical_shards": 4, "seed": 1}, world_size=1)
