@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import scatter_gather
 
+from echelon.accelerator import plain_process
 from echelon.engines import dp
 
 __all__ = ["cpu_devices"]
@@ -30,7 +31,8 @@ def cpu_devices(count: int) -> Iterator[None]:
     # Functions of the same names hide these modules.
     wrapper, copying = (sys.modules[f"torch.nn.parallel.{name}"] for name in ("data_parallel", "replicate"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dp, "_devices_of", lambda world: list(range(count)))
+        for module in (dp, plain_process):
+            patch.setattr(module, "devices_from", lambda device: list(range(count)))
         patch.setattr(nn.DataParallel, "__init__", init)
         patch.setattr(wrapper, "_get_available_device_type", lambda: "cpu")
         patch.setattr(wrapper, "_get_all_device_indices", lambda: list(range(count)))

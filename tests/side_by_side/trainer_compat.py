@@ -25,6 +25,7 @@ FILES = {
     "balanced": "unit/test_trainer_balanced_batches.py",
     "behaviours": "unit/test_trainer_behaviours.py",
     "checkpoints": "unit/test_trainer_checkpoints.py",
+    "devices": "unit/test_trainer_devices.py",
     "items": "unit/test_trainer_items.py",
     "lock": "unit/test_trainer_lock.py",
     "errors": "unit/test_trainer_errors.py",

@@ -144,6 +144,7 @@ FIELDS: dict[str, Any] = {
 
 # Those that transformers has not.
 OWN: dict[str, Any] = {
+    "engine": None,
     "max_time": None,
     "fast_dev_run": 0,
     "limit_train_batches": None,
@@ -414,6 +415,9 @@ def test_who_this_process_is() -> None:
     assert (args.train_batch_size, args.eval_batch_size) == (4, 8)
     args._n_gpu = 3  # type: ignore[misc]  # scripts of others set it
     assert args.n_gpu == 3
+    assert (args.train_batch_size, args.eval_batch_size) == (12, 24)
+    assert args.parallel_mode is ParallelMode.NOT_DISTRIBUTED
+    args._n_gpu = 1  # type: ignore[misc]
     assert args.parallel_mode is ParallelMode.NOT_PARALLEL
     assert args.should_log
     assert args.should_save

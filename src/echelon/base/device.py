@@ -21,6 +21,7 @@ __all__ = [
     "limit_devices",
     "nccl_version",
     "numa_node_of",
+    "devices_from",
     "num_devices",
     "use_device",
 ]
@@ -45,6 +46,14 @@ def num_devices() -> int:
     import torch  # noqa: PLC0415 - torch-free floor
 
     return int(torch.accelerator.device_count()) if torch.accelerator.is_available() else 0
+
+
+def devices_from(device: torch.device) -> list[int]:
+    """Return the accelerators that a process sees whose own is ``device``, that one first; none where it is the CPU."""
+    if device.type == "cpu":
+        return []
+    own = device.index or 0
+    return [own, *(index for index in range(num_devices()) if index != own)]
 
 
 def choose_device(*, local_rank: int, local_world_size: int, cpu: bool = False) -> torch.device:

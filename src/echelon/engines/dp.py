@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +15,10 @@ from torch.nn.parallel.scatter_gather import scatter
 from torch.optim import Optimizer
 
 from echelon.base.capabilities import Capabilities
-from echelon.base.device import num_devices
+from echelon.base.device import devices_from
 from echelon.base.errors import UsageError
 from echelon.base.warnings import warn
+from echelon.distributed.tree import contents, map_tensors, rebuild_like
 from echelon.engines.base import Engine, Prepared
 from echelon.engines.outputs import tensors_of, with_tensors
 from echelon.engines.single import SingleEngine
@@ -48,7 +51,7 @@ class DPEngine(Engine):
             )
         self._world = world
         self._single = SingleEngine(world, scaler=scaler)
-        self._devices = _devices_of(world)
+        self._devices = devices_from(world.device)
         self._told = False
 
     @classmethod
@@ -82,7 +85,7 @@ class DPEngine(Engine):
         return _Copies(model, device_ids=self._devices)
 
     def _tell(self) -> None:
-        count = len(self._devices)
+        count, script = len(self._devices), Path(sys.argv[0]).name or "script.py"
         if count < 2:
             warn(
                 f"the engine dp splits batches over the accelerators of one process, and this one has {count}: it trains as "
@@ -92,8 +95,8 @@ class DPEngine(Engine):
         warn(
             f"the engine dp copies the model to {count} devices in each step, runs them as threads that wait for each other "
             "in Python, gives the first device more to do and to hold, and ends with this machine. One process for each "
-            f"device (echelon launch --num-processes {count}, engine ddp) has none of that, and is faster: "
-            "docs/data_parallel.md. A model that returns its loss returns one for each device: their mean is "
+            f"device (echelon launch --num_processes {count} {script}, engine ddp) has none of that, and is faster: "
+            "docs/data_parallel.md; engine='single' uses one device. A model that returns its loss returns one for each device: their mean is "
             "backpropagated, whatever the number of samples of each."
         )
 
@@ -182,6 +185,28 @@ class DPEngine(Engine):
         return model
 
 
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """A tensor without a dim, which every device gets: there is nothing to split."""
+
+    value: torch.Tensor
+
+
+def _on_device(data: Any, index: int) -> Any:
+    """Return ``data`` with the tensors of its numbers, on the device ``index``; those on the CPU are for any."""
+    if isinstance(data, _Number):
+        kind = data.value.device.type
+        return data.value if kind == "cpu" else data.value.to(torch.device(kind, index))
+    held = contents(data)
+    if held is None:
+        return data
+    if isinstance(held, dict):
+        items: Any = {key: _on_device(value, index) for key, value in held.items()}
+        return data if all(items[key] is value for key, value in held.items()) else rebuild_like(data, items)
+    items = [_on_device(value, index) for value in held]
+    return data if all(new is old for new, old in zip(items, held)) else rebuild_like(data, items)
+
+
 class _Copies(nn.DataParallel[nn.Module]):
     """torch's DataParallel for short batches and for a forward pass in mixed precision."""
 
@@ -193,7 +218,8 @@ class _Copies(nn.DataParallel[nn.Module]):
         """
         if not inputs and not kwargs:
             return (), ()
-        parts = scatter((inputs, kwargs or {}), device_ids, self.dim)
+        numbers = map_tensors(lambda one: one if one.dim() else _Number(one), (inputs, kwargs or {}))
+        parts = [_on_device(part, i) for part, i in zip(scatter(numbers, device_ids, self.dim), device_ids)]
         return tuple(part[0] for part in parts), tuple(part[1] for part in parts)
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[nn.Module]:
@@ -208,13 +234,6 @@ class _Copies(nn.DataParallel[nn.Module]):
 
         Torch makes containers by calling their classes, and takes what is neither tensor nor container for a container.
         """
-        parts = [tuple(tensors_of(output)) for output in outputs]
+        # A number of each becomes a vector of them: torch makes the same of it, with a warning.
+        parts = [tuple(one if one.dim() else one.unsqueeze(0) for one in tensors_of(output)) for output in outputs]
         return with_tensors(outputs[0], super().gather(parts, output_device))
-
-
-def _devices_of(world: World) -> list[int]:
-    """Return the accelerators of this process, its own first: there the model lies."""
-    if world.device.type == "cpu":
-        return []
-    own = world.device.index or 0
-    return [own, *(index for index in range(num_devices()) if index != own)]

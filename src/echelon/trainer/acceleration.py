@@ -21,6 +21,7 @@ from echelon.base.device import has_tf32
 from echelon.base.errors import ConfigError
 from echelon.trainer.arguments import TrainingArguments
 from echelon.trainer.deepspeed import deepspeed_plugin
+from echelon.trainer.devices import engine_of
 from echelon.trainer.reporting import tracker_settings
 from echelon.trainer.sharding import fsdp_plugin, parallelism
 
@@ -70,6 +71,7 @@ def make_accelerator(args: TrainingArguments) -> Accelerator:
             _of_ddp(args),
             InitProcessGroupKwargs(backend=args.ddp_backend, timeout=args.ddp_timeout_delta),
         ],
+        engine=engine_of(args),
         parity=args.parity,
         seed=args.seed if is_exact else None,
         canonical_shards=args.canonical_shards,

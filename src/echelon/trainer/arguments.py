@@ -23,6 +23,7 @@ from echelon.accelerator import PartialState
 from echelon.base.errors import ConfigError
 from echelon.base.logging import get_logger
 from echelon.trainer.argument_rules import check, complete
+from echelon.trainer.devices import num_devices_of
 from echelon.trainer.enums import (
     HubStrategy,
     IntervalStrategy,
@@ -107,7 +108,7 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
 
     # Where the results go, and how long to train.
     output_dir: str | None = setting(None, "Folder for checkpoints and results; none given: trainer_output.")
-    per_device_train_batch_size: int = setting(8, "Samples of one process in one forward pass of the training.")
+    per_device_train_batch_size: int = setting(8, "Samples of one device in one forward pass of the training.")
     num_train_epochs: float = setting(3.0, "Passes over the training data; may be a fraction.")
     max_steps: int = setting(-1, "Optimizer steps in all; if positive, it decides instead of num_train_epochs.")
     # The optimizer and its schedule.
@@ -169,7 +170,7 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
     eval_strategy: IntervalStrategy | str = setting("no", "When to evaluate: no, steps, epoch.")
     eval_steps: float | None = setting(None, "Evaluate every so many optimizer steps; none given: logging_steps.")
     eval_delay: float = setting(0, "Epochs or steps (by eval_strategy) before the first evaluation.")
-    per_device_eval_batch_size: int = setting(8, "Samples of one process in one forward pass of an evaluation.")
+    per_device_eval_batch_size: int = setting(8, "Samples of one device in one forward pass of an evaluation.")
     prediction_loss_only: bool = setting(False, "Gather the loss only, no predictions.")
     eval_on_start: bool = setting(False, "Evaluate before the first step.")
     eval_do_concat_batches: bool = setting(True, "Join the predictions of all batches; else a list of batches.")
@@ -242,6 +243,9 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
     resume_from_checkpoint: str | None = setting(None, "A checkpoint to go on from; True or auto: the newest.")
     local_rank: int = setting(-1, "Of old launchers; see local_process_index.")
     # Echelon's own.
+    engine: str | None = extra(
+        None, "single, dp, ddp, zero1, fsdp2 or deepspeed; none given: by processes and devices."
+    )
     max_time: float | str | timedelta | None = extra(None, "End after this time: seconds, 90m, 12h, or h:mm:ss.")
     fast_dev_run: int = extra(0, "Try everything out: so many steps and batches (True: 1), no checkpoints, no reports.")
     limit_train_batches: float | None = extra(None, "Batches of a pass; below 1: a part of them.")
@@ -332,10 +336,8 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
 
     @property
     def n_gpu(self) -> int:
-        """Accelerators that this process uses: one, or none. Several need one process each (``echelon launch``)."""
-        if self._n_gpu is not None:
-            return self._n_gpu
-        return 0 if self.device.type == "cpu" else 1
+        """Accelerators that this process uses: all that it sees, if nothing started it as a rank; else one. 0: the CPU."""
+        return num_devices_of(self) if self._n_gpu is None else self._n_gpu
 
     @property
     def place_model_on_device(self) -> bool:
@@ -344,8 +346,10 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
 
     @property
     def parallel_mode(self) -> ParallelMode:
-        """Whether other processes share the work."""
-        return ParallelMode.DISTRIBUTED if self.world_size > 1 else ParallelMode.NOT_PARALLEL
+        """Whether other processes share the work, or other devices of this one."""
+        if self.world_size > 1:
+            return ParallelMode.DISTRIBUTED
+        return ParallelMode.NOT_DISTRIBUTED if self.n_gpu > 1 else ParallelMode.NOT_PARALLEL
 
     @property
     def world_size(self) -> int:
@@ -364,13 +368,13 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
 
     @property
     def train_batch_size(self) -> int:
-        """Samples of this process in one forward pass of the training."""
-        return self.per_device_train_batch_size
+        """Samples of this process in one forward pass of the training: those of its devices together."""
+        return self.per_device_train_batch_size * max(1, self.n_gpu)
 
     @property
     def eval_batch_size(self) -> int:
-        """Samples of this process in one forward pass of an evaluation."""
-        return self.per_device_eval_batch_size
+        """Samples of this process in one forward pass of an evaluation: those of its devices together."""
+        return self.per_device_eval_batch_size * max(1, self.n_gpu)
 
     @property
     def should_log(self) -> bool:

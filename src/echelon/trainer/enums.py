@@ -119,6 +119,7 @@ class ParallelMode(Enum):
     """How this process shares the work with others."""
 
     NOT_PARALLEL = "not_parallel"
+    NOT_DISTRIBUTED = "not_distributed"
     DISTRIBUTED = "distributed"
 
 

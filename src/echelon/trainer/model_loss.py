@@ -17,8 +17,12 @@ from echelon.trainer.columns import KeptColumns
 __all__ = ["LabelSmoother", "is_causal", "loss_in", "missing_column", "without_labels"]
 
 
-def loss_in(outputs: Any, inputs: Any, *, model: nn.Module, label_names: Sequence[str]) -> torch.Tensor:
+def loss_in(
+    outputs: Any, inputs: Any, *, model: nn.Module, label_names: Sequence[str], num_devices: int = 1
+) -> torch.Tensor:
     """Return the loss that the model computed: ``outputs["loss"]``, ``outputs.loss`` of a dataclass, the first of a tuple, or a number.
+
+    Of several devices of one process it is one number for each: [devices], fewer for a short batch.
 
     Raises:
         UsageError: there is none.
@@ -27,10 +31,10 @@ def loss_in(outputs: Any, inputs: Any, *, model: nn.Module, label_names: Sequenc
     if isinstance(outputs, Mapping) or is_record(outputs):
         loss = (contents(outputs) or {}).get("loss")
     elif isinstance(outputs, torch.Tensor):
-        loss = outputs if not outputs.dim() else None
+        loss = outputs if not outputs.dim() or _is_of_devices(outputs, num_devices) else None
     elif isinstance(outputs, (tuple, list)) and outputs:
         loss = outputs[0]
-    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+    if isinstance(loss, torch.Tensor) and (loss.numel() == 1 or _is_of_devices(loss, num_devices)):
         return loss
     what = f"the model ({type(model).__name__}) gave no loss"
     if not isinstance(inputs, Mapping):
@@ -57,6 +61,10 @@ def loss_in(outputs: Any, inputs: Any, *, model: nn.Module, label_names: Sequenc
         if label_names
         else "override compute_loss, give compute_loss_func, or let forward take labels and return the loss first",
     )
+
+
+def _is_of_devices(loss: torch.Tensor, num_devices: int) -> bool:
+    return num_devices > 1 and loss.dim() == 1 and loss.numel() <= num_devices
 
 
 def missing_column(

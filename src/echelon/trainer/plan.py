@@ -121,13 +121,15 @@ def no_length() -> UsageError:
     )
 
 
-def announce(plan: Plan, *, batch_size: int, accumulation: int, num_parameters: int) -> None:
-    """Log what is about to run."""
+def announce(plan: Plan, *, batch_size: int, num_devices: int, accumulation: int, num_parameters: int) -> None:
+    """Log what is about to run; ``batch_size`` is that of this process, over its ``num_devices``."""
     logger.info("***** Running training *****")
     logger.info("  Num examples = %s", f"{plan.num_examples:,}")
     logger.info("  Num Epochs = %s", f"{plan.num_epochs:,}")
     logger.info("  Num update steps per epoch = %s", f"{plan.steps_per_epoch:,}")
-    logger.info("  Instantaneous batch size per device = %s", f"{batch_size:,}")
+    logger.info("  Instantaneous batch size per device = %s", f"{batch_size // num_devices:,}")
+    if num_devices > 1:
+        logger.info("  Training with DataParallel so batch size has been adjusted to: %s", f"{batch_size:,}")
     logger.info(
         "  Total train batch size (w. parallel, distributed & accumulation) = %s", f"{plan.total_train_batch_size:,}"
     )

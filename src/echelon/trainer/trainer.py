@@ -25,7 +25,6 @@ from echelon.accelerator.deepspeed_opening import groups_of
 from echelon.accelerator.loaders import forget_loader
 from echelon.accelerator.preemption import Preempted
 from echelon.accelerator.saving import write_pickled, write_tensors
-from echelon.base.device import num_devices
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.logging import get_logger
 from echelon.base.optional import require
@@ -56,6 +55,7 @@ from echelon.trainer.columns import (
     kept_columns,
 )
 from echelon.trainer.deepspeed import deepspeed_optimizer, deepspeed_schedule
+from echelon.trainer.devices import lies_as_it_is
 from echelon.trainer.evaluation import run_evaluation, whole_model_as
 from echelon.trainer.exact import check_exact, items_of, keep_global_batch, plan_of_updates
 from echelon.trainer.fitting_batch import train_with_a_batch_that_fits
@@ -150,6 +150,8 @@ class Trainer:
     ) -> None:
         self.args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
         set_seeds(self.args)  # before model_init makes a model
+        if lies_as_it_is(model):
+            self.args._n_gpu = min(self.args.n_gpu, 1)  # type: ignore[misc]
         self.create_accelerator_and_postprocess()
         self._memory = MemoryMeter(self.accelerator.device, is_on=not self.args.skip_memory_metrics)
         if self.args.log_level != "passive":
@@ -176,6 +178,9 @@ class Trainer:
         self._memory.begin("init")
 
         self.model: nn.Module = model if model is not None else self.call_model_init()
+        if model is None and self.args.n_gpu > 1 and lies_as_it_is(self.model):
+            self.args._n_gpu = 1  # type: ignore[misc]
+            self.create_accelerator_and_postprocess()
         self.model_wrapped: nn.Module = self.model
         if self.args.use_liger_kernel:
             self._use_liger_kernel()
@@ -223,8 +228,6 @@ class Trainer:
         self._place = Place()
         self.accelerator.register_for_checkpointing(self._place)
         self._syncs_each_batch = bool(accumulation_options(self.args).get("sync_each_batch"))
-        if self.accelerator.num_processes == 1 and not self.args.use_cpu and (count := num_devices()) > 1:
-            warn(f"this machine has {count} accelerators, and one process uses one: echelon launch starts one for each")
 
     def _own_callbacks(self) -> list[TrainerCallback]:
         found: list[TrainerCallback] = []
@@ -380,6 +383,7 @@ class Trainer:
             announce(
                 plan,
                 batch_size=batch_size,
+                num_devices=self.accelerator.capabilities.num_devices,
                 accumulation=accumulation,
                 num_parameters=self.get_num_trainable_parameters(),
             )
@@ -473,6 +477,8 @@ class Trainer:
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
             loss = self._compute_loss(model, inputs, num_items_in_batch)
+        if loss.dim() and self.accelerator.capabilities.num_devices > 1:
+            loss = loss.mean()  # of one for each device
         if self.accelerator.parity != "off":
             self.accelerator.backward(loss, num_items=items_of(inputs, model=self.model))
             return loss.detach()
@@ -550,7 +556,10 @@ class Trainer:
         outputs = self._call_model(model, inputs, num_items_in_batch)
         has_func = self.compute_loss_func is not None and (labels is not None or isinstance(inputs, Mapping))
         if labels is None and not has_func:
-            loss = loss_in(outputs, inputs, model=self.model, label_names=self.label_names)
+            num_devices = self.accelerator.capabilities.num_devices
+            loss = loss_in(outputs, inputs, model=self.model, label_names=self.label_names, num_devices=num_devices)
+            if num_items_in_batch is not None and loss.dim():
+                loss = loss * loss.numel()  # each device divided its sum by the items of all, and their mean is taken
         elif self.compute_loss_func is None:
             assert self.label_smoother is not None
             loss = self.label_smoother(outputs, labels, self._is_causal, num_items_in_batch)
@@ -875,7 +884,9 @@ class Trainer:
     def _model_for_evaluation(self) -> nn.Module:
         if not self._is_trained and self._preparation_time is None:
             start = time.time()
-            self.model_wrapped = self.accelerator.prepare_model(self.model, evaluation_mode=True)
+            devices = self.accelerator.capabilities.num_devices
+            # A batch of several devices would not fit on one.
+            self.model_wrapped = self.accelerator.prepare_model(self.model, evaluation_mode=devices == 1)
             self._preparation_time = round(time.time() - start, 4)
         return self.model_wrapped
 
