@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from echelon.base.device import devices_from
 from echelon.config.sources import current
+from echelon.engines.registry import ON_ALL_DEVICES
 from echelon.world.environment import detect
 
 __all__ = ["num_devices_of_process"]
@@ -28,4 +29,4 @@ def num_devices_of_process(device: torch.device, *, engine: str | None, parity: 
         is_rank = detect().starter != "single" or (dist.is_available() and dist.is_initialized())
         is_split = settings.sharded_by is not None or bool(settings.use_parallelism_config)
         engine = "single" if is_exact or is_rank or is_split else "dp"
-    return count if engine == "dp" else 1
+    return count if engine in ON_ALL_DEVICES else 1

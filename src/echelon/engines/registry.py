@@ -10,7 +10,7 @@ from echelon.base.errors import ConfigError
 from echelon.base.not_offered import tpu_instead
 from echelon.engines.base import Engine
 
-__all__ = ["BY_DEEPSPEED", "ENGINES", "GROUPLESS", "SHARDING", "choose", "load"]
+__all__ = ["BY_DEEPSPEED", "ENGINES", "GROUPLESS", "ON_ALL_DEVICES", "SHARDING", "choose", "load"]
 
 ENGINES = {
     "single": "echelon.engines.single:SingleEngine",
@@ -27,6 +27,9 @@ _TPU = frozenset({"tpu", "xla", "torch_xla", "torchxla"})
 
 # Those that need no process group; in a lone process the others get one of one rank.
 GROUPLESS = frozenset({"single", "dp"})
+
+# Those of one process that run on every device that it sees.
+ON_ALL_DEVICES = frozenset({"dp"})
 
 # Those that take ``options["sharding"]``, a ``ShardingOptions``.
 SHARDING = frozenset({"fsdp2"})
