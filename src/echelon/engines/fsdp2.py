@@ -30,6 +30,7 @@ from echelon.engines.meta import fill_from_rank_zero, refuse_without_values, tak
 from echelon.engines.outputs import show_outputs_to_hooks
 from echelon.engines.row_norms import clip_by_rows
 from echelon.engines.scattered import ScatteredUpdate
+from echelon.engines.shard_values import take_whole_state_dicts, watch_numbers_of_shards
 from echelon.engines.sharding import ShardingOptions
 from echelon.engines.shards import from_parts, fsdp_groups, local_parts, part_like, parts_of, whole
 from echelon.engines.stepping import Stepper, load_state, plain_state_dict, state_of, zeros_for
@@ -68,6 +69,7 @@ class FSDP2Engine(Engine):
         self._mesh: DeviceMesh | None = None
         self._roots: dict[int, FSDPModule] = {}  # by id, which the value keeps alive
         self._strays: dict[int, _Strays] = {}  # by root
+        self._hooks: list[Any] = []  # on the modules
         self._replaced: list[ref[nn.Parameter]] = []  # whole ones, of before prepare
         self._warned = False
         self._averages: bool | None = None  # does the backend divide sums for ReduceOp.AVG; None: not tried yet
@@ -101,7 +103,16 @@ class FSDP2Engine(Engine):
         there stays without values, until ``load_checkpoint_in_model``. A model without trainable parameters is sharded, too.
 
         Collective: every rank, with the same objects in the same order.
+
+        Raises:
+            UsageError: an optimizer that cannot step parts of parameters.
         """
+        for optimizer in optimizers:
+            if (
+                type(optimizer).__module__.startswith("torch.optim")
+                and type(optimizer).__name__ in _OF_WHOLE_PARAMETERS
+            ):
+                raise _no_optimizer_of_shards(optimizer, "it looks at a parameter, or at all of them, as a whole")
         before = [dict(model.named_parameters()) for model in models]
         for model in models:
             self._shard(model)
@@ -123,7 +134,8 @@ class FSDP2Engine(Engine):
             return
         device = self._world.device
         left_whole = set(map(id, ignored_in(model, options.ignored)))
-        ignored = [name for name, p in model.named_parameters() if id(p) in left_whole]
+        # A number has no dim along which it could be cut.
+        ignored = [name for name, p in model.named_parameters() if id(p) in left_whole or p.dim() == 0]
         values = take_values(model, only_rank_zero=options.ram_efficient_loading)
         if values is None:
             _share_from_rank_zero(model, device)
@@ -158,6 +170,8 @@ class FSDP2Engine(Engine):
         self._average_by_hand(model)
         self._roots[id(model)] = model
         self._strays[id(model)] = _Strays(model)
+        self._hooks += take_whole_state_dicts(model)
+        watch_numbers_of_shards(self)
         if isinstance(self._update, ScatteredUpdate):
             self._update.attach(model)
 
@@ -226,8 +240,22 @@ class FSDP2Engine(Engine):
         return nullcontext()
 
     def backward(self, loss: torch.Tensor, model: nn.Module | None = None, **options: Any) -> None:
-        """See ``Engine``."""
-        self._stepper.scale(loss).backward(**options)  # type: ignore[no-untyped-call]
+        """See ``Engine``.
+
+        Raises:
+            UsageError: a second derivative, for which torch does not gather the parameters again.
+        """
+        try:
+            self._stepper.scale(loss).backward(**options)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if "setStorage" not in str(error):
+                raise
+            raise UsageError(
+                "the backward pass needs the whole parameters of a layer that has given them back: the loss holds a gradient "
+                "(torch.autograd.grad(..., create_graph=True)), and fully_shard makes no second derivatives",
+                where="backward(), engine fsdp2",
+                do="use engine='ddp' or 'zero1' for a gradient penalty, or take the difference of two forward passes in its place",
+            ) from error
 
     def backward_nothing(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], **options: Any) -> None:
         """See ``Engine``: what autograd reaches are the whole parameters inside fully_shard, not the shards."""
@@ -253,10 +281,15 @@ class FSDP2Engine(Engine):
 
     def step(self, optimizer: Optimizer, *, closure: Any = None, unsynced: bool = False) -> bool:
         """See ``Engine``."""
-        if unsynced:
+        if not unsynced:
+            self._guard()
+            closure = None if closure is None else partial(self._evaluate, closure)
+        try:
             return self._stepper.step(optimizer, closure)
-        self._guard()
-        return self._stepper.step(optimizer, None if closure is None else partial(self._evaluate, closure))
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            if "DTensor" not in str(error) and "DeviceMesh" not in str(error):
+                raise
+            raise _no_optimizer_of_shards(optimizer, f"torch says {str(error).splitlines()[0]!r}") from error
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Call ``closure``; what it leaves, and returns, is of all ranks. Collective."""
@@ -453,6 +486,9 @@ class FSDP2Engine(Engine):
         """See ``Engine``."""
         self._roots.clear()
         self._replaced.clear()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         for strays in self._strays.values():
             strays.release()
         self._strays.clear()
@@ -500,11 +536,13 @@ class _Strays:
         meet("the first forward pass after the parameters of a prepared model changed")
         require_same_parameters(self._model)
         names = {id(p): name for name, p in self._model.named_parameters()}
-        warn(
-            f"{', '.join(names[id(p)] for p in new[:3])}{' and others' if len(new) > 3 else ''} came into the model after prepare(): "
-            "fully_shard does not know it, so every rank holds it whole, and echelon averages its gradient over the ranks at each "
-            "step. To shard it, too, change the model before prepare()"
-        )
+        large = [names[id(p)] for p in new if p.dim()]
+        if large:
+            warn(
+                f"{', '.join(large[:3])}{' and others' if len(large) > 3 else ''} came into the model after prepare(): "
+                "fully_shard does not know it, so every rank holds it whole, and echelon averages its gradient over the ranks at each "
+                "step. To shard it, too, change the model before prepare()"
+            )
         for parameter in new:
             dist.broadcast(parameter.data, src=0)
 
@@ -523,6 +561,20 @@ def _syncing(root: FSDPModule | None, *, sync: bool) -> Iterator[None]:
         yield
     finally:
         root.set_requires_gradient_sync(True)
+
+
+# LBFGS adds up products of one shard, and says nothing; the others end in torch's messages.
+_OF_WHOLE_PARAMETERS = frozenset({"Adafactor", "LBFGS", "Muon", "Rprop"})
+
+
+def _no_optimizer_of_shards(optimizer: Optimizer, why: str) -> UsageError:
+    kind = type(optimizer).__name__
+    return UsageError(
+        f"{kind} cannot step sharded parameters: {why}",
+        where="engine fsdp2",
+        do=f"use AdamW, SGD or another optimizer that takes each number by itself, or keep {kind} and use "
+        f"engine='{'ddp' if kind == 'LBFGS' else 'zero1'}'",
+    )
 
 
 def _require_one_dtype(root: FSDPModule) -> None:
