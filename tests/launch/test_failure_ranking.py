@@ -124,3 +124,25 @@ def test_report_of_a_thousand_ranks_stays_short() -> None:
 def test_report_names_how_the_others_ended() -> None:
     what, _, _ = explain([lost(0, 100), end(1, -9, 107), lost(2, 101), end(3, None), end(4, 0, 5)], logs="logs/")
     assert "others: ranks 0, 2 then lost contact; rank 3 stopped by echelon; rank 4 ended normally" in what
+
+
+@pytest.mark.parametrize(
+    ("message", "advice"),
+    [
+        (
+            "aten.addmm.default got mixed torch.Tensor and DTensor, need to convert all",
+            "call the model that prepare() returned",
+        ),
+        (".tolist() is not supported for tensor subclasses, got DTensor", "full_tensor()"),
+        ("setStorage: sizes [4, 4], ... are out of bounds for storage of size 0", "create_graph=True"),
+        (
+            "Expected to have finished reduction in the prior iteration before starting a new one.",
+            "find_unused_parameters",
+        ),
+        ("list index out of range", "correct this error"),
+    ],
+)
+def test_what_torch_does_not_say_is_said(message: str, advice: str) -> None:
+    ends = [end(0, 1, 200, error(100, message, "RuntimeError"))]
+    _, _, do = explain(ends, logs="logs/")
+    assert advice in do

@@ -16,6 +16,7 @@ from enum import IntEnum
 from types import MappingProxyType
 
 from echelon.diagnose.stall import Answer, Class, Stall, disagreement, name_ranks
+from echelon.launch.error_advice import advice_for
 
 __all__ = [
     "Cause",
@@ -242,7 +243,7 @@ def _verdict(end: RankEnd, ends: Sequence[RankEnd]) -> tuple[str, str]:
         )
     return (
         f"{who} failed first{thread}: {record.type}: {message}",
-        "correct this error; the whole traceback is in the output of the rank",
+        advice_for(record.message) or "correct this error; the whole traceback is in the output of the rank",
     )
 
 

@@ -1,0 +1,35 @@
+"""What to do about errors of torch whose own messages do not say it in the words of a script that uses echelon."""
+
+from __future__ import annotations
+
+__all__ = ["advice_for"]
+
+_WHOLE = (
+    "take whole tensors from x.full_tensor() (on every rank), and whole weights from accelerator.get_state_dict(model)"
+)
+_ADVICE = (
+    (
+        "got mixed torch.Tensor and DTensor",
+        "a tensor of a sharded model (engine fsdp2) met a plain one: call the model that prepare() returned, not a module inside "
+        f"it; {_WHOLE}",
+    ),
+    (
+        "is not supported for tensor subclasses",
+        f"this is a tensor of a sharded model (engine fsdp2), of which each rank has a part: {_WHOLE}",
+    ),
+    (
+        "out of bounds for storage of size 0",
+        "a backward pass needed parameters that a sharded model (engine fsdp2) has given back: gradients of gradients "
+        "(create_graph=True) need engine='ddp' or 'zero1'",
+    ),
+    (
+        "Expected to have finished reduction in the prior iteration",
+        "some parameters did not take part in the loss of the step before: give Accelerator(kwargs_handlers="
+        "[DistributedDataParallelKwargs(find_unused_parameters=True)]), or freeze them before the forward pass",
+    ),
+)
+
+
+def advice_for(message: str) -> str | None:
+    """Return what to do about an exception with this message; None: it says enough, or nobody knows."""
+    return next((advice for part, advice in _ADVICE if part in message), None)
