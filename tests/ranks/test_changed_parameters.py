@@ -168,31 +168,50 @@ def test_layers_may_be_added_and_replaced(engine: str, form: str, parity: str) -
             torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-9)
 
 
-def _whole_frozen_model(max_norm: float) -> tuple[list[torch.Tensor], list[str]]:
+def _whole_frozen_model(engine: str, max_norm: float) -> tuple[list[torch.Tensor], list[str]]:
     """Prepared while nothing in it trains, so that DDP refuses it; beside one that trains."""
-    accelerator = Accelerator()
+    accelerator = Accelerator(engine=engine)
     torch.manual_seed(dist.get_rank())  # the ranks have other values; rank zero's count
     head, body = nn.Linear(6, 1).double(), nn.Linear(6, 6).double().requires_grad_(False)
     held = [*head.parameters(), *body.parameters()]
     first, second, optimizer = accelerator.prepare(head, body, torch.optim.SGD(held, lr=0.1))
-    body.requires_grad_(True)
+    accelerator.unwrap_model(second).requires_grad_(True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for shares in _batches(dist.get_world_size()):
             accelerator.backward(_loss(first(second(shares[dist.get_rank()]))))
-            accelerator.clip_grad_norm_(held, max_norm)
+            accelerator.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], max_norm)
             optimizer.step()
             optimizer.zero_grad()
-    return [p.detach() for p in held], [str(w.message) for w in caught]
+    weights = [p.detach() for group in optimizer.param_groups for p in group["params"]]
+    return [w.full_tensor() if engine == "fsdp2" else w for w in weights], [str(w.message) for w in caught]
 
 
-@pytest.mark.parametrize("max_norm", [1e9, 0.01])
-def test_a_model_that_was_prepared_frozen_may_be_unfrozen(max_norm: float) -> None:
-    """The ranks stay equal to the bit, also where their own gradients would be clipped by another norm."""
-    (first, said), (second, silent) = run_on_ranks(_whole_frozen_model, max_norm, world_size=2)
+def _plain_frozen_model(max_norm: float, world_size: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    head, body = nn.Linear(6, 1).double(), nn.Linear(6, 6).double()
+    held = [*head.parameters(), *body.parameters()]
+    optimizer = torch.optim.SGD(held, lr=0.1)
+    for shares in _batches(world_size):
+        (sum(_loss(head(body(x))) for x in shares) / world_size).backward()  # type: ignore[union-attr]
+        nn.utils.clip_grad_norm_(held, max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in held]
+
+
+@pytest.mark.parametrize(("engine", "max_norm"), [("ddp", 0.01), ("zero1", 0.01), ("fsdp2", 0.01)])
+def test_a_model_that_was_prepared_frozen_may_be_unfrozen(engine: str, max_norm: float) -> None:
+    """float64, SGD: 1e-12; the ranks equal to the bit, also where their own gradients would be clipped by another norm."""
+    (first, said), (second, silent) = run_on_ranks(_whole_frozen_model, engine, max_norm, world_size=2)
     assert all(map(torch.equal, first, second))
-    assert len(said) == 1
-    assert "in which nothing trained when it was prepared" in said[0]
+    for weight, right in zip(first, _plain_frozen_model(max_norm, 2)):
+        torch.testing.assert_close(weight, right, rtol=1e-12, atol=1e-12)
+    if engine == "fsdp2":
+        assert said == []
+    else:
+        assert len(said) == 1
+        assert "in which nothing trained when it was prepared" in said[0]
     assert silent == []
 
 

@@ -56,7 +56,7 @@ class DDPEngine(Engine):
         self._clip = clip_gradients
         self._options = dict(options or {})
         self._replicas: dict[int, Replica] = {}  # by id of the wrapper, which the replica keeps alive
-        self._frozen: list[nn.Module] = []  # prepared and not wrapped: nothing in them trained
+        self._frozen: list[_Frozen] = []
         self._optimizers: list[ref[Optimizer]] = []  # in the order of prepare, the same on every rank
         # By optimizer: what was looked up, and its parameters that no replica holds.
         self._strays: WeakKeyDictionary[Optimizer, tuple[list[int], list[torch.Tensor]]] = WeakKeyDictionary()
@@ -98,7 +98,7 @@ class DDPEngine(Engine):
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            self._frozen.append(model)
+            self._frozen.append(_Frozen(model, self._share_strays))
             return model  # DDP refuses a module without gradients; a frozen teacher has nothing to reduce
         device = self._world.device
         on_device = all(p.device.type == device.type for p in model.parameters())
@@ -239,6 +239,8 @@ class DDPEngine(Engine):
         for replica in self._replicas.values():
             replica.release()
         self._replicas.clear()
+        for model in self._frozen:
+            model.hook.remove()
         self._frozen.clear()
         self._optimizers.clear()
         self._strays.clear()
@@ -313,7 +315,7 @@ class DDPEngine(Engine):
         if not new:
             return
         self._shared.update((id(p), p) for p in new)
-        frozen = {id(p) for model in self._frozen for p in model.parameters()}
+        frozen = {id(p) for model in self._frozen for p in model.parameters}
         if any(id(p) in frozen for p in new):
             warn(
                 f"{len(new)} parameter(s) of this optimizer are of a model in which nothing trained when it was prepared: DDP does "
@@ -337,6 +339,21 @@ class DDPEngine(Engine):
                 "through the bare module, or through an object that holds it): echelon averages the gradients now, so "
                 "the result is right, but slower. Forward through the prepared model, and step outside no_sync()."
             )
+
+
+class _Frozen:
+    """A model that was prepared and not wrapped: nothing in it trained. What is unfrozen is shared before its first use."""
+
+    def __init__(self, model: nn.Module, share: Callable[[list[torch.Tensor]], None]) -> None:
+        self.parameters = list(model.parameters())
+        self._share = share
+        self.hook = model.register_forward_pre_hook(self._before_forward)
+
+    def _before_forward(self, _model: nn.Module, _inputs: Any) -> None:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            trained: list[torch.Tensor] = [p for p in self.parameters if p.requires_grad]
+            if trained:
+                self._share(trained)
 
 
 class _NoSync:
