@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from echelon.base.capabilities import Capabilities
 from echelon.base.warnings import warn
-from echelon.distributed.replica import Replica, average_gradients, average_loss
+from echelon.distributed.replica import Replica, average_gradients
 from echelon.engines.base import Engine, Prepared
 from echelon.engines.canonical import ReplicatedUpdate
 from echelon.engines.comm_hooks import register_comm_hook
@@ -151,16 +151,9 @@ class DDPEngine(Engine):
 
     def step(self, optimizer: Optimizer, *, closure: Any = None, unsynced: bool = False) -> bool:
         """See ``Engine``."""
-        if unsynced:
-            return self._stepper.step(optimizer, closure)
-        self._guard_optimizer(optimizer)
-        return self._stepper.step(optimizer, None if closure is None else partial(self._evaluate, optimizer, closure))
-
-    def _evaluate(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-        """Call ``closure``; what it leaves, and returns, is of all ranks. Collective."""
-        loss = closure()
-        self._guard_optimizer(optimizer)
-        return average_loss(loss)
+        if not unsynced:
+            self._guard_optimizer(optimizer)
+        return self._stepper.step(optimizer, closure)
 
     def settle(self) -> None:
         """See ``Engine``."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -22,7 +21,7 @@ from echelon.base.errors import ConfigError, UsageError
 from echelon.base.versions import torch_version
 from echelon.base.warnings import user_line, warn
 from echelon.distributed.meeting import meet
-from echelon.distributed.replica import Structure, average_gradients, average_loss, require_same_parameters
+from echelon.distributed.replica import Structure, average_gradients, require_same_parameters
 from echelon.distributed.tree import map_tensors
 from echelon.engines.base import Engine, Prepared
 from echelon.engines.canonical import ReplicatedUpdate, ShardedUpdate
@@ -283,19 +282,12 @@ class FSDP2Engine(Engine):
         """See ``Engine``."""
         if not unsynced:
             self._guard()
-            closure = None if closure is None else partial(self._evaluate, closure)
         try:
             return self._stepper.step(optimizer, closure)
         except (RuntimeError, NotImplementedError, TypeError) as error:
             if "DTensor" not in str(error) and "DeviceMesh" not in str(error):
                 raise
             raise _no_optimizer_of_shards(optimizer, f"torch says {str(error).splitlines()[0]!r}") from error
-
-    def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Call ``closure``; what it leaves, and returns, is of all ranks. Collective."""
-        loss = closure()
-        self._guard()
-        return average_loss(loss)
 
     def replaced_parameters(self) -> Sequence[torch.Tensor]:
         """See ``Engine``: those that were whole."""
