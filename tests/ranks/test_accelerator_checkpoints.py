@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -291,9 +292,9 @@ def test_a_missing_piece_is_an_error_that_names_the_way_out(tmp_path: Path) -> N
     for saved, here, allowed, why in [
         ("small", ["scheduler"], "scheduler[0]", "holds 0 schedulers, and 1 are here"),
         ("small", ["loader"], "loader", "holds 0 loaders, and 1 are here"),
-        ("small", ["head"], "model[0].head", "has no models.0.head"),
+        ("small", ["head"], "model[0].head", "another model than the ModuleDict here: missing head"),
         ("large", ["head", "loader"], "scheduler", "holds 1 schedulers, and 0 are here"),
-        ("large", ["scheduler"], "model", "has head.bias, head.weight, which the model has not"),
+        ("large", ["scheduler"], "model", "unknown head.bias, head.weight"),
     ]:
         accelerator, model = make(*here)
         weight = Checkpoint(tmp_path / saved).read("models.0.body.weight")
@@ -311,9 +312,9 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_is_loaded(tmp_
     accelerator.prepare(nn.Linear(2, 1))
     accelerator.save_state(tmp_path / "s")
     for other, why in [
-        (nn.Linear(3, 1), r"models.0.weight is \[1, 2\] in .*, and \[1, 3\] here"),
-        (nn.Linear(2, 1, bias=False), "has bias, which the model has not"),
-        (nn.Sequential(nn.Linear(2, 1)), "has bias, weight, which the model has not"),
+        (nn.Linear(3, 1), r"of another shape weight: \[1, 2\] there, \[1, 3\] here"),
+        (nn.Linear(2, 1, bias=False), "another model than the Linear here: unknown bias"),
+        (nn.Sequential(nn.Linear(2, 1)), "missing 0.weight, 0.bias; unknown bias, weight"),
     ]:
         accelerator = Accelerator(cpu=True)
         accelerator.prepare(other)
@@ -326,6 +327,43 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_is_loaded(tmp_
     accelerator.prepare(loose)
     accelerator.load_state(tmp_path / "s", strict=False)
     assert torch.equal(loose.weight, Checkpoint(tmp_path / "s").read("models.0.weight"))
+
+
+def _wide(num: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(2, 2) for _ in range(num)))
+
+
+@pytest.mark.parametrize("kind", ["echelon", "accelerate"])
+@pytest.mark.parametrize(
+    ("saved", "here", "why"),
+    [
+        (8, nn.Linear(2, 2), r"missing weight, bias; unknown 0.bias, 0.weight, 1.bias, 1.weight, 2.bias and 11 more"),
+        (1, nn.Sequential(nn.Linear(3, 2)), r"of another shape 0.weight: \[2, 2\] there, \[2, 3\] here"),
+        (1, _wide(2), "missing 1.weight, 1.bias"),
+    ],
+)
+def test_another_model_is_blamed_on_the_model_and_not_on_the_optimizer(
+    kind: Any, saved: int, here: nn.Module, why: str, tmp_path: Path
+) -> None:
+    def prepare(model: nn.Module) -> Accelerator:
+        project = ProjectConfiguration(tmp_path, checkpoint_format=kind)
+        accelerator = Accelerator(cpu=True, project_config=project)
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        return accelerator
+
+    prepare(_wide(saved)).save_state(tmp_path / "s")
+    other = prepare(here)
+    before = [p.detach().clone() for p in here.parameters()]
+    for load in (other.load_state, other.resume):
+        with pytest.raises(CheckpointError) as caught:
+            load(tmp_path / "s")
+        text = str(caught.value)
+        assert (
+            f"s is of another model than the {type(here).__name__} here: " in text or "model.safetensors is of" in text
+        )
+        assert re.search(why, text) or kind == "accelerate"
+        assert "optimizer" not in text
+    assert all(map(torch.equal, before, here.parameters()))
 
 
 class _WithExtra(nn.Linear):

@@ -12,7 +12,7 @@ from echelon.accelerator.state_names import (
     Allowed,
     NamedOptimizer,
     model_prefix,
-    optional_weights,
+    optional_names,
     state_keys,
     state_name,
     state_values,
@@ -65,7 +65,7 @@ def load_gathered_model(
         for name, value in plain_state_dict(model).items()
         if isinstance(value, torch.Tensor)
     }
-    optional = optional_weights(checkpoint, model, shapes, index, strict=strict, allowed=allowed)
+    optional = optional_names(checkpoint, model, shapes, index, strict=strict, allowed=allowed)
     missing = checkpoint.require_fit({f"{prefix}{name}": shape for name, shape in shapes.items()}, optional=optional)
     there = [name for name in shapes if f"{prefix}{name}" not in missing]
     for names in _in_parts(there, checkpoint, prefix):

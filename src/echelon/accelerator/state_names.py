@@ -22,7 +22,7 @@ __all__ = [
     "frozen_names",
     "model_prefix",
     "names_of",
-    "optional_weights",
+    "optional_names",
     "state_keys",
     "state_name",
     "state_values",
@@ -139,7 +139,7 @@ class NamedOptimizer:
         return [next(settings) if names else group for group, names in zip(self.groups, ours)]
 
 
-def optional_weights(
+def optional_names(
     checkpoint: Checkpoint,
     model: nn.Module,
     names: Collection[str],
@@ -148,19 +148,9 @@ def optional_weights(
     strict: bool,
     allowed: Allowed,
 ) -> list[str]:
-    """Return which of the weights ``names`` of a model the checkpoint need not have, as it names them.
-
-    Raises:
-        CheckpointError: it has weights that the model has not, and that is not allowed.
-    """
+    """Return which of the weights ``names`` of a model the checkpoint need not have, as it names them."""
     prefix, piece = model_prefix(index), f"model[{index}]."
     saved = {name.removeprefix(prefix) for name in checkpoint.names() if name.startswith(prefix)}
-    surplus = sorted(name for name in saved.difference(names) if not allowed.covers(piece + name))
-    if surplus and strict:
-        raise CheckpointError(
-            f"{checkpoint.folder} has {', '.join(surplus[:5])}, which the model has not",
-            do=f"load the checkpoint of this model, give allow_missing=('{piece}{surplus[0]}', ...), or strict=False",
-        )
     # Tied weights are there under one of their names alone where another program wrote them.
     parameters = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
     there = {id(parameters[name]) for name in saved if name in parameters}

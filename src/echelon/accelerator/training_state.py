@@ -14,6 +14,7 @@ from echelon.accelerator.gathered_state import (
     load_gathered_model,
     load_gathered_optimizer,
 )
+from echelon.accelerator.model_fit import require_model_of_checkpoint
 from echelon.accelerator.random_states import current_random_states, restore_random_states
 from echelon.accelerator.state_names import (
     Allowed,
@@ -21,7 +22,7 @@ from echelon.accelerator.state_names import (
     frozen_names,
     model_prefix,
     names_of,
-    optional_weights,
+    optional_names,
     state_keys,
     state_name,
     state_values,
@@ -165,6 +166,13 @@ def load_content(
     _require_pieces(accelerator, checkpoint, objects, custom_objects, loaders, allowed)
     if accelerator._ledger is not None:
         accelerator._ledger.require_record(objects["accelerator"].get("bits", {}), checkpoint.folder)
+    ours = [
+        (i, model)
+        for i, model in enumerate(models[: objects["accelerator"]["num_models"]])
+        if not any(model is one for one in loaded)
+    ]
+    for i, model in ours:  # before the optimizers, whose groups another model's differ from, too
+        require_model_of_checkpoint(checkpoint, model, i, engine=engine, strict=strict, allowed=allowed)
     names, frozen = names_of(models), frozen_names(models)
     optimizers = [
         NamedOptimizer.of(optimizer, names, engine)
@@ -174,9 +182,7 @@ def load_content(
         optimizer.matching(objects["optimizer_groups"][i], frozen, i, checkpoint)
         for i, optimizer in enumerate(optimizers)
     ]
-    for i, model in enumerate(models[: objects["accelerator"]["num_models"]]):
-        if any(model is one for one in loaded):
-            continue
+    for i, model in ours:
         extras = objects["extra_states"][i]
         if is_gathered:
             load_gathered_model(checkpoint, model, i, extras, engine=engine, strict=strict, allowed=allowed)
@@ -274,7 +280,7 @@ def _load_model(
             do="prepare the model first, or give it values by to_empty()",
         )
     names = [name.removeprefix(prefix) for name in targets]
-    optional = optional_weights(checkpoint, model, names, index, strict=strict, allowed=allowed)
+    optional = optional_names(checkpoint, model, names, index, strict=strict, allowed=allowed)
     own = {_address(value) for value in (*model.parameters(), *model.buffers())}
     if all(_address(value) in own for value in targets.values()) and not extras:
         checkpoint.read_into(targets, optional=optional)  # in place: nothing is there twice

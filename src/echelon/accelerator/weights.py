@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from echelon.accelerator.compiling import is_compiled_module
+from echelon.accelerator.model_fit import misfit
 from echelon.accelerator.modules import convert_file_size_to_int
 from echelon.accelerator.saving import aliases_in, extract_model_from_parallel, load, write_tensors
 from echelon.base.constants import (
@@ -105,10 +106,31 @@ def load_weights(
         bare = bare._orig_mod
     state = bare.state_dict()
     own = list(state)
+    named = _named_as(own, tensors)
+    shapes = {name: value.shape for name, value in named.items() if isinstance(value, torch.Tensor)}
+    own_shapes = {
+        # What is partitioned by a library is empty here, and its shape is asked by that.
+        name: shapes.get(name, value.shape) if not value.numel() else value.shape
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+    aliases = aliases_in(state)
+    first = {name: aliases.get(name, name) for name in own}
+    there = {first[name] for name in own if name in named}
+    found = misfit(
+        shapes,
+        own_shapes,
+        may_be_missing=lambda name: not strict or first[name] in there or name in named,
+        may_be_unknown=lambda name: not strict or name in state,
+    )
+    if found:
+        raise CheckpointError(
+            f"{source} is of another model than the {type(bare).__name__} here: {found}",
+            do="load it into the model that it was saved from" + (", or give strict=False" if strict else ""),
+        )
     # Of a sharded parameter this rank takes its part.
     parts = {
-        name: part_like(value, state[name]) if is_dtensor(state.get(name)) else value
-        for name, value in _named_as(own, tensors).items()
+        name: part_like(value, state[name]) if is_dtensor(state.get(name)) else value for name, value in named.items()
     }
     try:
         missing, unexpected = bare.load_state_dict(parts, strict=False, **kwargs)
