@@ -778,7 +778,9 @@ class Accelerator(AcceleratorFacts):
     def _note(self, given: object, became: Any) -> None:
         self._originals[id(given)] = (given, became)
 
-    def _prepare_loader(self, loader: DataLoader[Any], place: bool, slice_fn: Any = None) -> PreparedLoader:
+    def _prepare_loader(
+        self, loader: DataLoader[Any], place: bool, slice_fn: Any = None, already_sharded: bool | None = None
+    ) -> PreparedLoader:
         config = self.dataloader_config
         options = LoaderOptions(
             split_batches=config.split_batches,
@@ -788,6 +790,7 @@ class Accelerator(AcceleratorFacts):
             data_seed=config.data_seed,
             non_blocking=config.non_blocking,
             use_stateful_dataloader=config.use_stateful_dataloader,
+            already_sharded=config.already_sharded if already_sharded is None else already_sharded,
             exact=None if self._ledger is None else self._ledger.options(config),
             rng_types=rng_type_names(self.rng_types),
         )
@@ -857,14 +860,30 @@ class Accelerator(AcceleratorFacts):
         return prepared
 
     def prepare_data_loader(
-        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Any = None,
+        *,
+        already_sharded: bool | None = None,
     ) -> PreparedLoader:
-        """Prepare one DataLoader."""
-        if slice_fn_for_dispatch is None or id(data_loader) in self._originals:
+        """Prepare one DataLoader.
+
+        Args:
+            data_loader: the user's, or one that was prepared before.
+            device_placement: move its batches to the device; None: as the Accelerator.
+            slice_fn_for_dispatch: cuts a dispatched batch.
+            already_sharded: it gives each process its own part already (True), or it does not, whatever it looks like
+                (False); None: as ``DataLoaderConfiguration`` says, else as it is recognised.
+
+        Collective: every rank.
+        """
+        is_asked = slice_fn_for_dispatch is not None or already_sharded is not None
+        if not is_asked or id(data_loader) in self._originals or isinstance(data_loader, PreparedLoader):
             prepared: PreparedLoader = self.prepare(data_loader, device_placement=[device_placement])
             return prepared
         place = self.device_placement if device_placement is None else device_placement
-        self._note(data_loader, self._prepare_loader(data_loader, place, slice_fn_for_dispatch))
+        self._note(data_loader, self._prepare_loader(data_loader, place, slice_fn_for_dispatch, already_sharded))
         return self._dataloaders[-1]
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:

@@ -53,6 +53,7 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
     *,
+    already_sharded: bool | None = None,
     reading: Reading | None = None,
 ) -> PreparedLoader:
     """Cut ``dataloader`` for the processes by hand; the Accelerator built last, if there is one, knows when it is read.
@@ -73,9 +74,10 @@ def prepare_data_loader(
         non_blocking: copy to the device without waiting.
         use_stateful_dataloader: by torchdata.
         torch_device_mesh: with axes along which batches are not split (``tp``, ``cp``, ``sp``).
+        already_sharded: it gives each process its own part already; None: as it is recognised.
         reading: where the loader notes that it is being read; None: that of ``GradientState()``.
 
-    Collective: in dispatch mode.
+    Collective: every process of the group, where there are several.
     """
     world = World.current()
     rank = world.rank if process_index is None else process_index
@@ -91,6 +93,7 @@ def prepare_data_loader(
         data_seed=data_seed,
         non_blocking=non_blocking,
         use_stateful_dataloader=use_stateful_dataloader,
+        already_sharded=already_sharded,
         rng_types=rng_type_names(rng_types),
     )
     return prepare_loader(

@@ -27,6 +27,9 @@ class DataLoaderConfiguration:
     use_stateful_dataloader: bool = False
     order: OrderKind = "randperm"
     """Exact modes: shuffle by an explicit permutation, or (``feistel``) by one that takes no memory and no time to seek."""
+    already_sharded: bool | None = None
+    """Loaders give each process its own part already, and keep it (True); they do not, whatever it looks like (False); None: as
+    it is recognised (``DistributedSampler`` and its like, webdataset, MosaicML streaming, ``split_dataset_by_node``, ...)."""
     replay_iterable: bool = False
     """Exact modes: resume iterable data without state by reading everything before the place again."""
 

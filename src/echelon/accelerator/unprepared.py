@@ -8,11 +8,11 @@ from types import FrameType
 from typing import Any
 
 from torch.utils.data import DataLoader
-from torch.utils.data.distributed import DistributedSampler
 
 from echelon.base.errors import UsageError
 from echelon.base.warnings import UserLine, user_line
 from echelon.data.loader import PreparedLoader
+from echelon.distributed.own_cut import find_own_cut
 from echelon.distributed.shard import ShardedLoader
 
 __all__ = ["refuse_unprepared_loader"]
@@ -47,11 +47,10 @@ def _variables(frame: FrameType) -> dict[str, Any]:
 
 
 def _gives_all_ranks_the_same(value: Any) -> bool:
-    return (
-        isinstance(value, DataLoader)
-        and not isinstance(value, (PreparedLoader, ShardedLoader))
-        and not isinstance(getattr(value, "sampler", None), DistributedSampler)
-    )
+    if not isinstance(value, DataLoader) or isinstance(value, (PreparedLoader, ShardedLoader)):
+        return False
+    cut = find_own_cut(value)
+    return cut is None or cut.num_parts == 1
 
 
 def _error(name: str, place: UserLine, num_processes: int) -> UsageError:

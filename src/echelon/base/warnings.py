@@ -8,7 +8,7 @@ from pathlib import Path
 
 from echelon.base.rank import known_rank
 
-__all__ = ["EchelonWarning", "UserLine", "user_line", "warn"]
+__all__ = ["EchelonWarning", "UserLine", "user_line", "warn", "warn_here"]
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 
@@ -41,5 +41,10 @@ def user_line() -> UserLine:
 def warn(message: str, *, at: UserLine | None = None) -> None:
     """Warn from rank zero, at the user's line (``at``, else the innermost one on the stack)."""
     if known_rank() in (None, 0):
-        place = at or user_line()
-        warnings.warn_explicit(message, EchelonWarning, filename=place[0], lineno=place[1])
+        warn_here(message, at=at)
+
+
+def warn_here(message: str, *, at: UserLine | None = None) -> None:
+    """Warn from this rank, for what it alone has seen; as ``warn``."""
+    place = at or user_line()
+    warnings.warn_explicit(message, EchelonWarning, filename=place[0], lineno=place[1])

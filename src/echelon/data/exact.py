@@ -9,7 +9,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -22,8 +22,10 @@ from echelon.base.warnings import warn
 from echelon.data.keyed import Piece
 from echelon.data.lengths import length_of
 from echelon.data.order import Order, SeedableRandomSampler
+from echelon.data.order_check import OrderCheck
 from echelon.data.permutation import ExplicitPermutation, FeistelPermutation, Permutation
 from echelon.data.slices import Contribution, canonical_contributions, contributions, joined, num_micro_steps
+from echelon.distributed.own_cut import is_divisible_again
 
 __all__ = ["ExactBatches", "ExactOptions", "GlobalOrder", "OrderKind", "PassPlan", "half_an_update", "make_order"]
 
@@ -151,7 +153,9 @@ class GlobalOrder(ABC):
         """Let the next pass have the order of the one that ``state`` is of."""
 
 
-def make_order(batches: Any, dataset: Any, options: ExactOptions, *, alone: bool) -> GlobalOrder:
+def make_order(
+    batches: Any, dataset: Any, options: ExactOptions, *, alone: bool, check: OrderCheck | None = None
+) -> GlobalOrder:
     """Return the order that the user's batch sampler means.
 
     Args:
@@ -159,15 +163,19 @@ def make_order(batches: Any, dataset: Any, options: ExactOptions, *, alone: bool
         dataset: what it draws from.
         options: the seed and the kind of permutation.
         alone: one process draws for itself.
+        check: looks at the first draw of a sampler of the user's.
     """
     if type(batches) is BatchSampler:
         sampler: Any = batches.sampler
+        if is_divisible_again(sampler):  # cut for the ranks; its whole order is (its own seed, epoch) only
+            whole = replace(options, seed=sampler.seed) if sampler.shuffle else None
+            return _FormulaOrder(sampler.dataset, batches.batch_size, batches.drop_last, whole)
         shuffles = isinstance(sampler, RandomSampler) and not sampler.replacement and sampler._num_samples is None
         if type(sampler) is SequentialSampler or (type(sampler) in (RandomSampler, SeedableRandomSampler) and shuffles):
             return _FormulaOrder(
                 sampler.data_source, batches.batch_size, batches.drop_last, options if shuffles else None
             )
-    return _DrawnOrder(Order(batches, seed=options.seed, seedable=True, alone=alone), dataset)
+    return _DrawnOrder(Order(batches, seed=options.seed, seedable=True, alone=alone, check=check), dataset)
 
 
 class _FormulaOrder(GlobalOrder):

@@ -25,11 +25,13 @@ from echelon.data.exact import ExactBatches, ExactOptions, PassPlan, half_an_upd
 from echelon.data.keyed import OF_COLLATE, OF_WORKERS, KeyedCollate, KeyedDataset, draws_of, key_of
 from echelon.data.lengths import length_of
 from echelon.data.order import Order
+from echelon.data.order_check import OrderCheck
 from echelon.data.rebuild import like
 from echelon.data.slices import Contribution, LastStep, joined
 from echelon.data.sources import Source, Steps, batches_of, with_batches
 from echelon.data.stream import ShowUsersDataset
 from echelon.distributed.collectives import broadcast
+from echelon.distributed.data_fingerprint import ColumnFingerprint, sample_fingerprints
 from echelon.distributed.wire import gather_counts
 from echelon.world.world import World
 
@@ -91,10 +93,17 @@ class IndexedExactSource(ExactSource):
         world: whose part to read.
         options: how to read.
         num_ranks: who gets what is read, in the end; None: the ranks of ``world``.
+        check: looks at the first draw of a sampler of the user's.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], *, world: World, options: ExactOptions, num_ranks: int | None = None
+        self,
+        loader: DataLoader[Any],
+        *,
+        world: World,
+        options: ExactOptions,
+        num_ranks: int | None = None,
+        check: OrderCheck | None = None,
     ) -> None:
         batches = batches_of(loader)
         if batches is None:
@@ -103,7 +112,7 @@ class IndexedExactSource(ExactSource):
                 where="parity='exact'",
                 do="give the DataLoader a batch_size or a batch_sampler",
             )
-        order = make_order(batches, loader.dataset, options, alone=world.world_size == 1)
+        order = make_order(batches, loader.dataset, options, alone=world.world_size == 1, check=check)
         self.batch_size = getattr(batches, "batch_size", None) if order.may_join else None
         self.batches = ExactBatches(
             order,
@@ -180,6 +189,8 @@ class _Read:
     """Its micro-batches; in the positions of the batch alone."""
     state: Any
     """The dataset's, after these samples and before the next: the loader reads ahead. None: it has none."""
+    columns: dict[str, ColumnFingerprint] | None = None
+    """Of the samples of all ranks, in the first global batch of a pass."""
 
 
 class _Pieces(IterableDataset[Any]):
@@ -215,13 +226,15 @@ class _Pieces(IterableDataset[Any]):
         updates = self._updates(epoch, 0 if info is None else info.id, position)
         if not plan.trains:
             updates = joined(updates, _join, smallest=self.smallest, size=lambda update: len(update[0]))
-        for samples, state, key in updates:
+        columns: dict[str, ColumnFingerprint] | None = None
+        for number, (samples, state, key) in enumerate(updates):
+            columns = sample_fingerprints(samples) if number == 0 else None
             with draws_of(*key, OF_COLLATE):
                 pieces = [
                     (self.collate_fn(samples[one.samples.start : one.samples.stop]), one)
                     for one in self.cut(len(samples), plan)
                 ]
-            yield _Read(pieces=pieces, state=state)
+            yield _Read(pieces=pieces, state=state, columns=columns)
 
     def _updates(self, epoch: int, worker: int, position: int) -> Iterator[tuple[list[Any], Any, tuple[int, ...]]]:
         """Yield (samples, state after them, key of the draws) of each batch."""
@@ -329,7 +342,11 @@ class ExactStreamSource(ExactSource):
     def _read(self) -> Iterator[tuple[Any, Contribution]]:
         position = self._start - self._num_to_replay
         states = self._states = {self._start: self._saved}
+        first_pass, self.first_pass = self.first_pass, None
         for read in self.inner:
+            if first_pass is not None and read.columns is not None:
+                first_pass.note_stream(read.columns)
+                first_pass = None
             end = position + len(read.pieces[0][1].update)
             if position >= self._start:
                 states[end] = read.state

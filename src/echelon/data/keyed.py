@@ -13,7 +13,18 @@ from torch.utils.data import Dataset, get_worker_info
 
 from echelon.base.protocols import SupportsSetEpoch
 
-__all__ = ["OF_COLLATE", "OF_WORKERS", "KeyedCollate", "KeyedDataset", "Piece", "Samples", "draws_of", "key_of"]
+__all__ = [
+    "OF_COLLATE",
+    "OF_WORKERS",
+    "KeyedCollate",
+    "KeyedDataset",
+    "Piece",
+    "Samples",
+    "are_equal_states",
+    "draws_of",
+    "key_of",
+    "rng_states",
+]
 
 # The last number of a key, for draws that are not those of one sample.
 OF_COLLATE, OF_WORKERS = -1, -2
@@ -98,9 +109,9 @@ class KeyedDataset(Dataset[Any]):
         if read_all is None or self._draws:
             return None
         with draws_of(*piece.key(0)):
-            before = _states() if len(piece) > 1 else None
+            before = rng_states() if len(piece) > 1 else None
             found: list[Any] = read_all(list(piece))
-            self._draws = before is not None and not _are_equal(before, _states())
+            self._draws = before is not None and not are_equal_states(before, rng_states())
         return None if self._draws else found
 
     def _read_one_by_one(self, piece: Piece) -> list[Any]:
@@ -150,7 +161,7 @@ def _states_put_back() -> Iterator[None]:
     if get_worker_info() is not None:  # nobody else draws there
         yield
         return
-    torchs, numpys, pythons = _states()
+    torchs, numpys, pythons = rng_states()
     try:
         yield
     finally:
@@ -165,11 +176,13 @@ def _seed(key: int) -> None:
     np.random.seed(key % 2**32)
 
 
-def _states() -> tuple[Any, Any, Any]:
+def rng_states() -> tuple[Any, Any, Any]:
+    """Return the states of torch's, numpy's and ``random``'s own generators."""
     return torch.get_rng_state(), np.random.get_state(), random.getstate()
 
 
-def _are_equal(states: tuple[Any, Any, Any], others: tuple[Any, Any, Any]) -> bool:
+def are_equal_states(states: tuple[Any, Any, Any], others: tuple[Any, Any, Any]) -> bool:
+    """Has nothing been drawn between these two ``rng_states()``?"""
     (torchs, numpys, pythons), (torchs_then, numpys_then, pythons_then) = states, others
     same_numpy = all(np.array_equal(one, other) for one, other in zip(numpys, numpys_then))
     return torch.equal(torchs, torchs_then) and same_numpy and bool(pythons == pythons_then)

@@ -16,12 +16,14 @@ from echelon.base.warnings import warn
 from echelon.data.exact import PassPlan
 from echelon.data.exact_sources import ExactDispatchSource, ExactSource
 from echelon.data.fork import settle_before_fork
+from echelon.data.own_parts import OwnPartsSource
 from echelon.data.place import to_device
 from echelon.data.reading import LoaderOptions, PassFacts, Reading
 from echelon.data.rng import HostDraws, OtherDraws, synchronize_rng_states
 from echelon.data.slices import Contribution, LastStep
 from echelon.data.sources import DispatchSource, PlainSource, Source, Steps
 from echelon.distributed.collective_count import num_collectives
+from echelon.distributed.own_cut import cutters_with_epoch, samplers_of
 from echelon.status.board import Phase
 from echelon.status.notes import notes_of_process
 from echelon.world.world import World
@@ -69,7 +71,9 @@ class PreparedLoader(DataLoader[Any]):
             _resume=None,
             _state=None,
             _trims=False,
+            _cutters=cutters_with_epoch(original),
         )
+        self._seen_epochs = self._epochs_of_cutters()
 
     source: Source
     original: DataLoader[Any]
@@ -86,6 +90,9 @@ class PreparedLoader(DataLoader[Any]):
     """What the pass begun last is for (exact modes)."""
     num_given: int
     """Batches given in this pass, with those that were left out at its beginning."""
+    _cutters: list[Any]
+    """Samplers of the user's that cut for the ranks, and have an ``epoch``."""
+    _seen_epochs: list[int]
     _state: dict[str, Any] | None
     _resume: dict[str, Any] | None
     _facts: PassFacts | None
@@ -178,6 +185,8 @@ class PreparedLoader(DataLoader[Any]):
         Raises:
             TypeError: nobody knows.
         """
+        if isinstance(self.source, OwnPartsSource) and self.source.total_samples >= 0:
+            return self.source.total_samples
         if not isinstance(self.source, (DispatchSource, ExactDispatchSource)):
             return len(self.original.dataset)  # type: ignore[arg-type]
         if self.source.total_samples < 0:
@@ -261,14 +270,32 @@ class PreparedLoader(DataLoader[Any]):
 
     def _tell_epoch(self) -> None:
         inner = self.inner
-        if inner is self.original and not isinstance(inner.sampler, SupportsSetEpoch):
-            places: tuple[Any, ...] = (inner.dataset,)
+        if isinstance(self.source, OwnPartsSource):
+            places: tuple[Any, ...] = (*samplers_of(inner), *self._cutters, inner.dataset)
+        elif inner is self.original and not isinstance(inner.sampler, SupportsSetEpoch):
+            places = (inner.dataset,)
         else:
             batches = inner.batch_sampler
             places = (batches, getattr(batches, "sampler", None), inner.sampler, inner.dataset)
         for place in places:
             if isinstance(place, SupportsSetEpoch):
                 place.set_epoch(self.iteration)
+        self._seen_epochs = self._epochs_of_cutters()
+
+    def _follow_sampler(self) -> None:
+        """Take over an epoch that the script has given to a sampler of its own, which cuts for the ranks.
+
+        Every tutorial of DistributedSampler calls its ``set_epoch`` before each pass.
+        """
+        if not self._cutters:
+            return
+        epochs = self._epochs_of_cutters()
+        changed = [epoch for epoch, seen in zip(epochs, self._seen_epochs) if epoch != seen]
+        if changed:
+            self.set_epoch(changed[0])
+
+    def _epochs_of_cutters(self) -> list[int]:
+        return [sampler.epoch for sampler in self._cutters]
 
     def get_sampler(self) -> Any:
         """Return the sampler that draws the order."""
@@ -542,6 +569,7 @@ class PreparedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self.reading.asked.judge()
+        self._follow_sampler()
         going_on = self._loaded if self._goes_on else None
         self._loaded, self._goes_on = None, False
         if going_on is not None and not going_on["is_within"]:
@@ -563,12 +591,15 @@ class PreparedLoader(DataLoader[Any]):
             if notes is not None:
                 notes.phase(Phase.DATA)
             steps, step = self._open(going_on)
+            first_pass, self.source.first_pass = self.source.first_pass, None
             draws, draws_again = self._draws, self._draws is not None and self._draws.is_of_a_batch
             self._is_open = True
             num_before = num_collectives() if self._world.world_size > 1 else None
             while step is not _END:
                 batch, facts = step
                 self.num_given += 1
+                if first_pass is not None and not first_pass.note(batch):
+                    first_pass = None
                 if book is not None:
                     book.begin_batch(self)
                 inner_state = self._inner_state() if is_saved else None
@@ -597,6 +628,8 @@ class PreparedLoader(DataLoader[Any]):
                     book.end_batch(self)
                 if self.contribution is not None:
                     self._tell_loans()
+            if first_pass is not None:
+                first_pass.end()
             self.iteration += 1
             self._is_open = False
             if num_before is not None and not torch.is_grad_enabled():
@@ -696,7 +729,7 @@ class PreparedLoader(DataLoader[Any]):
                     self.source.order.unpin()
                     self.source.order.pin(None if begins_again else going_on["order"])
             return self.source.steps(self.num_given)
-        self.num_given = resumed["num_given"]
+        self.num_given = self.source.num_behind = resumed["num_given"]
         if self.source.order is not None:
             self.source.order.pin(resumed["order"])
         if isinstance(self.inner, SupportsStateDict):

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
 from echelon.base.protocols import SupportsSetEpoch
+from echelon.data.order_check import OrderCheck
 from echelon.distributed.collectives import broadcast, broadcast_object_list
 
 __all__ = ["Order", "SeedableRandomSampler", "SharedBatches", "SharedSampler"]
@@ -22,13 +23,16 @@ class Order:
         seed: of a seedable order; None: the run's, which rank zero decides.
         seedable: shuffle by (seed, epoch) instead of by the sampler's generator.
         alone: one process draws for itself: nothing is exchanged.
+        check: looks at the first draw of a sampler of the user's, before rank zero's is taken.
     """
 
-    def __init__(self, batches: Any, *, seed: int | None, seedable: bool, alone: bool) -> None:
+    def __init__(
+        self, batches: Any, *, seed: int | None, seedable: bool, alone: bool, check: OrderCheck | None = None
+    ) -> None:
         self._alone = alone
         self._own: SharedSampler | SharedBatches | SeedableRandomSampler
         if type(batches) is not BatchSampler:
-            self._own = SharedBatches(batches, alone=alone)
+            self._own = SharedBatches(batches, alone=alone, check=check)
             self.batches: Any = self._own
             return
         sampler: Any = batches.sampler
@@ -41,7 +45,7 @@ class Order:
                 data_seed=seed,
             )
         else:
-            self._own = SharedSampler(sampler, alone=alone)
+            self._own = SharedSampler(sampler, alone=alone, check=check)
         self.batches = BatchSampler(self._own, batches.batch_size, batches.drop_last)
 
     def begin(self) -> None:
@@ -167,8 +171,9 @@ class SharedSampler(Sampler[int]):
     Collective: each pass, unless ``alone``.
     """
 
-    def __init__(self, sampler: Any, *, alone: bool = False) -> None:
+    def __init__(self, sampler: Any, *, alone: bool = False, check: OrderCheck | None = None) -> None:
         self.sampler = sampler
+        self._check = check
         self.draw = _Draw()
         self._alone = alone
 
@@ -204,6 +209,8 @@ class SharedSampler(Sampler[int]):
             return iter(sampler)
         if _has_length(sampler):
             order = list(sampler)
+            if self._check is not None and not self._alone:
+                self._check.judge(order)
             return iter(order if self._alone else broadcast_object_list([order])[0])
         return iter(sampler)  # endless: its author must make the ranks agree
 
@@ -214,8 +221,9 @@ class SharedBatches(Sampler[list[int]]):
     Collective: each pass, unless ``alone``.
     """
 
-    def __init__(self, batches: Any, *, alone: bool = False) -> None:
+    def __init__(self, batches: Any, *, alone: bool = False, check: OrderCheck | None = None) -> None:
         self.batches = batches
+        self._check = check
         self.draw = _Draw()
         self._alone = alone
 
@@ -246,6 +254,8 @@ class SharedBatches(Sampler[list[int]]):
             if not _has_length(self.batches):
                 return iter(self.batches)
             order = list(self.batches)
+            if self._check is not None and not self._alone:
+                self._check.judge([index for batch in order for index in batch])
             return iter(order if self._alone else broadcast_object_list([order])[0])
         finally:
             self.draw.end(before)

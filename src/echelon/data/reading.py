@@ -33,6 +33,8 @@ class LoaderOptions:
     """The seed of that order; None: the run's."""
     non_blocking: bool = False
     """Copy batches to the device without waiting (with pinned memory)."""
+    already_sharded: bool | None = None
+    """The loader gives each rank its own part already (True), or is to be cut in any case (False); None: as it is recognised."""
     use_stateful_dataloader: bool = False
     """Read by torchdata's StatefulDataLoader, so that a pass can be saved and resumed in its middle."""
     exact: ExactOptions | None = None

@@ -69,5 +69,5 @@ class IterableDatasetShard(IterableDataset[Any]):
         generator = getattr(self.dataset, "generator", None)
         if isinstance(generator, torch.Generator) and not isinstance(self.dataset, SupportsSetEpoch):
             generator.manual_seed(self.epoch)
-        for samples, _ in self._stream:
+        for samples, _, _ in self._stream:
             yield from samples

@@ -15,11 +15,13 @@ from echelon.data.deal import DealtBatches
 from echelon.data.dispatch import SliceFn, dispatch
 from echelon.data.lengths import length_of
 from echelon.data.order import Order
+from echelon.data.order_check import OrderCheck
 from echelon.data.rebuild import like, stateful_loader
 from echelon.data.skip import SkipBatchSampler
 from echelon.data.slices import Contribution, LastStep
 from echelon.data.stream import CollatePiece, DealtStream, ShowUsersDataset, open_like_rank_zero, read_own_shards
 from echelon.data.worker_draws import WorkerDraws
+from echelon.distributed.first_pass import FirstPass
 from echelon.distributed.wire import gather_counts
 from echelon.world.world import World
 
@@ -51,6 +53,10 @@ class Source(ABC):
     """Follows what the workers of ``inner`` draw, where the order of their batches is known."""
     batches_per_step: int = 1
     """Of ``inner``."""
+    num_behind: int = 0
+    """Steps of the next pass that ``inner`` has behind it, because it was given a state."""
+    first_pass: FirstPass | None = None
+    """Compares what the ranks read in the first pass, until that has begun."""
 
     @abstractmethod
     def steps(self, skip: int) -> Steps:
@@ -147,6 +153,7 @@ class DealtSource(Source):
         seed: int | None,
         seedable: bool,
         stateful: bool,
+        check: OrderCheck | None = None,
     ) -> None:
         batches = batches_of(loader)
         if batches is None:
@@ -154,7 +161,7 @@ class DealtSource(Source):
                 "a loader without batches (batch_size=None) cannot be dealt to ranks",
                 do="give the DataLoader a batch_size or a batch_sampler, or use dispatch_batches=True",
             )
-        self.order = Order(batches, seed=seed, seedable=seedable, alone=False)
+        self.order = Order(batches, seed=seed, seedable=seedable, alone=False, check=check)
         self.batches = DealtBatches(
             self.order.batches,
             num_processes=world.world_size,
@@ -207,7 +214,15 @@ class StreamSource(Source):
         )
 
     def steps(self, skip: int) -> Steps:
-        return islice(open_like_rank_zero(self.inner, self.stream), skip, None)
+        first_pass, self.first_pass = self.first_pass, None
+        return islice(self._read(first_pass), skip, None)
+
+    def _read(self, first_pass: FirstPass | None) -> Steps:
+        for batch, facts, columns in open_like_rank_zero(self.inner, self.stream):
+            if first_pass is not None:
+                first_pass.note_stream(columns)
+                first_pass = None
+            yield batch, facts
 
     def at_end(self) -> LastStep | None:
         return None

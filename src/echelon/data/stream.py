@@ -14,22 +14,27 @@ from echelon.base.errors import UsageError
 from echelon.base.protocols import SupportsSetEpoch
 from echelon.data.batch import num_samples
 from echelon.data.fork import settle_before_fork
+from echelon.data.keyed import are_equal_states, rng_states
 from echelon.data.slices import LastStep
 from echelon.distributed.collectives import broadcast
+from echelon.distributed.data_fingerprint import ColumnFingerprint, sample_fingerprints
 from echelon.distributed.wire import gather_counts
 
 __all__ = ["CollatePiece", "DealtStream", "ShowUsersDataset", "open_like_rank_zero", "read_own_shards"]
 
+Columns = dict[str, ColumnFingerprint]
+
 
 class DealtStream(IterableDataset[Any]):
-    """The pieces of one rank: pairs of (list of samples, LastStep or None), one for each step.
+    """The pieces of one rank: (list of samples, LastStep or None, columns of all samples or None), one for each step.
 
     As many samples as all ranks need are read, and each rank keeps its piece. A short rest is completed with samples
     from the beginning if ``even``, else cut as evenly as it goes, or left out with ``drop_last``.
 
     With a ``batch_size`` of None the dataset yields batches, and each rank takes one of every ``world_size``.
 
-    Every loader worker deals what it reads, so each may have a rest of its own.
+    Every loader worker deals what it reads, so each may have a rest of its own. The columns are those of the first step:
+    every rank has read the same, unless the dataset divides itself.
 
     Source: accelerate's IterableDatasetShard, but for the even cut.
     """
@@ -80,29 +85,37 @@ class DealtStream(IterableDataset[Any]):
             return whole
         return whole + (self.even or self.rank < rest)
 
-    def __iter__(self) -> Iterator[tuple[list[Any], LastStep | None]]:
+    def __iter__(self) -> Iterator[tuple[list[Any], LastStep | None, Columns | None]]:
         whole, size = self.samples_per_step, self.samples_per_step // self.world_size
         mine = slice(self.rank * size, (self.rank + 1) * size)
         first: list[Any] = []
         samples: list[Any] = []
+        columns: Columns | None = None
+        before = None if get_worker_info() is not None else rng_states()
         for sample in self.dataset:
             samples.append(sample)
             if len(samples) == whole:
+                columns = self._columns(samples, before) if not first else None
                 first = first or samples
-                yield samples[mine], self._facts(samples, whole)
+                yield samples[mine], self._facts(samples, whole), columns
                 samples = []
         if not samples or self.drop_last:
             return
+        columns = self._columns(samples, before) if not first else None
         num_real, sizes = len(samples), self._cut(len(samples))
         # Several loader workers: this may not be the last step of the pass, so every rank must make it.
         worker = get_worker_info()
         if self.even or (0 in sizes and worker is not None and worker.num_workers > 1):
             samples = [*samples, *islice(cycle(first or samples), whole - num_real)]
-            yield samples[mine], self._facts(samples, num_real)
+            yield samples[mine], self._facts(samples, num_real), columns
         elif sizes[self.rank]:
             start = sum(sizes[: self.rank])
             counts = sizes if self.batch_size is not None else _item_sizes(samples, self.world_size)
-            yield samples[start : start + sizes[self.rank]], LastStep(counts, counts)
+            yield samples[start : start + sizes[self.rank]], LastStep(counts, counts), columns
+
+    def _columns(self, samples: list[Any], before: Any) -> Columns:
+        # Ranks draw from streams of their own in the main process: what was drawn may differ.
+        return {} if before is not None and not are_equal_states(before, rng_states()) else sample_fingerprints(samples)
 
     def _cut(self, num_real: int) -> list[int]:
         share, extra = divmod(num_real, self.world_size)
@@ -133,9 +146,11 @@ class CollatePiece:
         self.collate_fn = collate_fn
         self.is_batched = is_batched
 
-    def __call__(self, piece: tuple[list[Any], LastStep | None]) -> tuple[Any, LastStep | None]:
-        samples, facts = piece
-        return self.collate_fn(samples[0] if self.is_batched else samples), facts
+    def __call__(
+        self, piece: tuple[list[Any], LastStep | None, Columns | None]
+    ) -> tuple[Any, LastStep | None, Columns | None]:
+        samples, facts, columns = piece
+        return self.collate_fn(samples[0] if self.is_batched else samples), facts, columns
 
 
 class ShowUsersDataset:

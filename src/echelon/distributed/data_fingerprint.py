@@ -59,7 +59,7 @@ def dataset_fingerprint(dataset: Any) -> int | None:
     columns (``column_fingerprints``) is looked at. The number depends on the data alone, so it may be stored, and compared
     in a later run or on another number of ranks.
     """
-    columns = column_fingerprints(dataset)
+    columns = {} if isinstance(dataset, IterableDataset) else column_fingerprints(dataset)
     if not columns:
         return None
     found = xxhash.xxh3_64(str(_length(dataset)).encode())
@@ -73,7 +73,8 @@ def column_fingerprints(dataset: Any) -> dict[str, ColumnFingerprint]:
 
     Columns are CPU tensors, arrays, lists and data frames with one item a sample, which the dataset is or has as
     attributes, also in a ``TensorDataset``, ``Subset``, ``ConcatDataset``, ``StackDataset``, and the rows of a dataset of
-    the library ``datasets``. Of a path only the last part counts: machines keep data in different places.
+    the library ``datasets``; of an iterable dataset they are its lists and arrays (of files, say). Of a path only the last
+    part counts: machines keep data in different places.
     """
     num_samples = _length(dataset)
     found: dict[str, ColumnFingerprint] = {}
@@ -139,6 +140,11 @@ def row_fingerprints(batch: Any) -> np.ndarray[Any, np.dtype[np.uint64]] | None:
 
 def _columns(data: Any, num_samples: int, name: str, depth: int) -> list[tuple[str, _Column, int]]:
     """Return (name, how to get an item, number of items) of each column of ``data``."""
+    if isinstance(data, IterableDataset):
+        lists = [
+            (key, part) for key, part in vars(data).items() if isinstance(part, (list, tuple, torch.Tensor, np.ndarray))
+        ]
+        return [(key, _item_of(part), len(part)) for key, part in lists if _is_column(part, _length(part))]
     if num_samples <= 0 or depth > _MAX_DEPTH:
         return []
     if isinstance(data, Subset):
@@ -152,7 +158,15 @@ def _columns(data: Any, num_samples: int, name: str, depth: int) -> list[tuple[s
         return [column for key, part in named for column in _columns(part, num_samples, f"{name}{key}.", depth + 1)]
     if isinstance(data, SupportsWithFormat):  # the library `datasets`: raw rows, without decoding or transforms
         rows = data.with_format("arrow")
-        return [(f"{name}rows", lambda place: rows[place : place + 1].to_pydict(), num_samples)]
+        chosen, stored = getattr(data, "_indices", None), getattr(data, "_data", ())
+        is_part = chosen is None or len(chosen) < len(stored)  # a table that was shuffled holds all of its rows
+        return [
+            (
+                f"{name}rows{' (a part)' if is_part else ''}",
+                lambda place: rows[place : place + 1].to_pydict(),
+                num_samples,
+            )
+        ]
     if _is_column(data, num_samples):
         return [(name or "items", _item_of(data), num_samples)]
     if isinstance(data, Mapping):

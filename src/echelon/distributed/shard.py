@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import secrets
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
-from echelon.base.errors import UsageError
+from echelon.base.errors import DesyncError, UsageError
 from echelon.base.logging import get_logger
+from echelon.base.protocols import SupportsSetEpoch
+from echelon.base.warnings import UserLine, user_line, warn
 from echelon.distributed.collectives import broadcast
+from echelon.distributed.data_fingerprint import ColumnFingerprint, are_of_different_data, column_fingerprints
+from echelon.distributed.first_pass import FirstPass
+from echelon.distributed.own_cut import (
+    OwnCut,
+    check_parts,
+    cutters_with_epoch,
+    find_own_cut,
+    samplers_of,
+)
+from echelon.distributed.wire import gather_bytes
 
 __all__ = ["ShardedBatchSampler", "ShardedLoader", "shard"]
 
@@ -20,7 +35,12 @@ T = TypeVar("T")
 
 
 def shard(
-    loader: DataLoader[T], *, seed: int | None = None, even: bool | None = None, drop_last: bool | None = None
+    loader: DataLoader[T],
+    *,
+    seed: int | None = None,
+    even: bool | None = None,
+    drop_last: bool | None = None,
+    already_sharded: bool | None = None,
 ) -> ShardedLoader[T]:
     """Return ``loader`` cut for the ranks: rank r gets its slice of every global batch of world_size * batch_size.
 
@@ -29,41 +49,170 @@ def shard(
     steps: the last global batches are cut evenly. Only where that is impossible (fewer samples than ranks in the end,
     and batches of one) does ``even`` decide. Dataset, workers, collate, pinning stay as the user chose them.
 
+    A loader that has been cut already (by a ``DistributedSampler`` or another sampler that knows ``num_replicas`` and
+    ``rank``, by webdataset's ``split_by_node``, by an iterable dataset that divides itself, ...) keeps its cut: each rank
+    reads its own, and ``set_epoch`` reaches the sampler and the dataset.
+
     Args:
         loader: a map-style DataLoader with a batch size; a shuffling one, a sequential one, or one with a sampler of
-            the user's, which rank 0 then draws for all.
+            the user's, which rank 0 then draws for all. Or one that has been cut already.
         seed: of the shuffle; None: that of the sampler's generator, else 0.
         even: repeat a few samples so that all ranks make the same number of steps (right for training), or leave some
             ranks a step short (exact, right for evaluation); None: even for a shuffling loader.
         drop_last: leave out the last global batch unless it is whole; None: as the loader.
+        already_sharded: each rank's loader gives its own part (True), or is to be cut in any case (False); None: as it is
+            recognised.
 
-    Collective: with a sampler of the user's, each pass (rank 0's order goes to all ranks).
+    Collective: every rank; with a sampler of the user's, each pass, too (rank 0's order goes to all ranks).
 
     Raises:
-        UsageError: an iterable dataset, a custom batch sampler, or no batch size.
+        UsageError: an iterable dataset that does not divide itself, a custom batch sampler, or no batch size; a loader that
+            has been cut for others than these ranks, or that has been cut and is to be cut in another way.
     """
+    line = user_line()
+    facts = _agree(loader, already_sharded=already_sharded, line=line)
+    if facts.cut is not None:
+        given = {"seed": seed, "even": even, "drop_last": drop_last}
+        named = [f"{name}={value}" for name, value in given.items() if value is not None]
+        if named:
+            raise UsageError(
+                f"the loader has been cut for the ranks already by {facts.cut.what}, so {', '.join(named)} has no effect",
+                where=str(line),
+                do="leave that out, or take the loader's own cut out",
+            )
+        return ShardedLoader(loader, KeptCut(loader), first_pass=facts.first_pass(line, reads_own=True))
     if isinstance(loader.dataset, IterableDataset):
         raise UsageError(
             "shard() cannot cut an iterable dataset: it has no index",
-            do="let the dataset itself yield every world_size-th item, starting at its rank",
+            do="let the dataset itself yield every world_size-th item, starting at its rank (if it does, say "
+            "already_sharded=True)",
         )
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         raise UsageError(
             f"shard() needs a loader with a batch size and torch's own batch sampler, not {type(loader.batch_sampler).__name__}",
             do="give DataLoader batch_size= and, if need be, sampler=, and shard that",
         )
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if facts.differ:
+        warn(
+            f"the ranks gave shard() different data: at the same places of their datasets ({type(loader.dataset).__name__}) are "
+            "other samples, so each rank's share is cut once more, and most samples are lost. Give every rank the whole "
+            "dataset, or say shard(..., already_sharded=True)",
+            at=line,
+        )
     sampler = ShardedBatchSampler(
         loader.sampler,
         num_samples=len(loader.sampler),  # type: ignore[arg-type]
         batch_size=loader.batch_size,
-        rank=rank,
-        world_size=world_size,
+        rank=facts.rank,
+        world_size=facts.world_size,
         seed=_seed_of(loader) if seed is None else seed,
         even=not isinstance(loader.sampler, SequentialSampler) if even is None else even,
         drop_last=loader.drop_last if drop_last is None else drop_last,
     )
-    return ShardedLoader(loader, sampler)
+    return ShardedLoader(loader, sampler, first_pass=facts.first_pass(line, reads_own=False))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Facts:
+    """What the ranks know about a loader."""
+
+    rank: int
+    world_size: int
+    token: int
+    cut: OwnCut | None
+    differ: bool
+    """The datasets hold different samples."""
+
+    def first_pass(self, line: UserLine, *, reads_own: bool) -> FirstPass | None:
+        """Return what compares the first passes of the ranks."""
+        if self.world_size == 1:
+            return None
+        do = (
+            "let the loader's own cut give each rank other samples, or leave it out and let shard() cut the loader"
+            if reads_own
+            else "give every rank the same dataset, whose samples depend on the index alone, or say "
+            "shard(..., already_sharded=True) if each rank has its own share"
+        )
+        return FirstPass(
+            self.token,
+            rank=self.rank,
+            world_size=self.world_size,
+            line=line,
+            reads_own=reads_own,
+            do=do,
+            is_error=False,
+        )
+
+
+def _agree(loader: DataLoader[Any], *, already_sharded: bool | None, line: UserLine) -> _Facts:
+    """Find out whether the loader has been cut, and whether the ranks have the same data. Collective."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    cut = None if already_sharded is False else find_own_cut(loader)
+    if cut is not None and cut.place == "dataset" and not isinstance(loader.dataset, IterableDataset):
+        cut = cut if already_sharded else None  # one with an index may know its rank for other reasons
+    if cut is None and already_sharded:
+        cut = OwnCut(what="its user (already_sharded=True)", place="user")
+    columns = {name: asdict(column) for name, column in column_fingerprints(loader.dataset).items()}
+    mine = {"cut": None if cut is None else asdict(cut), "columns": columns, "token": secrets.randbits(62)}
+    everybody = [json.loads(text) for text in gather_bytes(json.dumps(mine).encode())]
+    cuts = [OwnCut(**other["cut"]) for other in everybody if other["cut"] is not None]
+    if cuts and len(cuts) < world_size:
+        raise DesyncError(
+            f"the loader has been cut already by {cuts[0].what}, but not that of every rank",
+            where=str(line),
+            do="give every rank the same kind of loader",
+        )
+    if cuts and not check_parts(cuts, world_size=world_size, line=line):
+        cut = None
+    first, *others = [
+        {name: ColumnFingerprint(**column) for name, column in other["columns"].items()} for other in everybody
+    ]
+    return _Facts(
+        rank=rank,
+        world_size=world_size,
+        token=everybody[0]["token"],
+        cut=cut if world_size > 1 else None,
+        differ=bool(others) and all(are_of_different_data(first, other) for other in others),
+    )
+
+
+class KeptCut(Sampler[Any]):
+    """The batches, or the items, that a loader's own samplers give this rank.
+
+    Args:
+        loader: the user's, cut for the ranks already.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+        self.batches: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        self._cutters = cutters_with_epoch(loader)
+        self._seen = [cutter.epoch for cutter in self._cutters]
+        self._next_epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next pass; the passes after it count on from there."""
+        self._next_epoch = epoch
+        self._tell(epoch)
+
+    def begin_pass(self) -> None:
+        """Go on to the next epoch; one that the script has given to its sampler counts."""
+        changed = [cutter.epoch for cutter, seen in zip(self._cutters, self._seen) if cutter.epoch != seen]
+        epoch = changed[0] if changed else self._next_epoch
+        self._tell(epoch)
+        self._next_epoch = epoch + 1
+
+    def _tell(self, epoch: int) -> None:
+        for owner in (*samplers_of(self.loader), self.loader.dataset):
+            if isinstance(owner, SupportsSetEpoch):
+                owner.set_epoch(epoch)
+        self._seen = [cutter.epoch for cutter in self._cutters]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
 
 
 class ShardedBatchSampler(Sampler[list[int]]):
@@ -152,12 +301,18 @@ class ShardedBatchSampler(Sampler[list[int]]):
 
 
 class ShardedLoader(DataLoader[T]):
-    """A DataLoader over a ``ShardedBatchSampler`` whose epoch advances with each pass."""
+    """A DataLoader over a ``ShardedBatchSampler`` (or the user's own cut) whose epoch advances with each pass."""
 
-    def __init__(self, loader: DataLoader[T], batch_sampler: ShardedBatchSampler) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[T],
+        batch_sampler: ShardedBatchSampler | KeptCut,
+        *,
+        first_pass: FirstPass | None = None,
+    ) -> None:
         super().__init__(
             loader.dataset,
-            batch_sampler=batch_sampler,
+            **_choices_of_batches(loader, batch_sampler),
             num_workers=loader.num_workers,
             collate_fn=loader.collate_fn,
             pin_memory=loader.pin_memory,
@@ -173,6 +328,9 @@ class ShardedLoader(DataLoader[T]):
         # `loader.sampler.set_epoch(epoch)` before each epoch, and that must work.
         self.__dict__["sampler"] = batch_sampler
         self._batches = batch_sampler
+        self._first_pass = first_pass
+        if isinstance(batch_sampler, KeptCut):
+            return
         if batch_sampler.even and not batch_sampler.drop_last:
             steps = batch_sampler.steps()
             missing = batch_sampler.world_size - steps[-1][1] if steps else 0
@@ -189,7 +347,29 @@ class ShardedLoader(DataLoader[T]):
 
     def __iter__(self) -> Any:
         self._batches.begin_pass()
-        return super().__iter__()
+        first_pass, self._first_pass = self._first_pass, None
+        batches = super().__iter__()
+        return batches if first_pass is None else _compared(batches, first_pass)
+
+
+def _choices_of_batches(loader: DataLoader[Any], batches: ShardedBatchSampler | KeptCut) -> dict[str, Any]:
+    if isinstance(batches, ShardedBatchSampler):
+        return {"batch_sampler": batches}
+    if isinstance(loader.dataset, IterableDataset):
+        return {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    if loader.batch_sampler is None:
+        return {"sampler": batches, "batch_size": None}
+    return {"batch_sampler": batches}
+
+
+def _compared(batches: Iterator[T], first_pass: FirstPass) -> Iterator[T]:
+    """Yield ``batches``, and let ``first_pass`` look at them."""
+    is_wanted = True
+    for batch in batches:
+        is_wanted = is_wanted and first_pass.note(batch)
+        yield batch
+    if is_wanted:
+        first_pass.end()
 
 
 def _seed_of(loader: DataLoader[Any]) -> int:

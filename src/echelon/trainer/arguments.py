@@ -52,6 +52,7 @@ _LEVELS = {
     "critical": logging.CRITICAL,
     "passive": -1,
 }
+_WORDS_OF_BOOL: dict[str, bool | None] = {"true": True, "false": False, "none": None}
 _TOKENS = ("no", "all", "non_padding")
 _SAMPLING = ("random", "sequential", "group_by_length", "batch_rebalance")
 _DICTS = (
@@ -261,6 +262,9 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
     global_batch_size: int | None = extra(None, "With parity: samples of one optimizer step, over all processes.")
     max_micro_batch_size: int | None = extra(None, "With parity: most samples in one pass; none given: per device.")
     canonical_shards: int | None = extra(None, "With parity='bitwise': parts of an update, summed in a fixed order.")
+    already_sharded: str | bool | None = extra(
+        None, "Each process is given its own share: True, train, eval; False: never; none given: as it is recognised."
+    )
     log_throughput: bool = extra(False, "Log samples and steps per second of the steps since the last log.")
 
     logging_dir: ClassVar[str | None] = None
@@ -289,6 +293,9 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
         if isinstance(self.include_num_input_tokens_seen, bool):
             self.include_num_input_tokens_seen = "all" if self.include_num_input_tokens_seen else "no"
         _one_of("include_num_input_tokens_seen", self.include_num_input_tokens_seen, _TOKENS)
+        self.already_sharded = _WORDS_OF_BOOL.get(str(self.already_sharded).lower(), self.already_sharded)
+        if self.already_sharded is not None and not isinstance(self.already_sharded, bool):
+            _one_of("already_sharded", self.already_sharded, ("train", "eval"))
         given = self.debug or ""  # an argument parser gives None
         self.debug = given.split() if isinstance(given, str) else [str(_plain("", one)) for one in given]
         for name in self.debug:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sized
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from echelon.trainer.arguments import TrainingArguments
 from echelon.trainer.balanced_batches import BalancedBatchSampler
 from echelon.trainer.length_groups import LengthGroupedSampler, lengths_of
 
-__all__ = ["as_dataset", "length_of", "make_loader", "train_sampler"]
+__all__ = ["already_sharded", "as_dataset", "length_of", "make_loader", "train_sampler"]
 
 
 def length_of(dataset: Any) -> int | None:
@@ -49,6 +49,12 @@ def as_dataset(data: Any) -> Any:
             do="give tensors whose first dimension is the samples, such as (x, y)",
         )
     return TensorDataset(*(torch.as_tensor(part) for part in data))
+
+
+def already_sharded(args: TrainingArguments, *, purpose: Literal["train", "eval"]) -> bool | None:
+    """Return whether the user says that each process has its own share of this data; None: nothing is said."""
+    says = args.already_sharded
+    return None if says is None else says if isinstance(says, bool) else True if says == purpose else None
 
 
 def train_sampler(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -62,7 +62,7 @@ from echelon.trainer.fitting_batch import train_with_a_batch_that_fits
 from echelon.trainer.hub import HubUpload, push, write_card
 from echelon.trainer.interruptions import save_after
 from echelon.trainer.items import WatchedNumber, count_items, ignored_number
-from echelon.trainer.loaders import as_dataset, length_of, make_loader, train_sampler
+from echelon.trainer.loaders import already_sharded, as_dataset, length_of, make_loader, train_sampler
 from echelon.trainer.loop import TrainingLoop
 from echelon.trainer.memory_metrics import MemoryMeter
 from echelon.trainer.model_loss import LabelSmoother, is_causal, loss_in, missing_column, without_labels
@@ -705,7 +705,7 @@ class Trainer:
         takes_dataset = bool(parameters_of(self._get_train_sampler))
         sampler = self._get_train_sampler(self.train_dataset) if takes_dataset else self._get_train_sampler()
         size = self._train_batch_size if self.accelerator.parity == "off" else self._global_batch_size
-        return self._make_loader(self.train_dataset, sampler, size)
+        return self._make_loader(self.train_dataset, sampler, size, purpose="train")
 
     def get_eval_dataloader(self, eval_dataset: str | Any | None = None) -> DataLoader[Any]:
         """Return the loader of ``eval_dataset`` (also the name of one of several), dealt to the ranks."""
@@ -746,7 +746,14 @@ class Trainer:
             )
         return as_dataset(dataset)
 
-    def _make_loader(self, dataset: Any, sampler: Sampler[Any] | None, batch_size: int) -> DataLoader[Any]:
+    def _make_loader(
+        self,
+        dataset: Any,
+        sampler: Sampler[Any] | None,
+        batch_size: int,
+        *,
+        purpose: Literal["train", "eval"] = "eval",
+    ) -> DataLoader[Any]:
         collator, kept = self.data_collator, self._kept_columns()
         if kept is not None and isinstance(dataset, Table):
             dataset, dropped = drop_columns(dataset, kept, model=self.model)
@@ -754,18 +761,16 @@ class Trainer:
                 logger.info("columns that %s.forward does not take: %s", type(self.model).__name__, ", ".join(dropped))
         elif kept is not None:
             collator = ColumnFilter(collator, kept)
-        loader: DataLoader[Any] = self.accelerator.prepare(
-            make_loader(
-                self.args,
-                dataset,
-                collator=collator,
-                batch_size=batch_size,
-                sampler=sampler,
-                rank=self.accelerator.process_index,
-                device=self.accelerator.device,
-            )
+        loader: DataLoader[Any] = make_loader(
+            self.args,
+            dataset,
+            collator=collator,
+            batch_size=batch_size,
+            sampler=sampler,
+            rank=self.accelerator.process_index,
+            device=self.accelerator.device,
         )
-        return loader
+        return self.accelerator.prepare_data_loader(loader, already_sharded=already_sharded(self.args, purpose=purpose))
 
     def _kept_columns(self) -> KeptColumns | None:
         if not self.args.remove_unused_columns:
