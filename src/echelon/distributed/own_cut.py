@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -179,10 +180,11 @@ def check_parts(cuts: list[OwnCut], *, world_size: int, line: UserLine) -> bool:
 def _cut_of_dataset(dataset: Any) -> OwnCut | None:
     is_iterable = isinstance(dataset, IterableDataset)
     name = type(dataset).__name__
-    for found in _parts_of(dataset):
-        by_library = _cut_by_library(found)
-        if by_library is not None:
-            return by_library
+    parts = list(_parts_of(dataset))
+    by_library = next((cut for cut in map(_cut_by_library, parts) if cut is not None), None)
+    if by_library is not None:
+        return by_library
+    for found in parts:
         if not is_iterable and found is not dataset:
             continue
         numbers = None if isinstance(found, types.FunctionType) else _numbers_of(found)
@@ -256,6 +258,10 @@ def _may_read(child: Any) -> bool:
     if isinstance(child, (str, bytes, Mapping, type, types.ModuleType)):
         return False
     if isinstance(child, (Dataset, functools.partial, types.FunctionType, types.MethodType)):
+        return True
+    if isinstance(child, nn.Module):
+        return False
+    if type(child).__module__.partition(".")[0] == "ray":  # its iterators cannot be iterated as they are
         return True
     # A tensor or an array is data; a library's stage, an iterator or a sampler may divide it.
     return (

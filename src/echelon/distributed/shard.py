@@ -171,7 +171,7 @@ def _agree(loader: DataLoader[Any], *, already_sharded: bool | None, line: UserL
         rank=rank,
         world_size=world_size,
         token=everybody[0]["token"],
-        cut=cut if world_size > 1 else None,
+        cut=cut,
         differ=bool(others) and all(are_of_different_data(first, other) for other in others),
     )
 

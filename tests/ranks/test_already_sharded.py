@@ -1,0 +1,539 @@
+"""A loader that has been cut for the ranks already keeps its cut: each sample exactly once, or an error that names it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from echelon import Accelerator, DataLoaderConfiguration
+from echelon.accelerator.project import ProjectConfiguration
+from echelon.base.errors import DesyncError, EchelonError, UsageError
+from echelon.base.warnings import EchelonWarning
+from echelon.distributed import shard
+from echelon.trainer import Trainer, TrainingArguments
+from tests.harness import run_on_ranks
+from tests.sharded_already import CUTS, STREAMS, HiddenSampler, StridedSampler, cut_loader, numbers
+
+ALL = [*CUTS, *STREAMS]
+
+
+def _values(batch: Any) -> list[float]:
+    return [float(value) for value in (batch if isinstance(batch, torch.Tensor) else batch[0])]
+
+
+def _by_accelerator(name: str, n: int, num_workers: int) -> list[float]:
+    """Return what gather_for_metrics gives in a pass, the same on every rank."""
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(cut_loader(name, n, 2, num_workers))
+    found = []
+    for batch in loader:
+        gathered = accelerator.gather_for_metrics(batch)
+        found += _values(gathered)
+    assert loader.end_of_dataloader
+    return found
+
+
+def _by_shard(name: str, n: int, num_workers: int) -> list[float]:
+    loader = shard(cut_loader(name, n, 2, num_workers))
+    return [value for batch in loader for value in _values(batch)]
+
+
+class _Seen(torch.nn.Module):
+    """Notes the samples of its training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.seen: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.seen += x.flatten().tolist()
+        return {"loss": (self.weight * x).mean()}
+
+
+def _collate(samples: list[Any]) -> dict[str, torch.Tensor]:
+    return {"x": torch.stack([sample[0] if isinstance(sample, tuple) else sample for sample in samples])}
+
+
+class _CutTrainer(Trainer):
+    cut: Any = None
+
+    def get_train_dataloader(self) -> Any:
+        loader = self.cut
+        loader.collate_fn = _collate
+        return self.accelerator.prepare(loader)
+
+
+def _by_trainer(name: str, n: int, num_workers: int, folder: str) -> list[float]:
+    steps = n // (2 * dist.get_world_size())
+    arguments = TrainingArguments(
+        output_dir=folder,
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        max_steps=steps,
+        save_strategy="no",
+        disable_tqdm=True,
+        dataloader_num_workers=num_workers,
+        remove_unused_columns=False,
+    )
+    model = _Seen()
+    if name in STREAMS:
+        trainer = Trainer(model, arguments, train_dataset=STREAMS[name](n), data_collator=_collate)
+    else:
+        trainer = _CutTrainer(model, arguments, train_dataset=numbers(n))
+        trainer.cut = cut_loader(name, n, 2, num_workers)
+    trainer.train()
+    return model.seen
+
+
+def _matrix(names: list[str], num_workers: int, levels: list[str], folder: str) -> dict[str, Any]:
+    """Return what is wrong, by case."""
+    wrong: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", EchelonWarning)
+        for name in names:
+            for n in (24, 17):
+                for level in levels:
+                    if level == "trainer" and n != 24:  # it trains on whole steps
+                        continue
+                    if level == "accelerator":
+                        found = [_by_accelerator(name, n, num_workers)]
+                    elif level == "shard":
+                        found = _from_all(_by_shard(name, n, num_workers))
+                    else:
+                        found = _from_all(_by_trainer(name, n, num_workers, folder))
+                    values = sorted(value for values in found for value in values)
+                    # Torch's own sampler gives up to world_size - 1 samples again, and shard() leaves its batches as they are.
+                    repeats = level == "shard" and ("Sampler" in name or name == "torchdata")
+                    if (sorted(set(values)) if repeats else values) != list(range(n)):
+                        wrong[f"{name}, n={n}, {level}"] = found
+    return wrong
+
+
+def _from_all(mine: list[float]) -> list[list[float]]:
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, mine)
+    return everybody
+
+
+LEVELS = ["accelerator", "shard", "trainer"]
+MATRIX = [
+    pytest.param(1, 0, LEVELS[:2], id="1 rank"),
+    pytest.param(2, 0, LEVELS, id="2 ranks"),
+    pytest.param(3, 0, LEVELS[:2], id="3 ranks"),
+    *(
+        pytest.param(world, workers, LEVELS, marks=pytest.mark.soak, id=f"{world} ranks, {workers} workers, all levels")
+        for world in (1, 2, 3, 4)
+        for workers in (0, 2)
+    ),
+]
+
+
+@pytest.mark.parametrize(("world_size", "num_workers", "levels"), MATRIX)
+def test_each_sample_comes_exactly_once(world_size: int, num_workers: int, levels: list[str], tmp_path: Any) -> None:
+    found = run_on_ranks(_matrix, ALL, num_workers, levels, str(tmp_path), world_size=world_size, timeout=500)
+    assert found == [{}] * world_size
+
+
+def test_loader_workers_divide_what_their_rank_has(tmp_path: Any) -> None:
+    names = ["DistributedSampler", "asks for its rank"]
+    assert run_on_ranks(_matrix, names, 2, ["accelerator"], str(tmp_path), timeout=200) == [{}] * 2
+
+
+# ---- what belongs to keeping a cut --------------------------------------------------------------------------------------
+
+
+def _epochs(kind: str) -> list[Any]:
+    accelerator = Accelerator(cpu=True)
+    sampler = StridedSampler(8)
+    loader = DataLoader(numbers(8), batch_size=2, sampler=sampler)
+    prepared = shard(loader) if kind == "shard" else accelerator.prepare(loader)
+    first = [[_values(batch) for batch in prepared] for _ in range(2)]
+    sampler.set_epoch(5)  # the script's own call, before a pass
+    later = [[_values(batch) for batch in prepared] for _ in range(2)]
+    return [first, later, sampler.epoch]
+
+
+@pytest.mark.parametrize("kind", ["accelerator", "shard"])
+def test_the_sampler_is_told_the_epoch_and_may_be_told_by_the_script(kind: str) -> None:
+    for rank, (first, later, epoch) in enumerate(run_on_ranks(_epochs, kind)):
+        expected = [
+            [[(i + e) % 8.0 for i in (rank, rank + 2)], [(i + e) % 8.0 for i in (rank + 4, rank + 6)]]
+            for e in (0, 1, 5, 6)
+        ]
+        assert [*first, *later] == expected
+        assert epoch == 6
+
+
+def _uneven(even: bool) -> Any:
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=even))
+    loader = accelerator.prepare(DataLoader(numbers(9), batch_size=2, sampler=StridedSampler(9)))
+    steps = [(_values(batch), None if loader.last_step is None else loader.last_step.real) for batch in loader]
+    return len(loader), steps, loader.total_dataset_length, loader.total_batch_size
+
+
+def test_a_rank_with_fewer_batches_repeats_its_first_one_or_ends() -> None:
+    whole = [([0.0, 2.0], None), ([4.0, 6.0], None), ([8.0], [1, 0])], [([1.0, 3.0], None), ([5.0, 7.0], None)]
+    zero, one = run_on_ranks(_uneven, True)
+    assert zero == (3, whole[0], 9, 4)
+    assert one == (3, [*whole[1], ([1.0, 3.0], [1, 0])], 9, 4)
+    zero, one = run_on_ranks(_uneven, False)
+    assert zero == (3, whole[0], 9, 4)
+    assert one == (2, whole[1], 9, 4)
+
+
+def _windows() -> list[Any]:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = torch.nn.Linear(1, 1)
+    loader = DataLoader(numbers(10), batch_size=1, sampler=StridedSampler(10))
+    model, loader = accelerator.prepare(model, loader)
+    found = []
+    for (x,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x[:, None]).sum())
+            found.append(accelerator.sync_gradients)
+    return found
+
+
+def test_the_last_window_of_a_pass_ends_with_it() -> None:
+    assert run_on_ranks(_windows) == [[False, True, False, True, True]] * 2
+
+
+def _skipped(kind: str) -> list[Any]:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(cut_loader(kind, 17, 2))
+    found = []
+    for batch in accelerator.skip_first_batches(loader, 2):
+        found += _values(accelerator.gather_for_metrics(batch))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("kind", ["DistributedSampler", "a batch sampler", "asks for its rank"])
+def test_the_first_batches_of_a_rank_s_own_are_skipped(kind: str) -> None:
+    assert run_on_ranks(_skipped, kind) == [[float(i) for i in range(8, 17)]] * 2
+
+
+def _resumed(folder: str, stateful: bool) -> list[float]:
+    def make() -> Any:
+        config = DataLoaderConfiguration(use_stateful_dataloader=stateful)
+        project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)
+        accelerator = Accelerator(cpu=True, project_config=project, dataloader_config=config)
+        sampler = DistributedSampler(numbers(24), shuffle=True, seed=3)
+        loader = DataLoader(numbers(24), batch_size=2, sampler=sampler)
+        _, loader = accelerator.prepare(torch.nn.Linear(1, 1), loader)
+        return accelerator, loader
+
+    accelerator, loader = make()
+    found: list[float] = []
+    for epoch in accelerator.epochs(2):
+        for number, batch in enumerate(loader):
+            found += _values(batch)
+            if epoch == 1 and number == 2:
+                accelerator.save_state()
+                break
+    accelerator, loader = make()
+    assert accelerator.resume()
+    for _ in accelerator.epochs(2):
+        for batch in loader:
+            found += _values(batch)
+    return found
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_a_pass_goes_on_in_its_middle(stateful: bool, tmp_path: Any) -> None:
+    folder = tmp_path / str(stateful)
+    for rank, found in enumerate(run_on_ranks(_resumed, str(folder), stateful)):
+        plain = []
+        sampler = DistributedSampler(numbers(24), num_replicas=2, rank=rank, shuffle=True, seed=3)
+        for epoch in (0, 1):
+            sampler.set_epoch(epoch)
+            plain += [float(i) for i in sampler]
+        assert found == plain
+
+
+# ---- exact and bitwise --------------------------------------------------------------------------------------------------
+
+
+def _exact_pass(parity: str) -> list[Any]:
+    accelerator = Accelerator(cpu=True, parity=parity, seed=1)
+    loader = DataLoader(
+        numbers(21), batch_size=6, sampler=DistributedSampler(numbers(21), *_size(), shuffle=True, seed=4)
+    )
+    prepared = accelerator.prepare(loader)
+    found: list[Any] = []
+    for epoch in (0, 1):
+        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        found.append([])
+        for batch in prepared:
+            found[-1] += _values(accelerator.gather_for_metrics(batch))
+    return found
+
+
+def _size() -> tuple[int, int]:
+    return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+
+
+@pytest.mark.parametrize("parity", ["exact", "bitwise"])
+def test_torch_s_own_sampler_is_undone_so_that_the_order_is_that_of_one_process(parity: str) -> None:
+    orders = [torch.randperm(21, generator=torch.Generator().manual_seed(4 + epoch)) for epoch in (0, 1)]
+    for world_size in (1, 2, 3):
+        for found in run_on_ranks(_exact_pass, parity, world_size=world_size):
+            # Training shares are neighbours of a global batch, so the gathered order is that of the batch only when sorted.
+            for order, samples in zip(orders, found):
+                batches = [order[i : i + 6].tolist() for i in range(0, 21, 6)]
+                assert sorted(samples) == [float(i) for i in range(21)]
+                start = 0
+                for batch in batches:
+                    assert set(samples[start : start + len(batch)]) == set(map(float, batch))
+                    start += len(batch)
+
+
+def _refused(cases: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> list[str]:
+    found = []
+    for name, of_accelerator, of_config in cases:
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**of_config), **of_accelerator)
+        try:
+            accelerator.prepare(cut_loader(name, 12, 2))
+            found.append("no error")
+        except UsageError as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_a_cut_excludes_is_refused_by_name() -> None:
+    cases: list[Any] = [
+        ("num_replicas and rank", {"parity": "exact"}, {}),
+        ("asks for its rank", {"parity": "bitwise"}, {}),
+        ("DistributedSampler", {}, {"dispatch_batches": True}),
+        ("webdataset", {}, {"dispatch_batches": True}),
+        ("DistributedSampler", {}, {"split_batches": True}),
+    ]
+    for texts in run_on_ranks(_refused, cases):
+        assert "cut for the ranks already by its sampler (StridedSampler), and parity='exact'" in texts[0]
+        assert "its dataset (AsksStream, whose code asks for the rank), and parity='bitwise'" in texts[1]
+        assert "dispatch_batches=True lets rank zero alone read" in texts[2]
+        assert "its dataset (webdataset.split_by_node)" in texts[3]
+        assert "split_batches=True" in texts[4]
+        for text in texts:
+            assert "test_already_sharded.py:" in text
+            assert "take that out, so that echelon cuts the loader" in text
+
+
+def _wrong_numbers() -> list[str]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    found = []
+    for sampler in (
+        DistributedSampler(numbers(12), 2 * size, rank),
+        DistributedSampler(numbers(12), size, 0),
+        DistributedSampler(numbers(12), size, (rank + 1) % size),
+    ):
+        loader = DataLoader(numbers(12), batch_size=2, sampler=sampler)
+        for prepare in (Accelerator(cpu=True).prepare, shard):
+            try:
+                prepare(loader)
+                found.append("no error")
+            except EchelonError as error:
+                found.append(str(error))
+    return found
+
+
+def test_a_sampler_for_others_than_these_ranks_is_an_error() -> None:
+    for texts in run_on_ranks(_wrong_numbers):
+        for text in texts[:2]:
+            assert "for another number of processes: there are 2, and it says 4" in text
+        for text in texts[2:4]:
+            assert "rank 0 has part 0, rank 1 has part 0" in text
+        assert texts[4:] == ["no error"] * 2  # the parts of another order of ranks are all there
+
+
+def test_one_process_does_not_read_a_half() -> None:
+    for prepare in (Accelerator(cpu=True).prepare, shard):
+        loader = DataLoader(numbers(12), batch_size=2, sampler=DistributedSampler(numbers(12), 2, 0))
+        with pytest.raises(UsageError, match="there are 1, and it says 2"):
+            prepare(loader)
+
+
+# ---- what nobody could recognise ----------------------------------------------------------------------------------------
+
+
+class _Listed(IterableDataset[Any]):
+    """Was given its files: nothing but they shows that it is a share."""
+
+    def __init__(self, files: list[str]) -> None:
+        self.files = files
+
+    def __iter__(self) -> Any:
+        return (torch.tensor(float(name.partition(".")[0])) for name in self.files)
+
+
+class _Opaque(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(torch.arange(float(_START[0]), 32.0, dist.get_world_size()))
+
+
+_START = [0]
+
+
+class _Same(IterableDataset[Any]):
+    """Has the attributes of one that divides itself, and gives every rank everything."""
+
+    def __init__(self, order: list[int]) -> None:
+        self.order = order
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+
+    def __iter__(self) -> Any:
+        return (torch.tensor(float(i)) for i in self.order)
+
+
+def _unrecognised(case: str, parity: str, level: str) -> list[str]:
+    """Return what is said, in the first pass and in the second."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    config = DataLoaderConfiguration(dispatch_batches=False if case == "a stream" else None)
+    accelerator = Accelerator(cpu=True, parity=parity, dataloader_config=config)
+    _START[0] = rank
+    shuffled = torch.randperm(64, generator=torch.Generator().manual_seed(rank)).tolist()
+    loaders = {
+        "a hidden sampler": lambda: DataLoader(numbers(32), batch_size=2, sampler=HiddenSampler(32)),
+        "a share of the data": lambda: DataLoader(Subset(numbers(32), range(rank, 32, size)), batch_size=2),
+        "a list of files": lambda: DataLoader(_Listed([f"{i}.tar" for i in range(rank, 32, size)]), batch_size=2),
+        "a stream": lambda: DataLoader(_Opaque(), batch_size=2),
+        "a false cut": lambda: DataLoader(_Same(list(range(32))), batch_size=2),
+        "a false cut in another order": lambda: DataLoader(_Same(shuffled), batch_size=2),
+        "a false claim": lambda: DataLoader(numbers(32), batch_size=2),
+    }
+    said = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            claim = True if case == "a false claim" else None
+            if level == "shard":
+                prepared: Any = shard(loaders[case](), already_sharded=claim)
+            else:
+                prepared = accelerator.prepare_data_loader(loaders[case](), already_sharded=claim)
+            for _ in range(
+                1 if parity == "exact" else 2
+            ):  # an error ends the rank that sees it; a launcher ends the others
+                list(prepared)
+        except (DesyncError, UsageError) as error:
+            said.append(f"error: {error}")
+        dist.barrier()
+    said += [f"{w.filename}:{w.lineno} {w.message}" for w in caught if issubclass(w.category, EchelonWarning)]
+    return said
+
+
+CASES = {
+    "a hidden sampler": ("gives each rank other samples", "take the sampler out", "already_sharded=True"),
+    "a share of the data": ("the ranks were given different data", "whole dataset", "already_sharded=True"),
+    "a list of files": ("the ranks were given different data", "whole dataset", "already_sharded=True"),
+    "a stream": ("ranks 0 and 1 read different streams", "same dataset", "already_sharded=True"),
+    "a false cut": ("have been given the same samples", "other samples", "already_sharded=False"),
+    "a false cut in another order": ("have been given the same samples", "other samples", "already_sharded=False"),
+    "a false claim": ("have been given the same samples", "other samples", "already_sharded=False"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_was_not_recognised_is_said_once_at_the_loader_s_line(case: str) -> None:
+    said = [text for texts in run_on_ranks(_unrecognised, case, "off", "accelerator") for text in texts]
+    assert len(said) == 1, said
+    for part in ("test_already_sharded.py:", *CASES[case]):
+        assert part in said[0]
+
+
+@pytest.mark.parametrize(
+    "case", ["a hidden sampler", "a share of the data", "a stream", "a false cut", "a false claim"]
+)
+def test_exact_parity_refuses_it(case: str) -> None:
+    said = [text for texts in run_on_ranks(_unrecognised, case, "exact", "accelerator") for text in texts]
+    assert said
+    assert all(text.startswith("error: ") for text in said), said
+
+
+@pytest.mark.parametrize("case", ["a share of the data", "a false claim"])
+def test_shard_says_it_too(case: str) -> None:
+    said = [text for texts in run_on_ranks(_unrecognised, case, "off", "shard") for text in texts]
+    assert len(said) == 1, said
+    assert "test_already_sharded.py:" in said[0]
+
+
+# ---- no false alarm -----------------------------------------------------------------------------------------------------
+
+
+class _Augmented(TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x + torch.rand(()), y
+
+
+class _Stream(IterableDataset[Any]):
+    def __init__(self, n: int, noise: bool) -> None:
+        self.n = n
+        self.noise = noise
+
+    def __iter__(self) -> Any:
+        return ((torch.tensor([i + (torch.rand(()) if self.noise else 0.0)]), i % 3) for i in range(self.n))
+
+
+def _ordinary(part: int, num_parts: int) -> list[str]:
+    """Read ordinary loaders, and return what is said of them."""
+    found: list[str] = []
+    number = 0
+    for n in (1, 2, 3, 8, 16, 17, 64, 100):
+        x = torch.arange(float(n))[:, None]
+        datasets: list[Any] = [
+            TensorDataset(x, torch.arange(n) % 2),
+            TensorDataset(torch.zeros(n, 3), torch.ones(n)),  # all samples are equal
+            TensorDataset(x % 8, (torch.arange(n) % 8)),  # copies of a few
+            TensorDataset((x % 2).repeat(1, 3)),
+            _Augmented(x, torch.arange(n)),
+            Subset(TensorDataset(x), range(0, n, 2)),
+            _Stream(n, noise=False),
+            _Stream(n, noise=True),
+        ]
+        for data in datasets:
+            iterable = isinstance(data, IterableDataset)
+            choices: list[dict[str, Any]] = [{}] if iterable else [{}, {"shuffle": True}]
+            if not iterable and n > 2:
+                choices.append({"sampler": RandomSampler(data, replacement=True, num_samples=n // 2)})
+                choices.append({"sampler": SequentialSampler(range(len(data) // 2 or 1))})
+            for choice in choices:
+                for batch_size, dispatch in ((4, None), (16, False)):
+                    number += 1
+                    if number % num_parts != part:
+                        continue
+                    config = DataLoaderConfiguration(dispatch_batches=dispatch)
+                    accelerator = Accelerator(cpu=True, dataloader_config=config)
+                    with warnings.catch_warnings(record=True) as caught:
+                        warnings.simplefilter("always")
+                        loader = accelerator.prepare(DataLoader(data, batch_size=batch_size, **choice))
+                        for _ in range(2):
+                            list(loader)
+                        dist.barrier()
+                    found += [f"{type(data).__name__} {n} {choice}: {w.message}" for w in caught]
+    assert number > 200, number
+    return found
+
+
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.soak) for part in (1, 2, 3))])
+def test_nothing_is_said_of_ordinary_loaders(part: int) -> None:
+    assert run_on_ranks(_ordinary, part, 4, timeout=300) == [[], []]
+
+
+def _whole_on_purpose() -> list[str]:
+    """Read a small evaluation set on every rank, without prepare."""
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.allow_unsharded(DataLoader(numbers(32), batch_size=4))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        list(loader)
+    return [str(w.message) for w in caught]
+
+
+def test_a_loader_that_every_rank_reads_on_purpose_is_left_alone() -> None:
+    assert run_on_ranks(_whole_on_purpose) == [[], []]
