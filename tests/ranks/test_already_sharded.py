@@ -13,7 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from echelon import Accelerator, DataLoaderConfiguration
 from echelon.accelerator.project import ProjectConfiguration
-from echelon.base.errors import DesyncError, EchelonError, UsageError
+from echelon.base.errors import ConfigError, DesyncError, EchelonError, UsageError
 from echelon.base.warnings import EchelonWarning
 from echelon.distributed import shard
 from echelon.trainer import Trainer, TrainingArguments
@@ -144,6 +144,37 @@ def test_each_sample_comes_exactly_once(world_size: int, num_workers: int, level
 def test_loader_workers_divide_what_their_rank_has(tmp_path: Any) -> None:
     names = ["DistributedSampler", "asks for its rank"]
     assert run_on_ranks(_matrix, names, 2, ["accelerator"], str(tmp_path), timeout=200) == [{}] * 2
+
+
+def _shares_of_a_trainer(says: Any, folder: str) -> list[Any]:
+    mine = Subset(numbers(24), range(dist.get_rank(), 24, 2))
+    model = _Seen()
+    arguments = TrainingArguments(
+        output_dir=folder,
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=2,
+        num_train_epochs=1,
+        save_strategy="no",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        already_sharded=says,
+    )
+    trainer = Trainer(model, arguments, train_dataset=mine, eval_dataset=numbers(10), data_collator=_collate)
+    trainer.train()
+    trained, model.seen = model.seen, []
+    trainer.evaluate()
+    return [trained, model.seen]
+
+
+def test_a_trainer_s_shares_of_the_training_data_and_its_whole_evaluation_set(tmp_path: Any) -> None:
+    found = run_on_ranks(_shares_of_a_trainer, "train", str(tmp_path))
+    assert [sorted(trained) for trained, _ in found] == [[float(i) for i in range(rank, 24, 2)] for rank in (0, 1)]
+    assert {value for _, evaluated in found for value in evaluated} == {float(i) for i in range(10)}
+    assert len(found[0][1]) < 10
+    with pytest.raises(ConfigError, match="already_sharded='training' is none of the choices: train, eval"):
+        TrainingArguments(output_dir=str(tmp_path), use_cpu=True, already_sharded="training")
+    assert TrainingArguments(output_dir=str(tmp_path), use_cpu=True, already_sharded="true").already_sharded is True
 
 
 # ---- what belongs to keeping a cut --------------------------------------------------------------------------------------
@@ -482,6 +513,7 @@ class _Stream(IterableDataset[Any]):
 
 def _ordinary(part: int, num_parts: int) -> list[str]:
     """Read ordinary loaders, and return what is said of them."""
+    torch.manual_seed(dist.get_rank())
     found: list[str] = []
     number = 0
     for n in (1, 2, 3, 8, 16, 17, 64, 100):
@@ -492,6 +524,7 @@ def _ordinary(part: int, num_parts: int) -> list[str]:
             TensorDataset(x % 8, (torch.arange(n) % 8)),  # copies of a few
             TensorDataset((x % 2).repeat(1, 3)),
             _Augmented(x, torch.arange(n)),
+            [{"x": torch.randn(3), "y": torch.randn(1)} for _ in range(n)],  # each rank draws its own
             Subset(TensorDataset(x), range(0, n, 2)),
             _Stream(n, noise=False),
             _Stream(n, noise=True),

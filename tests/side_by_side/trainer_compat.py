@@ -40,6 +40,7 @@ FILES = {
     "ranks_items": "ranks/test_trainer_items.py",
     "ranks_options": "ranks/test_trainer_options.py",
     "ranks_resume": "ranks/test_trainer_resume.py",
+    "ranks_sharded": "ranks/test_already_sharded.py",
     "exchange": "side_by_side/test_trainer_exchange.py",
     "losses": "side_by_side/test_trainer_losses.py",
     "scripts": "side_by_side/test_trainer_scripts.py",

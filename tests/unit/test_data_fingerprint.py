@@ -13,6 +13,7 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, Tenso
 
 from echelon.distributed.data_fingerprint import (
     are_of_different_data,
+    are_shares,
     column_fingerprints,
     dataset_fingerprint,
     row_fingerprints,
@@ -112,3 +113,11 @@ def test_an_augmented_column_beside_equal_labels_is_no_other_data() -> None:
     assert are_of_different_data(
         sample_fingerprints(one), sample_fingerprints([(torch.rand(3), 9 + i) for i in range(8)])
     )
+
+
+def test_random_numbers_of_each_rank_s_own_are_no_shares() -> None:
+    one, other = (column_fingerprints(TensorDataset(torch.rand(20, 2), torch.rand(20))) for _ in range(2))
+    assert not are_shares(one, other, same_seeds=False)
+    assert are_shares(one, other, same_seeds=True)
+    for make in (DATA["files"], DATA["subset"]):
+        assert are_shares(column_fingerprints(make(0)), column_fingerprints(make(3)), same_seeds=False)

@@ -7,12 +7,18 @@ import secrets
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from echelon.base.errors import DesyncError, UsageError
 from echelon.base.warnings import UserLine, warn
 from echelon.data.lengths import length_of
-from echelon.distributed.data_fingerprint import ColumnFingerprint, are_of_different_data, column_fingerprints
+from echelon.distributed.data_fingerprint import (
+    ColumnFingerprint,
+    are_of_different_data,
+    are_shares,
+    column_fingerprints,
+)
 from echelon.distributed.own_cut import OwnCut, check_parts, find_own_cut, num_repeated
 from echelon.distributed.wire import gather_bytes
 from echelon.world.world import World
@@ -47,6 +53,8 @@ class LoaderFacts:
     """Of rank zero: the number of the loader."""
     cut: OwnCut | None
     columns: dict[str, ColumnFingerprint]
+    seed: int
+    """Torch's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +141,7 @@ def _facts(loader: DataLoader[Any], *, world: World, batches: Any, already_shard
         token=secrets.randbits(62),
         cut=cut,
         columns=column_fingerprints(dataset) if world.world_size > 1 else {},
+        seed=torch.initial_seed(),
     )
 
 
@@ -197,7 +206,9 @@ def _compare_data(
                 "batch size is",
                 do="give the loader the same batch size on every rank",
             )
-    if differ:
+    same_seeds = all(facts.seed == first.seed for facts in others)
+    certain = differ and all(are_shares(first.columns, facts.columns, same_seeds=same_seeds) for facts in others)
+    if certain or (differ and is_exact):
         _tell_different_data(first.kind, is_exact=is_exact, line=line)
     return cut
 
@@ -226,7 +237,11 @@ def _tell_different_data(kind: str, *, is_exact: bool, line: UserLine) -> None:
         "share would be cut once more, and most samples would be lost"
     )
     if is_exact:
-        raise DesyncError(message, where=f"{line}, parity='exact'", do="give every rank the whole dataset")
+        raise DesyncError(
+            message,
+            where=f"{line}, parity='exact'",
+            do="give every rank the whole dataset (random data: seed it alike, torch.manual_seed(0))",
+        )
     warn(f"{message}. Either {_BOTH_WAYS}", at=line)
 
 

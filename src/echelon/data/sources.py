@@ -219,7 +219,7 @@ class StreamSource(Source):
 
     def _read(self, first_pass: FirstPass | None) -> Steps:
         for batch, facts, columns in open_like_rank_zero(self.inner, self.stream):
-            if first_pass is not None:
+            if first_pass is not None and columns is not None:
                 first_pass.note_stream(columns)
                 first_pass = None
             yield batch, facts

@@ -21,6 +21,7 @@ from echelon.distributed.tree import leaves
 __all__ = [
     "ColumnFingerprint",
     "are_of_different_data",
+    "are_shares",
     "column_fingerprints",
     "dataset_fingerprint",
     "fingerprint_of_sample",
@@ -50,6 +51,8 @@ class ColumnFingerprint:
     """62 bits."""
     varies: bool
     """Do the places hold more than one value? A column that does not says little about whose data it is."""
+    is_numeric: bool = True
+    """Does it hold numbers only, which each rank may have drawn for itself?"""
 
 
 def dataset_fingerprint(dataset: Any) -> int | None:
@@ -79,7 +82,7 @@ def column_fingerprints(dataset: Any) -> dict[str, ColumnFingerprint]:
     num_samples = _length(dataset)
     found: dict[str, ColumnFingerprint] = {}
     for name, column, length in _columns(dataset, num_samples, "", 0)[:_MAX_COLUMNS]:
-        fingerprint = _of_items([column(place) for place in _places(length)])
+        fingerprint = _of_items([column(place) for place in _places(length)], is_drawn=name.endswith("indices"))
         if fingerprint is not None:
             found[name] = fingerprint
     return found
@@ -110,6 +113,23 @@ def are_of_different_data(one: Mapping[str, ColumnFingerprint], other: Mapping[s
         else:
             num_equal += one[name].varies
     return num_different > num_equal
+
+
+def are_shares(
+    one: Mapping[str, ColumnFingerprint], other: Mapping[str, ColumnFingerprint], *, same_seeds: bool
+) -> bool:
+    """Do these columns of two ranks' datasets show shares of one whole, and not only random numbers of each rank's own?
+
+    Args:
+        one: of a rank.
+        other: of another rank.
+        same_seeds: the ranks' generators were seeded alike, so that random data would be equal.
+    """
+    if not are_of_different_data(one, other):
+        return False
+    return same_seeds or any(
+        one[name] != other[name] and not one[name].is_numeric for name in one.keys() & other.keys()
+    )
 
 
 def fingerprint_of_sample(value: Any) -> int | None:
@@ -198,7 +218,8 @@ def _columns_of_subset(data: Any, name: str, depth: int) -> list[tuple[str, _Col
         for key, column, num_items in _columns(data.dataset, whole, f"{name}dataset.", depth + 1)
         if num_items == whole
     ]
-    return below or ([(f"{name}indices", lambda place: int(indices[place]), length)] if length > 0 else [])
+    chosen = [(f"{name}indices", lambda place: int(indices[place]), length)] if length > 0 else []
+    return [*chosen, *below]
 
 
 def _is_column(data: Any, num_samples: int) -> bool:
@@ -233,13 +254,21 @@ def _length(data: Any) -> int:
 # ---- plain data ---------------------------------------------------------------------------------------------------------
 
 
-def _of_items(items: list[Any]) -> ColumnFingerprint | None:
-    """Return the fingerprint of a column's items; None when there are none, or one is missing or no plain data."""
+def _of_items(items: list[Any], *, is_drawn: bool = False) -> ColumnFingerprint | None:
+    """Return the fingerprint of a column's items; None when there are none, or one is missing or no plain data.
+
+    Args:
+        items: of the column.
+        is_drawn: they are the indices of a part of the data: what was chosen, not what it holds.
+    """
     values = [None if item is None else fingerprint_of_sample(item) for item in items]
     if not values or any(value is None for value in values):
         return None
     found = xxhash.xxh3_64(",".join(map(str, values)).encode())
-    return ColumnFingerprint(value=int(found.intdigest() >> 2), varies=len(set(values)) > 1)
+    has_text = any(isinstance(leaf, (str, bytes)) for item in items for leaf in leaves(item))
+    return ColumnFingerprint(
+        value=int(found.intdigest() >> 2), varies=len(set(values)) > 1, is_numeric=not (has_text or is_drawn)
+    )
 
 
 def _update(found: Any, value: Any, depth: int) -> bool:

@@ -17,7 +17,7 @@ from echelon.base.logging import get_logger
 from echelon.base.protocols import SupportsSetEpoch
 from echelon.base.warnings import UserLine, user_line, warn
 from echelon.distributed.collectives import broadcast
-from echelon.distributed.data_fingerprint import ColumnFingerprint, are_of_different_data, column_fingerprints
+from echelon.distributed.data_fingerprint import ColumnFingerprint, are_shares, column_fingerprints
 from echelon.distributed.first_pass import FirstPass
 from echelon.distributed.own_cut import (
     OwnCut,
@@ -121,7 +121,7 @@ class _Facts:
     token: int
     cut: OwnCut | None
     differ: bool
-    """The datasets hold different samples."""
+    """The datasets hold different samples, which are not random numbers of each rank's own."""
 
     def first_pass(self, line: UserLine, *, reads_own: bool) -> FirstPass | None:
         """Return what compares the first passes of the ranks."""
@@ -154,6 +154,7 @@ def _agree(loader: DataLoader[Any], *, already_sharded: bool | None, line: UserL
         cut = OwnCut(what="its user (already_sharded=True)", place="user")
     columns = {name: asdict(column) for name, column in column_fingerprints(loader.dataset).items()}
     mine = {"cut": None if cut is None else asdict(cut), "columns": columns, "token": secrets.randbits(62)}
+    mine["seed"] = torch.initial_seed()
     everybody = [json.loads(text) for text in gather_bytes(json.dumps(mine).encode())]
     cuts = [OwnCut(**other["cut"]) for other in everybody if other["cut"] is not None]
     if cuts and len(cuts) < world_size:
@@ -167,12 +168,13 @@ def _agree(loader: DataLoader[Any], *, already_sharded: bool | None, line: UserL
     first, *others = [
         {name: ColumnFingerprint(**column) for name, column in other["columns"].items()} for other in everybody
     ]
+    same_seeds = len({other["seed"] for other in everybody}) == 1
     return _Facts(
         rank=rank,
         world_size=world_size,
         token=everybody[0]["token"],
         cut=cut,
-        differ=bool(others) and all(are_of_different_data(first, other) for other in others),
+        differ=bool(others) and all(are_shares(first, other, same_seeds=same_seeds) for other in others),
     )
 
 
