@@ -16,6 +16,7 @@ _NOT_THE_USERS = (str(Path(__file__).resolve().parent.parent), str(Path(json.__f
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 # Autograd calls the others, from native code in part.
 _COMMUNICATING = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/")
+_TORCH = "/torch/"
 _MODULE_CALL = "/torch/nn/modules/module.py"
 _TRAINING = ("/torch/nn/parallel/", "/torch/autograd/")
 _IMPORT = "<frozen importlib._bootstrap>"
@@ -122,13 +123,18 @@ def _place_of(innermost: FrameType) -> Place:
     found: FrameType | None = None
     last = innermost
     is_inside, communicates, imports = True, False, False  # still deeper than all that the user wrote
+    waits_in_torch: bool | None = None
     frame: FrameType | None = innermost
     while frame is not None:
         name = frame.f_code.co_filename
         if is_users(name):
             found, is_inside = found or frame, False
         else:
-            communicates = communicates or (is_inside and any(part in name for part in _COMMUNICATING))
+            # What hangs in something that torch has called (a hook, a signal handler) waits for no other rank.
+            if waits_in_torch is None and not _is_standard(name):
+                waits_in_torch = _TORCH in name
+            is_there = is_inside and waits_in_torch is True
+            communicates = communicates or (is_there and any(part in name for part in _COMMUNICATING))
             imports = imports or (is_inside and name == _IMPORT)
             if name.endswith(_MODULE_CALL):  # what was found is a line of the model
                 found = None
@@ -137,6 +143,12 @@ def _place_of(innermost: FrameType) -> Place:
     name = found.f_code.co_filename
     source = linecache.getline(name, found.f_lineno).strip()
     return Place(file=name, line=found.f_lineno, source=source, communicates=communicates and not imports)
+
+
+@lru_cache(maxsize=4096)
+def _is_standard(name: str) -> bool:
+    """Tell whether a file is Python's own."""
+    return name.startswith(_NOT_THE_USERS[1:]) and not any(part in name for part in _INSTALLED)
 
 
 @lru_cache(maxsize=4096)  # for the walk up a stack, of which each line is in one of a few files
