@@ -1,0 +1,58 @@
+"""What the reporter takes for a wait: torch's own calls, and not what hangs in something that torch has called."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from echelon.status.place import Sight, sight_of
+
+TORCH = "/usr/lib/python3/site-packages/torch/"
+
+
+def called_through(*files: str) -> Sight:
+    """Return what is seen of a stack with these files, the outermost first."""
+    seen: list[Any] = []
+
+    def look() -> None:
+        frame: FrameType = sys._getframe(1)
+        seen.append(sight_of(frame))
+
+    call: Any = look
+    for file in reversed(files):
+        code = compile("def go(call):\n    call()\n", file, "exec")
+        names: dict[str, Any] = {}
+        exec(code, names)
+        call = partial(names["go"], call)  # without a frame of its own
+    call()
+    return seen[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("files", "waits"),
+    [
+        (("train.py", TORCH + "distributed/distributed_c10d.py"), True),
+        (("train.py", TORCH + "_tensor.py", TORCH + "autograd/graph.py"), True),
+        (("train.py", TORCH + "distributed/rendezvous.py", sys.modules["threading"].__file__ or ""), True),
+        (("train.py", TORCH + "autograd/graph.py", "/usr/lib/python3/site-packages/hooks/lock.py"), False),
+        (("train.py", TORCH + "autograd/graph.py", "train.py"), False),
+        # Autograd traces in a compiler, and waits for nobody.
+        (("train.py", TORCH + "_dynamo/convert_frame.py", TORCH + "autograd/__init__.py"), False),
+    ],
+)
+def test_a_wait_is_in_torch(files: tuple[str, ...], waits: bool) -> None:
+    assert called_through(*files).communicates is waits
+
+
+def test_an_import_and_a_compiler_are_seen_and_what_an_import_runs_of_the_users_is_none() -> None:
+    machinery = "<frozen importlib._bootstrap>"
+    assert called_through("train.py", machinery, "/x/site-packages/big/__init__.py").imports
+    assert not called_through("main.py", machinery, "train.py").imports
+    assert called_through("train.py", TORCH + "_dynamo/convert_frame.py", TORCH + "autograd/__init__.py").compiles
+    # Compilers of several ranks may agree on something, and then wait for each other.
+    agreeing = called_through("train.py", TORCH + "_dynamo/convert_frame.py", TORCH + "distributed/distributed_c10d.py")
+    assert (agreeing.compiles, agreeing.communicates) == (False, True)
