@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from echelon.launch import worker
+from echelon.launch.parents import own_identity
 from tests.launch.conftest import Command, Result
 
 SCRIPTS = {
@@ -30,7 +31,10 @@ SCRIPTS = {
 def in_worker(command: Command, kind: str, target: str, *args: str) -> Result:
     (command.directory / "records").mkdir()
     return command.run(
-        [sys.executable, worker.__file__, str(command.directory / "records"), "-", "default", kind, target, *args]
+        [
+            *(sys.executable, worker.__file__, own_identity()),
+            *(str(command.directory / "records"), "-", "default", kind, target, *args),
+        ]
     )
 
 

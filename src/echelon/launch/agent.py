@@ -30,6 +30,7 @@ from echelon.launch.interrupts import Interrupted, Interrupts
 from echelon.launch.job_token import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from echelon.launch.node import Node, Order, RunOver
 from echelon.launch.output import Outputs
+from echelon.launch.parents import Guardian
 from echelon.launch.preemption import Preemption
 from echelon.launch.processes import Workers
 from echelon.launch.ranks import LocalRanks, settled
@@ -155,6 +156,7 @@ class _Agent(SimpleElasticAgent):
         self._ranks: LocalRanks | None = None
         self._supervisor: Supervisor | None = None
         self._warm = WarmStarter()
+        self._guardian = Guardian()
         self._environment_of_ranks: dict[int, dict[str, str]] = {}
         self._accounts = Accounts(job.directory / GOODPUT_FILE, began_ns=job.began_ns)
         self.ends: list[RankEnd] = []
@@ -163,6 +165,7 @@ class _Agent(SimpleElasticAgent):
     def close(self) -> Books:
         """End what forks ranks, and remove the board of the last attempt; return where the time went."""
         self._warm.close()
+        self._guardian.close()
         self._close_accounts(noticed_ns=time.monotonic_ns())  # an attempt that was interrupted
         self._remove_board()
         return self._accounts.finish()
@@ -224,7 +227,15 @@ class _Agent(SimpleElasticAgent):
         self.stall = None
         self._board = Board(job.num_processes, folder=str(directory))
         self.preemption.watch(self._board)
-        workers = Workers(job.script, directory=directory, outputs=job.outputs, board=self._board, warm=self._warm)
+        workers = Workers(
+            job.script,
+            directory=directory,
+            outputs=job.outputs,
+            board=self._board,
+            warm=self._warm,
+            guardian=self._guardian,
+            check=self._interrupts.check,
+        )
         self._ranks = LocalRanks(self._board, directory=directory, running=workers.running, check=self.preemption.check)
         self._supervisor = Supervisor(self._ranks, directory=job.directory, rules=job.stall)
         self._workers = workers

@@ -35,7 +35,6 @@ from echelon.base.warnings import warn
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 from echelon.config.sources import current, from_code
-from echelon.launch import worker
 from echelon.launch.environment import rank_variables
 from echelon.launch.rank_arguments import arguments_of_rank
 from echelon.launch.spawn import StartMethod, spawn
@@ -355,7 +354,6 @@ class _Child:
     caller: str
 
     def __call__(self, rank: int) -> None:
-        worker.die_with_parent()  # torch asks for SIGINT then, which native code never sees
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a kernel's own handler would not run inside a collective
         self.output.take_over(rank)
         environ.write(self.variables)

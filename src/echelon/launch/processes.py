@@ -18,6 +18,7 @@ from echelon.base.errors import LaunchError
 from echelon.launch import worker
 from echelon.launch.failure import RankEnd
 from echelon.launch.output import Outputs, log_file, relay
+from echelon.launch.parents import Guardian, own_identity
 from echelon.launch.records import read_last_words, read_record, read_stack
 from echelon.launch.script import Script
 from echelon.launch.warm import Process, WarmStarter
@@ -50,12 +51,26 @@ class Workers:
         outputs: where stdout and stderr go.
         board: of these ranks, one slot for each.
         warm: starts them when it is ready; else they are started as new programs.
+        guardian: ends them, with all their children, if this launcher is killed.
+        check: called between two that are started; it raises when the launcher is to stop.
     """
 
-    def __init__(self, script: Script, *, directory: Path, outputs: Outputs, board: Board, warm: WarmStarter) -> None:
+    def __init__(
+        self,
+        script: Script,
+        *,
+        directory: Path,
+        outputs: Outputs,
+        board: Board,
+        warm: WarmStarter,
+        guardian: Guardian,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         self._script = script
         self._board = board
         self._warm = warm
+        self._guardian = guardian
+        self._check = check
         self._directory = directory
         self._outputs = outputs
         self._workers: list[_Worker] = []
@@ -66,8 +81,11 @@ class Workers:
 
         Raises:
             LaunchError: the system does not start one; those already started are stopped.
+            Interrupted: the launcher is to stop; those already started run.
         """
+        self._guardian.open()
         for local_rank, environment in environments.items():
+            self._check()
             rank = int(environment["RANK"])
             directory = self._directory / f"rank_{rank}"
             directory.mkdir(parents=True)
@@ -79,6 +97,7 @@ class Workers:
                     f"cannot start rank {rank}: {error.strerror}: {error.filename}",
                     do="check that the program can be run, and the limits on processes and open files (ulimit -a)",
                 ) from error
+            self._guardian.note_started(self._workers[-1].process.pid)
         return {i: w.process.pid for i, w in enumerate(self._workers)}
 
     def running(self) -> dict[int, tuple[int, int | None]]:
@@ -124,7 +143,7 @@ class Workers:
     ) -> Process:
         if self._script.kind != "program" and self._warm.is_ready:
             stdout, stderr = (_number(streams[name], default) for name, default in (("stdout", 1), ("stderr", 2)))
-            forked = self._warm.start(command[2:], environment, stdout=stdout, stderr=stderr)
+            forked = self._warm.start(command[3:], environment, stdout=stdout, stderr=stderr, check=self._check)
             if forked is not None:
                 return forked
         return subprocess.Popen(
@@ -145,7 +164,8 @@ class Workers:
         manner = "debug" if self._outputs.debugged == local_rank else manner
         # By its path, not `-m`: with `-m` a json.py in the current directory would be found before the real one.
         place = f"{self._board.path}:{local_rank}"
-        return [sys.executable, worker.__file__, str(directory), place, manner, script.kind, script.target, *args]
+        settings = [own_identity(), str(directory), place, manner]
+        return [sys.executable, worker.__file__, *settings, script.kind, script.target, *args]
 
     def ends(self) -> list[RankEnd]:
         """Return how each rank ended so far, in the order of the ranks."""
@@ -210,6 +230,8 @@ class Workers:
                     file=sys.stderr,
                 )
         self.drain()
+        for one in self._workers:
+            self._guardian.note_ended(one.process.pid)
 
     def drain(self) -> None:
         """Wait until the output of ended ranks has been shown; a child that keeps the pipe open does not hold us up."""

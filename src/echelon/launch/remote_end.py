@@ -14,12 +14,14 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 __all__ = ["main"]
 
 _NAMES = frozenset({"SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"})
+_PR_SET_PDEATHSIG = 1
 _GRACE_S = 10.0  # the launcher ends its ranks within 5
 
 
@@ -41,11 +43,26 @@ def main(argv: list[str]) -> int:
         env={**_own_environment(), **greeting["environment"], greeting["token_variable"]: "/dev/stdin"},
         stdin=read_end,
         start_new_session=True,
+        preexec_fn=_hang_up_with(os.getpid()) if sys.platform == "linux" else None,  # no thread has begun yet
     )
     os.close(read_end)
     threading.Thread(target=_pass_on, args=(launcher,), daemon=True).start()
     code = launcher.wait()
     return 128 - code if code < 0 else code
+
+
+def _hang_up_with(parent: int) -> Callable[[], None]:
+    """Return what lets a process that is about to begin be told when ``parent`` is killed, as when the connection ends."""
+    import ctypes  # noqa: PLC0415 - Linux only; here, as the child must not import
+
+    prctl = ctypes.CDLL(None).prctl
+
+    def ask() -> None:
+        prctl(_PR_SET_PDEATHSIG, int(signal.SIGHUP), 0, 0, 0)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGHUP)
+
+    return ask
 
 
 def _own_environment() -> dict[str, str]:

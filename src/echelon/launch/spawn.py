@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 import textwrap
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -16,9 +17,10 @@ from echelon.base import environ
 from echelon.base.errors import LaunchError, UsageError
 from echelon.launch.environment import loopback_variables
 from echelon.launch.failure import RankEnd, explain, first_failure
+from echelon.launch.parents import own_identity
 from echelon.launch.rank_arguments import arguments_of_rank
 from echelon.launch.records import read_record
-from echelon.launch.worker import ERROR_FILE, Recorder
+from echelon.launch.worker import ERROR_FILE, Recorder, die_with
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -92,7 +94,8 @@ def spawn(
     start: Any = mp.start_processes  # torch leaves it without types
     processes = start(
         _run_rank,
-        args=(fn, tuple(args), common, str(directory)),
+        # Ranks that this thread may leave behind must not end with it: torch would let them.
+        args=(fn, tuple(args), common, str(directory), own_identity(), not join and not _is_main_thread()),
         nprocs=nprocs,
         join=False,
         daemon=daemon,
@@ -111,8 +114,15 @@ def spawn(
 
 
 def _run_rank(
-    rank: int, fn: Callable[..., object], args: tuple[object, ...], common: dict[str, str], directory: str
+    rank: int,
+    fn: Callable[..., object],
+    args: tuple[object, ...],
+    common: dict[str, str],
+    directory: str,
+    parent: str,
+    is_of_a_thread: bool,
 ) -> None:
+    die_with(parent, by_thread=is_of_a_thread)  # torch asks for SIGINT then, which native code never sees
     environ.write({**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
     own = os.path.join(directory, str(rank))
     os.makedirs(own)
@@ -124,6 +134,10 @@ def _run_rank(
         (Path(own) / _TRACEBACK_FILE).write_text(traceback.format_exc(), encoding="utf-8", errors="backslashreplace")
         Recorder(own).add(error, where="main")
         raise
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 @final

@@ -10,11 +10,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, final
 
 from echelon.launch import warm_server
+from echelon.launch.parents import own_identity
 
 __all__ = ["Process", "WarmStarter"]
 
@@ -80,7 +81,7 @@ class WarmStarter:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._server = subprocess.Popen(
-                [sys.executable, warm_server.__file__, str(theirs.fileno())],
+                [sys.executable, warm_server.__file__, str(theirs.fileno()), own_identity()],
                 # numpy begins its library's threads when it is imported, and no fork takes them along.
                 env={**environment, "OPENBLAS_NUM_THREADS": "1"},
                 pass_fds=[theirs.fileno()],
@@ -96,14 +97,23 @@ class WarmStarter:
         self.receive()
         return self._is_able and not self._num_importing and not self._is_over
 
-    def start(self, argv: Sequence[str], environment: Mapping[str, str], *, stdout: int, stderr: int) -> Process | None:
+    def start(
+        self,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        stdout: int,
+        stderr: int,
+        check: Callable[[], None] = lambda: None,
+    ) -> Process | None:
         """Start a rank; None: it did not work, start it another way.
 
         Args:
-            argv: of the worker.
+            argv: of the worker, without whom it ends with: that is the server.
             environment: the whole of it.
             stdout: where its output goes.
             stderr: where its errors go.
+            check: called while this waits; it raises when the launcher is to stop.
         """
         assert self._control is not None
         request = json.dumps({"argv": list(argv), "environment": dict(environment)}).encode()
@@ -115,6 +125,7 @@ class WarmStarter:
         while not self._born and not self._is_over and time.monotonic() < deadline:
             select.select([self._control], [], [], _POLL_S)
             self.receive()
+            check()
         if self._born:
             return _Forked(self._born.pop(0), self)
         if self._server is not None and not self._is_over:

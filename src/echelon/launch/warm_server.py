@@ -1,7 +1,7 @@
 """A process that has imported torch, and forks ranks from itself: they start in a tenth of a second instead of in seconds.
 
 It does nothing but import: one thread (a fork takes no other with it), no work of torch's, no device. Like the worker it is
-run by its path: ``python warm_server.py SOCKET``. What it is asked on the socket, in turn:
+run by its path: ``python warm_server.py SOCKET PARENT``. What it is asked on the socket, in turn:
 
 - ``{"import": [...]}``: it imports them and says ``{"ready": ...}``, whether ranks can be forked now;
 - ``{"argv": ..., "environment": ...}`` with the two files of a rank's output: it forks the rank and says ``{"pid": ...}``, and when that
@@ -31,7 +31,9 @@ def main(argv: list[str]) -> None:
     """Serve until the launcher closes its end of the socket."""
     control = socket.socket(fileno=int(argv[0]))
     worker, environ = _load("launch", "worker"), _load("base", "environ")
-    worker.die_with_parent()
+    worker.die_with(argv[1])
+    # With whom the ranks end.
+    own = f"{os.getpid()}:{worker.start_of(os.getpid())}"
     if not getattr(sys.flags, "safe_path", False):
         # Our own folder: an import of "ray" must not find what is called so here. Each rank puts its script's folder there.
         sys.path[0] = sys.path[1]
@@ -63,7 +65,7 @@ def main(argv: list[str]) -> None:
                 for file in (wake, woken):
                     os.close(file)
                 control.close()
-                _run_rank(request, files, worker, environ)
+                _run_rank(request, files, worker, environ, own)
             for file in files:
                 os.close(file)
             _send(control, {"pid": pid})
@@ -80,7 +82,7 @@ def _import(names: list[str]) -> dict[str, Any]:
     return {"ready": num_threads == 1, "why": f"{num_threads} threads"}
 
 
-def _run_rank(request: dict[str, Any], files: list[int], worker: ModuleType, environ: ModuleType) -> NoReturn:
+def _run_rank(request: dict[str, Any], files: list[int], worker: ModuleType, environ: ModuleType, own: str) -> NoReturn:
     os.setsid()
     for number, file in enumerate(files, 1):
         os.dup2(file, number)
@@ -89,7 +91,7 @@ def _run_rank(request: dict[str, Any], files: list[int], worker: ModuleType, env
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()  # as in a new process; `random` does it by itself after a fork
-    worker.main(request["argv"])
+    worker.main([own, *request["argv"]])
     sys.exit(0)
 
 

@@ -1,11 +1,12 @@
 """What each rank runs: the user's script exactly as ``python script.py`` would, plus a record of its first error.
 
 The launcher runs this file by its path, so it imports the standard library only, nothing of echelon and no torch:
-``python worker.py DIRECTORY BOARD|- default|line|debug script|module TARGET ARGS...``
+``python worker.py PARENT DIRECTORY BOARD|- default|line|debug script|module TARGET ARGS...``; PARENT: with whom it ends.
 """
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import faulthandler
 import importlib.util
@@ -20,7 +21,7 @@ import time
 from types import CodeType, ModuleType, TracebackType
 from typing import IO, Any, NoReturn
 
-__all__ = ["ERROR_FILE", "STACK_FILE", "Recorder", "die_with_parent", "is_user_file", "main"]
+__all__ = ["ERROR_FILE", "STACK_FILE", "Recorder", "die_with", "is_user_file", "main", "start_of"]
 
 ERROR_FILE = "error.json"
 STACK_FILE = "stack.txt"
@@ -29,6 +30,7 @@ _MAX_RECORDS = 8
 _MAX_FRAMES = 40
 _MAX_TEXT = 4000
 _PR_SET_PDEATHSIG = 1
+_LOOK_AT_PARENT_S = 0.5
 
 
 class Recorder:
@@ -126,8 +128,8 @@ def is_user_file(path: str) -> bool:
 
 def main(argv: list[str]) -> None:
     """Run the target in ``argv`` as ``__main__`` of this process."""
-    directory, board, manner, kind, target, *args = argv
-    die_with_parent()
+    parent, directory, board, manner, kind, target, *args = argv
+    die_with(parent)
     if hasattr(signal, "SIGHUP"):
         # nohup has it ignored, and the launcher stops ranks by it; a terminal's does not reach them (own session).
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -197,16 +199,51 @@ def _start_reporter(board: str, directory: str, stack_file: IO[str]) -> Any:
     return reporter
 
 
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent dies: kill -9 of the launcher leaves no orphans."""
-    if sys.platform != "linux":
-        return
+def die_with(parent: str, *, by_thread: bool = False) -> None:
+    """Let this process end when the one that has started it does: kill -9 of a launcher leaves no orphans.
+
+    Linux does that itself, also for a process whose interpreter is held by native code. It means the *thread* that has started
+    this process, so that has to be one that lasts (or ``by_thread``); it forgets it when the process runs a program that
+    changes its user (setuid), and never passes it on to children.
+
+    Args:
+        parent: ``PID:START`` as the parent says it (``parents.own_identity``): it may be dead by now, and ``getppid`` somebody else.
+        by_thread: look again and again instead, in a thread: the parent's thread may end before the parent does.
+    """
+    number, _, start = parent.partition(":")
+    pid = int(number)
+    is_asked = sys.platform == "linux" and _ask_for_signal(0 if by_thread else int(signal.SIGKILL))
+    if os.getppid() != pid and not _is_there(pid, start):  # it died before we asked; else something stands between
+        os.kill(os.getpid(), signal.SIGKILL)
+    if by_thread or not is_asked or os.getppid() != pid:
+        _thread.start_new_thread(_end_with, (pid, start, os.getppid()))
+
+
+def _ask_for_signal(number: int) -> bool:
     import ctypes  # noqa: PLC0415 - a few milliseconds that only Linux needs
 
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)  # it died before we asked
+    return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) == 0)
+
+
+def start_of(pid: int) -> str:
+    """Return when a process began, by the system's own count, which tells it from a later one of its number; empty: it is over."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()  # the name before it may hold anything
+    except OSError:  # or the system does not say
+        return ""
+    return "" if fields[0] in ("Z", "X") else fields[19]
+
+
+def _is_there(pid: int, start: str) -> bool:
+    """Tell whether that very process lives."""
+    return start_of(pid) == start if start else os.getppid() == pid
+
+
+def _end_with(pid: int, start: str, above: int) -> None:
+    while os.getppid() == above and (above == pid or _is_there(pid, start)):
+        time.sleep(_LOOK_AT_PARENT_S)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _hook_threads(recorder: Recorder) -> None:
