@@ -99,6 +99,15 @@ CASES = {
         "zero_stage=3 (from flag --zero_stage) and engine='ddp' (from flag --engine) cannot both hold",
         "leave engine out",
     ),
+    "too many processes": (["--cpu", "--nproc_per_node=4000", "ok.py"], "4000 processes", "or --oversubscribe"),
+    "gpus by number": (["--gpu_ids", "0,1", "ok.py"], "this machine has no accelerator", "add --cpu (or ECHELON_CPU=1"),
+    "gpus by count": (["--num_gpus=2", "ok.py"], "--num_gpus asks for accelerators", "add --cpu (or ECHELON_CPU=1"),
+    "gpus from env": (["ok.py"], "where: env ECHELON_GPU_IDS", "add --cpu (or ECHELON_CPU=1"),
+    "gpus of a file": (
+        ["--config_file", "gpus.yaml", "ok.py"],
+        "where: file gpus.yaml:2",
+        "add --cpu (or ECHELON_CPU=1",
+    ),
     "megatron": (["--use_megatron_lm", "ok.py"], "Megatron-LM is not offered", "--use_fsdp or --use_deepspeed"),
     "config file": (["--config_file", "gone.yaml", "ok.py"], "cannot read the config file gone.yaml", "check the path"),
 }
@@ -112,7 +121,12 @@ def test_wrong_command_line_says_what_and_what_to_do(case: str, command: Command
     command.write("nul.py", RAN.encode() + b"\0\n")
     command.write("syntax.py", RAN + "def f(:\n")
     command.write("two.yaml", "num_processes: 16\nnum_machines: 2\n")
-    variables = {"processes from env": {"ECHELON_NUM_PROCESSES": "0"}, "strict": {"ECHELON_MIXED_PRECISION": "fp16"}}
+    command.write("gpus.yaml", "num_processes: 2\ngpu_ids: 0,1\n")
+    variables = {
+        "processes from env": {"ECHELON_NUM_PROCESSES": "0"},
+        "strict": {"ECHELON_MIXED_PRECISION": "fp16"},
+        "gpus from env": {"ECHELON_GPU_IDS": "0,1"},
+    }
     result = command.launch(*argv, **variables.get(case, {}))
     assert result.code == 2, result.err
     assert what in result.err

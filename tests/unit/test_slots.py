@@ -21,7 +21,8 @@ def _settings(**values: object) -> dict[str, Setting]:
 def _used(values: dict[str, str], num_accelerators: int) -> tuple[tuple[int, ...], str]:
     found = named_slots(resolve(RunConfig, [_settings(**values)]))
     assert found is not None
-    return found.of(num_accelerators), str(found.origin)
+    on_cpu = num_accelerators == 0 and "gpu_ids" not in values
+    return found.of(num_accelerators, on_cpu=on_cpu), str(found.origin)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ def _used(values: dict[str, str], num_accelerators: int) -> tuple[tuple[int, ...
         ("deepspeed_inclusion_filter", f"{socket.gethostname()}:1", 4, (1,)),
         ("deepspeed_inclusion_filter", "localhost", 3, (0, 1, 2)),
         ("deepspeed_exclusion_filter", "localhost:1", 3, (0, 2)),
-        ("deepspeed_inclusion_filter", "localhost:0,2", 0, (0, 2)),  # on the CPU: two processes
+        ("deepspeed_inclusion_filter", "localhost:0,2", 0, (0, 2)),  # with --cpu: two processes
     ],
 )
 def test_the_accelerators_named_are_used(name: str, text: str, num_accelerators: int, slots: tuple[int, ...]) -> None:
@@ -44,6 +45,7 @@ def test_the_accelerators_named_are_used(name: str, text: str, num_accelerators:
     ("values", "num_accelerators", "what"),
     [
         ({"gpu_ids": "0,4"}, 4, "0,4: this machine has 4 accelerators, numbered from 0"),
+        ({"gpu_ids": "0,1"}, 0, "0,1 names accelerators, and this machine has no accelerator that torch can use"),
         ({"gpu_ids": "0;1"}, 4, "'0;1' is no list of accelerators"),
         ({"gpu_ids": "1,1"}, 4, "'1,1' is no list of accelerators"),
         ({"deepspeed_inclusion_filter": "a:0@b:0"}, 4, "a is not this machine"),
@@ -85,7 +87,17 @@ def test_a_flag_names_the_accelerators_instead_of_a_file() -> None:
     file = {"deepspeed_inclusion_filter": Setting("worker-0:0@worker-1:2", Origin(Source.FILE, "run.yaml:1"))}
     found = named_slots(resolve(RunConfig, [file, _settings(gpu_ids="2")]))
     assert found is not None
-    assert found.of(4) == (2,)
+    assert found.of(4, on_cpu=False) == (2,)
+
+
+@pytest.mark.parametrize("flag", ["--num_gpus", "--num-gpus", "--num_accelerators"])
+def test_a_number_of_gpus_on_a_machine_without_is_an_error_unless_the_run_is_of_the_cpu(flag: str) -> None:
+    flags, typed = {"num_processes": "2", "multi_gpu": False}, {"num_processes": flag}
+    with pytest.raises(ConfigError, match=f"{flag} asks for accelerators, and this machine has no accelerator"):
+        launch._num_processes(resolve(RunConfig, [_settings(num_processes=2)]), flags, typed, 0)
+    assert launch._num_processes(resolve(RunConfig, [_settings(num_processes=2, cpu=True)]), flags, typed, 0) == 2
+    plain = {"num_processes": "--num_processes"}
+    assert launch._num_processes(resolve(RunConfig, [_settings(num_processes=2)]), flags, plain, 0) == 2
 
 
 def test_more_processes_than_the_list_has_is_an_error() -> None:

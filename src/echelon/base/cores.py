@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
+from echelon.base.control_groups import group_folders
 from echelon.base.errors import ConfigError
 
 __all__ = ["bind", "cores_of_node", "share_of", "threads_of_each", "usable_cores"]
 
-_GROUPS = "sys/fs/cgroup"
 _NODES = "sys/devices/system/node"
 _CORES = "sys/devices/system/cpu"
 
@@ -78,24 +78,10 @@ def _listed(path: Path) -> frozenset[int]:
 
 
 def _quotas(root: Path) -> Iterator[int]:
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:  # no Linux
-        return
-    for line in lines:
-        number, controllers, group = line.split(":", 2)
-        if number == "0":
-            folder, read = root / _GROUPS, _quota
-        elif "cpu" in controllers.split(","):
-            folder, read = root / _GROUPS / "cpu", _quota_of_version_1
-        else:
-            continue
-        path = PurePosixPath(group)
-        # The quota of a group above holds, too. A container may see its own group as the root.
-        for name in (path, *path.parents):
-            quota = read(folder / str(name).lstrip("/"))
-            if quota is not None:
-                yield quota
+    for folder, version in group_folders("cpu", root):
+        quota = _quota(folder) if version == 2 else _quota_of_version_1(folder)
+        if quota is not None:
+            yield quota
 
 
 def _quota(folder: Path) -> int | None:

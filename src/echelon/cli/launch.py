@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import sys
@@ -31,6 +32,7 @@ from echelon.config.settle import check as check_settings
 from echelon.config.settle import check_installed, settle
 from echelon.config.sources import from_environment, without_effect
 from echelon.launch.accounts import process_start_ns
+from echelon.launch.capacity import check_capacity
 from echelon.launch.environment import rank_variables
 from echelon.launch.failure import exit_status, explain, first_failure
 from echelon.launch.interrupts import Interrupted, Interrupts, watch
@@ -39,13 +41,16 @@ from echelon.launch.node import RunOver
 from echelon.launch.output import Outputs, parse_streams
 from echelon.launch.ranks import STALL_FILE
 from echelon.launch.script import Script, check
-from echelon.launch.slots import Slots, is_this_machine, named_slots
+from echelon.launch.slots import Slots, is_this_machine, named_slots, no_accelerator
 from echelon.launch.slurm import current_step
 from echelon.launch.supervise import StallRules
 from echelon.launch.together import rules_of, together
 from echelon.status.hold import EXIT_CODE, SIGNALS
 
 __all__ = ["command"]
+
+# Names of --num_processes that say on what the processes run.
+_OF_ACCELERATORS = re.compile("gpus|accelerators")
 
 
 @click.command("launch", cls=LaunchCommand, context_settings={"allow_interspersed_args": False})
@@ -119,6 +124,13 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
     check_settings(resolved, world_size=None if is_elastic else num_processes * num_machines)
     if script.kind != "program":
         check_installed(resolved, Path(script.target) if script.kind == "script" else None)
+    if not flags["oversubscribe"]:
+        check_capacity(
+            num_processes,
+            origin=_origin_of_number(resolved, typed, slots),
+            imports_torch=script.kind != "program",
+            uses_cpu=num_accelerators == 0,
+        )
     outputs = _outputs(flags, num_processes)
     if outputs.debugged is not None and script.kind == "program":
         raise ConfigError("--debugger needs a Python script", where="flag --no_python", do="leave one of the two out")
@@ -132,7 +144,7 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
         interface=None if machines is None else interface_variables(machines.interface),
     )
     if slots is not None and num_accelerators:
-        variables.update(limit_devices(slots.of(num_accelerators)))
+        variables.update(limit_devices(slots.of(num_accelerators, on_cpu=False)))
     if (message := without_effect()) is not None:  # the ranks leave it to the launcher: once for a job
         print(f"echelon: warning: {message}", file=sys.stderr)
     if not flags["quiet"]:
@@ -285,7 +297,9 @@ def _num_processes(
             where=f"flag {flag}",
             do="give --num_processes N to run N processes on the CPU",
         )
-    named = 0 if slots is None else len(slots.of(num_accelerators))
+    if num_accelerators == 0 and not resolved.value.cpu and _OF_ACCELERATORS.search(typed.get("num_processes", "")):
+        raise no_accelerator(f"{typed['num_processes']} asks for accelerators", f"flag {typed['num_processes']}")
+    named = 0 if slots is None else len(slots.of(num_accelerators, on_cpu=resolved.value.cpu))
     usable = named if named and num_accelerators else num_accelerators
     if asked in NUMBERS:
         # As torchrun: auto is one for each accelerator, on a machine without one for each core.
@@ -303,6 +317,14 @@ def _num_processes(
             do=f"give at most {usable}, or --cpu to run all of them on the CPU",
         )
     return number
+
+
+def _origin_of_number(resolved: Resolved[RunConfig], typed: dict[str, str], slots: Slots | None) -> str:
+    if "num_processes" in typed:
+        return f"flag {typed['num_processes']}"
+    origin = resolved.origins["num_processes"]
+    is_named = slots is not None and (resolved.value.num_processes is None or origin.source < slots.origin.source)
+    return str(slots.origin) if slots is not None and is_named else str(origin)
 
 
 def _outputs(flags: dict[str, Any], num_processes: int) -> Outputs:

@@ -194,6 +194,11 @@ def _own_options() -> list[Callable[[Callable[..., Any]], Callable[..., Any]]]:
             help="Say at the end where the time went, and which rank was slow. Without it: after a restart, and when a "
             "rank held up the others in a run of more than a minute.",
         ),
+        click.option(
+            "--oversubscribe",
+            is_flag=True,
+            help="Start more processes than the cores, the memory or the limits of this machine can hold.",
+        ),
         click.option("--quiet", "-q", is_flag=True, help="Leave the launcher's notes out; errors are still shown."),
         click.option("--standalone", is_flag=True, help="Accepted: every run on one machine is."),
         click.option("--rdzv-endpoint", metavar="HOST[:PORT]", help="As --main-process-ip and --main-process-port."),

@@ -10,7 +10,7 @@ from echelon.config.origin import Origin
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 
-__all__ = ["Slots", "is_this_machine", "named_slots"]
+__all__ = ["Slots", "is_this_machine", "named_slots", "no_accelerator"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +24,12 @@ class Slots:
     text: str
     origin: Origin
 
-    def of(self, num_accelerators: int) -> tuple[int, ...]:
-        """Return those that are used of a machine's; 0 of them: the numbers only say how many processes run on the CPU.
+    def of(self, num_accelerators: int, *, on_cpu: bool) -> tuple[int, ...]:
+        """Return those that are used of a machine's.
+
+        Args:
+            num_accelerators: that the run may use.
+            on_cpu: the run was asked to use the CPU: the numbers only say how many processes it has.
 
         Raises:
             ConfigError: some are not there, or none is left.
@@ -34,6 +38,8 @@ class Slots:
         if num_accelerators == 0:
             if self.are_left_out:
                 raise self._error(f"{self.text}: this run uses no accelerators that could be left out", "leave it out")
+            if not on_cpu:
+                raise no_accelerator(f"{self.text} names accelerators", str(self.origin))
             return self.numbers
         if self.numbers and max(self.numbers) >= num_accelerators:
             raise self._error(
@@ -49,6 +55,16 @@ class Slots:
 
     def _error(self, what: str, do: str) -> ConfigError:
         return ConfigError(what, where=str(self.origin), do=do)
+
+
+def no_accelerator(asked: str, where: str) -> ConfigError:
+    """Return the error of a run that asks for accelerators on a machine that has none."""
+    return ConfigError(
+        f"{asked}, and this machine has no accelerator that torch can use",
+        where=where,
+        do="add --cpu (or ECHELON_CPU=1, use_cpu: true in a file) to train on the CPU; if it has one, see echelon env: the "
+        "driver, or a torch that was built for CPUs",
+    )
 
 
 def is_this_machine(host: str) -> bool:

@@ -1,0 +1,35 @@
+"""The control groups of this process, and their files: what a container, or a scheduler, lets it use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+__all__ = ["group_folders"]
+
+_GROUPS = "sys/fs/cgroup"
+
+
+def group_folders(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
+    """Yield the folders of the groups that hold for this process, each with its version (1 or 2); none where there is no Linux.
+
+    Args:
+        controller: ``cpu``, ``memory`` or ``pids``.
+        root: of the file system.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, group = line.split(":", 2)
+        if number == "0":
+            folder, version = root / _GROUPS, 2
+        elif controller in controllers.split(","):
+            folder, version = root / _GROUPS / controller, 1
+        else:
+            continue
+        path = PurePosixPath(group)
+        # The limit of a group above holds, too. A container may see its own group as the root.
+        for name in (path, *path.parents):
+            yield folder / str(name).lstrip("/"), version

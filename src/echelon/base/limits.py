@@ -1,0 +1,108 @@
+"""What this machine, and the limits of this user and of the container, leave for more processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from echelon.base.control_groups import group_folders
+
+__all__ = ["Room", "room_for_files", "room_for_memory", "room_for_tasks"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """How much of something is left."""
+
+    left: int
+    source: str
+    """Which limit says so, in words."""
+
+
+def room_for_memory(root: Path = Path("/")) -> Room | None:
+    """Return the bytes that can be used without killing anybody; None: the system does not tell.
+
+    Args:
+        root: of the file system.
+    """
+    return _least([*_memory_of_machine(root), *_memory_of_groups(root)])
+
+
+def room_for_tasks(root: Path = Path("/")) -> Room | None:
+    """Return how many processes and threads this user can start; None: there is no limit that could be told."""
+    return _least([*_tasks_of_groups(root), *_tasks_of_user(root)])
+
+
+def room_for_files() -> Room | None:
+    """Return how many files this process can open besides those that it has now; None: there is no limit."""
+    try:
+        import resource  # noqa: PLC0415 - not on Windows
+    except ImportError:
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    return Room(left=limit, source=f"ulimit -n is {limit}")
+
+
+def _least(rooms: list[Room]) -> Room | None:
+    return min(rooms, key=lambda room: room.left, default=None)
+
+
+def _memory_of_machine(root: Path) -> Iterator[Room]:
+    with suppress(OSError, ValueError, KeyError):  # no Linux
+        lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
+        fields = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest}
+        free_kib = fields["MemAvailable"] + fields.get("SwapFree", 0)
+        yield Room(left=free_kib * 1024, source="MemAvailable and SwapFree of /proc/meminfo")
+
+
+def _memory_of_groups(root: Path) -> Iterator[Room]:
+    names = {
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "cache"),
+        2: ("memory.max", "memory.current", "file"),
+    }
+    for folder, version in group_folders("memory", root):
+        limit_file, usage_file, cache = names[version]
+        with suppress(OSError, ValueError):  # "max", and the root has none
+            limit = int((folder / limit_file).read_text(encoding="ascii"))
+            usage = int((folder / usage_file).read_text(encoding="ascii"))
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
+            files = int(stat.get(cache, 0)) - int(stat.get("shmem", 0))  # files that were read give way
+            left = max(0, limit - usage + files)
+            yield Room(left=left, source=f"{limit_file} of the control group is {limit / 2**30:.1f} GiB")
+
+
+def _tasks_of_groups(root: Path) -> Iterator[Room]:
+    for folder, _ in group_folders("pids", root):
+        with suppress(OSError, ValueError):
+            limit, now = (int((folder / name).read_text(encoding="ascii")) for name in ("pids.max", "pids.current"))
+            yield Room(left=max(0, limit - now), source=f"pids.max of the control group is {limit}, {now} are in use")
+
+
+def _tasks_of_user(root: Path) -> Iterator[Room]:
+    try:
+        import resource  # noqa: PLC0415 - not on Windows
+    except ImportError:
+        return
+    if not hasattr(resource, "RLIMIT_NPROC") or os.geteuid() == 0:  # the limit does not hold for root
+        return
+    limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    if limit == resource.RLIM_INFINITY:
+        return
+    now = _num_tasks(os.getuid(), root)
+    yield Room(left=max(0, limit - now), source=f"ulimit -u is {limit}, this user has {now} processes and threads")
+
+
+def _num_tasks(user: int, root: Path) -> int:
+    total = 0
+    with suppress(FileNotFoundError, NotADirectoryError):  # no Linux: what the user has now is not known
+        for entry in os.scandir(root / "proc"):
+            with suppress(OSError, IndexError, ValueError):  # it ends just now
+                if entry.name.isdigit() and entry.stat().st_uid == user:
+                    text = Path(entry.path, "stat").read_text(encoding="ascii", errors="replace")
+                    total += int(text.rpartition(")")[2].split()[17])
+    return total
