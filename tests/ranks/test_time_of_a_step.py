@@ -59,6 +59,7 @@ def test_a_rank_that_waits_in_the_backward_pass_or_a_gather_spends_that_on_commu
         spent = {part: found.spent_ns[part] / 1e9 for part in Part}
         assert found.num_steps == STEPS
         # Its own naps, and the other's. The machine may be busy, so that a nap is longer than it was meant; never shorter.
-        assert spent[Part.FORWARD] >= slept * 0.9
+        assert spent[Part.OTHER] >= slept * 0.9
+        assert 0 < spent[Part.FORWARD] < 0.5 * slept  # a small model; the machine may be busy
         assert spent[Part.COMMUNICATION] >= slept * 0.9
         assert sum(found.spent_ns) == found.since_ns - found.begun_ns

@@ -180,13 +180,20 @@ def test_the_time_of_a_loop_is_kept_on_the_board_and_outlives_the_rank(
     with notes.within(Phase.LOAD), notes.communicating():  # before the loop: init
         clock.now += S
     notes.loaded(20)
-    assert board.times(1) == Times(0, 0, 20, 0, Part.FORWARD, spent())
+    assert board.times(1) == Times(0, 0, 20, 0, Part.OTHER, spent())
 
     notes.phase(Phase.DATA)
     begun = clock.now
     clock.now += 2 * S
     notes.phase(Phase.TRAIN)
-    clock.now += 3 * S
+    clock.now += S // 2  # the program's own work on the batch
+    notes.begin_forward()
+    clock.now += S
+    notes.begin_forward()  # of a prepared part of the model
+    clock.now += S
+    notes.end_forward()
+    clock.now += S
+    notes.end_forward()
     before = notes.part(Part.BACKWARD)
     clock.now += 4 * S
     notes.part(before)
@@ -201,11 +208,12 @@ def test_the_time_of_a_loop_is_kept_on_the_board_and_outlives_the_rank(
     notes.loaded(99)  # not what the loop began with
     clock.now += 8 * S
     notes.phase(Phase.EVALUATE)
+    notes.begin_forward()
     clock.now += 9 * S  # it is killed here
-    all_spent = spent(data=2, forward=3 + 8, backward=4, communication=5, optimizer=6, checkpoint=7)
+    all_spent = spent(data=2, forward=3, other=0.5 + 8, backward=4, communication=5, optimizer=6, checkpoint=7)
     times = board.times(1)
     assert times == Times(begun, clock.now - 9 * S, 20, 1, Part.EVALUATION, all_spent)
-    assert board.marks(1) == [Mark(21, spent(data=2, forward=3, backward=4, communication=5, optimizer=6))]
+    assert board.marks(1) == [Mark(21, spent(data=2, forward=3, other=0.5, backward=4, communication=5, optimizer=6))]
     end = attempt(0, clock.now / S, clock.now / S, one := RankTimes(rank=1, times=times))
     assert sum(spent_in(end, one) or []) == clock.now - begun
 
@@ -243,7 +251,7 @@ def test_times_that_are_cut_off_anywhere_leave_those_before(board: Board) -> Non
 
 def steps(**ranks: list[float]) -> Steps:
     """From milliseconds of data, forward, backward, communication in a step."""
-    rows = {int(name[1:]): [100 * ms for ms in (*row, 0.0, 0.0, 0.0)] for name, row in ranks.items()}
+    rows = {int(name[1:]): [100 * ms for ms in (*row, *[0.0] * (len(Part) - len(row)))] for name, row in ranks.items()}
     found = steps_of(rows, num_steps=100)
     assert found is not None
     return found
@@ -270,7 +278,7 @@ def test_slow_data_on_one_of_two_ranks_is_named_and_even_ranks_are_not() -> None
     assert steps(r0=[1, 10, 20, 5], r1=[2, 10, 19, 5]).verdict == ""
     assert steps(r0=[1, 10, 20, 0]).verdict == ""
     assert steps_of({0: [1.0] * len(Part)}, num_steps=0) is None
-    few = steps_of({0: [0, 1, 0, 9, 0, 0, 0], 1: [0, 9, 0, 1, 0, 0, 0]}, num_steps=5)
+    few = steps_of({0: [0, 1, 0, 9, 0, 0, 0, 0], 1: [0, 9, 0, 1, 0, 0, 0, 0]}, num_steps=5)
     assert few is not None
     assert few.verdict == ""  # the first steps say little
 

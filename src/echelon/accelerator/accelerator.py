@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from echelon.accelerator.agreement import agree_on_models, agree_on_settings
-from echelon.accelerator.backward_time import timed_backward
+from echelon.accelerator.backward_time import time_forward, timed_backward
 from echelon.accelerator.bitwise import open_canonical
 from echelon.accelerator.checkpoints import Checkpoints
 from echelon.accelerator.compiling import compile_regions, compile_whole, compiles, is_compiled, moved_to, uncompiled
@@ -717,6 +717,7 @@ class Accelerator(AcceleratorFacts):
             became = wrapped if is_compiled(shaped) else self._compile(wrapped, by_regions=False)
             if became is not wrapped:
                 self._compiled[id(became)] = wrapped
+            time_forward(became)
             for one in (model, wrapped, became):
                 self._note(one, became)
         for optimizer, inner in zip(optimizers, prepared.optimizers):
@@ -947,7 +948,8 @@ class Accelerator(AcceleratorFacts):
             builtins.print(*args, **kwargs)
 
     def slow(self, what: str) -> AbstractContextManager[None]:
-        """Return a context that may take long on this process, while others wait: ``echelon launch`` says nothing of it.
+        """Return a context that may take long on this process, while others wait: ``echelon launch`` says nothing of it
+        before ``--slow_timeout`` (600 s).
 
         Args:
             what: the work, for reports.

@@ -1,4 +1,4 @@
-"""What the time of a backward pass goes to, for the launcher: this rank's own gradients, then the other ranks."""
+"""What the time of a step goes to, for the launcher: forward pass, backward pass (this rank's own gradients), other ranks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,31 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 
 from echelon.status.board import Part
 from echelon.status.notes import Notes, notes_of_process
 
-__all__ = ["timed_backward"]
+__all__ = ["time_forward", "timed_backward"]
+
+
+def time_forward(model: nn.Module) -> None:
+    """Note each forward pass of ``model``, where a launcher wants to know; elsewhere nothing is hooked, and nothing costs."""
+    if notes_of_process() is not None:
+        model.register_forward_pre_hook(_begin_forward, prepend=True)
+        model.register_forward_hook(_end_forward, always_call=True)
+
+
+# Functions of a module, and not methods: a model is copied and pickled with its hooks.
+def _begin_forward(_model: nn.Module, _inputs: Any) -> None:
+    # A user's torch.compile around the model traces its hooks, too.
+    if not torch.compiler.is_compiling() and (notes := notes_of_process()) is not None:
+        notes.begin_forward()
+
+
+def _end_forward(_model: nn.Module, _inputs: Any, _outputs: Any) -> None:
+    if not torch.compiler.is_compiling() and (notes := notes_of_process()) is not None:
+        notes.end_forward()
 
 
 def timed_backward(loss: torch.Tensor) -> AbstractContextManager[None]:

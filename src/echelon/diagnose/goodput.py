@@ -15,6 +15,7 @@ _ITEM_OF = MappingProxyType(
     {
         Part.DATA: "data wait",
         Part.FORWARD: "compute",
+        Part.OTHER: "compute",
         Part.BACKWARD: "compute",
         Part.OPTIMIZER: "compute",
         Part.EVALUATION: "compute",

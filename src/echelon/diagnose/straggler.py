@@ -11,7 +11,7 @@ from echelon.status.board import Part
 
 __all__ = ["Spread", "Steps", "steps_of"]
 
-_OWN = (Part.DATA, Part.FORWARD, Part.BACKWARD, Part.OPTIMIZER)
+_OWN = (Part.DATA, Part.FORWARD, Part.BACKWARD, Part.OPTIMIZER, Part.OTHER)
 _LEAST_STEPS = 20
 _WORTH = 0.1
 """A rank is told to be slow when the others wait for it in this part of a step."""

@@ -1,6 +1,6 @@
 """The status board: a small file in shared memory in which each rank notes what it does, and which the launcher reads.
 
-Layout, version 2, little-endian. Header of 64 bytes: ``8s`` magic, ``I`` version, ``I`` number of slots, ``I`` question (a
+Layout, version 3, little-endian. Header of 64 bytes: ``8s`` magic, ``I`` version, ``I`` number of slots, ``I`` question (a
 number that the launcher raises when it wants every rank's stacks). Then a slot of 2048 bytes for each local rank: the
 record ``Watch`` at 0 and 160, the record ``Note`` at 320 and 672, ``Times`` at 1024 and 1152, and the last eight records
 ``Mark`` from 1280 on, 80 bytes each. A record is ``I`` CRC-32 of what follows in it, ``I`` its number, and its fields in the
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 __all__ = ["Board", "Doing", "Mark", "Note", "Part", "Phase", "Slot", "Times", "Watch"]
 
-_MAGIC, _VERSION = b"ECHBOARD", 2
+_MAGIC, _VERSION = b"ECHBOARD", 3
 _HEADER = struct.Struct("<8sIII")
 _HEADER_BYTES = 64
 _QUESTION_AT = 16
@@ -41,9 +41,9 @@ _WATCH = struct.Struct("<qIQQIII100s")
 _NOTE = struct.Struct("<qQQIBB48s96s48s100s")
 _WATCH_AT = (0, 160)
 _NOTE_AT = (320, 672)
-_TIMES = struct.Struct("<QQqQB7Q")
+_TIMES = struct.Struct("<QQqQB8Q")
 _TIMES_AT = (1024, 1152)
-_MARK = struct.Struct("<Q7Q")
+_MARK = struct.Struct("<Q8Q")
 _MARKS_AT = tuple(range(1280, 1920, 80))
 _STAND_AT, _ASKED_AT = 1920, 1928
 # In the processor's own order, so that it is stored and read in one piece.
@@ -87,13 +87,15 @@ class Part(IntEnum):
 
     DATA = 0
     FORWARD = 1
-    """And whatever else the program does in its loop."""
+    """Of prepared models, from their call to its return."""
     BACKWARD = 2
     COMMUNICATION = 3
     """The transfer, and the wait for ranks that are later."""
     OPTIMIZER = 4
     EVALUATION = 5
     CHECKPOINT = 6
+    OTHER = 7
+    """Whatever else the program does in its loop: a loss outside the model, its own work on a batch, logging."""
 
 
 class Doing(IntFlag):

@@ -35,9 +35,9 @@ BOARD_VARIABLE = "ECHELON_BOARD"
 
 _PART_OF = MappingProxyType(
     {
-        Phase.NONE: Part.FORWARD,
+        Phase.NONE: Part.OTHER,
         Phase.DATA: Part.DATA,
-        Phase.TRAIN: Part.FORWARD,
+        Phase.TRAIN: Part.OTHER,
         Phase.OPTIMIZER: Part.OPTIMIZER,
         Phase.SAVE: Part.CHECKPOINT,
         Phase.LOAD: Part.CHECKPOINT,
@@ -54,7 +54,8 @@ class Notes:
         self._slot = slot
         self._begun_ns = self._since_ns = self._num_steps = 0
         self._loaded = -1
-        self._part = Part.FORWARD
+        self._part = Part.OTHER
+        self._num_forward = 0
         self._spent_ns = [0] * len(Part)
         self._step = self._num_operations = self._line = 0
         self._phase = Phase.NONE
@@ -91,6 +92,19 @@ class Notes:
             self._part, self._since_ns = part, now
             self._write_times()
         return before
+
+    def begin_forward(self) -> None:
+        """Note that the forward pass of a model begins; one within another, or in an evaluation, is a part of that."""
+        self._num_forward += 1
+        if self._part is Part.OTHER:
+            self._num_forward = 1
+            self.part(Part.FORWARD)
+
+    def end_forward(self) -> None:
+        """Note that the forward pass that was begun last has returned."""
+        self._num_forward -= 1
+        if self._num_forward == 0 and self._part is Part.FORWARD:
+            self.part(Part.OTHER)
 
     def mark(self, step: int) -> None:
         """Note that the checkpoint of ``step`` is begun: what was done before need not be done again."""
