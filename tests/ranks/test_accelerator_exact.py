@@ -212,3 +212,78 @@ def test_a_reference_that_is_no_count_in_sight_does_not_change_the_bits() -> Non
                 accelerator.backward(model(x).square().mean(), num_items=3 * factor)
         results.append([p.grad.clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def _guarded(clears_first: bool) -> torch.Tensor:
+    """The loop asks ``sync_gradients`` before it steps, and clears the gradients first or last."""
+    torch.manual_seed(2)
+    model: Any = nn.Linear(4, 2).double()
+    accelerator = Accelerator(gradient_accumulation_steps=3)
+    data = TensorDataset(torch.randn(14, 4, dtype=torch.float64))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=2))
+    for (x,) in loader:
+        with accelerator.accumulate(model):
+            if clears_first:
+                optimizer.zero_grad()
+            accelerator.backward(model(x).square().mean())
+            if accelerator.sync_gradients:
+                optimizer.step()
+                if not clears_first:
+                    optimizer.zero_grad()
+    return accelerator.unwrap_model(model).weight.detach().clone()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_zero_grad_before_the_loss_keeps_the_micro_steps_also_where_only_the_last_one_steps(world_size: int) -> None:
+    for first, last in zip(*(run_on_ranks(_guarded, first, world_size=world_size) for first in (True, False))):
+        torch.testing.assert_close(first, last, rtol=0, atol=0)
+    if world_size == 1:
+        torch.manual_seed(2)
+        model = nn.Linear(4, 2).double()
+        data = torch.randn(14, 4, dtype=torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for window in data.split(6):
+            optimizer.zero_grad()
+            model(window).square().mean().backward()
+            optimizer.step()
+        torch.testing.assert_close(
+            first, model.weight.detach(), rtol=1e-12, atol=1e-14
+        )  # float64, sums in another order
+
+
+class _Added(nn.Module):
+    """An embedding with sparse gradients, added to what a layer gives: both get the same gradient in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 3)
+        self.embedding = nn.Embedding(5, 3, sparse=True)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = (self.layer(x) + self.embedding(ids)).square()
+        return out
+
+
+def _sparse_batch(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(rank)
+    return torch.randn(4, 2, generator=g, dtype=torch.float64), torch.randint(0, 5, (4,), generator=g)
+
+
+def _sparse_gradients(engine: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model: Any = Accelerator(engine=engine).prepare(_Added().double())
+    model(*_sparse_batch(dist.get_rank())).mean().backward()
+    return [p.grad.to_dense() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero1"])
+def test_sparse_gradients_do_not_scale_those_of_other_layers(engine: str) -> None:
+    torch.manual_seed(0)
+    model = _Added().double()
+    for rank in range(2):
+        (model(*_sparse_batch(rank)).mean() / 2).backward()
+    for found in run_on_ranks(_sparse_gradients, engine, world_size=2):
+        for gradient, parameter in zip(found, model.parameters()):
+            assert parameter.grad is not None
+            torch.testing.assert_close(gradient, parameter.grad.to_dense(), rtol=1e-12, atol=1e-14)  # float64

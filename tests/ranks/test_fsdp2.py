@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from echelon import Accelerator
+from echelon import Accelerator, FullyShardedDataParallelPlugin
 from echelon.base.errors import DesyncError, UsageError
 from echelon.base.warnings import EchelonWarning
 from echelon.engines.fsdp2 import FSDP2Engine
@@ -372,3 +372,121 @@ def test_a_torch_that_cannot_average_gradients_is_refused() -> None:
         run_on_ranks(_on_a_backend_that_adds_for_mean, False, world_size=2)
     assert all(isinstance(error, UsageError) for error in failed.value.errors.values())
     assert "takes the sum of the ranks' gradients on CPUs for their mean" in str(failed.value.errors[0])
+
+
+def _norms_of_few_rows() -> tuple[float, float]:
+    """The model has two rows: of three ranks, one has none of any parameter."""
+    torch.manual_seed(0)
+    model: Any = nn.Linear(4, 2).double()
+    accelerator = Accelerator(engine="fsdp2")
+    model = accelerator.prepare(model)
+    model(torch.ones(1, 4, dtype=torch.float64)).square().sum().backward()
+    largest = accelerator.clip_grad_norm_(model.parameters(), 1e9, float("inf"))
+    return float(accelerator.clip_grad_norm_(model.parameters(), 1e9)), float(largest)
+
+
+def test_a_rank_without_any_part_of_the_model_has_part_in_its_norm() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2).double()
+    model(torch.ones(1, 4, dtype=torch.float64)).square().sum().backward()
+    gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    for norm, largest in run_on_ranks(_norms_of_few_rows, world_size=3):
+        assert norm == pytest.approx(float(gradients.norm()), rel=1e-12)  # sums in another order, float64
+        assert largest == pytest.approx(float(gradients.abs().max()), rel=1e-12)
+
+
+def _in_calls_of_their_own(order: str) -> torch.Tensor:
+    torch.manual_seed(0)
+    model: Any = nn.Linear(3, 4).double()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    accelerator = Accelerator(engine="fsdp2")
+    if order == "optimizer first":
+        optimizer = accelerator.prepare(optimizer)
+        model = accelerator.prepare(model)
+    else:
+        model = accelerator.prepare(model)
+        optimizer = accelerator.prepare(optimizer)
+    accelerator.backward(model(torch.ones(2, 3, dtype=torch.float64)).square().mean())
+    optimizer.step()
+    return model.weight.detach().full_tensor()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+def test_an_optimizer_that_was_prepared_in_a_call_of_its_own_trains_the_shards(order: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 3, dtype=torch.float64)).square().mean().backward()
+    optimizer.step()
+    for weight in run_on_ranks(_in_calls_of_their_own, order, world_size=2):
+        torch.testing.assert_close(weight, model.weight.detach(), rtol=1e-12, atol=1e-14)  # float64
+
+
+def _sparse() -> None:
+    Accelerator(engine="fsdp2").prepare(nn.Sequential(nn.Linear(2, 2), nn.Embedding(5, 2, sparse=True)))
+
+
+def test_sparse_gradients_are_refused_by_the_layer_s_name() -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_on_ranks(_sparse, world_size=2)
+    error = caught.value.errors[0]
+    assert isinstance(error, UsageError)
+    assert "1 is an embedding with sparse=True" in str(error)
+
+
+def _looked_at_before_the_step(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Between backward and step the model is run once more, as a loop does that logs or evaluates there."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=kind == "stage 3")
+    model, optimizer = Accelerator(engine="fsdp2", fsdp_plugin=plugin).prepare(model, optimizer)
+    x = torch.ones(2, 3, dtype=torch.float64)
+    model(x).square().mean().backward()
+    with torch.no_grad():
+        model(x)
+    optimizer.step()
+    with torch.no_grad():
+        after_a_look = model(x).clone()
+    model(x)  # a loss that nobody backpropagates
+    optimizer.step()
+    return after_a_look, model(x).detach()
+
+
+@pytest.mark.parametrize("kind", ["stage 3", "stage 2"])
+def test_a_forward_pass_before_the_step_does_not_keep_the_weights_of_before_it(kind: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    x = torch.ones(2, 3, dtype=torch.float64)
+    model(x).square().mean().backward()
+    optimizer.step()
+    once = model(x).detach()
+    optimizer.step()
+    for first, second in run_on_ranks(_looked_at_before_the_step, kind, world_size=2):
+        torch.testing.assert_close(first, once, rtol=1e-12, atol=1e-14)  # float64
+        torch.testing.assert_close(second, model(x).detach(), rtol=1e-12, atol=1e-14)
+
+
+def _changed_after_an_evaluation() -> tuple[list[torch.Tensor], bool]:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+    model[0].requires_grad_(False)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False)
+    model = Accelerator(engine="fsdp2", fsdp_plugin=plugin).prepare(model)
+    x = torch.ones(2, 3, dtype=torch.float64)
+    with torch.no_grad():
+        model(x)
+        for parameter in model.parameters():
+            parameter.mul_(2.0)
+    model.requires_grad_(True)
+    model(x).square().mean().backward()
+    return [p.detach().full_tensor() for p in model.parameters()], all(p.grad is not None for p in model.parameters())
+
+
+def test_what_is_done_to_parameters_after_an_evaluation_is_done_to_the_shards() -> None:
+    torch.manual_seed(0)
+    expected = [2 * p.detach() for p in nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double().parameters()]
+    for weights, is_trained in run_on_ranks(_changed_after_an_evaluation, world_size=2):
+        assert all(map(torch.equal, weights, expected))
+        assert is_trained

@@ -210,6 +210,8 @@ def _weighted(weighted: bool, form: str, num_shards: int = 8, layout: str | None
         for x, y in loader:
             n = len(x) + int(y[0]) if weighted else None
             with accelerator.accumulate(model) if form != "without accumulate" else nullcontext():
+                if form == "zero_grad first":
+                    optimizer.zero_grad()
                 loss = nn.functional.cross_entropy(model(x.double()), y)
                 if form == "two losses":  # of one micro-step: they are added up
                     accelerator.backward(0.25 * loss, num_items=n, retain_graph=True)
@@ -217,13 +219,15 @@ def _weighted(weighted: bool, form: str, num_shards: int = 8, layout: str | None
                 else:
                     accelerator.backward(loss, num_items=n)
                 optimizer.step()
-                optimizer.zero_grad()
+                if form != "zero_grad first":
+                    optimizer.zero_grad()
     return _weights(accelerator, model)
 
 
 @pytest.mark.parametrize(
     ("weighted", "form"),
     [
+        (False, "zero_grad first"),
         (True, "accumulate"),
         (False, "without accumulate"),
         (True, "two losses"),

@@ -205,8 +205,11 @@ class AcceleratedOptimizer(Optimizer):
 
     def _holds_micro_steps(self) -> bool:
         """Are the gradients those of micro-steps before this one, and this call the one that begins it?"""
-        driver = self.gradient_state.reading.driver
-        return self._is_postponed or (driver is not None and driver.awaits_loss)
+        state = self.gradient_state
+        driver = state.reading.driver
+        # A loop that steps under `if accelerator.sync_gradients` has postponed nothing.
+        begins = state.micro_step > 1 and not state.has_loss
+        return self._is_postponed or begins or (driver is not None and driver.awaits_loss)
 
     def add_param_group(self, param_group: Any) -> None:
         """Add a group to the wrapped optimizer."""

@@ -25,6 +25,7 @@ from echelon.engines.row_norms import clip_by_rows
 from echelon.engines.stepping import (
     Stepper,
     clip_gradients,
+    copy_sparse_gradients,
     load_state,
     multiply_gradients,
     plain_state_dict,
@@ -106,6 +107,7 @@ class DDPEngine(Engine):
         options = dict(self._options)
         hook, outer = (str(options.pop(name, "no")) for name in ("comm_hook", "comm_wrapper"))
         state_options = options.pop("comm_state_option", None)
+        copy_sparse_gradients(model)
         wrapper = DistributedDataParallel(model, device_ids=ids, **options)
         register_comm_hook(wrapper, hook=hook, wrapper=outer, state_options=state_options)
         wrapper.require_backward_grad_sync = self._reduces

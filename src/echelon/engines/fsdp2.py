@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from weakref import ref
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from echelon.base.capabilities import Capabilities
 from echelon.base.errors import ConfigError, UsageError
@@ -69,7 +70,9 @@ class FSDP2Engine(Engine):
         self._roots: dict[int, FSDPModule] = {}  # by id, which the value keeps alive
         self._strays: dict[int, _Strays] = {}  # by root
         self._hooks: list[Any] = []  # on the modules
-        self._replaced: list[ref[nn.Parameter]] = []  # whole ones, of before prepare
+        # Models and optimizers may be prepared in calls of their own, in any order.
+        self._replaced = WeakIdKeyDictionary()  # whole parameters of before prepare -> sharded ones
+        self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._warned = False
         self._averages: bool | None = None  # does the backend divide sums for ReduceOp.AVG; None: not tried yet
         self._update: ShardedUpdate | None = None  # who sums the gradients in the place of torch (open_shards)
@@ -115,15 +118,14 @@ class FSDP2Engine(Engine):
         before = [dict(model.named_parameters()) for model in models]
         for model in models:
             self._shard(model)
-        replaced = {
-            id(parameter): after[name]
-            for old, model in zip(before, models)
-            for after in [dict(model.named_parameters())]
-            for name, parameter in old.items()
-        }
-        self._replaced += [ref(p) for old in before for p in old.values() if replaced[id(p)] is not p]
-        for optimizer in optimizers:
-            _repoint(optimizer, replaced)
+        for old, model in zip(before, models):
+            after = dict(model.named_parameters())
+            for name, parameter in old.items():
+                if after[name] is not parameter:
+                    self._replaced[parameter] = after[name]
+        self._optimizers.update(optimizers)
+        for optimizer in list(self._optimizers):
+            _repoint(optimizer, self._replaced)
         return Prepared(models=tuple(models), optimizers=tuple(optimizers), schedulers=tuple(schedulers))
 
     def _shard(self, model: nn.Module) -> None:
@@ -133,6 +135,7 @@ class FSDP2Engine(Engine):
             return
         device = self._world.device
         left_whole = set(map(id, ignored_in(model, options.ignored)))
+        _refuse_sparse(model, left_whole)
         # A number has no dim along which it could be cut.
         ignored = [name for name, p in model.named_parameters() if id(p) in left_whole or p.dim() == 0]
         values = take_values(model, only_rank_zero=options.ram_efficient_loading)
@@ -168,6 +171,7 @@ class FSDP2Engine(Engine):
         _require_one_dtype(model)
         self._average_by_hand(model)
         self._roots[id(model)] = model
+        model.register_forward_hook(_reshard_after_evaluation)
         self._strays[id(model)] = _Strays(model)
         self._hooks += take_whole_state_dicts(model)
         watch_numbers_of_shards(self)
@@ -282,6 +286,7 @@ class FSDP2Engine(Engine):
         """See ``Engine``."""
         if not unsynced:
             self._guard()
+        self._reshard(optimizer)
         try:
             return self._stepper.step(optimizer, closure)
         except (RuntimeError, NotImplementedError, TypeError) as error:
@@ -289,9 +294,16 @@ class FSDP2Engine(Engine):
                 raise
             raise _no_optimizer_of_shards(optimizer, f"torch says {str(error).splitlines()[0]!r}") from error
 
+    def _reshard(self, optimizer: Optimizer) -> None:
+        """Free the whole parameters that a forward pass without a backward pass has left: they keep the old values."""
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for root in self._roots.values():
+            if any(id(part.sharded_param) in held for part in _fsdp_params(root)):
+                _reshard(root)
+
     def replaced_parameters(self) -> Sequence[torch.Tensor]:
         """See ``Engine``: those that were whole."""
-        return [parameter for reference in self._replaced if (parameter := reference()) is not None]
+        return list(self._replaced.keys())
 
     def reduce_gradients(self, optimizer: Optimizer) -> bool:
         """See ``Engine``.
@@ -309,6 +321,7 @@ class FSDP2Engine(Engine):
                 do="write model, optimizer = accelerator.prepare(model, optimizer), in one call, or make the optimizer of "
                 "model.parameters() after prepare()",
             )
+        self._reshard(optimizer)
         return self._reduce()
 
     def settle(self) -> None:
@@ -591,6 +604,22 @@ def _require_one_dtype(root: FSDPModule) -> None:
             )
 
 
+def _reshard_after_evaluation(root: FSDPModule, _args: Any, _out: Any) -> None:
+    """Free the whole parameters after a forward pass that no backward pass follows.
+
+    ``reshard_after_forward=False`` keeps them until the backward pass. Without one they would stay, with the values of
+    before the next step, and in the place of the shards: what is done to ``model.parameters()`` would be lost.
+    """
+    if not torch.is_grad_enabled():
+        _reshard(root)
+
+
+def _reshard(root: FSDPModule) -> None:
+    for group in fsdp_groups(root):
+        if group.is_unsharded:
+            group.reshard()
+
+
 def _fsdp_params(root: FSDPModule) -> Iterator[Any]:
     for group in fsdp_groups(root):
         yield from group.fsdp_params
@@ -648,13 +677,26 @@ def _total_norm(
 
 def _power_sum(tensors: Sequence[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
     """Return the sum of the p-th powers (the largest size for p = inf), 0-d, at least in float32."""
+    # The dtype is that of all parts, the empty ones, too: the ranks add these numbers up, and a rank may hold nothing.
+    wide = max((t.dtype.to_real() for t in tensors), key=lambda dtype: torch.finfo(dtype).bits, default=torch.float32)
+    wide = torch.float32 if torch.finfo(wide).bits < 32 else wide
     filled = [t for t in tensors if t.numel()]
     if not filled:
-        return torch.zeros((), device=device)
-    wide = max((t.dtype.to_real() for t in filled), key=lambda dtype: torch.finfo(dtype).bits)
-    wide = torch.float32 if torch.finfo(wide).bits < 32 else wide
+        return torch.zeros((), dtype=wide, device=device)
     norms = torch.stack([norm.to(device=device, dtype=wide) for norm in torch._foreach_norm(filled, p)])
     return norms.max() if math.isinf(p) else (norms**p).sum()
+
+
+def _refuse_sparse(model: nn.Module, left_whole: Container[int]) -> None:
+    """Raise where a layer gives gradients that torch cannot reduce to shards: its own error names no layer."""
+    for name, module in model.named_modules():
+        is_sparse = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+        if is_sparse and module.weight.requires_grad and id(module.weight) not in left_whole:  # type: ignore[arg-type]
+            raise UsageError(
+                f"{name or type(module).__name__} is an embedding with sparse=True, and fully_shard cannot reduce sparse gradients",
+                where="prepare(), engine fsdp2",
+                do="make it with sparse=False, or use engine='ddp'",
+            )
 
 
 def _share_from_rank_zero(model: nn.Module, device: torch.device) -> None:
@@ -671,16 +713,16 @@ def _share_from_rank_zero(model: nn.Module, device: torch.device) -> None:
             tensor.data.copy_(sent)
 
 
-def _repoint(optimizer: Optimizer, replaced: Mapping[int, nn.Parameter]) -> None:
+def _repoint(optimizer: Optimizer, replaced: Mapping[torch.Tensor, nn.Parameter]) -> None:
     """Give ``optimizer`` the sharded parameters in the place of those that it was made with, and its state in parts."""
     for group in optimizer.param_groups:
-        group["params"] = [replaced.get(id(p), p) for p in group["params"]]
+        group["params"] = [replaced.get(p, p) for p in group["params"]]
         if len({isinstance(p, DTensor) for p in group["params"]}) > 1:  # one kernel does not take both kinds
             group["foreach"] = False
             if group.get("fused"):
                 group["fused"] = False
     for old in list(optimizer.state):
-        new = replaced.get(id(old), old)
+        new = replaced.get(old, old)
         if new is not old:
             entries = optimizer.state.pop(old)
             optimizer.state[new] = {key: part_like(value, new) for key, value in entries.items()}

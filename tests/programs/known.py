@@ -1,0 +1,117 @@
+"""What a drawn program may be refused for, what may be warned about, and the faults that are known and still open."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tests.programs.program import Case, Layout, Program
+
+__all__ = ["excuse_of", "is_expected_warning", "known_open", "refusal_of"]
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    name: str
+    when: Callable[[Program, Layout], bool]
+    pattern: str
+    """Of echelon's error."""
+
+
+_REFUSALS: list[_Refusal] = [
+    _Refusal(
+        "sparse embeddings cannot be sharded",
+        lambda p, at: p.model == "sparse" and (at.engine or "").startswith("fsdp2"),
+        "is an embedding with sparse=True",
+    ),
+    _Refusal(
+        "a stream without state cannot be entered in its middle",
+        lambda p, at: p.data == "iterable" and p.saves is not None and at.parity != "off" and not p.replays,
+        "an iterable dataset without state cannot go there",
+    ),
+    _Refusal(
+        "bitwise sums are dense",
+        lambda p, at: p.model == "sparse" and at.parity == "bitwise",
+        "its gradients are sparse",
+    ),
+    _Refusal(
+        "an optimizer that was not prepared has no updates in the exact modes",
+        lambda p, at: not p.is_prepared and at.parity != "off",
+        "was not prepared by this Accelerator",
+    ),
+    _Refusal(
+        "an optimizer that was not prepared holds no shards",
+        lambda p, at: not p.is_prepared and (at.engine or "").startswith("fsdp2"),
+        "of before prepare\\(\\), whose place sharded ones have taken",
+    ),
+    _Refusal(
+        "split_batches needs a batch size that divides",
+        lambda p, at: p.split_batches and p.batch_size % at.world_size > 0,
+        "split_batches cuts every batch",
+    ),
+    _Refusal(
+        "batches of other lengths cannot be joined by rank zero",
+        lambda p, at: at.world_size > 1 and p.collate == "padded" and (p.dispatches or p.data == "iterable"),
+        "cannot be joined to one for all ranks",
+    ),
+    _Refusal(
+        "gather of batches of other sizes",
+        lambda p, at: at.world_size > 1 and at.parity == "off" and (p.order == "batch_sampler" or not p.even_batches),
+        "gather: the ranks do not bring the same structure",
+    ),
+    _Refusal(
+        "ranks with other numbers of batches",
+        lambda p, at: at.world_size > 1 and at.parity == "off" and not p.even_batches,
+        "the ranks do not have the same number of batches",
+    ),
+]
+
+# (item, when): drawn, and left out until its repair has landed.
+_OPEN: list[tuple[str, Callable[[Case], bool]]] = [
+    ("1", lambda case: case.program.already_sharded),
+    ("4", lambda case: case.program.zipped > 0 and case.layout.parity != "off"),
+    (
+        "a short rank ends its window alone (even_batches=False, several micro-steps)",
+        lambda case: (
+            not case.program.even_batches
+            and case.program.accumulation > 1
+            and case.layout.parity == "off"
+            and case.layout.world_size > 1
+        ),
+    ),
+]
+
+# Of torch, about the user's own model; of echelon, about what costs time and changes nothing.
+_EXPECTED_WARNINGS: list[str] = [
+    "FSDP2-wrapped module .* returned a view tensor",
+    "Sparse invariant checks are implicitly disabled",
+    "EchelonWarning: the last backward pass was not synchronised",
+    "EchelonWarning: .*was not prepared by this Accelerator",
+    "EchelonWarning: .* has random states of . process",
+]
+
+
+def known_open(case: Case) -> str | None:
+    """Return the number of the fault that this case would meet."""
+    return next((item for item, when in _OPEN if when(case)), None)
+
+
+def refusal_of(program: Program, layout: Layout, error: str) -> str | None:
+    """Return the name of the documented refusal that ``error`` is, where the program gives cause for it."""
+    for refusal in _REFUSALS:
+        if refusal.when(program, layout) and re.search(refusal.pattern, error, re.DOTALL):
+            return refusal.name
+    return None
+
+
+def is_expected_warning(category: str, text: str) -> bool:
+    """Tell whether a warning is one that such a program may give."""
+    return any(re.search(pattern, f"{category}: {text}") for pattern in _EXPECTED_WARNINGS)
+
+
+def excuse_of(case: Case, texts: Sequence[str]) -> str | None:
+    """Return what a warning named as the reason of a difference."""
+    if not case.program.is_prepared and any("was not prepared by this Accelerator" in text for text in texts):
+        return "an optimizer that was not prepared steps in every micro-step"
+    return None

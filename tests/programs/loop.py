@@ -1,0 +1,251 @@
+"""A drawn program as a script on echelon's Accelerator (level 2): the loop that a user would write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from echelon import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
+from tests.programs.parts import (
+    Rows,
+    fields_of,
+    losses_of,
+    make_evaluation_loader,
+    make_loader,
+    make_model,
+    make_optimizers,
+    make_schedule,
+    prediction_of,
+)
+from tests.programs.plain import ORDER_SEED, ZIPPED_SEED, zipped_losses
+from tests.programs.program import Layout, Program
+
+__all__ = ["Found", "train"]
+
+
+@dataclass
+class Found:
+    """What a rank has seen; lists have an entry for each update unless they say otherwise."""
+
+    weights: list[torch.Tensor] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    epochs: list[list[int]] = field(default_factory=list)
+    """The samples that ``gather_for_metrics`` gave in each epoch."""
+    evaluations: list[torch.Tensor] = field(default_factory=list)
+    evaluated: list[list[int]] = field(default_factory=list)
+    num_steps: int = 0
+    has_saved: bool = False
+    """This start ended at a save: the rest is another's."""
+
+
+def _accelerator(program: Program, layout: Layout, folder: Path | None) -> Accelerator:
+    engine, options = layout.engine, dict[str, Any]()
+    if engine is not None and engine.startswith("fsdp2"):
+        engine = "fsdp2"
+        options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
+            fsdp_version=2, reshard_after_forward=layout.engine == "fsdp2 stage 3"
+        )
+    return Accelerator(
+        gradient_accumulation_steps=program.accumulation,
+        parity=layout.parity,
+        engine=engine,
+        max_micro_batch_size=layout.max_micro,
+        canonical_shards=layout.shards,
+        dataloader_config=DataLoaderConfiguration(
+            even_batches=program.even_batches,
+            split_batches=program.split_batches,
+            dispatch_batches=program.dispatches,
+            use_seedable_sampler=program.seedable,
+            data_seed=program.seed + ORDER_SEED if layout.parity != "off" else None,
+            replay_iterable=program.replays,
+        ),
+        **options,
+    )
+
+
+def train(program: Program, layout: Layout, folder: Path | None, *, goes_on: bool = False) -> Found:
+    """Run the program on this rank. ``goes_on``: from what was saved in ``folder``."""
+    return _Script(program, layout, folder, goes_on=goes_on).run()
+
+
+class _Script:
+    def __init__(self, program: Program, layout: Layout, folder: Path | None, *, goes_on: bool) -> None:
+        self.program, self.layout, self.folder = program, layout, folder
+        self.found = Found()
+        self.accelerator = accelerator = _accelerator(program, layout, folder)
+        torch.manual_seed(program.seed)
+        rows = Rows(program)
+        model: Any = make_model(replace(program, seed=program.seed + 1000) if goes_on else program)
+        optimizers: list[Any] = [] if program.made == "after" else make_optimizers(program, model)
+        world = (dist.get_rank(), layout.world_size) if dist.is_initialized() else (0, 1)
+        loader: Any = make_loader(program, rows, world=world)
+        evaluation_rows = Rows(program, num_samples=5 + program.seed % 7, seed=900)
+        evaluation_loader: Any = make_evaluation_loader(program, evaluation_rows)
+        if program.made == "before" and program.is_prepared:
+            schedules = self._schedules(optimizers)
+            model, *prepared = accelerator.prepare(model, *optimizers, *schedules)
+            self.optimizers, self.schedules = prepared[: len(optimizers)], prepared[len(optimizers) :]
+        elif program.made == "first" and program.is_prepared:
+            schedules = self._schedules(optimizers)
+            self.optimizers = [accelerator.prepare(optimizer) for optimizer in optimizers]
+            model = accelerator.prepare(model)
+            self.schedules = [accelerator.prepare(schedule) for schedule in schedules]
+        else:
+            model = accelerator.prepare(model)
+            optimizers = optimizers or make_optimizers(program, model)
+            schedules = self._schedules(optimizers)
+            if program.is_prepared:
+                self.optimizers = [accelerator.prepare(optimizer) for optimizer in optimizers]
+                self.schedules = [accelerator.prepare(schedule) for schedule in schedules]
+            else:
+                self.optimizers, self.schedules = optimizers, schedules
+        self.model = model
+        self.loader = accelerator.prepare(loader)
+        self.evaluation_loader = accelerator.prepare(evaluation_loader) if program.evaluates != "no" else None
+        self.zipped_loader: Any = None
+        if program.zipped:
+            other = replace(program, order="sequential", data="map", drop_last=False, already_sharded=False)
+            self.zipped_loader = accelerator.prepare(
+                make_loader(other, Rows(program, seed=ZIPPED_SEED), batch_size=program.zipped)
+            )
+        if goes_on:
+            accelerator.resume(folder)
+
+    def _schedules(self, optimizers: list[Any]) -> list[Any]:
+        schedules = [make_schedule(self.program, optimizer) for optimizer in optimizers]
+        return [schedule for schedule in schedules if schedule is not None]
+
+    def run(self) -> Found:
+        program, accelerator, found = self.program, self.accelerator, self.found
+        epochs: Iterable[int] = range(program.epochs) if program.saves is None else accelerator.epochs(program.epochs)
+        for epoch in epochs:
+            if program.unfreezes == epoch:
+                for parameter in self.model.parameters():
+                    parameter.requires_grad_(True)
+            self.model.train()
+            self.loader.set_epoch(epoch)
+            found.epochs.append([])
+            self._epoch()
+            if found.has_saved:
+                break
+            if program.evaluates == "epoch":
+                self._evaluate()
+        found.num_steps = accelerator.progress.step
+        inner = accelerator.unwrap_model(self.model)
+        found.weights = [_whole(parameter.detach()) for parameter in inner.parameters()]
+        return found
+
+    def _epoch(self) -> None:
+        program, accelerator = self.program, self.accelerator
+        is_off = self.layout.parity == "off"
+        passes = zip(self.loader, self.zipped_loader) if program.zipped else ((batch, None) for batch in self.loader)
+        updates = 0
+        num_skips = 0  # of batches
+        for number, (batch, other) in enumerate(passes):
+            if program.skips:
+                is_skipped = (number if is_off else num_skips) % 3 == 1
+                num_skips += accelerator.sync_gradients
+                if is_skipped:
+                    continue
+            with accelerator.accumulate(self.model) if program.accumulates else nullcontext():
+                self._micro_step(fields_of(batch), None if other is None else fields_of(other))
+            if not accelerator.sync_gradients:
+                continue
+            updates += 1
+            if program.evaluates == "middle" and updates == 1:
+                self._evaluate()
+            if program.saves is not None and accelerator.progress.step == program.saves:
+                accelerator.save_state(self.folder)
+                self.found.has_saved = True
+                return
+            if updates == program.breaks:
+                return
+
+    def _micro_step(self, batch: Any, other: Any) -> None:
+        program, accelerator, found = self.program, self.accelerator, self.found
+        if program.clears_first:
+            self._clear()
+        if program.closure:
+            for optimizer in self.optimizers:
+                optimizer.step(lambda: self._backward(batch, other, clears=True))
+        else:
+            total = self._backward(batch, other, clears=False)
+            if self.layout.parity == "off":
+                found.losses.append(float(accelerator.reduce(total.nan_to_num(), "mean")))
+            elif accelerator.sync_gradients and not program.zipped:
+                found.losses.append(
+                    accelerator.update_loss() if accelerator._window.total or program.loss != "items" else 0.0
+                )
+        found.epochs[-1] += accelerator.gather_for_metrics(batch.index).tolist()
+        if program.guards and not accelerator.sync_gradients:
+            return
+        if program.clipping != "none":
+            self._clip()
+        if not program.closure:
+            for optimizer in self.optimizers:
+                optimizer.step()
+        for schedule in self.schedules:
+            schedule.step()
+        if accelerator.sync_gradients:
+            found.rates.append(float(self.optimizers[0].param_groups[0]["lr"]))
+        if not program.clears_first:
+            self._clear()
+
+    def _clear(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=self.program.set_to_none)
+
+    def _backward(self, batch: Any, other: Any, *, clears: bool) -> torch.Tensor:
+        program, accelerator = self.program, self.accelerator
+        if clears:
+            self._clear()
+        total: Any = 0.0
+        losses = [losses_of(program, self.model, batch)]
+        if other is not None:
+            losses.append(zipped_losses(program, self.model, other))
+        for several in losses:
+            for loss, num_items in several:
+                if program.peeks:
+                    with torch.no_grad():
+                        self.model(batch.x, batch.token)
+                accelerator.backward(loss, num_items=num_items)
+                total = total + loss.detach()
+        assert isinstance(total, torch.Tensor)
+        return total
+
+    def _clip(self) -> None:
+        program, accelerator = self.program, self.accelerator
+        if program.clipping == "value":
+            accelerator.clip_grad_value_(self.model.parameters(), 0.02)
+            return
+        if not accelerator.sync_gradients:
+            return
+        kind = float("inf") if program.clipping == "inf" else 2.0
+        self.found.norms.append(float(accelerator.clip_grad_norm_(self.model.parameters(), 0.05, kind)))
+
+    def _evaluate(self) -> None:
+        self.model.eval()
+        indices, predictions = [], []
+        with torch.no_grad():
+            for batch in self.evaluation_loader:
+                batch = fields_of(batch)
+                out = prediction_of(self.model(batch.x, batch.token))
+                index, prediction = self.accelerator.gather_for_metrics((batch.index, out[:, 0]))
+                indices.append(index)
+                predictions.append(prediction)
+        self.model.train()
+        self.found.evaluated.append(torch.cat(indices).tolist())
+        self.found.evaluations.append(torch.cat(predictions))
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()

@@ -1,0 +1,221 @@
+"""A drawn program in one process of plain PyTorch: what the layout's mode promises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests import reference
+from tests.programs.parts import (
+    Batch,
+    Rows,
+    fields_of,
+    losses_of,
+    make_evaluation_loader,
+    make_loader,
+    make_model,
+    make_optimizers,
+    make_schedule,
+    prediction_of,
+)
+from tests.programs.program import Case, Layout, Program
+from tests.reference import PlainLoop, Round
+
+__all__ = ["ORDER_SEED", "Expected", "clip_of", "run_plainly"]
+
+ORDER_SEED = 31  # of the exact modes; added to the program's
+ZIPPED_SEED = 500
+
+
+@dataclass
+class Expected:
+    """What the run must find; a list has an entry for each update unless it says otherwise."""
+
+    weights: list[torch.Tensor]
+    losses: list[float]
+    norms: list[float]
+    rates: list[float]
+    epochs: list[list[int]]
+    """The samples of each epoch, each as often as it counts."""
+    evaluations: list[torch.Tensor] = field(default_factory=list)
+    """Predictions for the evaluation data, one for each evaluation."""
+
+
+def run_plainly(case: Case) -> Expected:
+    """Run the case's program to its end."""
+    return _Plain(case).run()
+
+
+class _Plain:
+    def __init__(self, case: Case) -> None:
+        self.case, self.program = case, replace(case.program, num_workers=0)
+        program = self.program
+        torch.manual_seed(program.seed)
+        self.rows = Rows(program)
+        self.model = make_model(program)
+        optimizers = make_optimizers(program, self.model)
+        schedules = [make_schedule(program, optimizer) for optimizer in optimizers]
+        layout = case.layout
+        self.loop = PlainLoop(
+            self.model,
+            self._losses,
+            optimizers,
+            schedules=[s for s in schedules if s is not None],
+            schedule_steps=_schedule_steps(program, layout),
+            clip=clip_of(program),
+            calls_closure=program.closure,
+        )
+        self.loader = make_loader(program, self.rows)
+        self.evaluation_rows = Rows(program, num_samples=5 + program.seed % 7, seed=900)
+        self.evaluation_loader = make_evaluation_loader(program, self.evaluation_rows)
+        self.zipped_rows = Rows(program, seed=ZIPPED_SEED)
+        self.zipped_loader = make_loader(_zipped(program), self.zipped_rows, batch_size=program.zipped or 1)
+        self.evaluations: list[torch.Tensor] = []
+        self.seen: list[list[int]] = []
+        self.zipped_of: dict[int, list[int]] = {}
+
+    def run(self) -> Expected:
+        program = self.program
+        step, window = 0, []
+        for epoch in range(program.epochs):
+            if program.unfreezes == epoch:
+                for parameter in self.model.parameters():
+                    parameter.requires_grad_(True)
+            layout = self.layout
+            rounds = self._rounds(epoch, layout)
+            accumulation = 1 if layout.parity != "off" else program.accumulation
+            seen: list[int] = []
+            updates = 0
+            for number, round_ in enumerate(rounds):
+                if program.skips and number % 3 == 1:
+                    continue
+                seen += [index for piece in round_ for index in piece]
+                window.append(round_)
+                step += 1
+                is_last = number == len(rounds) - 1
+                if not is_last and step % accumulation:
+                    continue
+                step = 0 if is_last else step
+                self.loop.update(window)
+                window, updates = [], updates + 1
+                if program.evaluates == "middle" and updates == 1:
+                    self._evaluate()
+                if updates == program.breaks:
+                    break
+            self.seen.append(seen)
+            if program.evaluates == "epoch":
+                self._evaluate()
+        return Expected(
+            weights=[p.detach() for p in self.model.parameters()],
+            losses=self.loop.found_losses,
+            norms=self.loop.found_norms,
+            rates=self.loop.found_rates,
+            epochs=self.seen,
+            evaluations=self.evaluations,
+        )
+
+    @property
+    def layout(self) -> Layout:
+        """That of the second start, once the first one has ended."""
+        program, case = self.program, self.case
+        has_saved = program.saves is not None and len(self.loop.updates) >= program.saves
+        return case.other if has_saved and case.other is not None else case.layout
+
+    def _rounds(self, epoch: int, layout: Layout) -> list[Round]:
+        if not self.program.zipped:
+            return rounds_of(self.program, layout, self.loader, iter(self.loader), epoch=epoch)
+        # One after the other: a prepared loader draws its order with its first batch (docs/parity.md, "What it cannot do").
+        rounds = rounds_of(self.program, layout, self.loader, iter(self.loader), epoch=epoch)
+        others = rounds_of(_zipped(self.program), layout, self.zipped_loader, iter(self.zipped_loader), epoch=epoch)
+        both = []
+        for one, other in zip(rounds, others):
+            both.append([[*a, *(-1 - i for i in b)] for a, b in zip(one, other)])
+        return both
+
+    def _losses(self, piece: list[int]) -> Iterator[tuple[torch.Tensor, float | None]]:
+        program = self.program
+        mine = [i for i in piece if i >= 0]
+        if mine:
+            yield from losses_of(program, self.model, self.rows.batch(mine, program))
+        if program.zipped and len(mine) < len(piece):
+            batch = self.zipped_rows.batch([-1 - i for i in piece if i < 0], program)
+            yield from zipped_losses(program, self.model, batch)
+
+    def _evaluate(self) -> None:
+        for batch in self.evaluation_loader:
+            fields_of(batch)
+        with torch.no_grad():
+            whole = self.evaluation_rows.batch(list(range(len(self.evaluation_rows))), self.program)
+            self.evaluations.append(prediction_of(self.model(whole.x, whole.token))[:, 0].clone())
+
+
+def zipped_losses(program: Program, model: nn.Module, batch: Batch) -> Iterator[tuple[torch.Tensor, float | None]]:
+    """Yield the loss of the second loader's batch."""
+    yield prediction_of(model(batch.x, batch.token)).square().mean() * 0.1, None
+
+
+def _zipped(program: Program) -> Program:
+    return replace(program, order="sequential", data="map", drop_last=False, already_sharded=False)
+
+
+def rounds_of(program: Program, layout: Layout, loader: Any, pass_: Iterator[Any], *, epoch: int) -> list[Round]:
+    """Return what the ranks have in each iteration of an epoch's loop; ``pass_`` is one over the plain ``loader``."""
+    world_size = layout.world_size
+    if hasattr(loader.sampler, "set_epoch"):
+        loader.sampler.set_epoch(epoch)
+    drawn = [fields_of(batch).index.tolist() for batch in pass_]
+    if layout.parity != "off":
+        if program.order in ("shuffle", "generator"):
+            order = reference.permutation(program.num_samples, seed=program.seed + ORDER_SEED, epoch=epoch)
+            batches = reference.batches_of(order, program.batch_size, drop_last=program.drop_last)
+        else:
+            batches = drawn
+        return [[batch] for batch in batches]
+    if program.seedable and program.order in ("shuffle", "generator"):
+        seed = program.seed
+        order = reference.permutation(program.num_samples, seed=seed, epoch=epoch)
+        batches = reference.batches_of(order, program.batch_size, drop_last=program.drop_last)
+    else:
+        batches = drawn
+    even, split = program.even_batches, program.split_batches
+    if world_size == 1:
+        return [[batch] for batch in batches]
+    dispatches = program.data == "iterable" if program.dispatches is None else program.dispatches
+    size = None if program.order == "batch_sampler" else loader.batch_size
+    if dispatches:
+        return reference.dispatched_batches(
+            batches, world_size=world_size, even=even, split=split, drop_last=program.drop_last
+        )
+    if program.data == "iterable":
+        return reference.streamed_batches(
+            list(range(program.num_samples)),
+            world_size=world_size,
+            batch_size=loader.batch_size,
+            even=even,
+            split=split,
+            drop_last=program.drop_last,
+        )
+    if split:
+        return reference.cut_batches(batches, world_size=world_size, batch_size=size, even=even)
+    return reference.dealt_batches(
+        batches, world_size=world_size, batch_size=size, even=even, drop_last=program.drop_last
+    )
+
+
+def _schedule_steps(program: Program, layout: Layout) -> int:
+    return layout.world_size if layout.parity == "off" and not program.split_batches else 1
+
+
+def clip_of(program: Program) -> Any:
+    """Return torch's own clipping function of the program; None: it clips nothing."""
+    if program.clipping == "norm":
+        return lambda p: nn.utils.clip_grad_norm_(p, 0.05)
+    if program.clipping == "inf":
+        return lambda p: nn.utils.clip_grad_norm_(p, 0.05, float("inf"))
+    if program.clipping == "value":
+        return lambda p: nn.utils.clip_grad_value_(p, 0.02)
+    return None

@@ -1,0 +1,253 @@
+"""What a drawn training program is: a flat record of features, each with a plain default, drawn from one integer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+__all__ = ["Case", "Layout", "Program", "draw_case", "simpler"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """One training script. Every default is the plainest choice, so that the repr of a program shows what it has."""
+
+    seed: int = 0
+    epochs: int = 2
+    # ---- data
+    num_samples: int = 12
+    batch_size: int = 4
+    drop_last: bool = False
+    data: str = "map"  # map | iterable
+    order: str = "sequential"  # sequential | shuffle | generator | sampler | batch_sampler
+    collate: str = "tuple"  # tuple | dict | padded
+    num_workers: int = 0
+    even_batches: bool = True
+    split_batches: bool = False
+    dispatches: bool | None = None  # DataLoaderConfiguration(dispatch_batches=)
+    seedable: bool = False  # DataLoaderConfiguration(use_seedable_sampler=)
+    zipped: int = 0  # the batch size of a second loader that is read in the same loop
+    already_sharded: bool = False  # the sampler is a DistributedSampler
+    # ---- model
+    model: str = "mlp"  # mlp | tied | frozen | sparse | shared | branches | scalar
+    output: str = "tensor"  # tensor | tuple | dict | model_output | dataclass | namedtuple
+    unfreezes: int | None = None  # the epoch before which the frozen layer is unfrozen
+    # ---- loss
+    loss: str = "mean"  # mean | items | two | inside
+    # ---- optimizer
+    optimizer: str = "sgd"  # sgd | momentum | adamw | adagrad | rmsprop | lbfgs
+    groups: int = 1  # parameter groups
+    optimizers: int = 1
+    made: str = "before"  # before: prepare(model, optimizer); after: from the prepared model; apart: in two calls; first: it comes first
+    is_prepared: bool = True
+    closure: bool = False
+    schedule: str = "none"  # none | step | lambda | cosine
+    accumulation: int = 1
+    accumulates: bool = True  # the loop says accumulate()
+    clipping: str = "none"  # none | norm | inf | value
+    set_to_none: bool = True
+    clears_first: bool = False  # zero_grad() before the backward pass
+    guards: bool = False  # if accelerator.sync_gradients: clip, step, clear
+    no_sync: bool = False  # windows that the loop counts by itself
+    # ---- loop
+    evaluates: str = "no"  # no | epoch | middle
+    breaks: int | None = None  # after so many updates of each epoch
+    skips: bool = False  # `continue` for every third batch
+    peeks: bool = False  # a forward pass under no_grad between forward and backward
+    saves: int | None = None  # after so many updates the run is saved, and goes on in another start
+    replays: bool = False  # DataLoaderConfiguration(replay_iterable=True)
+    float32: bool = False
+
+    def __repr__(self) -> str:
+        shown = (f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default)
+        return f"Program({', '.join(shown)})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a program is started."""
+
+    world_size: int = 1
+    level: int = 2
+    parity: str = "off"
+    engine: str | None = None  # None: chosen by the number of processes; fsdp2 with the stage of ZeRO behind it
+    max_micro: int | None = None
+    shards: int | None = None
+
+    def __repr__(self) -> str:
+        shown = (f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default)
+        return f"Layout({', '.join(shown)})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A program, a layout, and another one: of the second start, or (bitwise) of a run that must have the same bits."""
+
+    program: Program
+    layout: Layout
+    other: Layout | None = None
+
+    def __repr__(self) -> str:
+        other = "" if self.other is None else f", other={self.other!r}"
+        return f"Case(program={self.program!r}, layout={self.layout!r}{other})"
+
+    def script(self) -> str:
+        """Return a program that runs this case alone."""
+        return (
+            "from tests.programs.program import Case, Layout, Program\n"
+            "from tests.programs.runner import explain\n\n"
+            f"print(explain({self!r}))\n"
+        )
+
+
+def draw_case(seed: int) -> Case:
+    """Return the case of ``seed``: the same on every machine and in every version of Python."""
+    draw = random.Random(f"program {seed}")
+    program = _draw_program(draw, seed)
+    return Case(program=program, **_draw_layouts(draw, program))
+
+
+def _draw_program(draw: random.Random, seed: int) -> Program:
+    def sometimes(share: float, *values: Any, usual: Any) -> Any:
+        return draw.choice(values) if draw.random() < share else usual
+
+    is_iterable = draw.random() < 0.15
+    data: dict[str, Any] = {
+        "num_samples": draw.choice([1, 2, 3, 5, 7, 8, 11, 12, 13, 16, 17, 23]),
+        "batch_size": draw.choice([1, 2, 2, 3, 4, 4, 5, 6, 8]),
+        "drop_last": draw.random() < 0.12,
+        "data": "iterable" if is_iterable else "map",
+        "order": "sequential"
+        if is_iterable
+        else draw.choice(["sequential", *["shuffle"] * 3, "generator", "sampler", "batch_sampler"]),
+        "collate": sometimes(0.3, "dict", "padded", usual="tuple"),
+        "num_workers": sometimes(0.02, 1, usual=0),
+        "even_batches": draw.random() > 0.05,
+        "split_batches": draw.random() < 0.08,
+        "dispatches": sometimes(0.1, True, False, usual=None),
+        "seedable": draw.random() < 0.1,
+        "zipped": sometimes(0.06, 2, 3, 4, usual=0),
+        "already_sharded": draw.random() < 0.04,
+    }
+    if is_iterable and data["num_workers"]:
+        data["num_workers"] = 1  # more would have to divide the stream among them
+    optimizer = draw.choice(["sgd", "sgd", "momentum", "momentum", "adamw", "adamw", "adagrad", "rmsprop", "lbfgs"])
+    model = draw.choice(["mlp", "mlp", "mlp", "tied", "frozen", "sparse", "shared", "branches", "scalar"])
+    if model == "sparse" and optimizer not in ("sgd", "adagrad"):
+        optimizer = "sgd"  # the others of torch refuse sparse gradients
+    loss = "items" if data["collate"] == "padded" else draw.choice(["mean", "mean", "items", "two", "inside"])
+    of_optimizer: dict[str, Any] = {
+        "optimizer": optimizer,
+        "groups": sometimes(0.2, 2, usual=1) if optimizer != "lbfgs" else 1,
+        "optimizers": sometimes(0.1, 2, usual=1),
+        "made": sometimes(0.25, "after", "apart", "first", usual="before"),
+        "is_prepared": draw.random() > 0.04,
+        "closure": optimizer == "lbfgs" or draw.random() < 0.08,
+        "schedule": sometimes(0.35, "step", "lambda", "cosine", usual="none"),
+        "clipping": sometimes(0.45, "norm", "norm", "inf", "value", usual="none"),
+        "set_to_none": draw.random() > 0.2,
+        "clears_first": draw.random() < 0.25,
+        "guards": draw.random() < 0.15,
+    }
+    accumulation = sometimes(0.5, 2, 3, 4, usual=1)
+    of_loop: dict[str, Any] = {
+        "accumulation": accumulation,
+        "accumulates": accumulation > 1 or draw.random() > 0.3,
+        "evaluates": sometimes(0.3, "epoch", "middle", usual="no"),
+        "breaks": sometimes(0.12, 1, 2, usual=None),
+        "skips": draw.random() < 0.08,
+        "peeks": draw.random() < 0.1,
+        "saves": sometimes(0.12, 1, 2, 3, 5, usual=None),
+        "replays": is_iterable and draw.random() < 0.5,
+        "unfreezes": 1 if model == "frozen" and draw.random() < 0.3 else None,
+    }
+    program = Program(
+        seed=seed,
+        epochs=draw.choice([1, 2, 2, 3]),
+        **data,
+        model=model,
+        output=sometimes(0.5, "tuple", "dict", "model_output", "dataclass", "namedtuple", usual="tensor"),
+        loss=loss,
+        **of_optimizer,
+        **of_loop,
+    )
+    return _possible(program)
+
+
+def _possible(program: Program) -> Program:
+    """Take back what makes no program: what plain PyTorch, or the language, does not allow."""
+    changes: dict[str, Any] = {}
+    if program.model == "sparse":
+        # Torch cannot clip, and cannot scale by a norm, gradients that are sparse.
+        changes |= {"clipping": "none", "set_to_none": True, "closure": False}
+    if program.closure:
+        changes |= {"clipping": "none", "clears_first": False, "guards": False}
+    if program.optimizer == "lbfgs":
+        changes |= {"optimizers": 1, "schedule": "none"}
+        if program.loss == "items":
+            changes["loss"] = "mean"  # an update without items has no loss that a closure could return
+        if program.collate == "padded":
+            changes["collate"] = "dict"
+    if program.saves is not None:
+        changes |= {"breaks": None, "skips": False, "zipped": 0}
+        if program.evaluates == "middle":
+            changes["evaluates"] = "epoch"  # "after the first update" is another place in a second start
+    if program.zipped:
+        changes |= {"loss": "mean" if program.loss == "items" else program.loss}
+        if program.collate == "padded":
+            changes["collate"] = "dict"
+    if program.collate == "padded" and (changes.get("loss") or program.loss) != "items":
+        changes["collate"] = "dict"  # a mean over positions that only some batches have is another loss
+    if program.order == "batch_sampler":
+        changes |= {"drop_last": False, "split_batches": False}
+    if program.already_sharded:
+        changes |= {"order": "sampler", "data": "map", "split_batches": False, "dispatches": None, "zipped": 0}
+    if program.evaluates == "middle" and program.num_workers:
+        changes["evaluates"] = "epoch"
+    return replace(program, **changes)
+
+
+_ENGINES = [None, None, "ddp", "zero1", "fsdp2 stage 3", "fsdp2 stage 3", "fsdp2 stage 2"]
+
+
+def _draw_layouts(draw: random.Random, program: Program) -> dict[str, Any]:
+    def one(parity: str) -> Layout:
+        world_size = draw.choice([1, 2, 2, 2, 3, 3])
+        engine = draw.choice(_ENGINES)
+        if world_size == 1 and engine not in (None, "fsdp2 stage 3"):
+            engine = None
+        return Layout(
+            world_size=world_size,
+            parity=parity,
+            engine=engine,
+            max_micro=draw.choice([None, None, 1, 2, 3]) if parity == "exact" else None,
+            shards=shards if parity == "bitwise" else None,
+        )
+
+    parity = draw.choice(["off", "off", "exact", "exact", "bitwise"])
+    shards = draw.choice([3, 4, 8])
+    layout = one(parity)
+    if parity == "bitwise" or program.saves is not None:
+        return {"layout": layout, "other": one(parity)}
+    return {"layout": layout}
+
+
+def simpler(case: Case) -> Iterator[Case]:
+    """Yield cases that are ``case`` with one thing less."""
+    program, layout = case.program, case.layout
+    if case.other is not None and program.saves is None:
+        yield replace(case, other=None)
+    for field in fields(program):
+        if field.name != "seed" and getattr(program, field.name) != field.default:
+            changed = replace(program, **{field.name: field.default})
+            if _possible(changed) == changed:
+                yield replace(case, program=changed)
+    if program.epochs > 1:
+        yield replace(case, program=replace(program, epochs=1))
+    for field in fields(layout):
+        if field.name not in ("parity", "world_size") and getattr(layout, field.name) != field.default:
+            yield replace(case, layout=replace(layout, **{field.name: field.default}))
+    if layout.world_size > 1:
+        yield replace(case, layout=replace(layout, world_size=layout.world_size - 1))

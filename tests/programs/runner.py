@@ -1,0 +1,362 @@
+"""Run drawn cases on kept ranks and compare each with its plain loop."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from echelon.base.errors import EchelonError
+from tests.harness import RanksFailed, RanksHung, run_on_ranks
+from tests.programs import loop
+from tests.programs.known import excuse_of, is_expected_warning, known_open, refusal_of
+from tests.programs.loop import Found
+from tests.programs.plain import Expected, run_plainly
+from tests.programs.program import Case, Layout, Program, simpler
+
+__all__ = ["Report", "check_cases", "explain", "shrink"]
+
+LIMIT_S = 20.0  # of one program; a rank that raised waits as long for the others
+CHUNK = 25
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a program: the whole of it, or one of its two halves around a save."""
+
+    number: int
+    """Of the case in its list."""
+    kind: str
+    """``run``, ``second`` (after the save) or ``twin`` (bitwise: the same on another layout)."""
+    program: Program
+    layout: Layout
+    folder: str | None = None
+
+
+@dataclass
+class Outcome:
+    """What one rank has to say of a start."""
+
+    found: Found | None = None
+    error: str = ""
+    is_ours: bool = False
+    """The error is one of echelon's."""
+    trace: str = ""
+    warned: list[tuple[str, str]] = field(default_factory=list)
+    """(class, text)"""
+    cpu_s: float = 0.0
+
+
+@dataclass
+class Report:
+    """What became of the cases."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    failures: list[tuple[Case, str]] = field(default_factory=list)
+    cpu_s: dict[str, float] = field(default_factory=dict)
+    """Of the ranks and of the plain loops."""
+
+    def summary(self) -> str:
+        """Return what became of how many."""
+        lines = [f"{name}: {count}" for name, count in sorted(self.counts.items())]
+        return "\n".join([*lines, *(f"CPU seconds of the {name}: {value:.1f}" for name, value in self.cpu_s.items())])
+
+    def __str__(self) -> str:
+        lines = [self.summary()]
+        for case, why in self.failures:
+            lines.append(f"---- seed {case.program.seed}: {why}\n{case!r}\n{case.script()}")
+        return "\n".join(lines)
+
+
+def check_cases(cases: Sequence[Case]) -> Report:
+    """Run every case and compare it with its plain loop."""
+    report = Report()
+    drawn: list[Case] = []
+    for case in cases:
+        item = known_open(case)
+        if item is None:
+            drawn.append(case)
+        else:
+            report.counts[f"left out: item {item} of the known open faults"] += 1
+    with tempfile.TemporaryDirectory(prefix="programs-") as folder:
+        first = [
+            Start(i, "run", case.program, case.layout, f"{folder}/{i}" if case.program.saves is not None else None)
+            for i, case in enumerate(drawn)
+        ]
+        first += [
+            Start(i, "twin", case.program, case.other)
+            for i, case in enumerate(drawn)
+            if case.other is not None and case.program.saves is None
+        ]
+        outcomes = _run(first)
+        second = [
+            Start(s.number, "second", s.program, drawn[s.number].other or s.layout, s.folder)
+            for s in first
+            if s.kind == "run" and _has_saved(outcomes[s])
+        ]
+        outcomes |= _run(second)
+    by_case: dict[int, dict[str, list[Outcome] | str]] = {}
+    for start, outcome in outcomes.items():
+        by_case.setdefault(start.number, {})[start.kind] = outcome
+    begun = time.process_time()
+    for number, case in enumerate(drawn):
+        verdict, why = _judge(case, by_case[number])
+        report.counts[verdict] += 1
+        if verdict == "FAILED":
+            report.failures.append((case, why))
+    report.cpu_s["plain loops"] = time.process_time() - begun
+    report.cpu_s["ranks"] = sum(one.cpu_s for found in outcomes.values() if not isinstance(found, str) for one in found)
+    return report
+
+
+def explain(case: Case) -> str:
+    """Run one case and say what came of it."""
+    report = check_cases([case])
+    return str(report)
+
+
+def shrink(case: Case, *, limit_s: float = 60.0) -> Case:
+    """Return a case with fewer features that fails, too."""
+    deadline = time.monotonic() + limit_s
+    is_smaller = True
+    while is_smaller and time.monotonic() < deadline:
+        is_smaller = False
+        for one in simpler(case):
+            if check_cases([one]).failures:
+                case, is_smaller = one, True
+                break
+    return case
+
+
+# ---- on the ranks ----------------------------------------------------------------------------------------------------
+
+
+def _run(starts: Iterable[Start]) -> dict[Start, list[Outcome] | str]:
+    """Return the outcomes by rank; a text where the ranks did not come to one."""
+    outcomes: dict[Start, list[Outcome] | str] = {}
+    starts = list(starts)
+    for world_size in sorted({start.layout.world_size for start in starts}):
+        left = [start for start in starts if start.layout.world_size == world_size]
+        while left:
+            chunk = left[:CHUNK]
+            with tempfile.TemporaryDirectory(prefix="place-") as place:
+                broken = ""
+                try:
+                    run_on_ranks(_serve, chunk, place, world_size=world_size, timeout=LIMIT_S * len(chunk) + 60)
+                except (RanksFailed, RanksHung) as error:
+                    broken = f"{type(error).__name__}: {error}"
+                by_rank = [_noted(place, rank) for rank in range(world_size)]
+                # An error on any rank ends the call, for the group is not to be trusted any more.
+                done = min(map(len, by_rank))
+                for number in range(done):
+                    outcomes[chunk[number]] = [answers[number] for answers in by_rank]
+                if done < len(chunk) and broken:
+                    answers = [noted[done] for noted in by_rank if len(noted) > done]
+                    failed = [one for one in answers if one.error]
+                    stacks = [_noted_text(place, rank) for rank in range(world_size)]
+                    hangs = "\n".join(filter(None, stacks))
+                    outcomes[chunk[done]] = hangs or failed or broken
+                    done += 1
+                assert done
+            left = left[done:]
+    return outcomes
+
+
+def _noted(place: str, rank: int) -> list[Outcome]:
+    path = Path(place, f"{rank}.outcomes")
+    found: list[Outcome] = []
+    if path.exists():
+        with path.open("rb") as file:
+            while True:
+                try:
+                    found.append(pickle.load(file))
+                except EOFError:
+                    break
+    return found
+
+
+def _noted_text(place: str, rank: int) -> str:
+    path = Path(place, f"{rank}.stack")
+    text = path.read_text() if path.exists() else ""
+    return f"it hangs; rank {rank} is here\n{text}" if text else ""
+
+
+def _serve(starts: list[Start], place: str) -> None:
+    """Run the programs, and note each one's outcome on disk: a call that breaks has no result."""
+    rank = dist.get_rank()
+    with Path(place, f"{rank}.outcomes").open("wb") as notes, Path(place, f"{rank}.stack").open("w") as stack:
+        for number, start in enumerate(starts):
+            watchdog = threading.Timer(LIMIT_S, _give_up, (stack,))
+            watchdog.daemon = True
+            watchdog.start()
+            outcome = _outcome(start)
+            watchdog.cancel()
+            pickle.dump(outcome, notes)
+            notes.flush()
+            if not _meet(number, failed=bool(outcome.error)):
+                raise RuntimeError(f"rank {rank} has ended the program of seed {start.program.seed}, others have not")
+            if outcome.error:
+                break
+
+
+def _give_up(stack: Any) -> None:
+    for thread, frame in sys._current_frames().items():
+        if thread == threading.main_thread().ident:
+            stack.write("".join(traceback.format_stack(frame)[-12:]))
+    stack.flush()
+    os._exit(3)
+
+
+def _outcome(start: Start) -> Outcome:
+    outcome, begun = Outcome(), time.process_time()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            folder = None if start.folder is None else Path(start.folder)
+            outcome.found = loop.train(start.program, start.layout, folder, goes_on=start.kind == "second")
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is what this program came to
+            outcome.error = f"{type(error).__name__}: {error}"
+            outcome.is_ours = isinstance(error, EchelonError)
+            outcome.trace = "".join(traceback.format_exception(error))
+    outcome.cpu_s = time.process_time() - begun
+    outcome.warned = list({(one.category.__name__, str(one.message)) for one in warned})
+    return outcome
+
+
+def _meet(number: int, *, failed: bool) -> bool:
+    """Wait until every rank is done with a program; False: some rank is not, or has come to another end."""
+    if dist.get_world_size() == 1:
+        return True
+    store = dist.distributed_c10d._get_default_store()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    store.set(f"programs/{number}/{rank}", b"1" if failed else b"0")
+    limit = timedelta(seconds=LIMIT_S if not failed else 3.0)
+    try:
+        answers = []
+        for other in range(world_size):
+            store.wait([f"programs/{number}/{other}"], limit)
+            answers.append(store.get(f"programs/{number}/{other}"))
+    except RuntimeError:  # torch's DistStoreError: the time is up
+        return False
+    return len(set(answers)) == 1
+
+
+def _has_saved(outcomes: list[Outcome] | str) -> bool:
+    return not isinstance(outcomes, str) and all(one.found is not None and one.found.has_saved for one in outcomes)
+
+
+# ---- what is demanded ------------------------------------------------------------------------------------------------
+
+
+def _judge(case: Case, outcomes: dict[str, list[Outcome] | str]) -> tuple[str, str]:
+    """Return a verdict, and why."""
+    for kind, found in outcomes.items():
+        if isinstance(found, str):
+            return "FAILED", f"{kind}: {found}"
+        errors = [one for one in found if one.error]
+        if errors:
+            layout = case.layout if kind == "run" else case.other or case.layout
+            refusal = refusal_of(case.program, layout, errors[0].error) if errors[0].is_ours else None
+            if refusal is not None:
+                return f"refused by name: {refusal}", ""
+            return "FAILED", f"{kind}: {errors[0].error}\n{errors[0].trace}"
+        for outcome in found:
+            for category, text in outcome.warned:
+                if not is_expected_warning(category, text):
+                    return "FAILED", f"{kind}: it warned: {category}: {text}"
+    expected = run_plainly(case)
+    texts = [text for found in outcomes.values() for one in found for _, text in one.warned]  # type: ignore[union-attr]
+    difference = _difference(case, outcomes, expected)  # type: ignore[arg-type]
+    if not difference:
+        return "equal", ""
+    excuse = excuse_of(case, texts)
+    if excuse is not None:
+        return f"differs with a warning: {excuse}", ""
+    return "FAILED", difference
+
+
+def _difference(case: Case, outcomes: dict[str, list[Outcome]], expected: Expected) -> str:
+    runs = outcomes["second"] if "second" in outcomes else outcomes["run"]
+    for rank, outcome in enumerate(runs):
+        assert outcome.found is not None
+        text = _against_plain(case, outcome.found, expected, is_rest="second" in outcomes)
+        if text:
+            return f"rank {rank}: {text}"
+    if "twin" in outcomes:
+        mine, twin = outcomes["run"][0].found, outcomes["twin"][0].found
+        assert mine is not None
+        assert twin is not None
+        for name in ("weights", "losses", "norms"):
+            if not _same_bits(getattr(mine, name), getattr(twin, name)):
+                return f"bitwise: {name} differ from those on {case.other}: {getattr(mine, name)} {getattr(twin, name)}"
+    return ""
+
+
+def _same_bits(mine: list[Any], other: list[Any]) -> bool:
+    if len(mine) != len(other):
+        return False
+    return all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(mine, other))
+
+
+def _against_plain(case: Case, found: Found, expected: Expected, *, is_rest: bool) -> str:
+    """Say what differs from the plain loop by more than the order of additions does."""
+    program = case.program
+    if found.num_steps != len(expected.rates) and program.is_prepared:
+        return f"{found.num_steps} updates, and the plain loop makes {len(expected.rates)}"
+    # Sums in another order: 1e-12 (docs/parity.md). What divides by the size of a gradient turns its noise into a step.
+    tolerance = 1e-12 if program.optimizer in ("sgd", "momentum") else 1e-9 if program.optimizer != "lbfgs" else 1e-8
+    absolute = 1e-14 if program.optimizer in ("sgd", "momentum") else 1e-11
+    if program.float32:
+        tolerance, absolute = 1e-4, 1e-5
+    for number, (mine, wanted) in enumerate(zip(found.weights, expected.weights)):
+        if (text := _apart(mine, wanted, tolerance, absolute)) is not None:
+            return f"weight {number} {text}"
+    for name, mine_, wanted_ in (
+        ("norm", found.norms, expected.norms),
+        ("learning rate", found.rates, expected.rates),
+        ("loss", found.losses if case.layout.parity != "off" else [], expected.losses),
+    ):
+        if not mine_:
+            continue
+        rest = wanted_[-len(mine_) :] if is_rest else wanted_
+        if len(mine_) != len(rest):
+            return f"{len(mine_)} entries of {name}, and the plain loop has {len(rest)}"
+        if (text := _apart(torch.tensor(mine_), torch.tensor(rest), tolerance, max(absolute, 1e-13))) is not None:
+            return f"{name} {text}"
+    if len(found.evaluations) > len(expected.evaluations):
+        return f"{len(found.evaluations)} evaluations for {len(expected.evaluations)}"
+    for mine, indices, wanted in zip(
+        reversed(found.evaluations), reversed(found.evaluated), reversed(expected.evaluations)
+    ):
+        if indices != list(range(len(wanted))):
+            return f"an evaluation saw the samples {indices}, and there are {len(wanted)}"
+        if (text := _apart(mine, wanted, tolerance, absolute)) is not None:
+            return f"predictions of an evaluation {text}"
+    if not is_rest and not program.zipped:  # results are those of one loader
+        for epoch, (seen, wanted_seen) in enumerate(zip(found.epochs, expected.epochs)):
+            if sorted(seen) != sorted({i for i in wanted_seen if i >= 0}):
+                return f"epoch {epoch} gave the samples {sorted(seen)}, and the plain loop {sorted(wanted_seen)}"
+    return ""
+
+
+def _apart(mine: torch.Tensor, wanted: torch.Tensor, relative: float, absolute: float) -> str | None:
+    if mine.shape != wanted.shape:
+        return f"has the shape {list(mine.shape)}, and should have {list(wanted.shape)}"
+    if torch.allclose(mine.double(), wanted.double(), rtol=relative, atol=absolute):
+        return None
+    gap = float((mine.double() - wanted.double()).abs().max())
+    return f"is off by {gap:.3g}: {mine.flatten().tolist()[:6]} for {wanted.flatten().tolist()[:6]}"

@@ -1,0 +1,33 @@
+"""Whole training programs, drawn: each is a plain PyTorch loop, or is refused by name; never another run in silence."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.programs.program import draw_case
+from tests.programs.runner import check_cases, shrink
+
+SEEDS = 300
+CHUNK = 100  # of the programs of one test
+SOAK = int(os.environ.get("DRAWN_PROGRAMS", "10000"))
+
+
+def _check(first: int, count: int) -> None:
+    report = check_cases([draw_case(seed) for seed in range(first, first + count)])
+    print(report.summary())
+    if report.failures:
+        small = [shrink(case, limit_s=30) for case, _ in report.failures[:2]]
+        pytest.fail(f"{report}\nsmaller:\n" + "\n".join(case.script() for case in small), pytrace=False)
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+def test_a_drawn_program_is_that_of_one_process_or_is_refused_by_name(first: int) -> None:
+    _check(first, CHUNK)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("first", range(SEEDS, SOAK, CHUNK))
+def test_any_drawn_program_is_that_of_one_process_or_is_refused_by_name(first: int) -> None:
+    _check(first, CHUNK)

@@ -1,0 +1,198 @@
+"""The plain loop that tests compare with: which samples an update has, by formula, and one process of plain PyTorch.
+
+Nothing here imports echelon. A *round* is what all ranks do in one iteration of the loop: a list of indices for each rank
+(Accelerate's meaning), or one list, the whole batch, where the update does not depend on the ranks (exact parity).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = [
+    "PlainLoop",
+    "Round",
+    "cut_batches",
+    "dealt_batches",
+    "dispatched_batches",
+    "permutation",
+    "sharded_order",
+    "streamed_batches",
+]
+
+Round = list[list[int]]
+Losses = Callable[[list[int]], Iterator[tuple[torch.Tensor, "float | None"]]]
+"""Of the samples of one rank in one micro-step: mean losses, with the items that each is a mean over (None: samples)."""
+
+
+def permutation(num_samples: int, *, seed: int, epoch: int) -> list[int]:
+    """Return the order of a shuffled epoch that depends on (seed, epoch) only."""
+    generator = torch.Generator().manual_seed(seed + epoch)
+    return torch.randperm(num_samples, generator=generator).tolist()
+
+
+def batches_of(order: Sequence[int], batch_size: int, *, drop_last: bool = False) -> list[list[int]]:
+    """Return consecutive batches of ``order``."""
+    batches = [list(order[i : i + batch_size]) for i in range(0, len(order), batch_size)]
+    return batches[:-1] if drop_last and batches and len(batches[-1]) < batch_size else batches
+
+
+def dealt_batches(
+    batches: list[list[int]], *, world_size: int, batch_size: int | None, even: bool, drop_last: bool
+) -> list[Round]:
+    """Deal whole batches in turn, as Accelerate does: rank r gets the batches r, r + W, ...
+
+    A last round that is not whole is completed with samples from the beginning (``even``), else some ranks have none.
+    """
+    rounds = [batches[i : i + world_size] for i in range(0, len(batches), world_size)]
+    if not rounds:
+        return rounds
+    last = rounds[-1]
+    is_whole = len(last) == world_size and (batch_size is None or len(last[-1]) == batch_size)
+    if is_whole or (not even and len(last) == world_size):
+        return rounds
+    if drop_last and len(last) < world_size:
+        return rounds[:-1]
+    if not even:
+        rounds[-1] = last + [[] for _ in range(world_size - len(last))]
+    elif batch_size is None:
+        rounds[-1] = [*last, *islice(cycle(rounds[0]), world_size - len(last))]
+    else:
+        again = cycle([index for batch in rounds[0] for index in batch])
+        filled = [[*batch, *islice(again, batch_size - len(batch))] for batch in last]
+        rounds[-1] = filled + [list(islice(again, batch_size)) for _ in range(world_size - len(last))]
+    return rounds
+
+
+def cut_batches(batches: list[list[int]], *, world_size: int, batch_size: int, even: bool) -> list[Round]:
+    """Cut each batch for the ranks (``split_batches``): a short one is completed from the first (``even``)."""
+    rounds: list[Round] = []
+    for batch in batches:
+        if len(batch) < batch_size and even:
+            batch = [*batch, *islice(cycle(batches[0]), batch_size - len(batch))]
+        rounds.append(evenly(batch, world_size))
+    return rounds
+
+
+def evenly(samples: list[int], num_parts: int) -> Round:
+    """Cut ``samples`` into contiguous parts whose sizes differ by one at most; the first ones are larger."""
+    share, extra = divmod(len(samples), num_parts)
+    parts, start = [], 0
+    for part in range(num_parts):
+        size = share + (part < extra)
+        parts.append(samples[start : start + size])
+        start += size
+    return parts
+
+
+def dispatched_batches(
+    batches: list[list[int]], *, world_size: int, even: bool, split: bool, drop_last: bool
+) -> list[Round]:
+    """Rank zero joins a batch for each rank and cuts the whole evenly; what is missing comes from the beginning."""
+    num_read = 1 if split else world_size
+    groups = [batches[i : i + num_read] for i in range(0, len(batches), num_read)]
+    if drop_last and groups and len(groups[-1]) < num_read:
+        groups.pop()
+    whole = [[index for batch in group for index in batch] for group in groups]
+    rounds: list[Round] = []
+    for samples in whole:
+        missing = -len(samples) % world_size
+        if missing and even:
+            samples = [*samples, *islice(cycle(whole[0][:world_size]), missing)]
+        rounds.append(evenly(samples, world_size))
+    return rounds
+
+
+def streamed_batches(
+    samples: list[int], *, world_size: int, batch_size: int, even: bool, split: bool, drop_last: bool
+) -> list[Round]:
+    """Every rank reads the stream and keeps its piece of as many samples as all of them need."""
+    whole = batch_size if split else batch_size * world_size
+    groups = batches_of(samples, whole, drop_last=drop_last)
+    if groups and len(groups[-1]) < whole and even:
+        groups[-1] = [*groups[-1], *islice(cycle(groups[0]), whole - len(groups[-1]))]
+    return [evenly(group, world_size) for group in groups]
+
+
+def sharded_order(order: list[int], *, world_size: int, batch_size: int, even: bool, drop_last: bool) -> list[Round]:
+    """Cut an order into global batches and these evenly, as ``shard()`` says: each sample once, all ranks equally often."""
+    whole = world_size * batch_size
+    groups = batches_of(order, whole, drop_last=drop_last)
+    if len(groups) > 1 and len(groups[-1]) < world_size <= whole - world_size:
+        moved = world_size - len(groups[-1])
+        groups[-2:] = [groups[-2][:-moved], groups[-2][-moved:] + groups[-1]]
+    rounds = [evenly(group, world_size) for group in groups]
+    if even and rounds:
+        start = sum(map(len, groups[:-1]))
+        rounds[-1] = [part or [order[(start + rank) % len(order)]] for rank, part in enumerate(rounds[-1])]
+    return rounds
+
+
+@dataclass
+class PlainLoop:
+    """One process of plain PyTorch that makes the updates of any number of ranks.
+
+    An update is made of the rounds of its window: a mean over micro-steps and ranks of mean losses; where the losses say
+    their items, the mean over all items of the window.
+    """
+
+    model: nn.Module
+    losses: Losses
+    optimizers: list[torch.optim.Optimizer]
+    schedules: list[Any] = field(default_factory=list)
+    schedule_steps: int = 1
+    """How often a schedule advances with each update."""
+    clip: Callable[[list[nn.Parameter]], Any] | None = None
+    """Clips the gradients; returns their norm."""
+    calls_closure: bool = False
+    found_losses: list[float] = field(default_factory=list)
+    found_norms: list[float] = field(default_factory=list)
+    found_rates: list[float] = field(default_factory=list)
+    updates: list[list[int]] = field(default_factory=list)
+    """The samples of each update."""
+
+    def update(self, window: list[Round]) -> None:
+        """Make one update."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self.updates.append(sorted(index for round_ in window for piece in round_ for index in piece))
+        if self.calls_closure:
+            for optimizer in self.optimizers:
+                optimizer.step(lambda: self._backward(window))  # type: ignore[arg-type,return-value]
+        else:
+            self.found_losses.append(float(self._backward(window)))
+            if self.clip is not None:
+                self.found_norms.append(float(self.clip(list(self.model.parameters())) or 0.0))
+            for optimizer in self.optimizers:
+                optimizer.step()
+        for schedule in self.schedules:
+            for _ in range(self.schedule_steps):
+                schedule.step()
+        self.found_rates.append(float(self.optimizers[0].param_groups[0]["lr"]))
+
+    def _backward(self, window: list[Round]) -> torch.Tensor:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        weighted: list[tuple[torch.Tensor, float]] = []  # losses and weights
+        items = 0.0
+        for round_ in window:
+            for piece in round_:
+                for loss, count in self.losses(piece):
+                    if count is None:
+                        weighted.append((loss, 1 / (len(window) * len(round_))))
+                    elif count:
+                        items += count
+                        weighted.append((loss * count, 1.0))
+        total = sum((loss * weight for loss, weight in weighted), torch.zeros(()))
+        total = total / items if items else total
+        if total.requires_grad:
+            total.backward()  # type: ignore[no-untyped-call]
+        else:  # nothing to learn from: gradients of zero, and the step is taken
+            for parameter in self.model.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        return total.detach()
