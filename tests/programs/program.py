@@ -115,8 +115,8 @@ def _draw_program(draw: random.Random, seed: int) -> Program:
 
     is_iterable = draw.random() < 0.15
     data: dict[str, Any] = {
-        "num_samples": draw.choice([1, 2, 3, 5, 7, 8, 11, 12, 13, 16, 17, 23]),
-        "batch_size": draw.choice([1, 2, 2, 3, 4, 4, 5, 6, 8]),
+        "num_samples": draw.choice([1, 2, 3, 5, 7, 8, 9, 10, 11, 12, 13]),
+        "batch_size": draw.choice([1, 2, 2, 3, 3, 4, 4, 5, 6, 8]),
         "drop_last": draw.random() < 0.12,
         "data": "iterable" if is_iterable else "map",
         "order": "sequential"
@@ -165,7 +165,7 @@ def _draw_program(draw: random.Random, seed: int) -> Program:
     }
     program = Program(
         seed=seed,
-        epochs=draw.choice([1, 2, 2, 3]),
+        epochs=draw.choice([1, 1, 2, 2, 3]),
         **data,
         model=model,
         output=sometimes(0.5, "tuple", "dict", "model_output", "dataclass", "namedtuple", usual="tensor"),
