@@ -46,6 +46,11 @@ _REFUSALS: list[_Refusal] = [
         "of before prepare\\(\\), whose place sharded ones have taken",
     ),
     _Refusal(
+        "parity off goes on in mid-epoch on the same number of processes",
+        lambda p, at: p.saves is not None and at.parity == "off",
+        "the checkpoint is of the middle of an epoch on . process",
+    ),
+    _Refusal(
         "split_batches needs a batch size that divides",
         lambda p, at: p.split_batches and p.batch_size % at.world_size > 0,
         "split_batches cuts every batch",
