@@ -51,6 +51,21 @@ _REFUSALS: list[_Refusal] = [
         "the checkpoint is of the middle of an epoch on . process",
     ),
     _Refusal(
+        "LBFGS needs whole parameters",
+        lambda p, at: p.optimizer == "lbfgs" and (at.engine or "").startswith(("fsdp2", "zero1")),
+        "LBFGS (cannot step sharded parameters|looks at a parameter as a whole)|the state of LBFGS cannot be shared out",
+    ),
+    _Refusal(
+        "LBFGS evaluates again, and the batches of an update are gone",
+        lambda p, at: p.optimizer == "lbfgs",
+        "LBFGS evaluates its closure again, at other parameters",
+    ),
+    _Refusal(
+        "optimizers with closures take turns in a batch",
+        lambda p, at: p.closure and p.optimizers == 2 and at.parity == "bitwise",
+        "a second loss of a batch came after an optimizer's step",
+    ),
+    _Refusal(
         "split_batches needs a batch size that divides",
         lambda p, at: p.split_batches and p.batch_size % at.world_size > 0,
         "split_batches cuts every batch",
