@@ -7,7 +7,21 @@ __all__ = ["advice_for"]
 _WHOLE = (
     "take whole tensors from x.full_tensor() (on every rank), and whole weights from accelerator.get_state_dict(model)"
 )
+_NO_GPU = (
+    "there is no GPU here, or torch was built without: write x.to(accelerator.device) for x.cuda() and x.to('cuda') (at Level 1, "
+    "setup().device); prepare() moves models and batches there by itself"
+)
+_PICKLE = (
+    "the workers of the DataLoader are new processes, to which this cannot be sent: open files, locks and connections in "
+    "__getitem__, when they are first needed, put functions at the top of a module, or use num_workers=0"
+)
 _ADVICE = (
+    ("Torch not compiled with CUDA enabled", _NO_GPU),
+    ("Found no NVIDIA driver", _NO_GPU),
+    ("No CUDA GPUs are available", _NO_GPU),
+    ("cannot pickle", _PICKLE),
+    ("Can't pickle", _PICKLE),
+    ("Can't get local object", _PICKLE),
     (
         "got mixed torch.Tensor and DTensor",
         "a tensor of a sharded model (engine fsdp2) met a plain one: call the model that prepare() returned, not a module inside "

@@ -53,7 +53,7 @@ class Recorder:
             "time_ns": time.monotonic_ns(),
             "where": where,
             "type": _type_name(error),
-            "message": _text(error),
+            "message": _text_with_place(error),
             "chain": [f"{_type_name(cause)}: {_text(cause)}" for cause in _causes(error)],
             "frames": _frames(error.__traceback__),
             "collectives": None if self._reporter is None else self._reporter.collectives(),
@@ -75,6 +75,19 @@ def _type_name(error: BaseException) -> str:
     return (
         kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
     )
+
+
+def _text_with_place(error: BaseException) -> str:
+    """Return the text of ``error``, and what of a DataLoader could not be pickled, if that is what it is about."""
+    text = _text(error)
+    if "pickle" not in text or "torch.utils.data" not in sys.modules:
+        return text
+    try:
+        from echelon.launch.unpicklable import unpicklable_part  # noqa: PLC0415 - a rank need not have echelon
+    except ImportError:
+        return text
+    part = unpicklable_part(error)
+    return f"{text}: {part}" if part else text
 
 
 def _text(error: BaseException) -> str:

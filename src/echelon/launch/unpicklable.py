@@ -1,0 +1,72 @@
+"""Which attribute of a data set keeps it from going to the workers of its DataLoader: pickle names a type, and not where it is."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from types import FunctionType
+from typing import Any
+
+__all__ = ["unpicklable_part"]
+
+_DATALOADER = os.path.join("torch", "utils", "data", "dataloader.py")
+_SENT = ("dataset", "collate_fn", "worker_init_fn", "generator")  # what torch gives to each new worker
+_MAX_DEPTH = 6
+
+
+def unpicklable_part(error: BaseException) -> str:
+    """Return what in a DataLoader could not be pickled, as ``dataset.lock, of the class Images``; empty: ``error`` is another one."""
+    if "pickle" not in str(error):
+        return ""
+    traceback = error.__traceback__
+    while traceback is not None:
+        frame = traceback.tb_frame
+        loader = frame.f_locals.get("self")
+        if frame.f_code.co_filename.endswith(_DATALOADER) and hasattr(loader, "dataset"):
+            return next((found for name in _SENT if (found := _find(getattr(loader, name, None), name, "", 0))), "")
+        traceback = traceback.tb_next
+    return ""
+
+
+def _find(value: Any, path: str, owner: str, depth: int) -> str:
+    """Return the innermost attribute or item in ``value`` that cannot be pickled."""
+    if _is_picklable(value):
+        return ""
+    inside: dict[str, Any] = {}
+    if isinstance(value, dict):
+        inside = {f"{path}[{key!r}]": item for key, item in value.items()}
+    elif isinstance(value, (list, tuple)):
+        inside = {f"{path}[{number}]": item for number, item in enumerate(value)}
+    elif hasattr(value, "__dict__") and not hasattr(value, "__code__") and not isinstance(value, type):
+        inside = {f"{path}.{name}": item for name, item in vars(value).items()}
+    if depth < _MAX_DEPTH:
+        for name, item in inside.items():
+            found = _find(item, name, type(value).__name__, depth + 1)
+            if found:
+                return found
+    kind = value.__qualname__ if isinstance(value, FunctionType) else f"a {type(value).__name__}"
+    return f"{path}{f', of the class {owner}' if owner else ''} ({kind})"
+
+
+class _Nowhere:
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+class _Probe(pickle.Pickler):
+    """Pickles for nobody; tensors, which torch carries over in its own way, count as picklable."""
+
+    def reducer_override(self, value: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(value, (torch.Tensor, torch.Generator)):
+            return int, ()
+        return NotImplemented
+
+
+def _is_picklable(value: Any) -> bool:
+    try:
+        _Probe(_Nowhere()).dump(value)
+    except Exception:  # noqa: BLE001 - whatever the __reduce__ of the user's objects raises
+        return False
+    return True

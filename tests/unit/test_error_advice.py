@@ -1,0 +1,80 @@
+"""What the failure report says to do about torch's own messages, and which attribute a DataLoader could not send to its workers."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from echelon.launch.failure import ErrorRecord, RankEnd, explain
+from echelon.launch.unpicklable import unpicklable_part
+from echelon.launch.worker import ERROR_FILE, Recorder
+
+
+class _Images(Dataset[int]):
+    def __init__(self, **more: Any) -> None:
+        self.values = list(range(4))  # a tensor would stay in shared memory
+        self.__dict__.update(more)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def _error_of(**options: Any) -> BaseException:
+    # Where there is fork, nothing is sent: on macOS, Windows and from Python 3.14 on it is.
+    loader: DataLoader[Any] = DataLoader(num_workers=1, multiprocessing_context="spawn", **options)
+    with (
+        pytest.raises(Exception, match=r"pickle|local object") as caught,
+        pytest.warns(UserWarning, match="pickle error"),
+    ):
+        iter(loader)
+    return caught.value
+
+
+def _say(error: BaseException, folder: Path) -> tuple[str, str]:
+    recorder = Recorder(str(folder))
+    recorder.add(error, where="main")
+    (record,) = json.loads((folder / ERROR_FILE).read_text())
+    found = ErrorRecord(time_ns=1, type=record["type"], message=record["message"])
+    what, _, do = explain([RankEnd(rank=0, exit_code=1, record=found)], logs="above")
+    return what, do
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"dataset": _Images(lock=threading.Lock())}, "dataset.lock, of the class _Images (a lock)"),
+        (
+            {"dataset": Subset(_Images(files={"a": threading.Lock()}), [0])},
+            "dataset.dataset.files['a'], of the class dict",
+        ),
+        ({"dataset": _Images(), "collate_fn": lambda batch: batch}, "collate_fn (<lambda>)"),
+    ],
+)
+def test_the_attribute_that_cannot_go_to_the_workers_is_named(
+    options: dict[str, Any], part: str, tmp_path: Path
+) -> None:
+    what, do = _say(_error_of(**options), tmp_path)
+    assert part in what
+    assert "the workers of the DataLoader are new processes" in do
+    assert "__getitem__, when they are first needed" in do
+
+
+def test_another_error_is_left_as_it_is() -> None:
+    assert unpicklable_part(ValueError("bad sample")) == ""
+    assert unpicklable_part(TypeError("cannot pickle a cucumber")) == ""
+
+
+@pytest.mark.parametrize("message", ["Torch not compiled with CUDA enabled", "No CUDA GPUs are available"])
+def test_a_gpu_that_is_not_there_leads_to_the_device_of_the_run(message: str, tmp_path: Path) -> None:
+    what, do = _say(AssertionError(message), tmp_path)
+    assert message in what
+    assert "accelerator.device" in do
+    assert "correct this error" not in do
