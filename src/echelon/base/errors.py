@@ -5,6 +5,7 @@ The docstring of each, with its causes and what to do, is its text in docs/error
 
 from __future__ import annotations
 
+from echelon.base.printable import printable
 from echelon.base.rank import known_rank
 
 __all__ = [
@@ -46,7 +47,7 @@ class EchelonError(Exception):
             lines.append(f"  where: {self.where}")
         if self.do:
             lines.append(f"  do:    {self.do}")
-        return "\n".join(lines)
+        return printable("\n".join(lines))  # what a user, a file or another rank wrote may stand in it
 
     def __reduce__(self) -> tuple[object, ...]:
         # Keyword-only arguments do not survive Exception's own __reduce__, and the rank must stay the raising one's.

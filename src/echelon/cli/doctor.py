@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from echelon.base.errors import UsageError
+from echelon.base.printable import printable
 from echelon.launch.accounts import read_books
 from echelon.launch.ranks import STALL_FILE
 from echelon.launch.records import read_record
@@ -64,14 +65,14 @@ def _look_at_run(run: Path, *, all_threads: bool) -> None:
         )
     books = read_books(run)
     for line in [] if books is None else books.lines():
-        click.echo(f"{run}: {line}")
+        click.echo(printable(f"{run}: {line}"))
     told = False
     for attempt in attempts:
         for line in [*_stalls(attempt, all_threads=all_threads), *_errors(attempt)]:
             told = True
-            click.echo(line)
+            click.echo(printable(line))
     if not told:
-        click.echo(f"{run}: no rank has stalled or failed")
+        click.echo(f"{printable(str(run))}: no rank has stalled or failed")
 
 
 def _stalls(attempt: Path, *, all_threads: bool) -> Iterator[str]:

@@ -21,6 +21,7 @@ import click
 from echelon.base.cores import usable_cores
 from echelon.base.device import limit_devices, num_devices
 from echelon.base.errors import ConfigError, LaunchError
+from echelon.base.printable import printable
 from echelon.cli.launch_options import NUMBERS, STALLED, LaunchCommand, flag_layer, options, typed_flags
 from echelon.config.files import from_file
 from echelon.config.origin import Source
@@ -146,7 +147,7 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
     if slots is not None and num_accelerators:
         variables.update(limit_devices(slots.of(num_accelerators, on_cpu=False)))
     if (message := without_effect()) is not None:  # the ranks leave it to the launcher: once for a job
-        print(f"echelon: warning: {message}", file=sys.stderr)
+        print(f"echelon: warning: {printable(message)}", file=sys.stderr)
     if not flags["quiet"]:
         _say_notes(resolved, variables, threads, file)
     value = resolved.value
@@ -391,11 +392,12 @@ def _say_notes(
     resolved: Resolved[RunConfig], variables: dict[str, str], threads: int | None, file: Path | None
 ) -> None:
     if file is not None:
-        print(f"echelon: settings from {file}; --config_file names another file", file=sys.stderr)
+        print(f"echelon: settings from {printable(str(file))}; --config_file names another file", file=sys.stderr)
     for lost in resolved.shadowed:
         winner = getattr(resolved.value, lost.name)
         print(
-            f"echelon: {lost.name}={winner!r} (from {lost.winner}) overrides {lost.value!r} (from {lost.origin})",
+            f"echelon: {lost.name}={winner!r} (from {printable(str(lost.winner))}) overrides {lost.value!r} "
+            f"(from {printable(str(lost.origin))})",
             file=sys.stderr,
         )
     if threads is None and "OMP_NUM_THREADS" in variables:

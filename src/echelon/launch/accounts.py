@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
+from echelon.base.printable import printable
 from echelon.diagnose.goodput import Attempt, Ledger, RankTimes, account, spent_in
 from echelon.diagnose.straggler import Steps, steps_of
 from echelon.launch.failure import RankEnd
@@ -49,6 +50,9 @@ class Books:
 
     def lines(self) -> list[str]:
         """Return them in words."""
+        return [printable(line) for line in self._lines()]  # names of machines are theirs to choose
+
+    def _lines(self) -> list[str]:
         if self.steps is None:
             return [str(self.ledger)]
         verdict = self.steps.verdict

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, final
 
 from echelon.base.errors import LaunchError
+from echelon.base.printable import printable
 from echelon.launch.accounts import ALL_MACHINES_FILE, Accounts, Books, first_sign
 from echelon.launch.channel import START_S, Channel, Lost, Peer, clock_offset_ns
 from echelon.launch.failure import Cause, RankEnd, cause_of, exit_status, explain, first_failure
@@ -528,7 +529,7 @@ class Conductor:
             member.peer.tell("end", then=then, code=code, text="the run is over")
 
     def _say(self, text: str) -> None:
-        print(f"echelon: {text}", file=sys.stderr, flush=True)
+        print(f"echelon: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def _read(kind: str, content: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from datetime import timedelta
 from enum import IntEnum
 from types import MappingProxyType
 
+from echelon.base.printable import printable
 from echelon.diagnose.stall import Answer, Class, Stall, disagreement, name_ranks
 from echelon.launch.error_advice import advice_for
 
@@ -248,7 +249,7 @@ def _verdict(end: RankEnd, ends: Sequence[RankEnd]) -> tuple[str, str]:
 
 
 def _shorten(message: str) -> str:
-    lines = message.splitlines() or [""]
+    lines = printable(message).splitlines() or [""]
     if len(lines) > _MAX_MESSAGE_LINES:
         lines = [*lines[:_MAX_MESSAGE_LINES], f"... ({len(lines) - _MAX_MESSAGE_LINES} more lines)"]
     return "\n         ".join(line[:400] for line in lines)
@@ -284,7 +285,8 @@ def _told_frames(end: RankEnd) -> list[Frame]:
 def _frame_line(frame: Frame) -> str:
     near = os.path.relpath(frame.file)
     name = frame.file if near.startswith("..") else near
-    return f"{name}:{frame.line} in {frame.function}" + (f": {frame.source}" if frame.source else "")
+    line = f"{name}:{frame.line} in {frame.function}" + (f": {frame.source}" if frame.source else "")
+    return line.replace("\n", "\\n")  # what is in a name must not look like a line of the report
 
 
 def _others(first: RankEnd, ends: Sequence[RankEnd]) -> str:

@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import final
 
 from echelon.base.errors import LaunchError
+from echelon.base.printable import printable
 from echelon.launch.channel import NODE, START_S, STORE, Channel, ChannelError, accept
 from echelon.launch.pump import Pump
 
@@ -193,7 +194,7 @@ class Tunnel:
         try:
             way = self._open_way()
         except (ChannelError, OSError) as error:
-            print(f"echelon: no way to the store of the run: {error}", file=sys.stderr)
+            print(f"echelon: no way to the store of the run: {printable(str(error))}", file=sys.stderr)
             sock.close()
             return
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

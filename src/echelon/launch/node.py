@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias, final
 
 from echelon.base.errors import LaunchError
+from echelon.base.printable import printable
 from echelon.launch.channel import NODE, START_S, STORE, Channel, ChannelError, Peer, Refused, connect
 from echelon.launch.interrupts import Interrupts
 from echelon.launch.network import is_loopback
@@ -306,4 +307,4 @@ class Node:
 
 def _say(text: str) -> None:
     with suppress(OSError):  # nobody reads it any more: the run goes on
-        print(f"echelon: {text}", file=sys.stderr, flush=True)
+        print(f"echelon: {printable(text)}", file=sys.stderr, flush=True)
