@@ -108,6 +108,7 @@ _EXPECTED_WARNINGS: list[str] = [
     "Sparse invariant checks are implicitly disabled",
     "EchelonWarning: the last backward pass was not synchronised",
     "EchelonWarning: .*was not prepared by this Accelerator",
+    "EchelonWarning: . batches of iterable data were read again",
     "EchelonWarning: .* has random states of . process",
 ]
 

@@ -224,6 +224,8 @@ class _Script:
 
     def _clip(self) -> None:
         program, accelerator = self.program, self.accelerator
+        if self.layout.parity == "off" and not accelerator.sync_gradients:
+            return  # as Accelerate's documents have it; in the exact modes echelon itself waits for the end of the update
         if program.clipping == "value":
             accelerator.clip_grad_value_(self.model.parameters(), 0.02)
             return

@@ -195,7 +195,8 @@ def _possible(program: Program) -> Program:
         if program.evaluates == "middle":
             changes["evaluates"] = "epoch"  # "after the first update" is another place in a second start
     if program.zipped:
-        changes |= {"loss": "mean" if program.loss == "items" else program.loss}
+        # Which loader's end ends a window is nowhere said.
+        changes |= {"accumulation": 1, "loss": "mean" if program.loss == "items" else program.loss}
         if program.collate == "padded":
             changes["collate"] = "dict"
     if program.collate == "padded" and (changes.get("loss") or program.loss) != "items":
