@@ -300,3 +300,29 @@ def test_the_first_bad_tensor_is_found_with_a_loss_that_needs_the_number(tmp_pat
     trainer = Trainer(Net(), arguments(tmp_path, stop_on_nan=True), train_dataset=rows, compute_loss_func=overflowing)
     with pytest.raises(FloatingPointError, match="the loss holds 1 inf among 1 numbers, and every output"):
         trainer.train()
+
+
+def test_an_evaluation_that_is_nan_is_never_the_best(tmp_path: Path) -> None:
+    values = iter([float("nan"), 0.5, 0.75, float("nan")])
+    args = arguments(
+        tmp_path, num_train_epochs=4, eval_strategy="epoch", save_strategy="epoch", metric_for_best_model="value",
+        greater_is_better=True, per_device_eval_batch_size=4,
+    )  # fmt: skip
+    trainer = Trainer(
+        Net(),
+        args,
+        train_dataset=net_data(4),
+        eval_dataset=net_data(4),
+        compute_metrics=lambda _: {"value": next(values)},
+    )
+    trainer.train()
+    assert (trainer.state.best_metric, trainer.state.best_global_step) == (0.75, 6)
+
+
+def test_without_checkpoints_the_best_has_a_value_and_no_step(tmp_path: Path) -> None:
+    args = arguments(tmp_path, eval_strategy="epoch", metric_for_best_model="loss")
+    trainer = Trainer(Net(), args, train_dataset=net_data(4), eval_dataset=net_data(4))
+    assert trainer.state.epoch == 0
+    trainer.train()
+    assert trainer.state.best_metric is not None
+    assert trainer.state.best_global_step is None

@@ -8,6 +8,7 @@ from echelon.accelerator.checkpoint_folders import require_whole
 from echelon.base.errors import ConfigError
 from echelon.base.logging import get_logger
 from echelon.trainer.checkpoints import remove_last
+from echelon.trainer.enums import SaveStrategy
 from echelon.trainer.resuming import best_folder, load_model_from
 
 if TYPE_CHECKING:
@@ -22,11 +23,14 @@ def note_best(trainer: Trainer, metrics: dict[str, float]) -> bool:
     """Note the metric of an evaluation if it is the best so far, and tell whether it is."""
     if trainer.args.metric_for_best_model is None:
         return False
-    value, best = metric_for_best(trainer, metrics), trainer.state.best_metric
-    is_better = best is None or (value > best if trainer.args.greater_is_better else value < best)
+    args, state, value = trainer.args, trainer.state, metric_for_best(trainer, metrics)
+    if state.best_metric is None:  # nan is compared with a number from the beginning, and so is never the best
+        state.best_metric = float("-inf" if args.greater_is_better else "inf")
+    is_better = value > state.best_metric if args.greater_is_better else value < state.best_metric
     if is_better:
-        trainer.state.best_metric = value
-        trainer.state.best_global_step = trainer.state.global_step
+        state.best_metric = value
+        if args.save_strategy != SaveStrategy.NO:  # else there is no checkpoint of it
+            state.best_global_step = state.global_step
     return is_better
 
 

@@ -20,7 +20,7 @@ __all__ = ["TrainerControl", "TrainerState", "begin_state"]
 class TrainerState:
     """The counters and the history of a training; saved with each checkpoint."""
 
-    epoch: float | None = None
+    epoch: float | None = 0
     global_step: int = 0
     max_steps: int = 0
     logging_steps: int = 500
