@@ -16,6 +16,7 @@ from echelon.base.warnings import warn
 from echelon.distributed.collective_count import num_collectives
 from echelon.distributed.replica import BackwardPasses, Replica
 from echelon.distributed.torch_hooks import Closure, is_in_backward, watch_optimizer_steps
+from echelon.distributed.unsharded_loader import UnshardedLoaderCheck
 
 __all__ = ["RawDDPGuard"]
 
@@ -39,6 +40,7 @@ class RawDDPGuard:
         self._known: WeakKeyDictionary[Optimizer, tuple[tuple[int, int], list[weakref.ref[_Sight]]]] = (
             WeakKeyDictionary()
         )
+        self._loaders = UnshardedLoaderCheck()
         self._end_steps = watch_optimizer_steps(self, RawDDPGuard._before_step)
         self._end_models = _watch_models(self)
 
@@ -55,6 +57,7 @@ class RawDDPGuard:
         if guard is not None:
             guard._end_steps()
             guard._end_models()
+            guard._loaders.stop()
             for sight in list(guard._sights):
                 sight.release()
 
@@ -68,8 +71,8 @@ class RawDDPGuard:
             return
         for reference in self._sights_of(optimizer):
             sight = reference()
-            if sight is not None:
-                sight.judge()
+            if sight is not None and sight.judge():
+                self._loaders.look()
 
     def _is_open(self) -> bool:
         """Is it still the group of ``begin()``? The user may have ended that by torch's own function."""
@@ -101,6 +104,7 @@ class _Sight:
         self._is_compiled = False
         self._is_dirty = False
         self._is_new = True
+        self._is_prepared = False
         self._is_done = False
         handles = [p.register_post_accumulate_grad_hook(self._passes) for p in parameters]
         self._handles = [wrapper.register_forward_pre_hook(self), *handles]
@@ -127,22 +131,24 @@ class _Sight:
         for handle in self._handles:
             handle.remove()
 
-    def judge(self) -> None:
-        """Warn when a step uses what the other ranks have not seen."""
+    def judge(self) -> bool:
+        """Warn when a step uses what the other ranks have not seen; return whether it is a model of a plain loop."""
         wrapper = self._wrapper()
-        if self._is_done or wrapper is None:
-            return
+        if wrapper is None or self._is_prepared:
+            return False
+        if self._is_done:
+            return True
         if self._is_new:
             self._is_new = False
             if any(
                 isinstance(getattr(hook, "__self__", None), Replica) for hook in wrapper._forward_pre_hooks.values()
             ):
-                self._is_done = True  # a prepared model: its engine sees to it
+                self._is_prepared = True  # its engine sees to it
                 self.release()
-                return
+                return False
         self._settle()
         if not self._is_dirty or self._passes.may_be_reduced_by_hand():
-            return
+            return True
         self._is_done = True
         self.release()
         warn(
@@ -152,6 +158,7 @@ class _Sight:
             "Forward through the DistributedDataParallel object, and leave no_sync() for the last forward and backward pass "
             "before step()"
         )
+        return True
 
     def _settle(self) -> None:
         passes = self._passes

@@ -1,0 +1,102 @@
+"""Plain DDP loops whose loader nobody cut for the ranks: named once, at its line; every way to cut it is known."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+)
+
+from echelon.distributed import barrier, process_group, shard
+from tests.harness import run_on_ranks
+
+WHOLE = TensorDataset(torch.arange(64.0)[:, None])
+
+
+class _Files(Dataset[torch.Tensor]):
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.ones(1) * int(self.names[index])
+
+
+class _Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (torch.ones(1) * i for i in range(dist.get_rank(), 64, 2))
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "sequential": lambda: DataLoader(WHOLE, batch_size=8),
+    "shuffled": lambda: DataLoader(WHOLE, batch_size=8, shuffle=True),
+    "files": lambda: DataLoader(_Files([str(i) for i in range(64)]), batch_size=8),
+    "part of all": lambda: DataLoader(Subset(WHOLE, range(32)), batch_size=4),
+    "DistributedSampler": lambda: DataLoader(WHOLE, batch_size=4, sampler=DistributedSampler(WHOLE)),
+    "shard": lambda: shard(DataLoader(WHOLE, batch_size=4, shuffle=True)),
+    "subset": lambda: DataLoader(Subset(WHOLE, range(dist.get_rank(), 64, 2)), batch_size=4),
+    "own files": lambda: DataLoader(_Files([str(i) for i in range(dist.get_rank(), 64, 2)]), batch_size=4),
+    "own data": lambda: DataLoader(TensorDataset(torch.rand(32, 1) + dist.get_rank()), batch_size=4),
+    "stream": lambda: DataLoader(_Stream(), batch_size=4),
+    "with replacement": lambda: DataLoader(WHOLE, batch_size=4, sampler=RandomSampler(WHOLE, replacement=True)),
+}
+MISTAKES = ("sequential", "shuffled", "files", "part of all")
+
+
+def _train(name: str) -> list[tuple[str, str, int]]:
+    with process_group(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = DistributedDataParallel(torch.nn.Linear(1, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+        loader, held_out = LOADERS[name](), DataLoader(WHOLE, batch_size=32)
+        for _ in range(2):
+            with torch.no_grad():
+                for batch in held_out:  # each rank evaluates all: that is no mistake
+                    model.module(*batch) if isinstance(batch, list) else model.module(batch)
+            for batch in loader:  # the loop of the test
+                optimizer.zero_grad()
+                (model(*batch) if isinstance(batch, list) else model(batch)).mean().backward()
+                optimizer.step()
+                barrier()
+    return [(str(one.message), one.filename, one.lineno) for one in caught]
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_loader_that_nobody_cut_is_named_at_its_line_and_others_are_not(name: str) -> None:
+    first, second = run_on_ranks(_train, name, init_group=False)
+    assert second == []
+    if name not in MISTAKES:
+        assert first == []
+        return
+    ((message, file, line),) = first
+    assert "on 2 ranks, and each of them reads all of its samples" in message
+    assert "echelon.distributed.shard(loader)" in message
+    assert file == __file__
+    assert "# the loop of the test" in Path(__file__).read_text().splitlines()[line - 1]
+
+
+def _after() -> bool:
+    before = DataLoader.__iter__
+    with process_group():
+        assert DataLoader.__iter__ is not before
+    return DataLoader.__iter__ is before
+
+
+def test_nothing_stays_after_the_group() -> None:
+    assert run_on_ranks(_after, init_group=False) == [True, True]
