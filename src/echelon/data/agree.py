@@ -16,6 +16,7 @@ from echelon.data.lengths import length_of
 from echelon.distributed.data_fingerprint import (
     ColumnFingerprint,
     are_of_different_data,
+    are_parts_of_a_table,
     are_shares,
     column_fingerprints,
 )
@@ -182,7 +183,8 @@ def _compare_data(
     have_columns = bool(first.columns) and all(facts.kind == first.kind for facts in others)
     differ = have_columns and all(are_of_different_data(first.columns, facts.columns) for facts in others)
     lengths = [facts.num_samples for facts in parts]
-    if cut is None and is_indexed and differ and _are_parts_of_a_table(parts) and says_so is None:
+    is_table = are_parts_of_a_table([facts.columns for facts in parts], lengths)
+    if cut is None and is_indexed and is_table and says_so is None:
         return OwnCut(what=f"its dataset ({first.kind}, of which each rank has other rows)", place="dataset")
     if cut is not None and is_indexed and cut.place == "dataset" and says_so is None:
         if differ:
@@ -211,12 +213,6 @@ def _compare_data(
     if certain or (differ and is_exact):
         _tell_different_data(first.kind, is_exact=is_exact, line=line)
     return cut
-
-
-def _are_parts_of_a_table(parts: list[LoaderFacts]) -> bool:
-    """Are these rows of a table of the library ``datasets``, divided as ``split_dataset_by_node`` does?"""
-    lengths = [facts.num_samples for facts in parts]
-    return all("rows (a part)" in facts.columns for facts in parts) and max(lengths) - min(lengths) <= 1
 
 
 def _agree(numbers: list[int], what: str, *, do: str) -> None:

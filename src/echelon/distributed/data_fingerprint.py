@@ -21,6 +21,7 @@ from echelon.distributed.tree import leaves
 __all__ = [
     "ColumnFingerprint",
     "are_of_different_data",
+    "are_parts_of_a_table",
     "are_shares",
     "column_fingerprints",
     "dataset_fingerprint",
@@ -29,6 +30,7 @@ __all__ = [
     "sample_fingerprints",
 ]
 
+_PART_OF_A_TABLE = "rows (a part)"
 _NUM_PLACES = 16
 _MAX_COLUMNS = 32
 _MAX_DEPTH = 4
@@ -130,6 +132,20 @@ def are_shares(
     return same_seeds or any(
         one[name] != other[name] and not one[name].is_numeric for name in one.keys() & other.keys()
     )
+
+
+def are_parts_of_a_table(columns: Sequence[Mapping[str, ColumnFingerprint]], num_samples: Sequence[int]) -> bool:
+    """Have the ranks other rows of a table of the library ``datasets``, divided as by ``split_dataset_by_node``?
+
+    Args:
+        columns: of each rank's dataset.
+        num_samples: of each rank's dataset.
+    """
+    first, *others = columns
+    if not others or not all(_PART_OF_A_TABLE in found for found in columns):
+        return False
+    differ = all(are_of_different_data(first, other) for other in others)
+    return differ and max(num_samples) - min(num_samples) <= 1
 
 
 def fingerprint_of_sample(value: Any) -> int | None:

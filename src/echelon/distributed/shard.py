@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -17,7 +17,12 @@ from echelon.base.logging import get_logger
 from echelon.base.protocols import SupportsSetEpoch
 from echelon.base.warnings import UserLine, user_line, warn
 from echelon.distributed.collectives import broadcast
-from echelon.distributed.data_fingerprint import ColumnFingerprint, are_shares, column_fingerprints
+from echelon.distributed.data_fingerprint import (
+    ColumnFingerprint,
+    are_parts_of_a_table,
+    are_shares,
+    column_fingerprints,
+)
 from echelon.distributed.first_pass import FirstPass
 from echelon.distributed.own_cut import (
     OwnCut,
@@ -154,7 +159,8 @@ def _agree(loader: DataLoader[Any], *, already_sharded: bool | None, line: UserL
         cut = OwnCut(what="its user (already_sharded=True)", place="user")
     columns = {name: asdict(column) for name, column in column_fingerprints(loader.dataset).items()}
     mine = {"cut": None if cut is None else asdict(cut), "columns": columns, "token": secrets.randbits(62)}
-    mine["seed"] = torch.initial_seed()
+    is_iterable = isinstance(loader.dataset, IterableDataset)
+    mine |= {"seed": torch.initial_seed(), "num_samples": -1 if is_iterable else _length(loader.dataset)}
     everybody = [json.loads(text) for text in gather_bytes(json.dumps(mine).encode())]
     cuts = [OwnCut(**other["cut"]) for other in everybody if other["cut"] is not None]
     if cuts and len(cuts) < world_size:
@@ -165,9 +171,12 @@ def _agree(loader: DataLoader[Any], *, already_sharded: bool | None, line: UserL
         )
     if cuts and not check_parts(cuts, world_size=world_size, line=line):
         cut = None
-    first, *others = [
-        {name: ColumnFingerprint(**column) for name, column in other["columns"].items()} for other in everybody
-    ]
+    held = [{name: ColumnFingerprint(**column) for name, column in other["columns"].items()} for other in everybody]
+    first, *others = held
+    num_samples = [other["num_samples"] for other in everybody]
+    if not cuts and already_sharded is None and not is_iterable and are_parts_of_a_table(held, num_samples):
+        name = type(loader.dataset).__name__
+        cut = OwnCut(what=f"its dataset ({name}, of which each rank has other rows)", place="dataset")
     same_seeds = len({other["seed"] for other in everybody}) == 1
     return _Facts(
         rank=rank,
@@ -176,6 +185,10 @@ def _agree(loader: DataLoader[Any], *, already_sharded: bool | None, line: UserL
         cut=cut,
         differ=bool(others) and all(are_shares(first, other, same_seeds=same_seeds) for other in others),
     )
+
+
+def _length(dataset: Any) -> int:
+    return len(dataset) if isinstance(dataset, Sized) else -1
 
 
 class KeptCut(Sampler[Any]):
