@@ -296,3 +296,30 @@ def test_passes_may_come_in_any_order(engine: str, form: str, native: bool) -> N
             torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-12)
         assert num_said <= 1
         assert not num_said or "one backward" not in form
+
+
+def _changed_compiled(form: str) -> dict[str, torch.Tensor]:
+    accelerator = Accelerator(dynamo_backend="eager")
+    bare = _model()
+    _change(form, bare, 0)
+    model, optimizer = accelerator.prepare(bare, torch.optim.AdamW(bare.parameters(), lr=0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the step after the change is the guard's, which says so; torch's own, too
+        for step, shares in enumerate(_batches(dist.get_world_size())):
+            _change(form, bare, step)
+            accelerator.backward(_loss(model(shares[dist.get_rank()])))
+            optimizer.step()
+            optimizer.zero_grad()
+    return bare.state_dict()
+
+
+@pytest.mark.soak
+def test_layers_of_a_compiled_model_may_be_unfrozen_and_not_frozen() -> None:
+    """float64, AdamW: 1e-9."""
+    expected = _plain("unfrozen", 2)
+    for weights in run_on_ranks(_changed_compiled, "unfrozen", world_size=2):
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-9)
+    # torch stops in the backward pass, before a step is taken; else the guard does.
+    with pytest.raises(RanksFailed, match="mark a variable ready only once|changed in a compiled model"):
+        run_on_ranks(_changed_compiled, "frozen", world_size=2)

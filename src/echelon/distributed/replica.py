@@ -143,6 +143,7 @@ class Replica:
         self._structure = Structure(wrapper.module)
         self._passes = BackwardPasses()  # backward passes since the last settle()
         self._will_reduce = False  # the forward pass told DDP to reduce in the backward pass that follows
+        self._is_compiled = False
         self._dirty = False
         self._is_compared = False  # the parameters were looked at in a forward pass since the last step
         self._must_prepare = False  # the next backward pass reduces what forward passes in no_sync began
@@ -169,6 +170,8 @@ class Replica:
             self.follow()
             self.settle()
             self._is_compared = True
+        else:
+            self._is_compiled = True  # written, never read: a value that is read in a graph is compiled into it
         if self.wrapper.require_backward_grad_sync:
             self._will_reduce = True
 
@@ -213,12 +216,32 @@ class Replica:
             self._dirty |= self._reduces and any(
                 p.grad is not None and id(p) not in were_trained for p in self.parameters
             )
+            if self._is_compiled and self._passes.is_any:
+                self._distrust_compiled_passes(were_trained)
             self._watch_gradients()
             for gone in [p for p in self._grad_hooks if id(p) not in is_there]:
                 self._grad_hooks.pop(gone).remove()
             if self.parameters:
                 _rebuild_reducer(self.wrapper)
         self._structure.renew(module)
+
+    def _distrust_compiled_passes(self, were_trained: set[int]) -> None:
+        """A compiled forward pass does not look at the parameters: DDP has reduced by those that it knew, and not all of them.
+
+        Raises:
+            UsageError: one that it still waits for was frozen.
+        """
+        named = self.wrapper.module.named_parameters()
+        frozen = [name for name, p in named if id(p) in were_trained and not p.requires_grad]
+        if frozen or self.wrapper.gradient_as_bucket_view:
+            raise UsageError(
+                f"{', '.join(frozen[:3]) or 'a parameter'}{' and others' if len(frozen) > 3 else ''} changed in a compiled model after "
+                "prepare(): it was frozen, or DDP keeps gradients in its buckets, of which some were reduced and some were not",
+                where="torch.compile and DistributedDataParallel",
+                do="choose what trains before prepare(), or leave torch.compile out (and gradient_as_bucket_view, to unfreeze)",
+            )
+        self.settle()
+        self._dirty = self._reduces
 
     def _require_rebuildable(self, now: list[nn.Parameter], trained: list[bool]) -> None:
         wrapper: Any = self.wrapper
@@ -272,8 +295,9 @@ class Replica:
         """After backward passes: were the gradients that they made reduced?"""
         if not self._passes.is_any:
             return
-        # Of several passes after one forward pass, DDP reduces the first.
-        self._dirty = self._reduces and (not self._will_reduce or self._passes.num > 1)
+        # Of several passes after one forward pass, DDP reduces the first. (Those of a compiled one are not told apart.)
+        is_second = self._passes.num > 1 and not self._is_compiled
+        self._dirty = self._reduces and (not self._will_reduce or is_second)
         self._passes.reset()
         self._will_reduce = False
 

@@ -37,6 +37,11 @@ _ADVICE = (
         "(create_graph=True) need engine='ddp' or 'zero1'",
     ),
     (
+        "Expected to mark a variable ready only once",
+        "a parameter was used twice in one backward pass (checkpointed layers: use_reentrant=False, or DistributedDataParallelKwargs("
+        "static_graph=True)), or was frozen in a compiled model after prepare(): choose what trains before",
+    ),
+    (
         "Expected to have finished reduction in the prior iteration",
         "some parameters did not take part in the loss of the step before: give Accelerator(kwargs_handlers="
         "[DistributedDataParallelKwargs(find_unused_parameters=True)]), or freeze them before the forward pass",
