@@ -321,5 +321,5 @@ def test_layers_of_a_compiled_model_may_be_unfrozen_and_not_frozen() -> None:
         for name, weight in weights.items():
             torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-9)
     # torch stops in the backward pass, before a step is taken; else the guard does.
-    with pytest.raises(RanksFailed, match="mark a variable ready only once|changed in a compiled model"):
+    with pytest.raises(RanksFailed, match=r"mark a variable ready only once|changed in a compiled model"):
         run_on_ranks(_changed_compiled, "frozen", world_size=2)
