@@ -291,3 +291,51 @@ def test_an_optimizer_that_looks_at_the_loss_decides_alike_on_all_ranks(prepared
         assert num_calls == len(calls)
         for weight, right in zip(weights, model.parameters()):
             torch.testing.assert_close(weight, right.detach(), rtol=1e-6, atol=1e-6)
+
+
+# ---- gradients that are cleared in the middle of an update ----------------------------------------------------------------
+
+
+def _cleared(parity: str, form: str) -> tuple[list[torch.Tensor], str]:
+    options: dict[str, Any] = {"max_micro_batch_size": 2} if parity == "exact" else {"canonical_shards": 4}
+    accelerator = Accelerator(cpu=True, parity=parity, seed=0, **options)
+    bare = _model()
+    loader: Any = DataLoader(_batches(2).flatten(0, 3), batch_size=8)  # type: ignore[arg-type]
+    model, optimizer, loader = accelerator.prepare(bare, torch.optim.SGD(bare.parameters(), lr=0.1), loader)
+    try:
+        for x in loader:
+            if form == "model.zero_grad() first":
+                model.zero_grad()
+            elif form == "optimizer.zero_grad() first":
+                optimizer.zero_grad()
+            accelerator.backward(_loss(model(x)))
+            if form == "torch's clipping":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+            if form == "model.zero_grad() last":
+                model.zero_grad(set_to_none=False)
+            elif "first" not in form:
+                optimizer.zero_grad()
+    except UsageError as error:
+        return [], str(error)
+    return [p.detach() for p in bare.parameters()], ""
+
+
+@pytest.mark.parametrize("parity", ["exact", "bitwise"])
+@pytest.mark.parametrize(
+    "form",
+    ["optimizer.zero_grad() first", "model.zero_grad() first", "model.zero_grad() last", "torch's clipping", "plain"],
+)
+def test_gradients_of_earlier_micro_steps_are_kept_or_their_loss_is_an_error(parity: str, form: str) -> None:
+    """Against a plain loop: float64, SGD: 1e-12."""
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in _batches(2).flatten(0, 3).split(8):  # type: ignore[no-untyped-call]
+        optimizer.zero_grad()
+        _loss(model(x)).backward()
+        optimizer.step()
+    for weights, text in run_on_ranks(_cleared, parity, form, world_size=2):
+        assert weights or "of earlier micro-steps were cleared" in text
+        assert ("optimizer" in form or form == "plain") <= bool(weights)
+        for weight, right in zip(weights, model.parameters()):
+            torch.testing.assert_close(weight, right.detach(), rtol=1e-12, atol=1e-12)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from echelon.accelerator.kept_gradients import KeptGradients
 from echelon.accelerator.ledger import CHANGED, HOW_TO_CHANGE, Ledger
 from echelon.accelerator.plugins import DataLoaderConfiguration
 from echelon.accelerator.surroundings import (
@@ -48,6 +49,7 @@ class CanonicalLedger(Ledger):
     def __init__(self, *, surroundings: Surroundings, update: ShardedUpdate, is_sharded: bool, **book: Any) -> None:
         """``is_sharded``: parameters are. ``book``: what a ``Ledger`` takes."""
         super().__init__(**book)
+        self._kept = KeptGradients("bitwise")
         self.surroundings = surroundings
         self.num_shards = surroundings.canonical_shards
         self.update = update
@@ -98,6 +100,9 @@ class CanonicalLedger(Ledger):
         """Open the micro-step of a shard, with random numbers of its own."""
         if self._is_beside_an_update(loader):
             return
+        if contribution.micro_step:
+            self._kept.require()  # here they are filed
+        self._kept.forget()
         super().begin_micro_step(loader, contribution)
         self.update.begin(contribution)
         if contribution.micro_step == 0:
@@ -151,6 +156,7 @@ class CanonicalLedger(Ledger):
         """See ``Ledger``: in the last micro-step, make the sums, and go on with random numbers that are no shard's."""
         if self._versions is not None:
             refuse_sparse_gradients(self._models())
+        self._keep_gradients()
         if not self._state.sync_gradients:
             return
         self.update.finish()

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.optim import Optimizer
 
 from echelon.accelerator.gradient_state import GradientState
+from echelon.accelerator.kept_gradients import KeptGradients
 from echelon.accelerator.plugins import DataLoaderConfiguration
 from echelon.accelerator.random_states import current_random_states
 from echelon.accelerator.window import Window
@@ -69,6 +70,7 @@ class Ledger(Driver):
         self._is_told_of_turns = False
         self._is_warned = False
         self._batch_norms: list[_BatchNorm] = []
+        self._kept = KeptGradients("exact")
         self._told: set[str] = set()
         self._has_several = False  # micro-steps of the update
         self._versions_of_parameters: list[int] = []  # at the first loss of the update
@@ -140,6 +142,7 @@ class Ledger(Driver):
             self._losses, self._num_items = [], 0.0
             self._random_states = current_random_states() if contribution.num_micro_steps > 1 else None
             self._has_several, self._versions_of_parameters = contribution.num_micro_steps > 1, []
+            self._kept.forget()
         self._is_within = not contribution.ends_update
         self._is_counted, self._items_in_hand = False, None
         self._state.has_loss = False
@@ -166,6 +169,7 @@ class Ledger(Driver):
     def _drop_half_an_update(self) -> None:
         """Forget the gradients of an update whose loop was left in its middle: its samples come again."""
         self._is_within = False
+        self._kept.forget()
         self._drop_gradients()
 
     def _check_batch_norms(self, contribution: Contribution) -> None:
@@ -196,9 +200,21 @@ class Ledger(Driver):
 
     def before_backward(self) -> None:
         """A backward pass of the batch in hand begins."""
+        self._kept.require()
 
     def after_backward(self) -> None:
         """It has ended. Collective: in the last micro-step."""
+        self._keep_gradients()
+
+    def note_cleared(self) -> None:
+        """See ``Driver``."""
+        self._kept.forget()
+
+    def _keep_gradients(self) -> None:
+        if self._is_within:
+            self._kept.note(self._models())
+        else:
+            self._kept.forget()
 
     def finished_models(self, trained: Sequence[nn.Module]) -> Sequence[nn.Module]:
         """Return the models whose gradients the factor of an update is for, of which ``trained`` are those of this loop."""

@@ -195,13 +195,18 @@ class AcceleratedOptimizer(Optimizer):
         """Clear the gradients, unless they are of micro-steps whose update is still to come."""
         if (clears := self._closures.clears) is not None:  # in a closure
             if clears:
-                self.engine.zero_grad(self.optimizer, set_to_none=set_to_none)
-                self._is_used = False
+                self._clear(set_to_none)
             return
         if self._is_used or (self.gradient_state.sync_gradients and not self._holds_micro_steps()):
-            self.engine.zero_grad(self.optimizer, set_to_none=set_to_none)
-            self._is_used = False
+            self._clear(set_to_none)
         self._is_postponed = False
+
+    def _clear(self, set_to_none: bool) -> None:
+        self.engine.zero_grad(self.optimizer, set_to_none=set_to_none)
+        self._is_used = False
+        driver = self.gradient_state.reading.driver
+        if driver is not None:
+            driver.note_cleared()
 
     def _holds_micro_steps(self) -> bool:
         """Are the gradients those of micro-steps before this one, and this call the one that begins it?"""

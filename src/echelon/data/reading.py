@@ -64,6 +64,10 @@ class Driver(ABC):
     def awaits_loss(self) -> bool:
         """Is this a later micro-step of an update, and its backward pass still to come?"""
 
+    @abstractmethod
+    def note_cleared(self) -> None:
+        """A prepared optimizer has cleared gradients, at its time."""
+
     @property
     @abstractmethod
     def drives(self) -> bool:
