@@ -123,11 +123,11 @@ def notebook_launcher(
         )
         return
     variables = rank_variables(resolved, num_processes=1, num_threads=None, has_accelerator=count > 0)
-    given, by_name = arguments_of_rank(
+    first, by_name = arguments_of_rank(
         function, args, rank=0, world_size=1, caller="notebook_launcher", begins_with_rank=False
     )
     with environ.patch(variables):
-        function(*given, **by_name)
+        function(*first, **by_name)
 
 
 def debug_launcher(function: Callable[..., object], args: Sequence[object] = (), num_processes: int = 2) -> None:
