@@ -89,14 +89,14 @@ class _Plain:
             rounds = self._rounds(epoch, layout)
             accumulation = 1 if layout.parity != "off" else program.accumulation
             seen: list[int] = []
-            updates = 0
+            updates, is_last = 0, False
             for number, round_ in enumerate(rounds):
+                is_last = number == len(rounds) - 1
                 if program.skips and number % 3 == 1:
                     continue
                 seen += [index for piece in round_ for index in piece]
                 window.append(round_)
                 step += 1
-                is_last = number == len(rounds) - 1
                 if not is_last and step % accumulation:
                     continue
                 step = 0 if is_last else step
@@ -107,7 +107,10 @@ class _Plain:
                 if updates == program.breaks:
                     break
             self.seen.append(seen)
-            if program.evaluates == "epoch":
+            # "What the body of the loop still had to do is not made up for" after a save at the end of an epoch
+            # (docs/checkpoints.md), and so is the number that the evaluation's loader draws.
+            is_left_out = is_last and len(self.loop.updates) == program.saves
+            if program.evaluates == "epoch" and not is_left_out:
                 self._evaluate()
         return Expected(
             weights=[p.detach() for p in self.model.parameters()],
@@ -207,7 +210,8 @@ def rounds_of(program: Program, layout: Layout, loader: Any, pass_: Iterator[Any
 
 
 def _schedule_steps(program: Program, layout: Layout) -> int:
-    return layout.world_size if layout.parity == "off" and not program.split_batches else 1
+    follows = layout.parity == "off" and not program.split_batches and program.is_prepared
+    return layout.world_size if follows else 1
 
 
 def clip_of(program: Program) -> Any:

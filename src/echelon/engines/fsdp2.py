@@ -303,7 +303,7 @@ class FSDP2Engine(Engine):
 
     def replaced_parameters(self) -> Sequence[torch.Tensor]:
         """See ``Engine``: those that were whole."""
-        return list(self._replaced.keys())
+        return list(self._replaced.keys())  # type: ignore[no-untyped-call]
 
     def reduce_gradients(self, optimizer: Optimizer) -> bool:
         """See ``Engine``.
@@ -604,13 +604,14 @@ def _require_one_dtype(root: FSDPModule) -> None:
             )
 
 
-def _reshard_after_evaluation(root: FSDPModule, _args: Any, _out: Any) -> None:
+def _reshard_after_evaluation(root: nn.Module, _args: Any, _out: Any) -> None:
     """Free the whole parameters after a forward pass that no backward pass follows.
 
     ``reshard_after_forward=False`` keeps them until the backward pass. Without one they would stay, with the values of
     before the next step, and in the place of the shards: what is done to ``model.parameters()`` would be lost.
     """
     if not torch.is_grad_enabled():
+        assert isinstance(root, FSDPModule)
         _reshard(root)
 
 
@@ -691,7 +692,7 @@ def _refuse_sparse(model: nn.Module, left_whole: Container[int]) -> None:
     """Raise where a layer gives gradients that torch cannot reduce to shards: its own error names no layer."""
     for name, module in model.named_modules():
         is_sparse = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
-        if is_sparse and module.weight.requires_grad and id(module.weight) not in left_whole:  # type: ignore[arg-type]
+        if is_sparse and module.weight.requires_grad and id(module.weight) not in left_whole:
             raise UsageError(
                 f"{name or type(module).__name__} is an embedding with sparse=True, and fully_shard cannot reduce sparse gradients",
                 where="prepare(), engine fsdp2",
