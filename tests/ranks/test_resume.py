@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from echelon import Accelerator, DataLoaderConfiguration
 from echelon.base.errors import CheckpointError, DesyncError
@@ -403,3 +403,45 @@ def test_without_parity_the_middle_of_an_epoch_is_refused_on_another_number_of_p
     for text in run_on_ranks(_refused, tmp_path, False):
         assert "of the middle of an epoch on 1 processes, and here are 2: samples would come twice, or never" in text
         assert "train with parity='exact', which goes on with any number" in text
+
+
+def _read_other_data(folder: str, kind: str, num_samples: int, batch_size: int, stop: int) -> Any:
+    options: dict[str, Any] = {"parity": "exact", "seed": 1} if kind == "exact" else {}
+    data_options: dict[str, Any] = {"dispatch_batches": True} if kind == "dispatch" else {}
+    accelerator = Accelerator(
+        project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True),
+        dataloader_config=DataLoaderConfiguration(**data_options),
+        **options,
+    )
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(num_samples)), batch_size=batch_size))
+    try:
+        is_resumed = accelerator.resume()
+        text = ""
+    except (CheckpointError, DesyncError) as error:
+        with warnings.catch_warnings(record=True):
+            warnings.simplefilter("always")
+            text, is_resumed = str(error), accelerator.resume(allow_changed_data=True)
+    read = []
+    for _ in accelerator.epochs(1):
+        for number, (samples,) in enumerate(loader, 1):
+            read += samples.tolist()
+            if number == stop:
+                accelerator.save_state()
+                accelerator.end_training()
+                break
+        break
+    return is_resumed, text, read
+
+
+@pytest.mark.parametrize("kind", ["off", "dispatch", "exact"])
+def test_other_data_are_refused_on_every_rank_or_gone_on_with_together(kind: str, tmp_path: Path) -> None:
+    size = 8 if kind == "exact" else 4
+    run_on_ranks(_read_other_data, str(tmp_path), kind, 40, size, 3)  # 24 samples
+    results = run_on_ranks(_read_other_data, str(tmp_path), kind, 48, size, 0)
+    read = []
+    for is_resumed, text, samples in results:
+        assert is_resumed
+        assert "it had 40 samples, and has 48" in text
+        assert "after 24 of 48 samples" in text
+        read += samples
+    assert sorted(read) == [*range(24, 48)]

@@ -26,6 +26,7 @@ FILES = {
     "behaviours": "unit/test_trainer_behaviours.py",
     "checkpoints": "unit/test_trainer_checkpoints.py",
     "devices": "unit/test_trainer_devices.py",
+    "changed_data": "unit/test_changed_data.py",
     "items": "unit/test_trainer_items.py",
     "lock": "unit/test_trainer_lock.py",
     "errors": "unit/test_trainer_errors.py",

@@ -1202,6 +1202,7 @@ class Accelerator(AcceleratorFacts):
         load_kwargs: dict[str, Any] | None = None,
         *,
         allow_missing: Collection[str] = (),
+        allow_changed_data: bool | None = None,
         **load_model_func_kwargs: Any,
     ) -> None:
         """Load what ``save_state`` wrote, here or in Accelerate. No code of the files runs.
@@ -1214,6 +1215,9 @@ class Accelerator(AcceleratorFacts):
             load_kwargs: of ``torch.load``, for everything but the models; in Accelerate's layout.
             allow_missing: pieces that the checkpoint and this run need not both have: ``"scheduler"``, ``"loader[0]"``,
                 ``"model[0].head"`` (weights whose names begin so), ... In echelon's own format.
+            allow_changed_data: a checkpoint of the middle of an epoch is gone on with although the number of samples, the batch
+                size, the order or the contents of the data are others now; from where is told. None: as the configuration
+                says (``echelon launch --allow_changed_data``), else such a change is an error. Between two epochs it is told.
             load_model_func_kwargs: ``map_location`` (``cpu`` or ``on_device``), and ``strict`` and others of
                 ``load_state_dict``, for the models.
 
@@ -1221,11 +1225,16 @@ class Accelerator(AcceleratorFacts):
 
         Raises:
             UsageError: there is no such folder.
-            CheckpointError: a file is missing, damaged, holds code, or is another model's.
+            CheckpointError: a file is missing, damaged, holds code, or is another model's; it is of the middle of an epoch
+                over other data.
             DesyncError: some ranks failed; they are named.
         """
         meet("load_state()")
-        options = {"allow_missing": allow_missing, **load_model_func_kwargs}
+        options = {
+            "allow_missing": allow_missing,
+            "allow_changed_data": allow_changed_data,
+            **load_model_func_kwargs,
+        }
         with within(Phase.LOAD):
             self._checkpoints.load(self, input_dir, load_kwargs, options)
         note_loaded(self.progress.step)
@@ -1237,6 +1246,7 @@ class Accelerator(AcceleratorFacts):
         strict: bool = True,
         allow_missing: Collection[str] = (),
         must_exist: bool = False,
+        allow_changed_data: bool | None = None,
     ) -> bool:
         """Go on where an earlier start of the run has saved; call it after ``prepare``. False: nothing is there to go on with.
 
@@ -1250,6 +1260,7 @@ class Accelerator(AcceleratorFacts):
                 and what was passed over is told.
             strict: a model has every weight of the checkpoint, and the other way round.
             allow_missing: as of ``load_state``.
+            allow_changed_data: as of ``load_state``.
             must_exist: a run that finds no checkpoint ends with an error; else it starts from scratch, which is logged.
 
         Collective: every rank.
@@ -1268,7 +1279,12 @@ class Accelerator(AcceleratorFacts):
             self.preemption.join()
         with within(Phase.LOAD):
             is_there = self._checkpoints.resume(
-                self, path, strict=strict, allow_missing=allow_missing, must_exist=must_exist
+                self,
+                path,
+                must_exist=must_exist,
+                strict=strict,
+                allow_missing=allow_missing,
+                allow_changed_data=allow_changed_data,
             )
         if is_there:
             note_loaded(self.progress.step)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from echelon.accelerator.changed_data import DataPolicy
 from echelon.accelerator.state_names import model_prefix
 from echelon.accelerator.weights import read_weights
 from echelon.base.errors import CheckpointError, UsageError
@@ -32,6 +33,7 @@ __all__ = [
     "alone_in",
     "checkpoints_in",
     "count_failures",
+    "data_may",
     "has_checkpoint",
     "holds_model",
     "folder_of",
@@ -39,6 +41,7 @@ __all__ = [
     "is_own_format",
     "is_saved",
     "newest_whole",
+    "pass_was_over",
     "problems_in",
     "read_model_files",
     "registered_state",
@@ -83,6 +86,25 @@ def holds_model(folder: Path) -> bool:
     """Tell whether a checkpoint of echelon's own format has weights beside those in files of other programs' formats."""
     prefix = model_prefix(0)
     return any(name.startswith(prefix) for name in Checkpoint(folder).names())
+
+
+def pass_was_over(accelerator: Accelerator, folder: Path, loader: Any) -> bool:
+    """Tell whether ``loader`` had given its last batch when ``folder``, of echelon's own format, was saved."""
+    states = Checkpoint(folder).objects()["orders"]
+    found = [i for i, one in enumerate(accelerator._dataloaders) if one is loader]
+    record = states[found[0]].get("pass") if found and found[0] < len(states) else None
+    return record is not None and not record["is_within"]
+
+
+@contextmanager
+def data_may(accelerator: Accelerator, policy: DataPolicy) -> Iterator[None]:
+    """Let a change of the data mean what ``policy`` says, for what is loaded in the block."""
+    checkpoints = accelerator._checkpoints
+    before, checkpoints.data_policy = checkpoints.data_policy, policy
+    try:
+        yield
+    finally:
+        checkpoints.data_policy = before
 
 
 def registered_state(folder: Path, index: int) -> Any:

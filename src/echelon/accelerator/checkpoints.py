@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from echelon.accelerator.changed_data import DataPolicy
 from echelon.accelerator.checkpoint_folders import count_failures, has_checkpoint, newest_whole
 from echelon.accelerator.project import ProjectConfiguration
 from echelon.accelerator.state_files import (
@@ -70,6 +72,8 @@ class Checkpoints:
         self._background = BackgroundSaver()
         self.failures = SaveFailures(project.max_failed_saves)
         self._lock: RunLock | None = None
+        self.data_policy = DataPolicy()
+        """What changed data mean, unless a call says that they are allowed; the Trainer knows places of its own."""
         self._place: Path | None = None
         """Where this run alone may write, for as long as a block of ``alone_in`` lasts."""
 
@@ -161,12 +165,15 @@ class Checkpoints:
         self.wait()
         map_location = options.pop("map_location", None)
         allowed = Allowed(options.pop("allow_missing", ()))
+        given = options.pop("allow_changed_data", None)
+        allows = accelerator._config.value.allow_changed_data if given is None else given
+        data = replace(self.data_policy, allows_changes=allows or self.data_policy.allows_changes)
         input_dir = _one_folder(input_dir, accelerator.world, "load_state")
         folder, checkpoint = self._source(accelerator, input_dir)
         if checkpoint is not None:
             with fail_together("load_state"):
                 strict = options.pop("strict", True)
-                self._load_own(accelerator, checkpoint, strict=strict, allowed=allowed, others=options)
+                self._load_own(accelerator, checkpoint, strict=strict, allowed=allowed, data=data, others=options)
             return
         if allowed:
             raise UsageError(
@@ -188,6 +195,7 @@ class Checkpoints:
                 accelerator.scaler,
                 map_location,
                 load_kwargs,
+                data=data,
                 **options,
             )
             accelerator.step = changes.get("step", accelerator.step)
@@ -195,9 +203,7 @@ class Checkpoints:
             for i, one in enumerate(self.custom_objects):
                 load_custom_state(one, folder, i)
 
-    def resume(
-        self, accelerator: Accelerator, path: Any, *, strict: bool, allow_missing: Collection[str], must_exist: bool
-    ) -> bool:
+    def resume(self, accelerator: Accelerator, path: Any, *, must_exist: bool, **options: Any) -> bool:
         """See ``Accelerator.resume``."""
         is_named = self._project.automatic_checkpoint_naming
         if path is None and not is_named:
@@ -226,7 +232,7 @@ class Checkpoints:
             # At the level that is seen by default: who meant another folder must notice.
             _logger.warning("no checkpoint in %s: starting from scratch", place)
             return False
-        self.load(accelerator, folder, None, {"strict": strict, "allow_missing": allow_missing})
+        self.load(accelerator, folder, None, options)
         with fail_together("resume"):
             accelerator._go_on()
         if is_named:  # also those that were passed over have a number
@@ -467,6 +473,7 @@ class Checkpoints:
         *,
         strict: bool,
         allowed: Allowed,
+        data: DataPolicy,
         others: dict[str, Any],
     ) -> None:
         if others:
@@ -486,6 +493,7 @@ class Checkpoints:
             custom_objects=self.custom_objects,
             strict=strict,
             allowed=allowed,
+            data=data,
         )
         accelerator.step = changes["step"]
         accelerator._reopen_books(changes["progress"])

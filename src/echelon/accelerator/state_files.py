@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from echelon.accelerator.changed_data import DataPolicy, reconcile_data
 from echelon.accelerator.optimizer import AcceleratedOptimizer
 from echelon.accelerator.random_states import current_random_states, restore_random_states
 from echelon.accelerator.saving import PLAIN_DATA, load, refused_in, write_pickled, write_tensors
@@ -201,6 +202,8 @@ def load_accelerator_state(
     scaler: torch.amp.GradScaler | None = None,
     map_location: str | None = None,
     load_kwargs: dict[str, Any] | None = None,
+    *,
+    data: DataPolicy | None = None,
     **load_model_func_kwargs: Any,
 ) -> dict[str, Any]:
     """Load the files of this rank, Accelerate's or ours; nothing in them is run. Returns ``step`` and ``progress``.
@@ -215,6 +218,7 @@ def load_accelerator_state(
         scaler: the loss scaler, if there is one.
         map_location: ``cpu`` (as None), or ``on_device``: where tensors are read to, before they are copied.
         load_kwargs: of ``torch.load``, for everything but the models.
+        data: what a change of the data means; None: in the middle of an epoch, an error.
         load_model_func_kwargs: ``strict``, and others of ``load_state_dict``, for the models.
 
     Raises:
@@ -235,6 +239,8 @@ def load_accelerator_state(
     scaler_files = [] if scaler is None else [folder / SCALER_NAME]
     _require(folder, [*weights, *optimizer_files, *scheduler_files, *scaler_files])
     random_states = _read_random_states(folder, process_index)
+    ours = random_states.get(_OURS)
+    orders, changed = _read_orders(folder, dataloaders, ours, load_kwargs or {}, data or DataPolicy())
 
     for model, path in zip(models, weights):
         load_weights(model, read_weights(path, map_location=place), source=path, **load_model_func_kwargs)
@@ -246,7 +252,7 @@ def load_accelerator_state(
             optimizer.load_state_dict(state)
     for scheduler, path in zip(schedulers, scheduler_files):
         scheduler.load_state_dict(load(path, **(load_kwargs or {})))
-    _load_loaders(folder, dataloaders, process_index, random_states.get(_OURS), load_kwargs or {})
+    _load_loaders(folder, dataloaders, process_index, ours, load_kwargs or {}, orders=orders, changed=changed)
     if scaler is not None:
         scaler.load_state_dict(load(folder / SCALER_NAME))
     if "random_state" in random_states:
@@ -386,19 +392,46 @@ def _require(folder: Path, files: Sequence[Path]) -> None:
 # ---- loaders ---------------------------------------------------------------------------------------------------------
 
 
+def _read_orders(
+    folder: Path,
+    dataloaders: Sequence[Any],
+    ours: Mapping[str, Any] | None,
+    load_kwargs: dict[str, Any],
+    policy: DataPolicy,
+) -> tuple[Sequence[Mapping[str, Any]], frozenset[int]]:
+    """Return the orders that the checkpoint has, for the data of now, and which loaders have other data; Accelerate writes none."""
+    loaders = [loader for loader in dataloaders if isinstance(loader, PreparedLoader)]
+    files = [folder / _numbered(SAMPLER_NAME, i) for i in range(min(len(loaders), (ours or {}).get("orders", 0)))]
+    _require(folder, files)
+    return reconcile_data(
+        loaders,
+        [load(file, **load_kwargs) for file in files],
+        source=folder,
+        num_saved=(ours or {}).get("num_processes", 0),
+        num_ranks=World.current().world_size,
+        policy=policy,
+    )
+
+
 def _load_loaders(
-    folder: Path, dataloaders: Sequence[Any], rank: int, ours: Mapping[str, Any] | None, load_kwargs: dict[str, Any]
+    folder: Path,
+    dataloaders: Sequence[Any],
+    rank: int,
+    ours: Mapping[str, Any] | None,
+    load_kwargs: dict[str, Any],
+    *,
+    orders: Sequence[Mapping[str, Any]],
+    changed: Collection[int],
 ) -> None:
-    """Restore the orders and positions that the checkpoint has; Accelerate writes no orders."""
-    known = {"orders": 0, "positions": [], **(ours or {})}
+    """Restore the orders, and the positions that the checkpoint has."""
+    known = {"positions": [], **(ours or {})}
     for i, loader in enumerate(loader for loader in dataloaders if isinstance(loader, PreparedLoader)):
-        order, position = folder / _numbered(SAMPLER_NAME, i), folder / _numbered(_POSITION_NAME, i)
-        if i < known["orders"]:
-            _require(folder, [order])
-            loader.load_order_state(load(order, **load_kwargs))
+        position = folder / _numbered(_POSITION_NAME, i)
+        if i < len(orders):
+            loader.load_order_state(dict(orders[i]))
         if i in known["positions"] and loader.is_stateful:
             _require(folder, [position])
-        if loader.is_stateful and position.exists():
+        if loader.is_stateful and position.exists() and i not in changed:
             loader.load_state_dict(_position_of(load(position, **load_kwargs), rank, loader, position))
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
+from echelon.accelerator.changed_data import DataPolicy, reconcile_data
 from echelon.accelerator.gathered_state import (
     gathered_optimizer_state,
     load_gathered_model,
@@ -141,6 +142,7 @@ def load_content(
     custom_objects: Sequence[Any],
     strict: bool = True,
     allowed: Allowed | None = None,
+    data: DataPolicy | None = None,
 ) -> dict[str, Any]:
     """Load ``checkpoint``, which was verified, and return ``step`` and ``progress``.
 
@@ -152,6 +154,7 @@ def load_content(
         custom_objects: registered for checkpointing.
         strict: the model has every weight of the checkpoint, and the other way round.
         allowed: what may be missing.
+        data: what a change of the data means; None: in the middle of an epoch, an error.
 
     Collective: where the engine shards parameters.
 
@@ -164,6 +167,14 @@ def load_content(
     own = checkpoint.rank_objects(accelerator.process_index)
     loaders = _loaders(accelerator)
     _require_pieces(accelerator, checkpoint, objects, custom_objects, loaders, allowed)
+    orders, changed = reconcile_data(
+        loaders,
+        objects["orders"],
+        source=checkpoint.folder,
+        num_saved=checkpoint.manifest.world_size,
+        num_ranks=accelerator.num_processes,
+        policy=data or DataPolicy(),
+    )
     if accelerator._ledger is not None:
         accelerator._ledger.require_record(objects["accelerator"].get("bits", {}), checkpoint.folder)
     ours = [
@@ -198,7 +209,7 @@ def load_content(
         scheduler.load_state_dict(state)
     if accelerator.scaler is not None and objects["scaler"] is not None:
         accelerator.scaler.load_state_dict(objects["scaler"])
-    _load_loaders(accelerator, checkpoint, loaders, objects["orders"], own or {})
+    _load_loaders(accelerator, checkpoint, loaders, orders, own or {}, changed=changed)
     for i, one in enumerate(custom_objects):
         if f"custom.{i}" in objects:
             one.load_state_dict(objects[f"custom.{i}"])
@@ -358,13 +369,15 @@ def _load_loaders(
     loaders: Sequence[PreparedLoader],
     orders: Sequence[Any],
     own: Mapping[str, Any],
+    *,
+    changed: Collection[int],
 ) -> None:
     num_saved = checkpoint.manifest.world_size
     positions: Sequence[Any] = own.get("positions") or ()
     for i, loader in enumerate(loaders):
         if i < len(orders):
             loader.load_order_state(orders[i])
-        if not loader.is_stateful:
+        if not loader.is_stateful or i in changed:  # the state of the loader inside is that of other data
             continue
         if num_saved != accelerator.num_processes:  # samples would come twice, or never
             raise CheckpointError(
@@ -375,6 +388,8 @@ def _load_loaders(
         if i < len(positions) and positions[i] is not None:
             loader.load_state_dict(positions[i])
     accelerator._epochs.load_own_state(own.get("pass") if num_saved == accelerator.num_processes else None)
+    for i in changed:
+        loaders[i].load_draws(None)
 
 
 def _is_tensor(value: Any) -> bool:

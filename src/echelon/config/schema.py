@@ -116,6 +116,8 @@ class RunConfig:
     """Samples of one process in one forward pass, in the exact modes; None: as many as its share of the batch has."""
     seed: int | None = None
     """The seed of the run; None: the script's own."""
+    allow_changed_data: bool = False
+    """Go on from the middle of an epoch although the data are others now; from where is told."""
     debug: bool = False
     """Check structure, shapes and dtypes of every collective across the ranks before it runs, on every backend."""
 

@@ -112,6 +112,7 @@ KEYS = (
     Key(field="max_micro_batch_size", flags=_flag("max_micro_batch_size")),
     Key(field="canonical_shards", flags=_flag("canonical_shards")),
     Key(field="seed"),
+    Key(field="allow_changed_data", flags=_flag("allow_changed_data")),
     Key(field="debug", variable="ACCELERATE_DEBUG_MODE", flags=_flag("debug")),
     *_keys(
         "fsdp_config",

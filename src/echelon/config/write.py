@@ -17,7 +17,7 @@ from echelon.config.table import BY_FIELD, KEYS, SECTIONS
 __all__ = ["chosen", "for_accelerate", "unknown_to_accelerate", "write", "write_mapping"]
 
 # What accelerate's file has no name for. Ours are read from its top, too; accelerate itself refuses such a file.
-_OWN = ("engine", "parity", "max_micro_batch_size", "canonical_shards", "seed")
+_OWN = ("engine", "parity", "max_micro_batch_size", "canonical_shards", "seed", "allow_changed_data")
 _TYPES = MappingProxyType({"fsdp": "FSDP", "deepspeed": "DEEPSPEED"})
 
 

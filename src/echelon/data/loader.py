@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from echelon.base.errors import CheckpointError, DesyncError, UsageError
 from echelon.base.protocols import SupportsSetEpoch, SupportsStateDict
 from echelon.base.warnings import warn
+from echelon.data.data_facts import DataFacts, facts_of_data
 from echelon.data.exact import PassPlan
 from echelon.data.exact_sources import ExactDispatchSource, ExactSource
 from echelon.data.fork import settle_before_fork
@@ -21,7 +22,7 @@ from echelon.data.place import to_device
 from echelon.data.reading import LoaderOptions, PassFacts, Reading
 from echelon.data.rng import HostDraws, OtherDraws, synchronize_rng_states
 from echelon.data.slices import Contribution, LastStep
-from echelon.data.sources import DispatchSource, PlainSource, Source, Steps
+from echelon.data.sources import DispatchSource, PlainSource, Source, Steps, batches_of
 from echelon.distributed.collective_count import num_collectives
 from echelon.distributed.own_cut import cutters_with_epoch, samplers_of
 from echelon.status.board import Phase
@@ -72,6 +73,7 @@ class PreparedLoader(DataLoader[Any]):
             _state=None,
             _trims=False,
             _cutters=cutters_with_epoch(original),
+            _data_facts=None,
         )
         self._seen_epochs = self._epochs_of_cutters()
 
@@ -109,6 +111,8 @@ class PreparedLoader(DataLoader[Any]):
     _goes_on: bool
     """The next pass is that one."""
     _trims: bool
+    _data_facts: DataFacts | None
+    """As they were when they were looked at last."""
     iteration: int
     """The epoch of the next pass; it counts the passes that were read to their end."""
 
@@ -373,7 +377,8 @@ class PreparedLoader(DataLoader[Any]):
         """
         reader = self._reader()
         if isinstance(self.source, ExactSource):
-            return {"exact": (self if reader is None else reader).state_dict(), "pass": self.record()}
+            exact = (self if reader is None else reader).state_dict()
+            return {"exact": exact, "pass": self.record(), "data": self.data_facts().to_json()}
         is_within = reader is not None and not reader.end_of_dataloader
         order = self.source.order
         return {
@@ -382,7 +387,34 @@ class PreparedLoader(DataLoader[Any]):
             "order": order.state() if order is not None and (is_within or order.is_seedable) else None,
             "generators": [generator.get_state() for generator in self._generators()],
             "pass": self.record(),
+            "data": self.data_facts().to_json(),
         }
+
+    def data_facts(self) -> DataFacts:
+        """Return what a place in a pass of this loader depends on; of data that another rank reads, what is known here."""
+        num_samples = None
+        if isinstance(self.source, (DispatchSource, ExactDispatchSource)):
+            num_samples = self.source.total_samples
+            if not self._world.is_rank_zero:
+                return DataFacts(
+                    num_samples=None if num_samples < 0 else num_samples, batch_size=self.source.batch_size
+                )
+        elif isinstance(self.source, OwnPartsSource) and not self._world.is_rank_zero:
+            return DataFacts(batch_size=self._batch_size())  # its part is another one than rank zero's
+        found = facts_of_data(
+            self.original,
+            sampler=self.get_sampler(),
+            batches=batches_of(self.original),
+            num_samples=num_samples,
+            split_batches=self.split_batches,
+            exact=self._options.exact,
+        )
+        # What a dataset changes by itself (an order that it draws in set_epoch, a cache) says nothing of whose data it is.
+        known = self._data_facts
+        if known is not None and known.num_samples == found.num_samples:
+            found = found.with_stable_columns(known)
+        self.__dict__["_data_facts"] = found
+        return found
 
     def load_order_state(self, state: dict[str, Any]) -> None:
         """Let the next pass have the order that ``order_state`` was taken of."""
@@ -575,6 +607,8 @@ class PreparedLoader(DataLoader[Any]):
         if going_on is not None and not going_on["is_within"]:
             self._facts = _facts_of(going_on)
             return  # this pass was read to its end before
+        if self._data_facts is None:  # before the dataset is told the epoch, as it will be when a checkpoint is loaded
+            self.data_facts()
         if self._world.world_size > 1:
             synchronize_rng_states([kind for kind in self._options.rng_types if kind != "generator"])
         self._tell_epoch()

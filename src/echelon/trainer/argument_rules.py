@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echelon.base.errors import ConfigError
@@ -13,9 +14,17 @@ from echelon.trainer.sharding import read_fsdp
 if TYPE_CHECKING:
     from echelon.trainer.arguments import TrainingArguments
 
-__all__ = ["check", "complete"]
+__all__ = ["check", "complete", "path_of"]
 
 logger = get_logger(__name__)
+
+
+def path_of(args: TrainingArguments, folder: str | Path | None) -> Path:
+    """Return a folder as it was meant when ``args`` were made, whatever the working directory is now.
+
+    None: ``output_dir``, which itself stays as it was given.
+    """
+    return args._given_in / Path(folder or args.output_dir or "trainer_output").expanduser()
 
 
 def complete(args: TrainingArguments) -> None:

@@ -265,6 +265,9 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
     already_sharded: str | bool | None = extra(
         None, "Each process is given its own share: True, train, eval; False: never; none given: as it is recognised."
     )
+    allow_changed_data: bool = extra(
+        False, "Go on from the middle of an epoch although the data are others now; from where is told."
+    )
     log_throughput: bool = extra(False, "Log samples and steps per second of the steps since the last log.")
 
     logging_dir: ClassVar[str | None] = None
@@ -320,13 +323,6 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         defaults = {item.name: _default(item) for item in fields(self)}
         refuse_what_is_not_offered(values, defaults)
-
-    def path_of(self, folder: str | Path | None) -> Path:
-        """Return a folder as it was meant when these arguments were made, whatever the working directory is now.
-
-        None: ``output_dir``, which itself stays as it was given.
-        """
-        return self._given_in / Path(folder or self.output_dir or "trainer_output").expanduser()
 
     # What started this process.
 

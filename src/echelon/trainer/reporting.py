@@ -14,6 +14,7 @@ from echelon.accelerator.project import ProjectConfiguration
 from echelon.base import environ
 from echelon.base.errors import ConfigError
 from echelon.base.optional import is_available
+from echelon.trainer.argument_rules import path_of
 from echelon.trainer.callbacks import TrainerCallback
 
 if TYPE_CHECKING:
@@ -77,19 +78,19 @@ def tracker_settings(args: TrainingArguments) -> dict[str, Any]:
         names.append("jsonl")  # a folder always brings this record: as a tracker it ends with the others
     folder = run_folder(args)
     only_files = all(name in _IN_FOLDERS for name in names)
-    project = ProjectConfiguration(project_dir=args.path_of(None), logging_dir=folder.parent if only_files else folder)
+    project = ProjectConfiguration(project_dir=path_of(args, None), logging_dir=folder.parent if only_files else folder)
     return {"log_with": names, "project_config": project}
 
 
 def run_folder(args: TrainingArguments) -> Path:
     """Return where the files of this run go: ``logging_dir``, else ``output_dir/runs/<time>_<machine>``."""
     if args.logging_dir is not None:
-        return args.path_of(args.logging_dir)
+        return path_of(args, args.logging_dir)
     given = environ.get("TENSORBOARD_LOGGING_DIR")
     if given:
-        return args.path_of(given)
+        return path_of(args, given)
     name = args.run_name or f"{time.strftime('%b%d_%H-%M-%S')}_{socket.gethostname()}"
-    return args.path_of(None) / "runs" / name
+    return path_of(args, None) / "runs" / name
 
 
 def by_split(logs: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -10,12 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from echelon.accelerator.changed_data import DataPolicy, changed_data_error, changes_since, read_facts
 from echelon.accelerator.checkpoint_folders import (
+    data_may,
     folder_of,
     holds_model,
     holds_training,
     is_own_format,
     newest_whole,
+    pass_was_over,
     read_model_files,
     registered_state,
     require_whole,
@@ -26,16 +30,30 @@ from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.logging import get_logger
 from echelon.base.protocols import SupportsSetEpoch
 from echelon.base.warnings import warn
+from echelon.trainer.argument_rules import path_of
 from echelon.trainer.checkpoints import ARGUMENTS_FILE, PREFIX, STATE_FILE, has_adapters
 from echelon.trainer.place import Place, Start
 from echelon.trainer.plan import Plan
 from echelon.trainer.state import TrainerState
-from echelon.trainer.transformers_files import load_transformers, num_processes_of, read_random_states
+from echelon.trainer.transformers_files import (
+    DATA_FILE,
+    load_transformers,
+    num_processes_of,
+    read_random_states,
+)
 
 if TYPE_CHECKING:
     from echelon.trainer.trainer import Trainer
 
-__all__ = ["best_folder", "checkpoint_to_resume", "go_on", "load_model_from", "restore_state", "saved_arguments"]
+__all__ = [
+    "best_folder",
+    "checkpoint_to_resume",
+    "go_on",
+    "load_model_from",
+    "plan_from",
+    "restore_state",
+    "saved_arguments",
+]
 
 logger = get_logger(__name__)
 
@@ -65,7 +83,7 @@ def checkpoint_to_resume(trainer: Trainer, wanted: str | Path | bool | None) -> 
     if wanted is not True and str(wanted) != "auto":
         folder = Path(wanted).expanduser()
         if wanted == trainer.args.resume_from_checkpoint:
-            folder = trainer.args.path_of(folder)
+            folder = path_of(trainer.args, folder)
         require_whole(trainer.accelerator, folder)
         if (problem := _no_training_in(folder)) is not None:
             raise CheckpointError(f"{folder} {problem}", do="load its weights into the model, and begin a new training")
@@ -101,6 +119,44 @@ def saved_arguments(folder: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
+# ---- how long it is ------------------------------------------------------------------------------------------------------
+
+
+def plan_from(trainer: Trainer, folder: Path, plan: Plan) -> Plan:
+    """Return ``plan`` with the steps that its epochs need from ``folder`` on, where more were made than it counts up to there.
+
+    An epoch of fewer steps than in the saved training (fewer samples, larger batches) would end the training too soon.
+    """
+    if trainer.args.max_steps > 0 or not plan.is_sized:
+        return plan
+    state = TrainerState.load_from_json(folder / STATE_FILE)
+    batches, accumulation = (
+        plan.batches_per_epoch,
+        1 if trainer.accelerator.parity != "off" else trainer._accumulation_steps,
+    )
+    if is_own_format(folder):
+        place = Place(**registered_state(folder, 0))
+        epoch, used = (place.epoch + 1, 0) if place.is_over else (place.epoch, place.num_batches)
+        used = min(used * place.batch_size // plan.batch_size, batches)
+    else:
+        epoch, used = int(state.epoch or 0), round(((state.epoch or 0) % 1) * batches)
+    here = epoch * plan.steps_per_epoch + -(-used // accumulation)
+    more = state.global_step - here
+    if more <= 0 or plan.max_steps <= here:
+        return plan
+    max_steps = plan.max_steps + more
+    logger.warning(
+        "%s was saved after %d steps, and with the data and batches of now it would be %d: the training has %d steps in place of "
+        "%d, so that its epochs are whole",
+        folder,
+        state.global_step,
+        here,
+        max_steps,
+        plan.max_steps,
+    )
+    return replace(plan, max_steps=max_steps)
+
+
 # ---- the state -------------------------------------------------------------------------------------------------------
 
 
@@ -127,7 +183,7 @@ def restore_state(trainer: Trainer, folder: Path, plan: Plan) -> TrainerState:
         others.append(f"per_device_train_batch_size={trainer._train_batch_size} (saved: {state.train_batch_size})")
     if others:
         warn(f"the training that goes on from {folder} has other arguments: {', '.join(others)}")
-    state.train_batch_size = trainer._train_batch_size
+    trainer._saved_batch_size, state.train_batch_size = state.train_batch_size, trainer._train_batch_size
     if args.restore_callback_states_from_checkpoint:
         trainer.callback_handler.restore(state.stateful_callbacks)
     return state
@@ -135,7 +191,7 @@ def restore_state(trainer: Trainer, folder: Path, plan: Plan) -> TrainerState:
 
 def best_folder(trainer: Trainer, best: str) -> Path:
     """Return where the best checkpoint is: as it was noted, or, where the whole folder was moved, in the output folder."""
-    noted, beside = trainer.args.path_of(best), trainer._output_dir / Path(best).name
+    noted, beside = path_of(trainer.args, best), trainer._output_dir / Path(best).name
     return beside if beside.is_dir() and not noted.is_dir() else noted
 
 
@@ -162,12 +218,18 @@ def _go_on_from_own(trainer: Trainer, folder: Path, loader: Any, plan: Plan) -> 
     goes_on = (
         is_prepared and not args.ignore_data_skip and not place.is_within_update and place.batch_size == plan.batch_size
     )
+    policy = DataPolicy(
+        allows_changes=trainer._allows_changed_data,
+        is_at_boundary=place.is_over or args.ignore_data_skip or not (place.num_batches or place.is_within_update),
+        finds_batches=place.batch_size != plan.batch_size,
+    )
     hook = accelerator.register_load_state_pre_hook(partial(_load_hook, trainer))
     try:
-        if goes_on:
-            accelerator.resume(folder)
-        else:
-            accelerator.load_state(folder)
+        with data_may(accelerator, policy):
+            if goes_on:
+                accelerator.resume(folder)
+            else:
+                accelerator.load_state(folder)
     finally:
         hook.remove()
     if place.schedule is not None:
@@ -176,7 +238,10 @@ def _go_on_from_own(trainer: Trainer, folder: Path, loader: Any, plan: Plan) -> 
     if place.is_over:
         return Start(epoch=place.epoch + 1, random_states=random_states)
     if goes_on:
-        return Start(epoch=place.epoch, num_batches=place.num_batches, random_states=random_states)
+        # Of data that have grown since its last batch, an epoch that was read to its end has no rest.
+        is_read = place.num_batches > 0 and pass_was_over(accelerator, folder, loader)
+        num_batches = max(place.num_batches, plan.batches_per_epoch) if is_read else place.num_batches
+        return Start(epoch=place.epoch, num_batches=num_batches, random_states=random_states)
     if args.ignore_data_skip:
         _begin_anew(loader, place.epoch)
         return Start(epoch=place.epoch, random_states=random_states)
@@ -211,12 +276,58 @@ def _go_on_from_others(trainer: Trainer, folder: Path, loader: Any, plan: Plan) 
         warn(
             f"{folder} has no random states of rank {accelerator.process_index}: its numbers go on from where they are"
         )
-    epoch, num_steps = divmod(trainer.state.global_step, plan.steps_per_epoch)
-    if args.ignore_data_skip or not num_steps:
+    epoch, used = _place_by_epoch(trainer, folder, loader, plan)
+    if args.ignore_data_skip or not used:
         return Start(epoch=epoch, random_states=random_states)
     _require_same_ranks(trainer, folder, num_processes_of(folder), within=True)
-    used = num_steps * trainer._accumulation_steps
     return Start(epoch=epoch, num_batches=used, num_to_skip=used, random_states=random_states, is_read_first=True)
+
+
+def _place_by_epoch(trainer: Trainer, folder: Path, loader: Any, plan: Plan) -> tuple[int, int]:
+    """Return the epoch and the batches in it that were used, of a checkpoint of transformers' layout.
+
+    Its steps say it, if an epoch has as many here as there; by the part of an epoch that it notes, others are known.
+
+    Raises:
+        CheckpointError: the data have changed in the middle of an epoch, and that is not allowed.
+    """
+    args, state, batches = trainer.args, trainer.state, plan.batches_per_epoch
+    epoch, num_steps = divmod(state.global_step, plan.steps_per_epoch)
+    used = num_steps * trainer._accumulation_steps
+    noted = state.epoch
+    if not plan.is_sized or noted is None:
+        return epoch, used
+    facts = read_facts(folder / DATA_FILE)
+    saved_ranks, ranks = num_processes_of(folder), trainer.accelerator.num_processes
+    changes = changes_since(facts, loader, num_saved=saved_ranks, num_ranks=ranks)
+    wrong = [change.what for change in changes if change.fact != "batches"]
+    expected = epoch + min(used, batches) / batches
+    has_other_steps = abs(expected - noted) * batches > 0.5
+    is_within = abs(noted - round(noted)) * batches > 0.5
+    has_other_batches = trainer._saved_batch_size not in (None, trainer._train_batch_size)  # which was told
+    if has_other_steps and is_within and facts is None and not has_other_batches:
+        wrong.append(
+            f"step {state.global_step} is in epoch {noted:g} there, and here it is in epoch {expected:g} (other data, another "
+            "number of processes, or other gradient_accumulation_steps)"
+        )
+    if not has_other_steps and not wrong:
+        return epoch, used
+    if not is_within or args.ignore_data_skip:
+        if wrong:
+            warn(f"{folder} was saved with other data, and the next epoch is over those of now: {'; '.join(wrong)}")
+        return (round(noted), 0) if not is_within else (int(noted), 0)
+    epoch, part = int(noted), noted - int(noted)
+    size = plan.batch_size * trainer.accelerator.num_processes
+    if facts is not None and facts.num_samples is not None:  # samples that were used, as whole batches of now
+        used = round(part * facts.num_samples) // size
+    else:
+        used = int(part * batches + 1e-6)
+    place = f"it goes on after {used * size} of {plan.num_examples} samples of epoch {epoch}"
+    if wrong and not trainer._allows_changed_data:
+        raise changed_data_error(folder, wrong, [place])
+    if wrong:
+        warn(f"{folder} is of the middle of an epoch over other data ({'; '.join(wrong)}): {place}")
+    return epoch, used
 
 
 def _require_same_run(trainer: Trainer, folder: Path, place: Place) -> None:

@@ -32,6 +32,7 @@ from echelon.base.warnings import warn
 from echelon.trainer import batches
 from echelon.trainer.acceleration import accumulation_options, make_accelerator, set_seeds
 from echelon.trainer.activation import enable_activation_checkpointing
+from echelon.trainer.argument_rules import path_of
 from echelon.trainer.arguments import TrainingArguments
 from echelon.trainer.callbacks import CallbackHandler, DefaultFlowCallback, TrainerCallback
 from echelon.trainer.checkpoints import (
@@ -82,7 +83,7 @@ from echelon.trainer.progress_bars import PrinterCallback, ProgressCallback
 from echelon.trainer.reporting import CSVCallback, TrackerCallback, run_folder
 from echelon.trainer.reports import metrics_format, metrics_table, write_metrics
 from echelon.trainer.results import EvalLoopOutput, EvalPrediction, PredictionOutput, TrainOutput, speed_metrics
-from echelon.trainer.resuming import checkpoint_to_resume, go_on, restore_state
+from echelon.trainer.resuming import checkpoint_to_resume, go_on, plan_from, restore_state
 from echelon.trainer.saving import save_checkpoint
 from echelon.trainer.schedules import follows_a_metric, get_scheduler
 from echelon.trainer.search import BestRun, Trial, default_compute_objective, search, set_arguments
@@ -208,6 +209,8 @@ class Trainer:
         self._made_scheduler = False
         self._prepared_schedule: Any = None
         self._is_foreign_schedule = False  # of a class that torch does not know: the Accelerator does not save it
+        self._allows_changed_data = False  # of this call of train()
+        self._saved_batch_size: int | None = None  # of the checkpoint that it goes on from
         self._is_trained = False
         self._is_predicting = False
         self._round: tuple[int, int] | None = (
@@ -311,7 +314,8 @@ class Trainer:
                 new training where there is none; False: a new training; None: as ``args.resume_from_checkpoint`` says.
             trial: of a search: settings as a dict, or the trial of ``hyperparameter_search``.
             ignore_keys_for_eval: outputs of the model that evaluations leave out.
-            kwargs: none; old programs pass ``model_path``.
+            kwargs: ``allow_changed_data``, as of the arguments: go on from the middle of an epoch although the data are others
+                now. Old programs pass ``model_path``.
 
         Collective: every rank.
 
@@ -320,6 +324,11 @@ class Trainer:
             CheckpointError: it is damaged, another model's, or means nothing here (docs/checkpoints.md); or another process
                 trains in ``output_dir``.
         """
+        self._allows_changed_data = bool(
+            kwargs.pop("allow_changed_data", False)
+            or self.args.allow_changed_data
+            or self.accelerator.config.value.allow_changed_data
+        )
         wanted = _old_model_path(resume_from_checkpoint, kwargs)
         if isinstance(trial, Mapping):
             set_arguments(self.args, trial)
@@ -371,6 +380,7 @@ class Trainer:
                 stack.enter_context(checked_forward(self.model))
             loader = self.get_train_dataloader()
             plan = self._plan(loader)
+            plan = plan if folder is None else plan_from(self, folder, plan)
             self.state = begin_state(self, plan) if folder is None else restore_state(self, folder, plan)
             if self._trial is not None:
                 self.state.is_hyper_param_search = True
@@ -978,7 +988,7 @@ class Trainer:
 
     @property
     def _output_dir(self) -> Path:
-        folder = self.args.path_of(None)
+        folder = path_of(self.args, None)
         return folder if self._trial is None else folder / self._trial.name
 
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:

@@ -9,19 +9,29 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from echelon.accelerator.changed_data import stored_facts
 from echelon.accelerator.checkpoint_folders import write_files
 from echelon.accelerator.random_states import current_random_states
 from echelon.accelerator.saving import load, write_pickled
 from echelon.base.errors import CheckpointError, UsageError
-from echelon.trainer.checkpoints import STATE_FILE, write_model
+from echelon.trainer.checkpoints import STATE_FILE, write_json, write_model
 
 if TYPE_CHECKING:
     from echelon.trainer.trainer import Trainer
 
-__all__ = ["ARGUMENTS_BIN", "load_transformers", "num_processes_of", "read_random_states", "save_transformers"]
+__all__ = [
+    "ARGUMENTS_BIN",
+    "DATA_FILE",
+    "load_transformers",
+    "num_processes_of",
+    "read_random_states",
+    "save_transformers",
+]
 
 ARGUMENTS_BIN = "training_args.bin"
 _OPTIMIZER, _SCHEDULER, _SCALER = "optimizer.pt", "scheduler.pt", "scaler.pt"
+DATA_FILE = "echelon_data.json"
+"""What the place in the data depends on; transformers does not look at it."""
 _RANDOM = re.compile(r"rng_state(?:_(\d+))?\.pth")
 # Every file of the layout: what an older checkpoint of this name has of them is not kept.
 _PARTS = re.compile(
@@ -49,6 +59,8 @@ def save_transformers(trainer: Trainer, folder: Path) -> bool:
     weights = accelerator.get_state_dict(trainer.model_wrapped)
     optimizer = None if args.save_only_model else trainer.optimizer.full_state_dict()
 
+    facts = stored_facts(trainer.callback_handler.train_dataloader)
+
     def write(aside: Path, is_owner: bool) -> None:
         write_model(trainer, aside, weights)
         if args.should_save:
@@ -56,6 +68,8 @@ def save_transformers(trainer: Trainer, folder: Path) -> bool:
         if args.save_only_model:
             return
         if args.should_save:
+            if facts is not None:
+                write_json(aside / DATA_FILE, facts)
             write_pickled(optimizer, aside / _OPTIMIZER)
             write_pickled(trainer._prepared_schedule.state_dict(), aside / _SCHEDULER)
             if accelerator.scaler is not None:

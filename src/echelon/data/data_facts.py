@@ -1,0 +1,240 @@
+"""What a place in a pass depends on (number of samples, batch size, order, contents), stored with it and compared on resume."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
+
+from echelon.data.exact import ExactOptions
+from echelon.data.lengths import length_of
+from echelon.data.order import SeedableRandomSampler
+from echelon.distributed.data_fingerprint import ColumnFingerprint, are_of_different_data, column_fingerprints
+
+__all__ = [
+    "DataChange",
+    "DataFacts",
+    "changes_between",
+    "facts_of_data",
+    "is_of_evaluation",
+    "moved_place",
+    "place_in_pass",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFacts:
+    """Of the data of one loader. What nobody knows is None, and is never taken for a change."""
+
+    num_samples: int | None = None
+    """Of the dataset."""
+    num_drawn: int | None = None
+    """Of a pass, where a sampler of torch draws another number of them."""
+    batch_size: int | None = None
+    """The loader's: of one process; in the exact modes, and with split_batches, of all together."""
+    split_batches: bool = False
+    num_batches: int | None = None
+    """Of a pass, where a batch sampler makes batches of sizes of its own."""
+    order: str | None = None
+    seed: int | None = None
+    """Of an order that depends on (seed, epoch) alone, in the exact modes."""
+    columns: Mapping[str, tuple[int, bool]] | None = None
+    """Fingerprints of the contents, by column: value, and whether it varies."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        found = asdict(self)
+        found["columns"] = {name: list(column) for name, column in (self.columns or {}).items()}
+        return found
+
+    def with_stable_columns(self, before: DataFacts) -> DataFacts:
+        """Return these facts with the columns only that were the same ``before``."""
+        then, now = before.columns or {}, self.columns or {}
+        return replace(self, columns={name: column for name, column in now.items() if then.get(name) == column})
+
+    @staticmethod
+    def from_json(stored: Mapping[str, Any] | None) -> DataFacts:
+        """Return what ``to_json`` gave, here or in another version."""
+        names = {item.name for item in fields(DataFacts)}
+        known = {name: value for name, value in (stored or {}).items() if name in names}
+        if known.get("columns") is not None:
+            known["columns"] = {name: (value, varies) for name, (value, varies) in known["columns"].items()}
+        return DataFacts(**known)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataChange:
+    """One fact that is another one now."""
+
+    fact: str
+    """``samples``, ``batches`` (their sizes) or ``order``."""
+    what: str
+    """With both values."""
+
+
+def facts_of_data(
+    loader: Any, *, sampler: Any, batches: Any, num_samples: int | None, split_batches: bool, exact: ExactOptions | None
+) -> DataFacts:
+    """Return the facts of the user's ``loader``.
+
+    Args:
+        loader: as it was given to ``prepare``.
+        sampler: that draws its order now.
+        batches: its batch sampler; None for iterable data.
+        num_samples: of its dataset, where another rank reads it; None: it is asked.
+        split_batches: the loader's batch is cut for the ranks.
+        exact: how the exact modes read; None in the others.
+    """
+    is_iterable = isinstance(loader.dataset, IterableDataset)
+    size = getattr(batches, "batch_size", None) if batches is not None else loader.batch_size
+    size = size if isinstance(size, int) else None
+    order, drawn, seed = None, None, None
+    if batches is not None and type(batches) is not BatchSampler:
+        order = f"that of {type(batches).__name__}"
+    elif batches is not None:
+        order = _order_of(sampler)
+        if type(sampler).__module__ == "torch.utils.data.sampler":
+            drawn = _known(length_of(sampler))
+        if exact is not None and isinstance(sampler, RandomSampler):
+            seed = exact.seed
+            order = f"{order} ({exact.order})"
+    num_samples = _known(length_of(loader.dataset)) if num_samples is None else _known(num_samples)
+    return DataFacts(
+        num_samples=num_samples,
+        num_drawn=None if drawn == num_samples else drawn,
+        batch_size=size,
+        split_batches=split_batches and exact is None,
+        # In the exact modes a batch sampler may count by the number of processes, which may change.
+        num_batches=_known(length_of(batches)) if size is None and batches is not None and exact is None else None,
+        order=order,
+        seed=seed,
+        columns=None
+        if is_iterable
+        else {name: (one.value, one.varies) for name, one in column_fingerprints(loader.dataset).items()},
+    )
+
+
+def _order_of(sampler: Any) -> str:
+    if isinstance(sampler, SeedableRandomSampler):
+        return f"shuffled by (seed, epoch){' with replacement' if sampler.replacement else ''}"
+    if type(sampler) is SequentialSampler:
+        return "in sequence"
+    if type(sampler) is RandomSampler:
+        return f"shuffled{' with replacement' if sampler.replacement else ''}"
+    return f"that of {type(sampler).__name__}"
+
+
+def _known(length: int) -> int | None:
+    return None if length < 0 else length
+
+
+def changes_between(saved: DataFacts, here: DataFacts, *, num_ranks_saved: int, num_ranks: int) -> Sequence[DataChange]:
+    """Return what is not as it was saved, with both values; of what is not known on one side nothing is said.
+
+    Args:
+        saved: of the checkpoint.
+        here: of the loader of now.
+        num_ranks_saved: which a batch was cut for, or which had one each.
+        num_ranks: the same of now.
+    """
+    found = []
+    for name, what in (("num_samples", "samples"), ("num_drawn", "samples in a pass")):
+        then, now = getattr(saved, name), getattr(here, name)
+        if then is not None and now is not None and then != now:
+            found.append(DataChange(fact="samples", what=f"it had {then} {what}, and has {now}"))
+    then, now = _samples_of_a_step(saved, num_ranks_saved), _samples_of_a_step(here, num_ranks)
+    is_same_step = num_ranks_saved == num_ranks and then == now
+    if None not in (then, now) and saved.batch_size != here.batch_size and not is_same_step:
+        found.append(
+            DataChange(fact="batches", what=f"its batch_size was {saved.batch_size}, and is {here.batch_size}")
+        )
+    elif None not in (saved.num_batches, here.num_batches) and saved.num_batches != here.num_batches:
+        found.append(
+            DataChange(fact="batches", what=f"it had {saved.num_batches} batches in a pass, and has {here.num_batches}")
+        )
+    if None not in (saved.order, here.order) and saved.order != here.order:
+        found.append(DataChange(fact="order", what=f"its order was {saved.order}, and is {here.order}"))
+    elif None not in (saved.seed, here.seed) and saved.seed != here.seed:
+        found.append(DataChange(fact="order", what=f"the seed of its order was {saved.seed}, and is {here.seed}"))
+    if not found and saved.columns and here.columns:
+        one, other = _columns(saved.columns), _columns(here.columns)
+        if are_of_different_data(one, other):
+            names = [name for name in sorted(one.keys() & other.keys()) if one[name] != other[name]]
+            values = f"{one[names[0]].value:x}, and is {other[names[0]].value:x}"
+            found.append(
+                DataChange(
+                    fact="samples",
+                    what=f"it has as many samples, and others: the fingerprint of {', '.join(names[:3])} was {values}",
+                )
+            )
+    return found
+
+
+def _columns(stored: Mapping[str, tuple[int, bool]]) -> dict[str, ColumnFingerprint]:
+    return {name: ColumnFingerprint(value=value, varies=varies) for name, (value, varies) in stored.items()}
+
+
+def _samples_of_a_step(facts: DataFacts, num_ranks: int) -> int | None:
+    if facts.batch_size is None:
+        return None
+    return facts.batch_size if facts.split_batches else facts.batch_size * num_ranks
+
+
+# ---- the place in a pass ------------------------------------------------------------------------------------------------
+
+
+def place_in_pass(state: Mapping[str, Any]) -> bool:
+    """Is the ``order_state`` of a loader that of the middle of a pass of updates?"""
+    record = state.get("pass")
+    if record is not None:
+        return bool(record["is_within"] and record["trains"])
+    exact = state.get("exact")
+    return bool(state.get("is_within")) if exact is None else bool(exact["position"])
+
+
+def is_of_evaluation(state: Mapping[str, Any]) -> bool:
+    """Was the pass that was begun last, of the ``order_state`` of a loader, one of an evaluation?"""
+    record = state.get("pass")
+    return record is not None and not record["trains"]
+
+
+def moved_place(
+    state: Mapping[str, Any], saved: DataFacts, here: DataFacts, changes: Sequence[DataChange], *, num_ranks: int
+) -> tuple[dict[str, Any], str]:
+    """Return the ``order_state`` of a loader for the data of now, and where in the pass that is, in words.
+
+    Args:
+        state: as it was saved, in the middle of a pass.
+        saved: the facts of then.
+        here: those of now.
+        changes: from the one to the other.
+        num_ranks: then and now.
+    """
+    facts = {change.fact for change in changes}
+    of = "" if here.num_samples is None else f" of {here.num_samples}"
+    tail = "the rest is that of the order of now, so samples may come twice in this epoch, or not at all"
+    exact, record = state.get("exact"), state.get("pass")
+    moved = {key: value for key, value in state.items() if key != "data"}
+    if exact is not None:
+        source = exact["source"]
+        if "order" in facts and source is not None and "order" in source:
+            moved["exact"] = {**exact, "source": {**source, "order": None}}
+        words = f"after {exact['position']}{of} samples"
+        return moved, words if facts == {"batches"} else f"{words}; {tail}"
+    if "order" in facts:
+        moved["order"] = None
+    if record is None:
+        return moved, "where the script begins (skip_first_batches)"
+    size, size_here = _samples_of_a_step(saved, num_ranks), _samples_of_a_step(here, num_ranks)
+    given, used = record["num_given"], None if size is None else record["num_given"] * size
+    if "batches" in facts and used is not None and size_here is not None:
+        given = used // size_here
+    moved["pass"] = {**record, "num_given": given, "order": None if "order" in facts else record["order"]}
+    if used is None or size_here is None:
+        return moved, f"after {given} batches; {tail}"
+    words = f"after {given * size_here}{of} samples"
+    if facts != {"batches"}:
+        return moved, f"{words}; {tail}"
+    return moved, f"{words}; {used - given * size_here} of the {used} that were used come again"
