@@ -29,7 +29,8 @@ def loss_in(
     """
     loss = None
     if isinstance(outputs, Mapping) or is_record(outputs):
-        loss = (contents(outputs) or {}).get("loss")
+        held: Any = contents(outputs) or {}
+        loss = held.get("loss")
     elif isinstance(outputs, torch.Tensor):
         loss = outputs if not outputs.dim() or _is_of_devices(outputs, num_devices) else None
     elif isinstance(outputs, (tuple, list)) and outputs:
@@ -123,7 +124,8 @@ class LabelSmoother:
             num_items_in_batch: what the sum is divided by; None: the labels that count.
         """
         if isinstance(model_output, Mapping) or is_record(model_output):
-            logits = (contents(model_output) or {})["logits"]
+            held: Any = contents(model_output) or {}
+            logits = held["logits"]
         else:
             logits = model_output[0] if isinstance(model_output, (tuple, list)) else model_output
         if shift_labels:

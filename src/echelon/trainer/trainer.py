@@ -572,6 +572,7 @@ class Trainer:
                 loss = loss * loss.numel()  # each device divided its sum by the items of all, and their mean is taken
         elif self.compute_loss_func is None:
             assert self.label_smoother is not None
+            assert labels is not None
             loss = self.label_smoother(outputs, labels, self._is_causal, num_items_in_batch)
         elif self._loss_func_takes_items:
             num_items = num_items_in_batch
