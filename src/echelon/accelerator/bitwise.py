@@ -46,6 +46,8 @@ _logger = get_logger(__name__)
 class CanonicalLedger(Ledger):
     """Cuts each update into the same shards whoever computes them, and keeps what depends on a shard to itself."""
 
+    _takes_turns = False  # with fewer processes an update has several micro-steps
+
     def __init__(self, *, surroundings: Surroundings, update: ShardedUpdate, is_sharded: bool, **book: Any) -> None:
         """``is_sharded``: parameters are. ``book``: what a ``Ledger`` takes."""
         super().__init__(**book)
@@ -96,14 +98,12 @@ class CanonicalLedger(Ledger):
         self._progress.epoch = loader.iteration
         refuse_modules(self._models())
 
-    def begin_micro_step(self, loader: PreparedLoader, contribution: Contribution) -> None:
+    def _open_micro_step(self, contribution: Contribution) -> None:
         """Open the micro-step of a shard, with random numbers of its own."""
-        if self._is_beside_an_update(loader):
-            return
         if contribution.micro_step:
             self._kept.require()  # here they are filed
         self._kept.forget()
-        super().begin_micro_step(loader, contribution)
+        super()._open_micro_step(contribution)
         self.update.begin(contribution)
         if contribution.micro_step == 0:
             self._by_shard = {}
@@ -189,6 +189,7 @@ class CanonicalLedger(Ledger):
 
     def weigh(self, contribution: Contribution) -> float:
         """Return the factor of a loss that is a mean over the samples of ``contribution``; gradients are summed."""
+        self._turns.require_alike(contribution)
         return contribution.num_items / len(contribution.update)
 
     def note_loss(self, loss: torch.Tensor, num_items: float, *, num_postponed: int, num_taken: int) -> None:

@@ -15,6 +15,7 @@ from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.kept_gradients import KeptGradients
 from echelon.accelerator.plugins import DataLoaderConfiguration
 from echelon.accelerator.random_states import current_random_states
+from echelon.accelerator.turns import Turns
 from echelon.accelerator.window import Window
 from echelon.base.errors import UsageError
 from echelon.base.logging import get_logger
@@ -40,6 +41,9 @@ HOW_TO_CHANGE = (
 
 class Ledger(Driver):
     """Turns the contributions of prepared loaders into windows of the update: the loader decides where one ends."""
+
+    _takes_turns = True
+    """May loaders take turns, where an update is one micro-step?"""
 
     def __init__(
         self,
@@ -72,6 +76,7 @@ class Ledger(Driver):
         self._batch_norms: list[_BatchNorm] = []
         self._kept = KeptGradients("exact")
         self._told: set[str] = set()
+        self._turns = Turns(are_taken=self._takes_turns)
         self._has_several = False  # micro-steps of the update
         self._versions_of_parameters: list[int] = []  # at the first loss of the update
         self._is_told_of_changes = False
@@ -110,11 +115,13 @@ class Ledger(Driver):
 
     # ---- what loaders tell -------------------------------------------------------------------------------------------
 
-    def plan_pass(self) -> PassPlan:
+    def plan_pass(self, beginning: PreparedLoader | None = None) -> PassPlan:
         """A pass is one of updates when gradients are on and a prepared model is in training mode, or none is prepared."""
         models = self._models()
         trains = torch.is_grad_enabled() and (not models or any(model.training for model in models))
-        return PassPlan(num_micro_steps=self._state.num_steps, trains=trains)
+        # One that is read beside another (zip) has as many pieces.
+        num_beside = self._turns.num_micro_steps_beside(beginning, is_counted=self._is_counted)
+        return PassPlan(num_micro_steps=max(self._state.num_steps, num_beside), trains=trains)
 
     def begin_pass(self, loader: PreparedLoader, plan: PassPlan) -> None:
         """Give each rank a random stream of its own, and look for batch norms.
@@ -129,8 +136,17 @@ class Ledger(Driver):
 
     def begin_micro_step(self, loader: PreparedLoader, contribution: Contribution) -> None:
         """Open the micro-step of the batch that the loader is about to give."""
-        if self._is_beside_an_update(loader):
-            return
+        if self._turns.leads(loader, contribution, is_counted=self._is_counted, is_within=self._is_within):
+            self._open_micro_step(contribution)
+
+    def _open_micro_step(self, contribution: Contribution) -> None:
+        if contribution.micro_step > 0 and not self._is_within:
+            raise UsageError(
+                "a loop goes on with an update whose beginning was given up, because another pass of its loader began within it",
+                where="parity='exact'",
+                do="read a loader in one loop at a time, or let an update be one micro-step (no gradient_accumulation_steps and "
+                "no max_micro_batch_size, more processes instead)",
+            )
         if self._batch_norms:
             self._check_batch_norms(contribution)
         self._state.sync_gradients = contribution.ends_update
@@ -152,15 +168,21 @@ class Ledger(Driver):
         if contribution.ends_update:
             self._progress.samples_seen += len(contribution.update)
 
-    def _is_beside_an_update(self, loader: PreparedLoader) -> bool:
-        """Is the batch of ``loader`` one beside that of a loop around it: read with it (``zip``), or looked at meanwhile?
-
-        A whole training loop within another one drives itself, unless the outer update has several micro-steps.
-        """
-        outer = next((one for one in self._state.reading.loaders if one.plan is not None and one.plan.trains), loader)
-        if outer is loader or outer.contribution is None:
-            return False
-        return outer.contribution.num_micro_steps > 1 or not self._is_counted
+    def end_pass(self, loader: PreparedLoader, *, is_over: bool) -> None:
+        """See ``Driver``: the loop around it, if there is one, goes on with the batch that it has in hand."""
+        was_leading = self._turns.lead is loader
+        outer = self._turns.end(loader, is_over=is_over)
+        if was_leading and self._is_within and self._losses:
+            warn(
+                "a loop was left within an update of several micro-steps, whose gradients are forgotten: leave it where "
+                "accelerator.sync_gradients is true, and count updates (accelerator.progress.step), not turns of the loop"
+            )
+        if outer is not None and outer.contribution is not None:
+            if self._is_within:
+                self._drop_half_an_update()
+            num_samples, position = self._progress.samples_seen, self._progress.position
+            self._open_micro_step(outer.contribution)
+            self._progress.samples_seen, self._progress.position = num_samples, position
 
     def _count_tokens(self) -> None:
         self._progress.tokens_seen += self._window.total
@@ -250,6 +272,8 @@ class Ledger(Driver):
         Raises:
             UsageError: the pass is an evaluation, and its batches are no whole updates.
         """
+        if self._turns.lead is not None:
+            return self._turns.lead.contribution
         loader = self._state.active_dataloader
         if loader is None or loader.contribution is None:
             return None
@@ -266,8 +290,7 @@ class Ledger(Driver):
     @property
     def drives(self) -> bool:
         """Does a loader decide where the update ends?"""
-        loader = self._state.active_dataloader
-        return loader is not None and loader.plan is not None and loader.plan.trains
+        return self._turns.lead is not None
 
     @property
     def awaits_loss(self) -> bool:
@@ -359,6 +382,7 @@ class Ledger(Driver):
 
     def weigh(self, contribution: Contribution) -> float:
         """Return the factor of a loss that is a mean over the samples of ``contribution``: no rank need be asked."""
+        self._turns.require_alike(contribution)
         return contribution.num_items * self._world.world_size / len(contribution.update)
 
 

@@ -616,6 +616,7 @@ class PreparedLoader(DataLoader[Any]):
         self.last_step = None
         loaders, book = self.reading.loaders, self.reading.book
         loaders.append(self)
+        is_over = False
         try:
             device, non_blocking = self.device, self._options.non_blocking
             is_saved = self.is_stateful
@@ -634,6 +635,7 @@ class PreparedLoader(DataLoader[Any]):
                 self.num_given += 1
                 if first_pass is not None and not first_pass.note(batch):
                     first_pass = None
+                self.reading.note_giving(self)
                 if book is not None:
                     book.begin_batch(self)
                 inner_state = self._inner_state() if is_saved else None
@@ -670,8 +672,11 @@ class PreparedLoader(DataLoader[Any]):
                 self.reading.asked.note_pass(num_before)
             if self.contribution is not None:
                 self._state = None  # the next pass begins at its beginning
+            is_over = True
         finally:  # also after a break or an error in the loop
             loaders.remove(self)
+            if self.reading.driver is not None:
+                self.reading.driver.end_pass(self, is_over=is_over)
 
     def _note(self, contribution: Contribution) -> None:
         """The batch in hand is ``contribution``."""
@@ -690,7 +695,8 @@ class PreparedLoader(DataLoader[Any]):
     def _begin_exact(self, source: ExactSource) -> Steps:
         resumed, self._resume = self._resume, None
         self.num_given = self.skip_batches
-        self.plan = self._plan_pass()
+        driver = self.reading.driver
+        self.plan = PassPlan() if driver is None else driver.plan_pass(self)
         if self.reading.driver is not None:
             self.reading.driver.begin_pass(self, self.plan)
         source.begin(

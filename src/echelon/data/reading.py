@@ -48,8 +48,12 @@ class Driver(ABC):
     """Whoever makes updates of what loaders give, in the exact modes."""
 
     @abstractmethod
-    def plan_pass(self) -> PassPlan:
-        """Say what a pass that begins now would be for."""
+    def plan_pass(self, beginning: PreparedLoader | None = None) -> PassPlan:
+        """Say what a pass that begins now would be for; ``beginning``: it does, and is of this loader."""
+
+    @abstractmethod
+    def end_pass(self, loader: PreparedLoader, *, is_over: bool) -> None:
+        """A pass of ``loader`` has ended: it ``is_over``, or was left."""
 
     @abstractmethod
     def begin_pass(self, loader: PreparedLoader, plan: PassPlan) -> None:
@@ -144,6 +148,13 @@ class Reading:
         self.joined = False
         """Inside ``join_uneven_inputs``: ranks that have run out shadow the others' collectives."""
 
+    def note_giving(self, loader: PreparedLoader) -> None:
+        """``loader`` is about to give a batch: it is the innermost one until another one does."""
+        loaders = self.loaders
+        if loaders[-1] is not loader:  # several iterators are held at once
+            loaders.remove(loader)
+            loaders.append(loader)
+
     def __getstate__(self) -> dict[str, Any]:
         return {"owner": self.owner}  # a copy reads nothing yet, and nobody drives it
 
@@ -152,5 +163,5 @@ class Reading:
 
     @property
     def innermost(self) -> PreparedLoader | None:
-        """The loader whose loop is the innermost one now."""
+        """The loader that gave a batch last: of nested loops that of the innermost one."""
         return self.loaders[-1] if self.loaders else None

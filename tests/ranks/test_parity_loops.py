@@ -1,0 +1,280 @@
+"""Several training loaders in one loop, and loops of other shapes, under ``parity="exact"``: a plain loop's weights, or an error."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from echelon import Accelerator
+from echelon.base.errors import UsageError
+from echelon.base.warnings import EchelonWarning
+from tests.harness import run_on_ranks
+
+Step = Callable[..., None]
+"""Takes batches, and makes a step with the sum of their mean losses."""
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def _data(n: int, seed: int) -> TensorDataset:
+    g = torch.Generator().manual_seed(seed)
+    return TensorDataset(torch.randn(n, 3, generator=g).double(), torch.randn(n, 2, generator=g).double())
+
+
+def _zip(a: Any, b: Any, _c: Any, step: Step) -> None:
+    for one, two in zip(a, b):
+        step(one, two)
+
+
+def _zip_of_three(a: Any, b: Any, _c: Any, step: Step) -> None:
+    for i, (one, two) in enumerate(itertools.islice(zip(_as_is(a), b), 3)):
+        step(one, two)
+        assert i < 3
+
+
+def _as_is(loader: Any) -> Iterator[Any]:
+    yield from loader
+
+
+def _by_hand(a: Any, b: Any, _c: Any, step: Step) -> None:
+    beside = iter(b)
+    for one in a:
+        two = next(beside, None)
+        if two is None:
+            break
+        step(one, two)
+
+
+def _cycle(a: Any, b: Any, _c: Any, step: Step) -> None:
+    for one, two in zip(a, itertools.cycle(b)):
+        step(one, two)
+
+
+def _nested(a: Any, b: Any, _c: Any, step: Step) -> None:
+    for one in a:
+        for two in b:
+            step(two)
+        step(one)
+
+
+def _nested_after(a: Any, b: Any, _c: Any, step: Step) -> None:
+    for one in a:
+        step(one)
+        for two in b:
+            step(two)
+
+
+def _alternating(a: Any, b: Any, _c: Any, step: Step) -> None:
+    beside = iter(b)
+    for one in a:
+        step(one)
+        two = next(beside, None)
+        if two is not None:
+            step(two)
+
+
+def _evaluation_inside(a: Any, b: Any, c: Any, step: Step) -> None:
+    held = iter(c)
+    for one, two in zip(a, b):
+        with torch.no_grad():
+            next(held, None)  # a validation batch now and then
+        step(one, two)
+        with torch.no_grad():
+            for _ in c:
+                pass
+
+
+def _again(a: Any, b: Any, _c: Any, step: Step) -> None:
+    for i, (one, two) in enumerate(zip(a, b)):
+        if i == 1 and not isinstance(a, list):
+            pass
+        step(one, two)
+    for one in a:
+        step(one)
+    for two in b:
+        step(two)
+
+
+def _left(a: Any, _b: Any, _c: Any, step: Step) -> None:
+    """A pass is begun, looked at, and left; the next one is whole."""
+    first = iter(a)
+    next(first)
+    del first
+    for one in a:
+        step(one)
+
+
+_PROGRAMS = {
+    function.__name__: function
+    for function in (
+        _zip,
+        _zip_of_three,
+        _by_hand,
+        _cycle,
+        _nested,
+        _nested_after,
+        _alternating,
+        _evaluation_inside,
+        _again,
+        _left,
+    )
+}
+
+
+def _plain(program: str, sizes: tuple[int, int, int, int]) -> tuple[dict[str, torch.Tensor], int]:
+    n_a, n_b, size_a, size_b = sizes
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    num_steps = 0
+
+    def step(*batches: Any) -> None:
+        nonlocal num_steps
+        optimizer.zero_grad()
+        loss: Any = sum((model(x) - y).square().mean() for x, y in batches)
+        loss.backward()
+        optimizer.step()
+        num_steps += 1
+
+    loaders = DataLoader(_data(n_a, 1), size_a), DataLoader(_data(n_b, 2), size_b), DataLoader(_data(5, 3), 2)
+    _PROGRAMS[program](*loaders, step)
+    return dict(model.state_dict()), num_steps
+
+
+def _run(program: str, sizes: tuple[int, int, int, int], settings: dict[str, Any]) -> Any:
+    n_a, n_b, size_a, size_b = sizes
+    accelerator = Accelerator(cpu=True, **{"parity": "exact", **settings})
+    model: Any = _model()
+    model, optimizer, *loaders = accelerator.prepare(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5),
+        DataLoader(_data(n_a, 1), size_a),
+        DataLoader(_data(n_b, 2), size_b),
+        DataLoader(_data(5, 3), 2),
+    )
+
+    def step(*batches: Any) -> None:
+        with accelerator.accumulate(model):
+            loss = sum((model(x) - y).square().mean() for x, y in batches)
+            accelerator.backward(loss)  # type: ignore[arg-type]
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", EchelonWarning)
+        try:
+            _PROGRAMS[program](*loaders, step)
+        except UsageError as error:
+            return str(error)
+    return accelerator.get_state_dict(model), accelerator.progress.step, [str(one.message) for one in said]
+
+
+_SETTINGS: dict[str, tuple[dict[str, Any], int]] = {
+    "whole": ({}, 1),
+    "max_micro_batch_size": ({"max_micro_batch_size": 2}, 1),
+    "ranks": ({}, 2),
+    "ranks and accumulation": ({"gradient_accumulation_steps": 2}, 2),
+}
+
+
+def _check(program: str, sizes: tuple[int, int, int, int], setting: str, refused: str = "") -> None:
+    settings, world_size = _SETTINGS[setting]
+    weights, num_steps = _plain(program, sizes)
+    for found in run_on_ranks(_run, program, sizes, settings, world_size=world_size):
+        if isinstance(found, str):
+            assert refused, found
+            assert refused in found
+            assert "do:" in found
+            continue
+        assert not refused, "nothing was refused"
+        mine, mine_steps, said = found
+        assert said == []
+        assert mine_steps == num_steps
+        for name, value in weights.items():  # float64, sums in another order
+            assert (mine[name] - value).norm() <= 1e-12 * value.norm(), name
+
+
+_EVEN = (16, 16, 4, 4)
+
+
+@pytest.mark.parametrize("setting", _SETTINGS)
+@pytest.mark.parametrize("program", ["_zip", "_by_hand", "_evaluation_inside", "_again", "_left"])
+def test_loaders_of_equal_batches_may_be_read_together(program: str, setting: str) -> None:
+    _check(program, _EVEN, setting)
+
+
+@pytest.mark.parametrize("setting", _SETTINGS)
+@pytest.mark.parametrize("sizes", [(32, 16, 8, 4), (16, 24, 4, 4), (24, 12, 8, 4)], ids=str)
+def test_other_batch_sizes_and_lengths_are_cut_alike(sizes: tuple[int, int, int, int], setting: str) -> None:
+    """Twice the batch in as many pieces; the longer one is left where the shorter one ends."""
+    _check("_zip", sizes, setting)
+
+
+@pytest.mark.parametrize("setting", _SETTINGS)
+def test_a_shorter_loader_may_be_cycled(setting: str) -> None:
+    _check("_cycle", (24, 8, 4, 4), setting)
+
+
+@pytest.mark.parametrize("setting", ["whole", "ranks"])
+@pytest.mark.parametrize("sizes", [_EVEN, (10, 7, 4, 3)], ids=["even", "ragged"])
+@pytest.mark.parametrize("program", ["_nested", "_nested_after", "_alternating"])
+def test_loaders_may_take_turns_where_an_update_is_one_micro_step(
+    program: str, sizes: tuple[int, int, int, int], setting: str
+) -> None:
+    _check(program, sizes, setting)
+
+
+_PIECES = "do not correspond"
+_WITHIN = "within an update of another one"
+
+
+@pytest.mark.parametrize(
+    ("program", "sizes", "setting", "text"),
+    [
+        ("_zip", (16, 24, 4, 6), "max_micro_batch_size", _PIECES),  # pieces of 2 + 2, and of 2 + 2 + 2
+        ("_zip", (15, 16, 4, 4), "max_micro_batch_size", _PIECES),  # a ragged end: 2 + 1, and 2 + 2
+        ("_zip", (15, 16, 4, 4), "ranks", _PIECES),
+        ("_zip", (24, 16, 6, 4), "ranks and accumulation", _PIECES),
+        ("_nested", _EVEN, "max_micro_batch_size", _WITHIN),
+        ("_zip", (28, 14, 8, 4), "ranks and accumulation", _PIECES),  # two samples have no two pieces for two ranks
+        ("_zip", (16, 15, 4, 4), "ranks", _PIECES),
+        ("_nested", (10, 7, 4, 3), "ranks and accumulation", "A loop within a loop needs updates of one micro-step"),
+        ("_nested_after", _EVEN, "max_micro_batch_size", _WITHIN),
+        ("_nested_after", _EVEN, "ranks and accumulation", _WITHIN),
+        ("_alternating", _EVEN, "max_micro_batch_size", _WITHIN),
+    ],
+)
+def test_what_cannot_be_defined_is_refused_by_name(
+    program: str, sizes: tuple[int, int, int, int], setting: str, text: str
+) -> None:
+    _check(program, sizes, setting, text)
+
+
+@pytest.mark.parametrize("setting", ["whole", "ranks"])
+def test_turns_of_a_loop_are_updates_where_they_have_one_micro_step(setting: str) -> None:
+    _check("_zip_of_three", _EVEN, setting)
+
+
+def test_a_loop_that_is_left_within_an_update_is_told() -> None:
+    """``islice(loader, 3)`` are three micro-steps: an update and a half."""
+    found = _run("_zip_of_three", _EVEN, {"max_micro_batch_size": 2})
+    assert not isinstance(found, str), found
+    _, num_steps, said = found
+    assert num_steps == 1
+    assert any("left within an update of several micro-steps" in text for text in said), said
+
+
+def test_a_cycled_loader_whose_batches_no_longer_fit_is_told() -> None:
+    """Its batches come from a list then: nobody can say to which update they belong."""
+    found = _run("_cycle", (14, 8, 4, 4), {"max_micro_batch_size": 2})
+    assert not isinstance(found, str), found
+    assert any("itertools.cycle" in text for text in found[2]), found[2]
