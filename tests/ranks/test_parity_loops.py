@@ -42,6 +42,13 @@ def _zip_of_three(a: Any, b: Any, _c: Any, step: Step) -> None:
         assert i < 3
 
 
+def _three_and_all(a: Any, _b: Any, _c: Any, step: Step) -> None:
+    for one in itertools.islice(a, 3):
+        step(one)
+    for one in a:
+        step(one)
+
+
 def _as_is(loader: Any) -> Iterator[Any]:
     yield from loader
 
@@ -119,6 +126,7 @@ _PROGRAMS = {
     for function in (
         _zip,
         _zip_of_three,
+        _three_and_all,
         _by_hand,
         _cycle,
         _nested,
@@ -266,10 +274,10 @@ def test_turns_of_a_loop_are_updates_where_they_have_one_micro_step(setting: str
 
 def test_a_loop_that_is_left_within_an_update_is_told() -> None:
     """``islice(loader, 3)`` are three micro-steps: an update and a half."""
-    found = _run("_zip_of_three", _EVEN, {"max_micro_batch_size": 2})
+    found = _run("_three_and_all", _EVEN, {"max_micro_batch_size": 2})
     assert not isinstance(found, str), found
     _, num_steps, said = found
-    assert num_steps == 1
+    assert num_steps == 1 + 4
     assert any("left within an update of several micro-steps" in text for text in said), said
 
 

@@ -243,14 +243,17 @@ def _leave_in_the_middle() -> torch.Tensor:
     nn.init.ones_(model.weight)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, _numbers(4, 4))
-    for stop in (True, False):
-        for (x,) in loader:
-            with accelerator.accumulate(model):
-                accelerator.backward(model(x).square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
-            if stop:
-                break
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", EchelonWarning)
+        for stop in (True, False):
+            for (x,) in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(x).square().mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if stop:
+                    break
+    assert ["left within an update" in str(one.message) for one in said] == [True] * accelerator.is_main_process
     weight: torch.Tensor = accelerator.unwrap_model(model).weight.detach().clone()
     return weight
 

@@ -77,6 +77,8 @@ class Ledger(Driver):
         self._kept = KeptGradients("exact")
         self._told: set[str] = set()
         self._turns = Turns(are_taken=self._takes_turns)
+        self._kept: dict[int, tuple[list[tuple[torch.Tensor, float]], float, bool, float | None]] = {}  # of outer loops
+        self._is_told_of_halves = False
         self._has_several = False  # micro-steps of the update
         self._versions_of_parameters: list[int] = []  # at the first loss of the update
         self._is_told_of_changes = False
@@ -136,8 +138,13 @@ class Ledger(Driver):
 
     def begin_micro_step(self, loader: PreparedLoader, contribution: Contribution) -> None:
         """Open the micro-step of the batch that the loader is about to give."""
-        if self._turns.leads(loader, contribution, is_counted=self._is_counted, is_within=self._is_within):
-            self._open_micro_step(contribution)
+        before = self._turns.lead
+        if not self._turns.leads(loader, contribution, is_counted=self._is_counted, is_within=self._is_within):
+            return
+        if before is not None and before is not loader:
+            self._kept[id(before)] = (self._losses, self._num_items, self._is_counted, self._items_in_hand)
+        self._kept.pop(id(loader), None)
+        self._open_micro_step(contribution)
 
     def _open_micro_step(self, contribution: Contribution) -> None:
         if contribution.micro_step > 0 and not self._is_within:
@@ -153,6 +160,8 @@ class Ledger(Driver):
         if contribution.micro_step == 0:
             self._count_tokens()
             if self._is_within:
+                if self._losses:
+                    self._tell_of_half_an_update()
                 self._drop_half_an_update()
             self._window.end_window()
             self._losses, self._num_items = [], 0.0
@@ -170,23 +179,33 @@ class Ledger(Driver):
 
     def end_pass(self, loader: PreparedLoader, *, is_over: bool) -> None:
         """See ``Driver``: the loop around it, if there is one, goes on with the batch that it has in hand."""
-        was_leading = self._turns.lead is loader
+        self._kept.pop(id(loader), None)
         outer = self._turns.end(loader, is_over=is_over)
-        if was_leading and self._is_within and self._losses:
-            warn(
-                "a loop was left within an update of several micro-steps, whose gradients are forgotten: leave it where "
-                "accelerator.sync_gradients is true, and count updates (accelerator.progress.step), not turns of the loop"
-            )
-        if outer is not None and outer.contribution is not None:
-            if self._is_within:
-                self._drop_half_an_update()
-            num_samples, position = self._progress.samples_seen, self._progress.position
-            self._open_micro_step(outer.contribution)
-            self._progress.samples_seen, self._progress.position = num_samples, position
+        if outer is None:
+            return
+        if self._is_within and self._losses:
+            self._drop_half_an_update()
+        self._is_within = False  # else its batch was only looked at
+        kept = self._kept.pop(id(outer), None)
+        assert kept is not None
+        self._losses, self._num_items, self._is_counted, self._items_in_hand = kept
+        self._state.sync_gradients = True  # loaders take turns where an update is one micro-step
+        self._window.end_window()
+        self._window.begin_micro_step()
+        self._progress.micro_step = 1
 
     def _count_tokens(self) -> None:
         self._progress.tokens_seen += self._window.total
         self._window.total = 0.0
+
+    def _tell_of_half_an_update(self) -> None:
+        if not self._is_told_of_halves:
+            self._is_told_of_halves = True
+            warn(
+                "a loop was left within an update of several micro-steps, whose gradients are forgotten, as its samples come "
+                "again: leave it where accelerator.sync_gradients is true, and count updates (accelerator.progress.step), not "
+                "turns of the loop"
+            )
 
     def _drop_half_an_update(self) -> None:
         """Forget the gradients of an update whose loop was left in its middle: its samples come again."""
@@ -273,6 +292,7 @@ class Ledger(Driver):
             UsageError: the pass is an evaluation, and its batches are no whole updates.
         """
         if self._turns.lead is not None:
+            self._turns.require_fit()
             return self._turns.lead.contribution
         loader = self._state.active_dataloader
         if loader is None or loader.contribution is None:

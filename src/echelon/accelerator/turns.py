@@ -35,6 +35,9 @@ class Turns:
         self._loaders_beside: list[PreparedLoader] = []  # of the pass of the lead
         self._parts_beside: set[_Part] = set()  # likewise
         self._has_ended_beside = False  # has a loader ended that was read with the lead?
+        self._unfit: list[
+            tuple[PreparedLoader, UsageError]
+        ] = []  # gave a batch that is of no update, and are still read
         self._guessed: PreparedLoader | None = (
             None  # gave a batch, and the lead gave one of another cut before any loss
         )
@@ -49,6 +52,11 @@ class Turns:
             return 1
         return lead.contribution.num_micro_steps
 
+    def require_fit(self) -> None:
+        """A loss is made: raise where it may be of a batch that belongs to no update. A batch that was only looked at is none."""
+        for _, error in self._unfit:
+            raise error
+
     def leads(self, loader: PreparedLoader, contribution: Contribution, *, is_counted: bool, is_within: bool) -> bool:
         """Tell whether the batch that ``loader`` is about to give is one of the updates; else it is one beside another.
 
@@ -59,7 +67,7 @@ class Turns:
             is_within: is its update still to be completed?
 
         Raises:
-            UsageError: it is neither.
+            UsageError: it was read together with another one, in pieces that do not correspond.
         """
         lead = self.lead
         if lead is None or lead is loader or lead.contribution is None:
@@ -81,12 +89,13 @@ class Turns:
                     self._loaders_beside.append(loader)
                 return False
             if own.num_micro_steps > 1 or not self._are_taken:
-                raise _unlike(own, contribution)
+                self._unfit.append((loader, _unlike(own, contribution)))
+                return False
             self._take_turn(loader)
             self._guessed = lead
             return True
         if is_within or not self._are_taken:
-            raise UsageError(
+            error = UsageError(
                 "a training loader gives a batch within an update of another one, which has several micro-steps: a loop "
                 f"within the loop would be run {own.num_micro_steps} times in each update"
                 if is_within
@@ -96,6 +105,8 @@ class Turns:
                 do="let an update be one micro-step (parity='exact' without gradient_accumulation_steps and "
                 "max_micro_batch_size, more processes instead), read the loaders together (zip), or train one after the other",
             )
+            self._unfit.append((loader, error))
+            return False
         if self._guessed is loader and self._num_given == 1 and self._was_weighed:
             raise _unlike(contribution, own)
         self._take_turn(loader)
@@ -123,6 +134,7 @@ class Turns:
             UsageError: it was read together with another one, in pieces that do not correspond.
         """
         self._outer = [one for one in self._outer if one is not loader]
+        self._unfit = [(one, error) for one, error in self._unfit if one is not loader]
         if any(one is loader for one in self._loaders_beside):
             self._has_ended_beside = True
             self._beside = [(one, part) for one, part in self._beside if one is not loader]
