@@ -121,7 +121,7 @@ def _left(a: Any, _b: Any, _c: Any, step: Step) -> None:
         step(one)
 
 
-_PROGRAMS = {
+_PROGRAMS: dict[str, Callable[..., None]] = {
     function.__name__: function
     for function in (
         _zip,
@@ -172,8 +172,8 @@ def _run(program: str, sizes: tuple[int, int, int, int], settings: dict[str, Any
 
     def step(*batches: Any) -> None:
         with accelerator.accumulate(model):
-            loss = sum((model(x) - y).square().mean() for x, y in batches)
-            accelerator.backward(loss)  # type: ignore[arg-type]
+            loss: Any = sum((model(x) - y).square().mean() for x, y in batches)
+            accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
 

@@ -77,7 +77,9 @@ class Ledger(Driver):
         self._kept = KeptGradients("exact")
         self._told: set[str] = set()
         self._turns = Turns(are_taken=self._takes_turns)
-        self._kept: dict[int, tuple[list[tuple[torch.Tensor, float]], float, bool, float | None]] = {}  # of outer loops
+        self._interrupted: dict[
+            int, tuple[list[tuple[torch.Tensor, float]], float, bool, float | None]
+        ] = {}  # of outer loops
         self._is_told_of_halves = False
         self._has_several = False  # micro-steps of the update
         self._versions_of_parameters: list[int] = []  # at the first loss of the update
@@ -142,8 +144,8 @@ class Ledger(Driver):
         if not self._turns.leads(loader, contribution, is_counted=self._is_counted, is_within=self._is_within):
             return
         if before is not None and before is not loader:
-            self._kept[id(before)] = (self._losses, self._num_items, self._is_counted, self._items_in_hand)
-        self._kept.pop(id(loader), None)
+            self._interrupted[id(before)] = (self._losses, self._num_items, self._is_counted, self._items_in_hand)
+        self._interrupted.pop(id(loader), None)
         self._open_micro_step(contribution)
 
     def _open_micro_step(self, contribution: Contribution) -> None:
@@ -179,14 +181,14 @@ class Ledger(Driver):
 
     def end_pass(self, loader: PreparedLoader, *, is_over: bool) -> None:
         """See ``Driver``: the loop around it, if there is one, goes on with the batch that it has in hand."""
-        self._kept.pop(id(loader), None)
+        self._interrupted.pop(id(loader), None)
         outer = self._turns.end(loader, is_over=is_over)
         if outer is None:
             return
         if self._is_within and self._losses:
             self._drop_half_an_update()
         self._is_within = False  # else its batch was only looked at
-        kept = self._kept.pop(id(outer), None)
+        kept = self._interrupted.pop(id(outer), None)
         assert kept is not None
         self._losses, self._num_items, self._is_counted, self._items_in_hand = kept
         self._state.sync_gradients = True  # loaders take turns where an update is one micro-step
