@@ -379,7 +379,7 @@ def test_an_optimizer_of_two_steps_in_one_micro_step_is_that_of_a_plain_loop() -
 
 
 def test_steps_that_the_accelerator_does_not_see_are_refused_by_name() -> None:
-    with pytest.raises(UsageError, match="_SAM was stepped itself|gradients of earlier micro-steps were cleared"):
+    with pytest.raises(UsageError, match=r"_SAM was stepped itself|gradients of earlier micro-steps were cleared"):
         _sam(False, {"parity": "exact", "max_micro_batch_size": 2})
 
 
