@@ -89,7 +89,10 @@ _REFUSALS: list[_Refusal] = [
 
 # (item, when): drawn, and left out until its repair has landed.
 _OPEN: list[tuple[str, Callable[[Case], bool]]] = [
-    ("1", lambda case: case.program.already_sharded),
+    (
+        "1",
+        lambda case: case.program.already_sharded and (case.layout.parity != "off" or case.program.saves is not None),
+    ),
     ("4", lambda case: case.program.zipped > 0 and case.layout.parity != "off"),
     (
         "a short rank ends its window alone (even_batches=False, several micro-steps)",

@@ -187,6 +187,16 @@ def rounds_of(program: Program, layout: Layout, loader: Any, pass_: Iterator[Any
     even, split = program.even_batches, program.split_batches
     if world_size == 1:
         return [[batch] for batch in batches]
+    if (
+        program.already_sharded
+    ):  # the script's own cut: sample i belongs to rank i % W, and the first ones complete the rest
+        samples = list(range(program.num_samples))
+        samples += (samples * world_size)[: -len(samples) % world_size]
+        by_rank = [
+            reference.batches_of(samples[rank::world_size], loader.batch_size, drop_last=program.drop_last)
+            for rank in range(world_size)
+        ]
+        return [list(round_) for round_ in zip(*by_rank)]
     dispatches = program.data == "iterable" if program.dispatches is None else program.dispatches
     size = None if program.order == "batch_sampler" else loader.batch_size
     if dispatches:
