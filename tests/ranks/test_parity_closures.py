@@ -48,15 +48,16 @@ def _plain(optimizer_of: str) -> tuple[dict[str, torch.Tensor], list[float], lis
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
     losses, rates = [], []
     for _ in range(_EPOCHS):
-        for x, y in zip(*(t.split(_BATCH) for t in data.tensors)):
+        parts: Any = [torch.split(t, _BATCH) for t in data.tensors]
+        for x, y in zip(*parts):
 
-            def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> Any:
                 optimizer.zero_grad()
-                loss = (model(x) - y).square().mean()
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss: Any = (model(x) - y).square().mean()
+                loss.backward()
                 return loss
 
-            found: Any = optimizer.step(closure)  # type: ignore[arg-type]
+            found: Any = optimizer.step(closure)
             losses.append(found.item())
             schedule.step()
             rates.append(optimizer.param_groups[0]["lr"])
