@@ -158,6 +158,7 @@ OWN: dict[str, Any] = {
     "global_batch_size": None,
     "max_micro_batch_size": None,
     "canonical_shards": None,
+    "already_sharded": None,
     "allow_changed_data": False,
     "log_throughput": False,
 }

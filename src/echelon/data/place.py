@@ -31,7 +31,7 @@ def to_device(data: Any, device: torch.device, *, non_blocking: bool = False) ->
             data, {key: to_device(value, device, non_blocking=non_blocking) for key, value in data.items()}
         )
     if is_record(data):
-        held = contents(data) or {}
+        held: Any = contents(data)  # a dict
         return rebuild_like(
             data, {key: to_device(value, device, non_blocking=non_blocking) for key, value in held.items()}
         )

@@ -102,7 +102,8 @@ def recursively_apply(
         if test_type(item):
             return func(item, *args, **kwargs)
         if is_record(item):
-            return rebuild_like(item, {key: apply(value) for key, value in (contents(item) or {}).items()})
+            held: Any = contents(item)  # a dict
+            return rebuild_like(item, {key: apply(value) for key, value in held.items()})
         if error_on_other_type:
             raise _WrongTypeError(
                 f"{_name(func)} does not take {type(item).__name__} (in {describe(data)})",

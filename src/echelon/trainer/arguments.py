@@ -52,7 +52,6 @@ _LEVELS = {
     "critical": logging.CRITICAL,
     "passive": -1,
 }
-_WORDS_OF_BOOL: dict[str, bool | None] = {"true": True, "false": False, "none": None}
 _TOKENS = ("no", "all", "non_padding")
 _SAMPLING = ("random", "sequential", "group_by_length", "batch_rebalance")
 _DICTS = (
@@ -262,7 +261,7 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
     global_batch_size: int | None = extra(None, "With parity: samples of one optimizer step, over all processes.")
     max_micro_batch_size: int | None = extra(None, "With parity: most samples in one pass; none given: per device.")
     canonical_shards: int | None = extra(None, "With parity='bitwise': parts of an update, summed in a fixed order.")
-    already_sharded: str | bool | None = extra(
+    already_sharded: str | None = extra(  # not also bool: transformers' argument parser takes one type and None
         None, "Each process is given its own share: True, train, eval; False: never; none given: as it is recognised."
     )
     allow_changed_data: bool = extra(
@@ -296,9 +295,9 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
         if isinstance(self.include_num_input_tokens_seen, bool):
             self.include_num_input_tokens_seen = "all" if self.include_num_input_tokens_seen else "no"
         _one_of("include_num_input_tokens_seen", self.include_num_input_tokens_seen, _TOKENS)
-        self.already_sharded = _WORDS_OF_BOOL.get(str(self.already_sharded).lower(), self.already_sharded)
-        if self.already_sharded is not None and not isinstance(self.already_sharded, bool):
-            _one_of("already_sharded", self.already_sharded, ("train", "eval"))
+        if self.already_sharded is not None:
+            self.already_sharded = str(self.already_sharded).lower()  # True and False, too
+            _one_of("already_sharded", self.already_sharded, ("true", "train", "eval", "false", "none"))
         given = self.debug or ""  # an argument parser gives None
         self.debug = given.split() if isinstance(given, str) else [str(_plain("", one)) for one in given]
         for name in self.debug:

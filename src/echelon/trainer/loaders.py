@@ -53,8 +53,7 @@ def as_dataset(data: Any) -> Any:
 
 def already_sharded(args: TrainingArguments, *, purpose: Literal["train", "eval"]) -> bool | None:
     """Return whether the user says that each process has its own share of this data; None: nothing is said."""
-    says = args.already_sharded
-    return None if says is None else says if isinstance(says, bool) else True if says == purpose else None
+    return {"true": True, purpose: True, "false": False}.get(args.already_sharded or "none")
 
 
 def train_sampler(
