@@ -28,6 +28,7 @@ def main():
     )
     set_seed(0)
     train_set, test_set, tokenizer, model = load(options)
+    model.accepts_loss_kwargs = False  # its loss is a mean: the Trainer does not multiply it by the number of processes
     trainer = Trainer(
         model,
         args,

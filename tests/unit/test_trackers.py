@@ -460,10 +460,10 @@ def test_a_tracker_that_fails_to_finish_does_not_keep_the_others_open(tmp_path: 
 
 
 def test_logging_dir_is_the_project_folder_unless_given() -> None:
-    assert ProjectConfiguration(project_dir="p").logging_dir == "p"
-    configuration = ProjectConfiguration(logging_dir="logs")
-    configuration.set_directories("p")
-    assert (configuration.project_dir, configuration.logging_dir) == ("p", "logs")
+    assert ProjectConfiguration(project_dir="/p").logging_dir == "/p"
+    configuration = ProjectConfiguration(logging_dir="/logs")
+    configuration.set_directories("/p")
+    assert (configuration.project_dir, configuration.logging_dir) == ("/p", "/logs")
 
 
 def test_the_registry_cannot_be_changed_by_hand() -> None:

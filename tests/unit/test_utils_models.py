@@ -197,11 +197,11 @@ def test_a_profiler_records_what_the_block_did() -> None:
 
 
 def test_a_project_logs_into_its_folder_unless_told_otherwise() -> None:
-    assert utils.ProjectConfiguration("here").logging_dir == "here"
-    assert utils.ProjectConfiguration("here", logging_dir="logs").logging_dir == "logs"
+    assert utils.ProjectConfiguration("/here").logging_dir == "/here"
+    assert utils.ProjectConfiguration("/here", logging_dir="/logs").logging_dir == "/logs"
     late = utils.ProjectConfiguration()
-    late.set_directories("there")
-    assert (late.project_dir, late.logging_dir) == ("there", "there")
+    late.set_directories("/there")
+    assert (late.project_dir, late.logging_dir) == ("/there", "/there")
 
 
 def test_enums_print_and_contain_their_values() -> None:

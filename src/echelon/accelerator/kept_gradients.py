@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from echelon.base.errors import UsageError
+from echelon.base.sharded import is_dtensor
 
 __all__ = ["KeptGradients"]
 
@@ -45,7 +46,7 @@ class KeptGradients:
         for parameter, gradient, version, copy in self._kept:
             is_cleared = parameter.grad is None
             # Something may have written the same numbers: a norm that was asked for, a bucket that was laid out anew.
-            if is_cleared or (gradient._version != version and not torch.equal(gradient, copy)):
+            if is_cleared or (gradient._version != version and not _has_same_numbers(gradient, copy)):
                 raise UsageError(
                     f"the gradients of earlier micro-steps were {'cleared' if is_cleared else 'cleared or changed'} before their "
                     "update was whole: it would be one of the last micro-steps alone, or of changed gradients",
@@ -53,3 +54,10 @@ class KeptGradients:
                     do="call zero_grad() of the prepared optimizer, which waits for the end of the update, in the place of "
                     "model.zero_grad(); clip by accelerator.clip_grad_norm_; look at gradients where accelerator.sync_gradients",
                 )
+
+
+def _has_same_numbers(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
+    """Tell whether they are equal, where nan is equal to nan: a step that fp16 skips has such gradients."""
+    # Of a sharded one this rank's part: comparing the whole would wait for the other ranks, which may not compare.
+    ours, theirs = (each.to_local() if is_dtensor(each) else each for each in (tensor, copy))
+    return torch.equal(ours, theirs) or bool(torch.isclose(ours, theirs, rtol=0, atol=0, equal_nan=True).all())
