@@ -108,9 +108,18 @@ CASES = {
         "where: file gpus.yaml:2",
         "add --cpu (or ECHELON_CPU=1",
     ),
+    "gpus by a file's kind of run": (
+        ["--config_file", "multi.yaml", "ok.py"],
+        "where: file multi.yaml:1",
+        "add --cpu (or ECHELON_CPU=1",
+    ),
+    "gpus by the default file": (["ok.py"], "distributed_type: MULTI_GPU asks for accelerators", "use_cpu: true in a file"),
     "megatron": (["--use_megatron_lm", "ok.py"], "Megatron-LM is not offered", "--use_fsdp or --use_deepspeed"),
     "config file": (["--config_file", "gone.yaml", "ok.py"], "cannot read the config file gone.yaml", "check the path"),
 }
+
+
+MULTI_GPU = "distributed_type: MULTI_GPU\nnum_processes: 2\nuse_cpu: false\n"
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -122,7 +131,10 @@ def test_wrong_command_line_says_what_and_what_to_do(case: str, command: Command
     command.write("syntax.py", RAN + "def f(:\n")
     command.write("two.yaml", "num_processes: 16\nnum_machines: 2\n")
     command.write("gpus.yaml", "num_processes: 2\ngpu_ids: 0,1\n")
+    command.write("multi.yaml", MULTI_GPU)
+    command.write("home/accelerate/default_config.yaml", MULTI_GPU)
     variables = {
+        "gpus by the default file": {"HF_HOME": str(command.directory / "home")},
         "processes from env": {"ECHELON_NUM_PROCESSES": "0"},
         "strict": {"ECHELON_MIXED_PRECISION": "fp16"},
         "gpus from env": {"ECHELON_GPU_IDS": "0,1"},
@@ -154,6 +166,25 @@ def test_gpu_on_a_machine_without_accelerator_is_an_error(command: Command) -> N
     assert result.code == 2
     assert "this machine has no accelerator" in result.err
     assert not (command.directory / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "argv", "variables"),
+    [
+        (MULTI_GPU, ["--cpu"], {}),
+        (MULTI_GPU, [], {"ACCELERATE_USE_CPU": "true"}),
+        (MULTI_GPU.replace("false", "true"), [], {}),
+        (MULTI_GPU.replace("MULTI_GPU", "'NO'"), [], {}),  # what `accelerate config` writes for a laptop
+    ],
+)
+def test_a_file_for_gpus_runs_on_the_cpu_where_that_was_said(
+    text: str, argv: list[str], variables: dict[str, str], command: Command
+) -> None:
+    command.write("ok.py", RAN)
+    command.write("multi.yaml", text)
+    result = command.launch("--config_file", "multi.yaml", "--num_processes=1", *argv, "ok.py", **variables)
+    assert result.code == 0, result.err
+    assert (command.directory / "ran").exists()
 
 
 def test_wrong_command_gets_the_nearest_name(command: Command) -> None:

@@ -23,7 +23,7 @@ from echelon.base.device import limit_devices, num_devices
 from echelon.base.errors import ConfigError, LaunchError
 from echelon.base.printable import printable
 from echelon.cli.launch_options import NUMBERS, STALLED, LaunchCommand, flag_layer, options, typed_flags
-from echelon.config.files import from_file
+from echelon.config.files import accelerators_asked_for, from_file
 from echelon.config.origin import Source
 from echelon.config.places import find
 from echelon.config.resolve import Layer, Resolved, resolve
@@ -119,6 +119,8 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
         )
     slots = named_slots(resolved)
     num_accelerators = 0 if resolved.value.cpu else num_devices()
+    if num_accelerators == 0 and not resolved.value.cpu:
+        _check_file_for_cpu(flags["config_file"] or file)
     share = resolved if is_alone else _share(resolved, typed, asked, num_machines)
     num_processes = _num_processes(share, flags, typed, num_accelerators, slots)
     is_elastic = not is_alone and ":" in (asked.nnodes or "")
@@ -318,6 +320,13 @@ def _num_processes(
             do=f"give at most {usable}, or --cpu to run all of them on the CPU",
         )
     return number
+
+
+def _check_file_for_cpu(path: str | Path | None) -> None:
+    """Raise where the file of settings was written for accelerators: there are none, and nobody said that the CPU is meant."""
+    asked = None if path is None else accelerators_asked_for(path)
+    if asked is not None:
+        raise no_accelerator(f"distributed_type: {asked.value} asks for accelerators", str(asked.origin))
 
 
 def _origin_of_number(resolved: Resolved[RunConfig], typed: dict[str, str], slots: Slots | None) -> str:

@@ -14,9 +14,10 @@ from echelon.config.origin import Origin, Setting, Source
 from echelon.config.resolve import Layer
 from echelon.config.table import BY_FIELD, KEYS, SECTIONS
 
-__all__ = ["from_file"]
+__all__ = ["accelerators_asked_for", "from_file"]
 
-# accelerate's `distributed_type`: the fields that it sets. What is not here says nothing: devices are found out.
+# accelerate's `distributed_type`: the fields that it sets. The others set none: devices are found out.
+_ON_ACCELERATORS = tuple(f"MULTI_{device}" for device in ("GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON"))
 _TYPES = MappingProxyType(
     {
         "FSDP": ("sharded_by", "fsdp"),
@@ -24,7 +25,7 @@ _TYPES = MappingProxyType(
         "MULTI_CPU": ("cpu", True),
         "NO": None,
         "MPS": None,
-        **{f"MULTI_{device}": None for device in ("GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")},
+        **dict.fromkeys(_ON_ACCELERATORS),
     }
 )
 _MEGATRON = "shard the model by distributed_type: FSDP or DEEPSPEED"
@@ -80,6 +81,20 @@ def from_file(path: str | Path) -> Layer:
         if entry.value is not None and not (entry.value == {} and _section(entry.keys[0]) is not None):
             _add(layer, entry)
     return layer
+
+
+def accelerators_asked_for(path: str | Path) -> Setting | None:
+    """Return accelerate's ``distributed_type`` of a file where it names a kind of accelerators (``MULTI_GPU``), else None.
+
+    It sets no field, because devices are found out. (``use_cpu: false`` asks for none: accelerate writes it for a laptop.)
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    for entry in read(path):
+        if entry.keys == ("distributed_type",) and str(entry.value).upper() in _ON_ACCELERATORS:
+            return Setting(entry.value, Origin(Source.FILE, entry.place))
+    return None
 
 
 def _add(layer: dict[str, Setting], entry: Entry) -> None:
