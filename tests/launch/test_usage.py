@@ -175,6 +175,7 @@ def test_gpu_on_a_machine_without_accelerator_is_an_error(command: Command) -> N
         (MULTI_GPU, [], {"ACCELERATE_USE_CPU": "true"}),
         (MULTI_GPU.replace("false", "true"), [], {}),
         (MULTI_GPU.replace("MULTI_GPU", "'NO'"), [], {}),  # what `accelerate config` writes for a laptop
+        (MULTI_GPU.replace("num_processes: 2\n", ""), [], {}),  # what `echelon config` writes where nobody said a number
     ],
 )
 def test_a_file_for_gpus_runs_on_the_cpu_where_that_was_said(

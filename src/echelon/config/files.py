@@ -86,15 +86,17 @@ def from_file(path: str | Path) -> Layer:
 def accelerators_asked_for(path: str | Path) -> Setting | None:
     """Return accelerate's ``distributed_type`` of a file where it names a kind of accelerators (``MULTI_GPU``), else None.
 
-    It sets no field, because devices are found out. (``use_cpu: false`` asks for none: accelerate writes it for a laptop.)
+    It sets no field, because devices are found out. ``use_cpu: false`` asks for none: accelerate writes it for a laptop. Nor does
+    a file without ``num_processes``: accelerate writes that number always, ``echelon config`` only where somebody said it.
 
     Raises:
         ConfigError: the file cannot be read.
     """
-    for entry in read(path):
-        if entry.keys == ("distributed_type",) and str(entry.value).upper() in _ON_ACCELERATORS:
-            return Setting(entry.value, Origin(Source.FILE, entry.place))
-    return None
+    said = {entry.keys: entry for entry in read(path)}
+    kind = said.get(("distributed_type",))
+    if kind is None or str(kind.value).upper() not in _ON_ACCELERATORS or ("num_processes",) not in said:
+        return None
+    return Setting(kind.value, Origin(Source.FILE, kind.place))
 
 
 def _add(layer: dict[str, Setting], entry: Entry) -> None:
