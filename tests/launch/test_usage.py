@@ -113,7 +113,11 @@ CASES = {
         "where: file multi.yaml:1",
         "add --cpu (or ECHELON_CPU=1",
     ),
-    "gpus by the default file": (["ok.py"], "distributed_type: MULTI_GPU asks for accelerators", "use_cpu: true in a file"),
+    "gpus by the default file": (
+        ["ok.py"],
+        "distributed_type: MULTI_GPU asks for accelerators",
+        "use_cpu: true in a file",
+    ),
     "megatron": (["--use_megatron_lm", "ok.py"], "Megatron-LM is not offered", "--use_fsdp or --use_deepspeed"),
     "config file": (["--config_file", "gone.yaml", "ok.py"], "cannot read the config file gone.yaml", "check the path"),
 }
@@ -175,7 +179,11 @@ def test_gpu_on_a_machine_without_accelerator_is_an_error(command: Command) -> N
         (MULTI_GPU, [], {"ACCELERATE_USE_CPU": "true"}),
         (MULTI_GPU.replace("false", "true"), [], {}),
         (MULTI_GPU.replace("MULTI_GPU", "'NO'"), [], {}),  # what `accelerate config` writes for a laptop
-        (MULTI_GPU.replace("num_processes: 2\n", ""), [], {}),  # what `echelon config` writes where nobody said a number
+        (
+            MULTI_GPU.replace("num_processes: 2\n", ""),
+            [],
+            {},
+        ),  # what `echelon config` writes where nobody said a number
     ],
 )
 def test_a_file_for_gpus_runs_on_the_cpu_where_that_was_said(

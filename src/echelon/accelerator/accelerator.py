@@ -939,7 +939,7 @@ class Accelerator(AcceleratorFacts):
 
     def wait_for_everyone(self) -> None:
         """Wait until every process is here; who does not come is named. Collective."""
-        self.gradient_state.reading.asked.judge()
+        self.gradient_state.reading.metrics.check()
         control.barrier()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -1185,7 +1185,7 @@ class Accelerator(AcceleratorFacts):
                 do="leave it out",
             )
         meet("save_state()", advice="Each rank writes its part; rank zero what is one for all.")
-        self.gradient_state.reading.asked.judge()
+        self.gradient_state.reading.metrics.check()
         with saving(self.progress.step):
             return self._checkpoints.save(
                 self, output_dir, safe_serialization=safe_serialization, blocking=blocking, metric=metric
@@ -1365,7 +1365,7 @@ class Accelerator(AcceleratorFacts):
 
     def end_training(self) -> None:
         """Finish the trackers and end the process group. Collective."""
-        self.gradient_state.reading.asked.judge()
+        self.gradient_state.reading.metrics.check()
         self._checkpoints.close()
         self._tracking.finish()
         if self._watcher is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from echelon.base.rank import known_rank
 
-__all__ = ["EchelonWarning", "UserLine", "user_line", "warn", "warn_here"]
+__all__ = ["EchelonWarning", "UserLine", "is_library", "user_line", "warn", "warn_here"]
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 
@@ -26,13 +26,16 @@ class UserLine(tuple[str, int]):
         return f"{self[0]}:{self[1]}"
 
 
+def is_library(file: str) -> bool:
+    """Tell whether ``file`` is code of echelon or torch (or what stands between them and the user's)."""
+    return file.startswith((_PACKAGE, "<frozen")) or "/torch/" in file or "/contextlib.py" in file
+
+
 def user_line() -> UserLine:
     """Return the innermost line on the call stack that is neither echelon's nor torch's."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
-        name = frame.f_code.co_filename
-        ours = name.startswith((_PACKAGE, "<frozen")) or "/torch/" in name or "/contextlib.py" in name
-        if not ours:
+        if not is_library(frame.f_code.co_filename):
             break
         frame = frame.f_back
     return UserLine((frame.f_code.co_filename, frame.f_lineno))

@@ -23,8 +23,8 @@ from echelon.data.reading import LoaderOptions, PassFacts, Reading
 from echelon.data.rng import HostDraws, OtherDraws, synchronize_rng_states
 from echelon.data.slices import Contribution, LastStep
 from echelon.data.sources import DispatchSource, PlainSource, Source, Steps, batches_of
-from echelon.distributed.collective_count import num_collectives
 from echelon.distributed.own_cut import cutters_with_epoch, samplers_of
+from echelon.distributed.ungathered_metrics import DatasetLength
 from echelon.status.board import Phase
 from echelon.status.notes import notes_of_process
 from echelon.world.world import World
@@ -62,6 +62,7 @@ class PreparedLoader(DataLoader[Any]):
             _even=options.even_batches,
             _options=options,
             _world=world,
+            _length=DatasetLength(),
             _draws=None,
             _draws_before=None,
             _other_draws=OtherDraws(),
@@ -130,7 +131,7 @@ class PreparedLoader(DataLoader[Any]):
     def dataset(self) -> Any:  # type: ignore[override]
         """The user's, whole; an evaluation that is divided by its length without a gather is warned about."""
         if self._world.world_size > 1:
-            self.reading.asked.note_question()
+            self._length.note_access()
         return self.original.dataset
 
     @property
@@ -600,7 +601,7 @@ class PreparedLoader(DataLoader[Any]):
         return PassPlan() if driver is None else driver.plan_pass()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        self.reading.asked.judge()
+        self.reading.metrics.begin_pass()
         self._follow_sampler()
         going_on = self._loaded if self._goes_on else None
         self._loaded, self._goes_on = None, False
@@ -629,7 +630,7 @@ class PreparedLoader(DataLoader[Any]):
             first_pass, self.source.first_pass = self.source.first_pass, None
             draws, draws_again = self._draws, self._draws is not None and self._draws.is_of_a_batch
             self._is_open = True
-            num_before = num_collectives() if self._world.world_size > 1 else None
+            num_before = self.reading.metrics.num_collectives() if self._world.world_size > 1 else None
             while step is not _END:
                 batch, facts = step
                 self.num_given += 1
@@ -668,8 +669,7 @@ class PreparedLoader(DataLoader[Any]):
                 first_pass.end()
             self.iteration += 1
             self._is_open = False
-            if num_before is not None and not torch.is_grad_enabled():
-                self.reading.asked.note_pass(num_before)
+            self.reading.metrics.note_pass(self._length, num_before)
             if self.contribution is not None:
                 self._state = None  # the next pass begins at its beginning
             is_over = True

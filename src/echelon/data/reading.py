@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from echelon.data.asked import Asked
 from echelon.data.exact import ExactOptions, PassPlan
 from echelon.data.slices import Contribution
+from echelon.distributed.ungathered_metrics import UngatheredMetricsCheck
 
 if TYPE_CHECKING:
     from echelon.data.loader import PreparedLoader
@@ -136,13 +136,13 @@ class PassFacts:
 class Reading:
     """Which prepared loaders are being read, innermost last."""
 
-    __slots__ = ("asked", "book", "driver", "joined", "loaders", "owner")
+    __slots__ = ("book", "driver", "joined", "loaders", "metrics", "owner")
 
     def __init__(self, owner: Any = None) -> None:
         self.owner = owner
         """The counters that this belongs to (a ``GradientState``, which lives above); None outside an Accelerator."""
         self.loaders: list[PreparedLoader] = []
-        self.asked = Asked()
+        self.metrics = UngatheredMetricsCheck("Use accelerator.reduce(total), or gather_for_metrics(...) in the loop")
         self.driver: Driver | None = None
         self.book: Book | None = None
         self.joined = False

@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from echelon.base.warnings import warn
-from echelon.distributed.collective_count import num_collectives
+from echelon.distributed.collective_count import num_collectives, num_collectives_of_all_groups
 from echelon.distributed.replica import BackwardPasses, Replica
+from echelon.distributed.shard import METRICS
 from echelon.distributed.torch_hooks import Closure, is_in_backward, watch_optimizer_steps
 from echelon.distributed.unsharded_loader import UnshardedLoaderCheck
 
@@ -37,6 +38,7 @@ class RawDDPGuard:
         assert group is not None
         self._group = weakref.ref(group)
         self._sights: WeakSet[_Sight] = WeakSet()  # each is kept by the hook on its model
+        self._syncs: WeakSet[_SyncOfBuffers] = WeakSet()
         self._known: WeakKeyDictionary[Optimizer, tuple[tuple[int, int], list[weakref.ref[_Sight]]]] = (
             WeakKeyDictionary()
         )
@@ -58,13 +60,15 @@ class RawDDPGuard:
             guard._end_steps()
             guard._end_models()
             guard._loaders.stop()
-            for sight in list(guard._sights):
-                sight.release()
+            for hooks in [*guard._sights, *guard._syncs]:
+                hooks.release()
 
     def note_model(self, wrapper: DistributedDataParallel) -> None:
         """Watch a model that was just wrapped."""
         if self._is_open() and dist.get_world_size(wrapper.process_group) > 1:
             self._sights.add(_Sight(wrapper))
+            if wrapper.broadcast_buffers and next(wrapper.module.buffers(), None) is not None:
+                self._syncs.add(_SyncOfBuffers(wrapper))
 
     def _before_step(self, optimizer: Optimizer, _closure: Closure | None) -> None:
         if not self._sights or not self._is_open() or is_in_backward():  # in a hook of DDP, which has reduced
@@ -167,6 +171,38 @@ class _Sight:
             self._is_dirty = not self._will_reduce or (passes.count.num > 1 and not self._is_compiled)
             passes.count.reset()
             self._will_reduce = False
+
+
+class _SyncOfBuffers:
+    """Counts the collectives that DDP makes between its own forward pass and the module's: in an evaluation they share no result."""
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        self._wrapper = weakref.ref(wrapper)
+        self._before: int | None = None
+        # Before the module's other hooks: one of the user's may share a result.
+        before_module = wrapper.module.register_forward_pre_hook(self, prepend=True)
+        self._handles = [wrapper.register_forward_pre_hook(self), before_module]
+
+    def __call__(self, module: Any, _inputs: Any) -> None:
+        """Note a forward pass through DDP, or its module."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        if module is self._wrapper():
+            self._before = num_collectives_of_all_groups()
+        elif self._before is not None:
+            METRICS.ignore((num_collectives_of_all_groups() or 0) - self._before)
+            self._before = None
+
+    def __deepcopy__(self, _memo: Any) -> _Unseen:
+        return _Unseen()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Unseen, ()
+
+    def release(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
 
 
 class _Unseen:

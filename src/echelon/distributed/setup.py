@@ -12,6 +12,7 @@ import torch.distributed as dist
 from echelon.base.errors import ConfigError, SetupError
 from echelon.config.sources import current
 from echelon.distributed.raw_ddp_guard import RawDDPGuard
+from echelon.distributed.shard import METRICS
 from echelon.world.environment import LaunchEnvironment, check_rank, detect
 from echelon.world.group import DEFAULT_TIMEOUT, close_group, open_group
 from echelon.world.world import World, world_of
@@ -57,6 +58,7 @@ def cleanup() -> None:
 
     Collective: every process should call this (it does not wait for the others).
     """
+    METRICS.close()
     RawDDPGuard.end()
     close_group()
 
@@ -79,6 +81,9 @@ def process_group(
     world = setup(rank, world_size, backend, timeout, init_method)
     try:
         yield world
+    except BaseException:
+        METRICS.forget()  # what ended here may have been about to share them
+        raise
     finally:
         if ours:
             cleanup()

@@ -6,7 +6,7 @@ import json
 import secrets
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,11 +31,14 @@ from echelon.distributed.own_cut import (
     find_own_cut,
     samplers_of,
 )
+from echelon.distributed.ungathered_metrics import DatasetLength, UngatheredMetricsCheck
 from echelon.distributed.wire import gather_bytes
 
-__all__ = ["ShardedBatchSampler", "ShardedLoader", "shard"]
+__all__ = ["METRICS", "ShardedBatchSampler", "ShardedLoader", "shard"]
 
 logger = get_logger(__name__)
+METRICS: Final = UngatheredMetricsCheck('Use total = echelon.distributed.reduce(total, "sum"), or gather() in the loop')
+"""Of what ``shard()`` gave in this process."""
 T = TypeVar("T")
 
 
@@ -325,6 +328,7 @@ class ShardedLoader(DataLoader[T]):
         *,
         first_pass: FirstPass | None = None,
     ) -> None:
+        self.__dict__["_length"] = DatasetLength()
         super().__init__(
             loader.dataset,
             **_choices_of_batches(loader, batch_sampler),
@@ -360,11 +364,24 @@ class ShardedLoader(DataLoader[T]):
         """Choose the order of the next pass; the passes after it count on from there."""
         self._batches.set_epoch(epoch)
 
+    @property
+    def dataset(self) -> Any:  # type: ignore[override]
+        """The user's, whole; an evaluation that is divided by its length, and shared with nobody, is warned about."""
+        self._length.note_access()
+        return self._dataset
+
+    @dataset.setter
+    def dataset(self, dataset: Any) -> None:
+        self._dataset = dataset
+
     def __iter__(self) -> Any:
+        METRICS.begin_pass()
         self._batches.begin_pass()
         first_pass, self._first_pass = self._first_pass, None
         batches = super().__iter__()
-        return batches if first_pass is None else _compared(batches, first_pass)
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return batches
+        return _watched(batches if first_pass is None else _compared(batches, first_pass), self._length)
 
 
 def _choices_of_batches(loader: DataLoader[Any], batches: ShardedBatchSampler | KeptCut) -> dict[str, Any]:
@@ -385,6 +402,17 @@ def _compared(batches: Iterator[T], first_pass: FirstPass) -> Iterator[T]:
         yield batch
     if is_wanted:
         first_pass.end()
+
+
+def _watched(batches: Iterator[T], length: DatasetLength) -> Iterator[T]:
+    """Yield ``batches``, and note whether the ranks exchanged anything during an evaluation and after it."""
+    since, is_first = None, True
+    for batch in batches:
+        if is_first:  # an order that rank zero draws has been sent by now
+            since, is_first = METRICS.num_collectives(), False
+        yield batch
+        METRICS.begin_pass()
+    METRICS.note_pass(length, since)
 
 
 def _seed_of(loader: DataLoader[Any]) -> int:

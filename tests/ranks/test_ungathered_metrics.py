@@ -1,0 +1,272 @@
+"""Level 1: a result of one rank over the length of all data is named once, at its line; correct loops hear nothing."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
+
+from echelon.distributed import process_group, reduce, shard
+from tests.harness import run_on_ranks
+
+Loader = DataLoader[Any]
+WHOLE = TensorDataset(torch.arange(32.0)[:, None])
+
+
+class _Stream(IterableDataset[torch.Tensor]):
+    def __init__(self) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+
+    def __len__(self) -> int:
+        return 32
+
+    def __iter__(self) -> Any:
+        return (torch.ones(1) * i for i in range(self.rank, 32, self.world_size))
+
+
+class _Named(Dataset[torch.Tensor]):
+    classes = ("a", "b")
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.ones(1) * index
+
+
+def _count(loader: Loader) -> torch.Tensor:
+    """Return what a perfect model has right of this rank's part."""
+    right = torch.zeros(())
+    with torch.no_grad():
+        for batch in loader:
+            right += len(batch[0] if isinstance(batch, list) else batch)
+    return right
+
+
+def _divided_after(loader: Loader) -> float:
+    return float(_count(loader)) / len(loader.dataset)  # type: ignore[arg-type] # the wrong line
+
+
+def _asked_before(loader: Loader) -> float:
+    size = len(loader.dataset)  # type: ignore[arg-type] # the wrong line
+    return float(_count(loader)) / size
+
+
+def _in_every_epoch(loader: Loader) -> float:
+    train = shard(DataLoader(WHOLE, batch_size=4))
+    for _ in range(3):
+        result = float(_count(loader)) / len(loader.dataset)  # type: ignore[arg-type] # the wrong line
+        for _ in train:
+            pass
+    return result
+
+
+def _batch_norm(loader: Loader) -> float:
+    model = DistributedDataParallel(
+        torch.nn.BatchNorm1d(1)
+    ).eval()  # its forward pass shares buffers: no result is shared
+    right = 0
+    with torch.no_grad():
+        for (x,) in loader:
+            right += len(model(x))
+    return right / len(loader.dataset)  # type: ignore[arg-type] # the wrong line
+
+
+def _within_training(loader: Loader) -> float:
+    model, train = DistributedDataParallel(torch.nn.Linear(1, 1)), shard(DataLoader(WHOLE, batch_size=4))
+    for (x,) in train:
+        model(x).mean().backward()
+        result = float(_count(loader)) / len(loader.dataset)  # type: ignore[arg-type] # the wrong line
+    return result
+
+
+WRONG: dict[str, Callable[[Loader], float]] = {
+    "after": _divided_after,
+    "before": _asked_before,
+    "in every epoch": _in_every_epoch,
+    "batch norm": _batch_norm,
+    "within training": _within_training,
+}
+
+
+def _reduced(loader: Loader) -> float:
+    return float(reduce(_count(loader), "sum")) / len(loader.dataset)  # type: ignore[arg-type]
+
+
+def _reduced_by_torch(loader: Loader) -> float:
+    right = _count(loader)
+    result = right / len(loader.dataset)  # type: ignore[arg-type]
+    dist.all_reduce(result)
+    return float(result)
+
+
+def _gathered_in_a_group(loader: Loader) -> float:
+    group = dist.new_group(backend="gloo")
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, float(_count(loader)), group=group)
+    return float(sum(found) / len(loader.dataset))  # type: ignore[arg-type]
+
+
+def _reduced_in_the_loop(loader: Loader) -> float:
+    right = 0.0
+    with torch.no_grad():
+        for (x,) in loader:
+            right += float(reduce(torch.tensor(float(len(x))), "sum"))
+    return right / len(loader.dataset)  # type: ignore[arg-type]
+
+
+def _several_then_reduced(loader: Loader) -> float:
+    other = shard(DataLoader(WHOLE, batch_size=4))
+    rates = torch.stack([_count(one) / len(one.dataset) for one in (loader, other)])  # type: ignore[arg-type]
+    dist.all_reduce(rates)
+    return float(rates.mean())
+
+
+def _counted_by_itself(loader: Loader) -> float:
+    num = 0
+    with torch.no_grad():
+        for (x,) in loader:
+            num += len(x)
+    return float(_count(loader)) / num
+
+
+def _by_batches(loader: Loader) -> float:
+    with torch.no_grad():
+        return sum(1.0 for _, _ in zip(loader, range(len(loader)))) / len(loader)
+
+
+def _training(loader: Loader) -> float:
+    total = 0.0
+    for (x,) in loader:
+        total += len(x)
+        print(f"{total} of {len(loader.dataset)}")  # type: ignore[arg-type]
+    return total / len(loader.dataset)  # type: ignore[arg-type]
+
+
+def _length_of_the_other(loader: Loader) -> float:
+    train = shard(DataLoader(WHOLE, batch_size=4))
+    for (x,) in train:
+        print(f"{len(x)} of {len(train.dataset)}")  # type: ignore[arg-type]
+    return _counted_by_itself(loader)
+
+
+RIGHT: dict[str, Callable[[Loader], float]] = {
+    "reduce": _reduced,
+    "all_reduce": _reduced_by_torch,
+    "another group": _gathered_in_a_group,
+    "in the loop": _reduced_in_the_loop,
+    "several, then reduced": _several_then_reduced,
+    "own count": _counted_by_itself,
+    "len(loader)": _by_batches,
+    "training": _training,
+    "another loader's length": _length_of_the_other,
+}
+
+
+def _said(evaluate: Callable[[Loader], float], make: Callable[[], Loader]) -> list[tuple[str, str, int]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with process_group():
+            evaluate(make())
+    return [(str(one.message), one.filename, one.lineno) for one in caught]
+
+
+def _plain() -> Loader:
+    return shard(DataLoader(WHOLE, batch_size=4))
+
+
+def _own_cut() -> Loader:
+    return shard(DataLoader(WHOLE, batch_size=4, sampler=DistributedSampler(WHOLE, shuffle=False)))
+
+
+def _workers() -> Loader:
+    return shard(DataLoader(WHOLE, batch_size=4, num_workers=1))
+
+
+def _stream() -> Loader:
+    return shard(DataLoader(_Stream(), batch_size=4), already_sharded=True)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_result_of_one_rank_over_the_length_of_all_is_named_once(name: str) -> None:
+    first, second = run_on_ranks(_said, WRONG[name], _plain, init_group=False)
+    assert second == []
+    ((message, file, line),) = first
+    assert "nothing was gathered or reduced" in message
+    assert 'echelon.distributed.reduce(total, "sum")' in message
+    assert file == __file__
+    text = Path(__file__).read_text().splitlines()[line - 1]
+    assert "# the wrong line" in text
+
+
+@pytest.mark.parametrize("make", [_own_cut, _workers, _stream])
+def test_however_the_loader_was_cut(make: Callable[[], Loader]) -> None:
+    first, second = run_on_ranks(_said, _divided_after, make, init_group=False)
+    assert (len(first), second) == (1, [])
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_correct_loops_hear_nothing(name: str) -> None:
+    assert run_on_ranks(_said, RIGHT[name], _plain, init_group=False) == [[], []]
+
+
+def _length_in_the_line_of_the_loop(loader: Loader) -> float:
+    with torch.no_grad():
+        right = sum(1.0 for _, _ in zip(range(len(loader)), loader))
+        right += len(list(loader))
+    return right
+
+
+def test_a_stream_asks_itself_for_its_length() -> None:
+    assert run_on_ranks(_said, _length_in_the_line_of_the_loop, _stream, init_group=False) == [[], []]
+
+
+def _names_of_classes() -> list[tuple[str, str, int]]:
+    def evaluate(loader: Any) -> float:
+        print(loader.dataset.classes)
+        return float(_count(loader))
+
+    return _said(evaluate, lambda: shard(DataLoader(_Named(), batch_size=4)))
+
+
+def test_a_dataset_is_not_asked_for_its_length_alone() -> None:
+    assert run_on_ranks(_names_of_classes, init_group=False) == [[], []]
+
+
+def _fail() -> None:
+    with process_group():
+        _divided_after(_plain())
+        raise ValueError("mine")
+
+
+def _failed() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(ValueError, match="mine"):
+            _fail()
+        with process_group():  # nothing is left of it
+            pass
+    return [str(one.message) for one in caught]
+
+
+def test_an_error_before_the_results_were_shared_is_all_that_is_told() -> None:
+    assert run_on_ranks(_failed, init_group=False) == [[], []]
+
+
+def _alone() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with process_group():
+            _divided_after(_plain())
+    return [str(one.message) for one in caught]
+
+
+def test_one_process_has_all_the_data() -> None:
+    assert run_on_ranks(_alone, world_size=1, init_group=False) == [[]]
