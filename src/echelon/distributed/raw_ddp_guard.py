@@ -60,8 +60,10 @@ class RawDDPGuard:
             guard._end_steps()
             guard._end_models()
             guard._loaders.stop()
-            for hooks in [*guard._sights, *guard._syncs]:
-                hooks.release()
+            for sight in list(guard._sights):
+                sight.release()
+            for sync in list(guard._syncs):
+                sync.release()
 
     def note_model(self, wrapper: DistributedDataParallel) -> None:
         """Watch a model that was just wrapped."""

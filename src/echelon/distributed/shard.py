@@ -328,7 +328,7 @@ class ShardedLoader(DataLoader[T]):
         *,
         first_pass: FirstPass | None = None,
     ) -> None:
-        self.__dict__["_length"] = DatasetLength()
+        self._length = DatasetLength()
         super().__init__(
             loader.dataset,
             **_choices_of_batches(loader, batch_sampler),
@@ -365,7 +365,7 @@ class ShardedLoader(DataLoader[T]):
         self._batches.set_epoch(epoch)
 
     @property
-    def dataset(self) -> Any:  # type: ignore[override]
+    def dataset(self) -> Any:
         """The user's, whole; an evaluation that is divided by its length, and shared with nobody, is warned about."""
         self._length.note_access()
         return self._dataset
