@@ -83,7 +83,7 @@ _REFUSALS: list[_Refusal] = [
     _Refusal(
         "ranks with other numbers of batches",
         lambda p, at: at.world_size > 1 and at.parity == "off" and not p.even_batches,
-        "the ranks do not have the same number of batches",
+        "the ranks do not have the same number of batches|and other ranks, which have more batches, are in the middle of theirs",
     ),
 ]
 
@@ -94,15 +94,6 @@ _OPEN: list[tuple[str, Callable[[Case], bool]]] = [
         lambda case: case.program.already_sharded and (case.layout.parity != "off" or case.program.saves is not None),
     ),
     ("4", lambda case: case.program.zipped > 0 and case.layout.parity != "off"),
-    (
-        "a short rank ends its window alone (even_batches=False, several micro-steps)",
-        lambda case: (
-            not case.program.even_batches
-            and case.program.accumulation > 1
-            and case.layout.parity == "off"
-            and case.layout.world_size > 1
-        ),
-    ),
 ]
 
 # Of torch, about the user's own model; of echelon, about what costs time and changes nothing.

@@ -164,7 +164,9 @@ def _run(starts: Iterable[Start]) -> dict[Start, list[Outcome] | str]:
                 done = min(map(len, by_rank))
                 for number in range(done):
                     outcomes[chunk[number]] = [answers[number] for answers in by_rank]
-                if done < len(chunk) and broken:
+                # The ranks that waited for the one that failed end with it, some of them in time to note that.
+                is_noted = done > 0 and any(answers[done - 1].error for answers in by_rank)
+                if done < len(chunk) and broken and not is_noted:
                     answers = [noted[done] for noted in by_rank if len(noted) > done]
                     failed = [one for one in answers if one.error]
                     stacks = [_noted_text(place, rank) for rank in range(world_size)]
@@ -267,7 +269,9 @@ def _judge(case: Case, outcomes: dict[str, list[Outcome] | str]) -> tuple[str, s
     for kind, found in outcomes.items():
         if isinstance(found, str):
             return "FAILED", f"{kind}: {found}"
-        errors = [one for one in found if one.error]
+        errors = sorted(
+            (one for one in found if one.error), key=lambda one: not one.is_ours
+        )  # then what follows from it
         if errors:
             layout = case.layout if kind == "run" else case.other or case.layout
             refusal = refusal_of(case.program, layout, errors[0].error) if errors[0].is_ours else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ from echelon import (
     PartialState,
     skip_first_batches,
 )
+from echelon.base.errors import DesyncError
 from echelon.data_loader import DataLoaderDispatcher, DataLoaderShard, SkipBatchSampler, SkipDataLoader
 from echelon.optimizer import AcceleratedOptimizer
 from echelon.scheduler import AcceleratedScheduler
-from tests.harness import run_on_ranks
+from tests.harness import RanksFailed, run_on_ranks
 
 
 def _facts(kind: str) -> list[Any]:
@@ -125,6 +127,61 @@ def test_processes_may_run_out_of_batches_on_the_cpu_too() -> None:
     # Three batches for two ranks. The gradient of w * 1 is 1; in step 2 rank 0 is alone, and DDP divides by both: -1.5.
     # accelerate does nothing on CPUs, and hangs.
     assert run_on_ranks(_uneven_join) == [(2, -1.5), (1, -1.5)]
+
+
+def _short_window(joins: bool) -> None:
+    # Three batches for two ranks: the window of 3 ends with the second batch of rank 0 and the first one of rank 1.
+    options = DataLoaderConfiguration(even_batches=False)
+    accelerator = Accelerator(dataloader_config=options, gradient_accumulation_steps=3)
+    inner = nn.Linear(1, 1, bias=False)
+    model, optimizer, loader = accelerator.prepare(
+        inner, torch.optim.SGD(inner.parameters(), lr=1.0), DataLoader(torch.ones(8, 1), batch_size=3)
+    )
+    with accelerator.join_uneven_inputs([model]) if joins else nullcontext():
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(batch).mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            if not joins:
+                accelerator.reduce(loss.detach())
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_rank_whose_window_ends_alone_is_an_error_there(joins: bool) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_on_ranks(_short_window, joins, timeout=15)
+    error = failed.value.errors[1]
+    assert isinstance(error, DesyncError)
+    text = str(error)
+    assert "backward() in step 1 of this pass, the last one of rank 1" in text
+    assert "gradient_accumulation_steps=3" in text
+    assert ("join_uneven_inputs" in text) is False
+
+
+def _whole_windows() -> tuple[int, float]:
+    options = DataLoaderConfiguration(even_batches=False)
+    accelerator = Accelerator(dataloader_config=options, gradient_accumulation_steps=2)
+    inner = nn.Linear(1, 1, bias=False)
+    inner.weight.data.fill_(0.0)
+    model, optimizer, loader = accelerator.prepare(
+        inner, torch.optim.SGD(inner.parameters(), lr=1.0), DataLoader(torch.ones(5, 1), batch_size=1)
+    )
+    steps = 0
+    with accelerator.join_uneven_inputs([model]):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            steps += 1
+    return steps, inner.weight.item()
+
+
+def test_a_rank_may_end_where_a_window_of_all_does() -> None:
+    # The gradient of w * 1 is 1. In the second window rank 0 is alone: one batch for a window, divided by both ranks: -1.5.
+    assert run_on_ranks(_whole_windows) == [(3, -1.5), (2, -1.5)]
 
 
 def test_parts_are_prepared_one_by_one() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -242,6 +242,71 @@ def test_a_rank_that_goes_on_alone_is_told_who_ended_and_when() -> None:
     assert "backward() in step 3 of this pass, and rank 1 ended after at most 2 batches" in str(error)
     assert "join_uneven_inputs" in str(error)
     assert run_on_ranks(_uneven, True) == [[0, 2, 4], [1, 3]]
+
+
+class Parted(IterableDataset[Any]):
+    """Two shards, as Hugging Face's iterable datasets have them, of 5 and 2 samples."""
+
+    n_shards = 2
+
+    def __init__(self, sizes: tuple[int, ...] = (5, 2)) -> None:
+        self.sizes = sizes
+
+    def shard(self, num_shards: int, index: int) -> Any:
+        return Parted(self.sizes[index::num_shards])
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (torch.tensor(i) for size in self.sizes for i in range(size))
+
+
+UNEVEN: dict[str, Callable[[], tuple[DataLoader[Any], dict[str, Any]]]] = {
+    "indexed": lambda: (DataLoader(Counted(8), batch_size=3), {}),
+    "loader workers": lambda: (DataLoader(Counted(8), batch_size=3, num_workers=1), {}),
+    "split": lambda: (DataLoader(Counted(5), batch_size=4), {"split_batches": True}),
+    "batch sampler": lambda: (DataLoader(Counted(6), batch_sampler=[[0, 1], [2], [3, 4, 5]]), {}),
+    "stream": lambda: (DataLoader(Stream(5), batch_size=2), {}),
+    "stream, loader worker": lambda: (DataLoader(Stream(5), batch_size=2, num_workers=1), {}),
+    "stream of ready batches": lambda: (DataLoader(Stream(5), batch_size=None), {}),
+    "dispatched": lambda: (DataLoader(Stream(5), batch_size=2), {"dispatch_batches": True}),
+    "own shards": lambda: (DataLoader(Parted(), batch_size=2), {}),
+    "sharded already": lambda: (DataLoader(Counted(7), batch_size=1, sampler=Own(7)), {"already_sharded": True}),
+}
+
+
+class Own(torch.utils.data.Sampler[int]):
+    """Every second sample."""
+
+    def __init__(self, n: int) -> None:
+        self.mine = range(n)[dist.get_rank() :: 2]
+
+    def __len__(self) -> int:
+        return len(self.mine)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.mine)
+
+
+def _ends(kind: str, skip: int) -> list[Any]:
+    loader, choices = UNEVEN[kind]()
+    found = []
+    for even in (False, True):
+        prepared = prepare_data_loader(loader, even_batches=even, **choices)
+        for _ in range(2):
+            pass_of = skip_first_batches(prepared, skip) if skip else prepared
+            found.append([(pass_of.end_of_dataloader, pass_of.ends_early) for _ in pass_of])
+    return found
+
+
+@pytest.mark.parametrize("kind", UNEVEN)
+def test_a_rank_knows_in_its_last_batch_that_others_have_more(kind: str) -> None:
+    for skip in (0, 1):
+        zero, one = run_on_ranks(_ends, kind, skip)
+        for first, second in zip(zero, one):
+            assert all(pair == (False, False) for pair in [*first[:-1], *second[:-1]])
+            assert not first or first[-1] == (True, False)
+            assert not second or second[-1] == (True, len(first) > len(second))
+        assert all(len(first) > len(second) for first, second in zip(zero[:2], one[:2]))
+        assert [len(first) for first in zero[2:]] == [len(second) for second in one[2:]]
 
 
 def _even_again() -> Any:

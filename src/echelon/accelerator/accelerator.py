@@ -279,6 +279,9 @@ class Accelerator(AcceleratorFacts):
         self._progress = Progress()
         self._steps_before = 0  # optimizer steps that self._optimizers have not counted
         self._accumulating: tuple[nn.Module, ...] | None = None  # of the accumulate() that we are in; () = all
+        self._num_in_short_window = (
+            0  # micro-steps of an update that this rank alone ends, because it has no more batches
+        )
         self._is_data_checked = self._world.world_size == 1
         self._unsharded: list[DataLoader[Any]] = []
 
@@ -517,12 +520,15 @@ class Accelerator(AcceleratorFacts):
         if self._ledger is not None and self._ledger.drives:
             self.step += 1
             return state.sync_gradients or state.plugin.sync_each_batch
+        self.step += 1
+        state.sync_gradients = self.step % state.num_steps == 0
+        self._num_in_short_window = 0
         if state.sync_with_dataloader and state.end_of_dataloader:
+            loader = state.active_dataloader
+            if not state.sync_gradients and loader is not None and loader.ends_early:
+                self._num_in_short_window = self.step % state.num_steps
             self.step = 0
             state.sync_gradients = True
-        else:
-            self.step += 1
-            state.sync_gradients = self.step % state.num_steps == 0
         self._window.begin_micro_step()
         state.micro_step, state.has_loss = self._window.num_micro_steps, False
         return state.sync_gradients or state.plugin.sync_each_batch
@@ -629,8 +635,12 @@ class Accelerator(AcceleratorFacts):
     def _require_every_rank(self, operation: str) -> None:
         """Say which rank has run out of batches, in the place of waiting for it (an uneven loader, outside join)."""
         loader = self.gradient_state.active_dataloader
-        if loader is not None:
-            loader.require_every_rank(operation)
+        if loader is None:
+            return
+        loader.require_every_rank(operation)
+        if self._num_in_short_window and self._accumulating is not None:
+            num_steps = self.gradient_state.num_steps
+            loader.refuse_short_window(operation, micro_step=self._num_in_short_window, num_steps=num_steps)
 
     def _before_forward(self, _model: nn.Module, _inputs: Any) -> None:
         self._require_every_rank("the forward pass")

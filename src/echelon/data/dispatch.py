@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -37,7 +37,7 @@ def dispatch(
     device: torch.device | None,
     non_blocking: bool,
     pieces: Callable[[int], Iterator[Contribution]] | None = None,
-) -> Iterator[tuple[Any, LastStep | Contribution | None]]:
+) -> Generator[tuple[Any, LastStep | Contribution | None], None, bool]:
     """Yield the batches of this rank, which rank zero reads.
 
     Args:
@@ -51,6 +51,9 @@ def dispatch(
         device: where batches travel and stay; None: the CPU.
         non_blocking: copy to the device without waiting.
         pieces: how a batch of so many samples is cut for this rank, instead of ``even`` and ``drop_last`` (exact modes).
+
+    Returns:
+        Have other ranks a last batch that this one has no part in?
 
     Collective: each step.
 
@@ -76,7 +79,7 @@ def dispatch(
                 packed = _pack(batch)
             _send(*packed, is_last=is_last, device=device)
         if batch is _END:
-            return
+            return False
         count = num_samples(batch)
         if count is None:
             raise UsageError(
@@ -104,7 +107,7 @@ def dispatch(
             part = cut(batch, slice(start, start + sizes[rank]), process_index=rank, num_processes=world_size)
             yield part, LastStep(sizes, real) if extra else None
         if is_last:
-            return
+            return sizes[rank] == 0
 
 
 def _read(batches: Iterator[Any], num_read: int, *, drop_last: bool) -> Any:

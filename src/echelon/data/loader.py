@@ -54,6 +54,7 @@ class PreparedLoader(DataLoader[Any]):
             device=device,
             skip_batches=skip_batches,
             end_of_dataloader=False,
+            ends_early=False,
             last_step=None,
             contribution=None,
             plan=None,
@@ -85,6 +86,8 @@ class PreparedLoader(DataLoader[Any]):
     """Steps left out at the beginning of every pass."""
     end_of_dataloader: bool
     """Is the batch in hand the last one of this rank?"""
+    ends_early: bool
+    """Is it so, and other ranks have one more?"""
     last_step: LastStep | None
     """What each rank has of the batch in hand; None when each has equally many samples, all new."""
     contribution: Contribution | None
@@ -264,6 +267,20 @@ class PreparedLoader(DataLoader[Any]):
             f"batches: the ranks do not have the same number of batches (even_batches={self.even_batches})",
             where="the prepared DataLoader",
             do="use even_batches=True, or drop_last=True, or put the loop into accelerator.join_uneven_inputs([model])",
+        )
+
+    def refuse_short_window(self, operation: str, *, micro_step: int, num_steps: int) -> None:
+        """Say that this rank ends in the middle of an update that the others go on with.
+
+        Raises:
+            DesyncError: always.
+        """
+        raise DesyncError(
+            f"{operation} in step {self.num_given} of this pass, the last one of rank {self._world.rank}: its update ends here, "
+            f"in micro-step {micro_step} of {num_steps} (gradient_accumulation_steps={num_steps}), and other ranks, which have "
+            f"more batches, are in the middle of theirs (even_batches={self.even_batches})",
+            where="the prepared DataLoader",
+            do=f"use even_batches=True, or drop_last=True, or give each rank a multiple of {num_steps} batches",
         )
 
     def set_epoch(self, epoch: int) -> None:
@@ -613,7 +630,7 @@ class PreparedLoader(DataLoader[Any]):
         if self._world.world_size > 1:
             synchronize_rng_states([kind for kind in self._options.rng_types if kind != "generator"])
         self._tell_epoch()
-        self.end_of_dataloader = False
+        self.end_of_dataloader = self.ends_early = False
         self.last_step = None
         loaders, book = self.reading.loaders, self.reading.book
         loaders.append(self)
@@ -654,6 +671,7 @@ class PreparedLoader(DataLoader[Any]):
                 if step is _END:
                     self.end_of_dataloader = True
                     facts = facts or self.source.at_end()
+                    self.ends_early = self.source.ended_early
                 if isinstance(facts, Contribution):
                     self._note(facts)
                 else:

@@ -100,8 +100,11 @@ class OwnPartsSource(Source):
         if self._parts is None:
             num_unused = skip if self._is_iterable else 0
             batches = (batch for batch, _ in self._plain.steps(skip - num_unused))
-            return islice(read_own_shards(batches, even=self.even, drop_last=self.drop_last), num_unused, None)
+            return islice(self._unknown_steps(batches), num_unused, None)
         return self._known_steps(skip)
+
+    def _unknown_steps(self, batches: Iterator[Any]) -> Steps:
+        self.ended_early = yield from read_own_shards(batches, even=self.even, drop_last=self.drop_last)
 
     def _known_steps(self, skip: int) -> Iterator[tuple[Any, LastStep | None]]:
         parts = self._parts = self._agree_again()
@@ -137,6 +140,7 @@ class OwnPartsSource(Source):
             ]
             is_full = len(set(sizes)) == 1 and sizes == real
             yield first if batch is _NONE else batch, None if is_full else LastStep(sizes, real)
+        self.ended_early = not self.drop_last and end < max(part.num_batches for part in parts)
         if end == me.num_batches and next(batches, _NONE) is not _NONE:
             warn(
                 f"the sampler of rank {self._world.rank} has more samples than its length says: they are left out, because the "

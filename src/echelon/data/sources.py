@@ -55,6 +55,8 @@ class Source(ABC):
     """Of ``inner``."""
     num_behind: int = 0
     """Steps of the next pass that ``inner`` has behind it, because it was given a state."""
+    ended_early: bool = False
+    """Of the pass that was read to its end: other ranks had one step more, at least."""
     first_pass: FirstPass | None = None
     """Compares what the ranks read in the first pass, until that has begun."""
 
@@ -181,7 +183,8 @@ class DealtSource(Source):
     def at_end(self) -> LastStep | None:
         last = self.batches.last_step
         # A rank that has nothing in it ended a step earlier, with a batch like all the others.
-        return last if last is None or last.sizes[self.batches.process_index] else None
+        self.ended_early = last is not None and last.sizes[self.batches.process_index] == 0
+        return None if self.ended_early else last
 
     def num_steps(self) -> int:
         return len(self.batches)
@@ -204,6 +207,7 @@ class StreamSource(Source):
             even=even,
             split=split,
         )
+        self._rank = world.rank
         self.inner = like(
             loader,
             self.stream,
@@ -218,10 +222,14 @@ class StreamSource(Source):
         return islice(self._read(first_pass), skip, None)
 
     def _read(self, first_pass: FirstPass | None) -> Steps:
+        self.ended_early = False
         for batch, facts, columns in open_like_rank_zero(self.inner, self.stream):
             if first_pass is not None and columns is not None:
                 first_pass.note_stream(columns)
                 first_pass = None
+            if facts is not None and facts.sizes[self._rank] == 0:
+                self.ended_early = True
+                return
             yield batch, facts
 
     def at_end(self) -> LastStep | None:
@@ -250,7 +258,10 @@ class OwnShardsSource(Source):
         )
 
     def steps(self, skip: int) -> Steps:
-        return islice(read_own_shards(iter(self.inner), even=self.even, drop_last=self.drop_last), skip, None)
+        return islice(self._read(), skip, None)
+
+    def _read(self) -> Steps:
+        self.ended_early = yield from read_own_shards(iter(self.inner), even=self.even, drop_last=self.drop_last)
 
     def at_end(self) -> LastStep | None:
         return None
@@ -319,7 +330,11 @@ class DispatchSource(Source):
         num_unread, num_unused = (skip * self.batches_per_step, 0) if self._can_skip else (0, skip)
         if world.is_rank_zero:
             batches = self._batches_from(num_unread)
-        steps = dispatch(
+        return islice(self._read(batches), num_unused, None)
+
+    def _read(self, batches: Iterator[Any] | None) -> Steps:
+        world = self._world
+        self.ended_early = yield from dispatch(
             batches,
             rank=world.rank,
             world_size=world.world_size,
@@ -330,7 +345,6 @@ class DispatchSource(Source):
             device=self._device,
             non_blocking=self._non_blocking,
         )
-        return islice(steps, num_unused, None)
 
     def at_end(self) -> LastStep | None:
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from itertools import cycle, islice
 from typing import Any
 
@@ -108,7 +108,7 @@ class DealtStream(IterableDataset[Any]):
         if self.even or (0 in sizes and worker is not None and worker.num_workers > 1):
             samples = [*samples, *islice(cycle(first or samples), whole - num_real)]
             yield samples[mine], self._facts(samples, num_real), columns
-        elif sizes[self.rank]:
+        else:  # a rank without any has an empty piece, which says to its loader that others go on
             start = sum(sizes[: self.rank])
             counts = sizes if self.batch_size is not None else _item_sizes(samples, self.world_size)
             yield samples[start : start + sizes[self.rank]], LastStep(counts, counts), columns
@@ -150,6 +150,8 @@ class CollatePiece:
         self, piece: tuple[list[Any], LastStep | None, Columns | None]
     ) -> tuple[Any, LastStep | None, Columns | None]:
         samples, facts, columns = piece
+        if not samples:
+            return None, facts, columns
         return self.collate_fn(samples[0] if self.is_batched else samples), facts, columns
 
 
@@ -197,11 +199,16 @@ def _set_state(generator: torch.Generator | None, state: torch.Tensor) -> None:
         generator.set_state(state)
 
 
-def read_own_shards(batches: Iterator[Any], *, even: bool, drop_last: bool) -> Iterator[tuple[Any, LastStep | None]]:
+def read_own_shards(
+    batches: Iterator[Any], *, even: bool, drop_last: bool
+) -> Generator[tuple[Any, LastStep | None], None, bool]:
     """Read a loader whose dataset has been cut by itself, so that nobody knows how much the other ranks have.
 
     The ranks tell each other the size of their next batch (a few bytes a step). A rank that has run out repeats its
     first batch until all have, if ``even``; with ``drop_last`` all end with the first; else each ends by itself.
+
+    Returns:
+        Is this one of the ranks that ended first, while others go on? Of those that end later nobody knows.
 
     Collective: each step, until a rank has ended.
 
@@ -217,16 +224,16 @@ def read_own_shards(batches: Iterator[Any], *, even: bool, drop_last: bool) -> I
         size = _size(batch)
         if not together:
             if batch is _NONE:
-                return
+                return False
             yield batch, LastStep(_others_unknown(size), _others_unknown(size))
             continue
         real, again = gather_counts(size, _size(first))
         if max(real) == 0 or (drop_last and min(real) == 0):
-            return
+            return False
         if min(real) > 0 or not even:
             together = min(real) > 0
             if batch is _NONE:
-                return
+                return True
             yield batch, None if len(set(real)) == 1 else LastStep(real, real)
             continue
         if min(again) == 0:
