@@ -155,9 +155,33 @@ def test_a_rank_whose_window_ends_alone_is_an_error_there(joins: bool) -> None:
     error = failed.value.errors[1]
     assert isinstance(error, DesyncError)
     text = str(error)
-    assert "backward() in step 1 of this pass, the last one of rank 1" in text
+    assert "the forward pass in step 1 of this pass, the last one of rank 1" in text
     assert "gradient_accumulation_steps=3" in text
     assert ("join_uneven_inputs" in text) is False
+
+
+def _alone(num_steps: int, evaluates: bool) -> None:
+    options = DataLoaderConfiguration(even_batches=False)
+    accelerator = Accelerator(dataloader_config=options, gradient_accumulation_steps=num_steps)
+    model = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1))
+    model, loader = accelerator.prepare(model, DataLoader(torch.ones(2 * num_steps + 1, 1), batch_size=1))
+    if evaluates:
+        model.eval()
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(batch).mean()
+            if not evaluates:
+                accelerator.backward(loss)
+    accelerator.wait_for_everyone()
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_a_rank_that_goes_on_alone_is_an_error_before_its_forward_pass(num_steps: int) -> None:
+    # Torch's DDP forms its buckets anew in the forward pass after the first update: a collective.
+    with pytest.raises(RanksFailed) as failed:
+        run_on_ranks(_alone, num_steps, False, timeout=15)
+    assert f"the forward pass in step {num_steps + 1} of this pass, and rank 1 ended" in str(failed.value.errors[0])
+    run_on_ranks(_alone, num_steps, True)  # nobody waits for an evaluation
 
 
 def _whole_windows() -> tuple[int, float]:

@@ -645,6 +645,11 @@ class Accelerator(AcceleratorFacts):
     def _before_forward(self, _model: nn.Module, _inputs: Any) -> None:
         self._require_every_rank("the forward pass")
 
+    def _before_training_forward(self, model: nn.Module, _inputs: Any) -> None:
+        # DDP sends buffers there, and once what its buckets are. A rank may well evaluate alone.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and model.training:
+            self._require_every_rank("the forward pass")
+
     def allow_unsharded(self, loader: DataLoader[T]) -> DataLoader[T]:
         """Let every process read all of ``loader``, on purpose; returns it."""
         self._unsharded.append(loader)
@@ -723,6 +728,8 @@ class Accelerator(AcceleratorFacts):
             self._models.append(wrapped)
             if self.capabilities.shards_parameters:  # its layers wait for every rank, in the forward pass already
                 wrapped.register_forward_pre_hook(self._before_forward, prepend=True)
+            elif self.use_distributed and self.capabilities.joins_uneven and wrapped is not shaped:
+                wrapped.register_forward_pre_hook(self._before_training_forward, prepend=True)
             # Whole models are compiled around the engine's wrapper: torch then cuts the graph where DDP sends gradients.
             became = wrapped if is_compiled(shaped) else self._compile(wrapped, by_regions=False)
             if became is not wrapped:

@@ -16,6 +16,7 @@ from echelon.base.warnings import warn
 from echelon.distributed.collective_count import num_collectives, num_collectives_of_all_groups
 from echelon.distributed.replica import BackwardPasses, Replica
 from echelon.distributed.shard import METRICS
+from echelon.distributed.sparse_gradients import copy_sparse_gradients
 from echelon.distributed.torch_hooks import Closure, is_in_backward, watch_optimizer_steps
 from echelon.distributed.unsharded_loader import UnshardedLoaderCheck
 
@@ -66,8 +67,9 @@ class RawDDPGuard:
                 sync.release()
 
     def note_model(self, wrapper: DistributedDataParallel) -> None:
-        """Watch a model that was just wrapped."""
+        """Watch a model that was just wrapped, and keep DDP from scaling what its sparse gradients share."""
         if self._is_open() and dist.get_world_size(wrapper.process_group) > 1:
+            copy_sparse_gradients(wrapper.module)
             self._sights.add(_Sight(wrapper))
             if wrapper.broadcast_buffers and next(wrapper.module.buffers(), None) is not None:
                 self._syncs.add(_SyncOfBuffers(wrapper))

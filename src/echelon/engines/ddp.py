@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from echelon.base.capabilities import Capabilities
 from echelon.base.warnings import warn
 from echelon.distributed.replica import Replica, average_gradients
+from echelon.distributed.sparse_gradients import copy_sparse_gradients
 from echelon.engines.base import Engine, Prepared
 from echelon.engines.canonical import ReplicatedUpdate
 from echelon.engines.comm_hooks import register_comm_hook
@@ -25,7 +26,6 @@ from echelon.engines.row_norms import clip_by_rows
 from echelon.engines.stepping import (
     Stepper,
     clip_gradients,
-    copy_sparse_gradients,
     load_state,
     multiply_gradients,
     plain_state_dict,
