@@ -81,7 +81,7 @@ lock: ## refresh constraints.txt from pyproject.toml
 	cat "$$folder/new" > constraints.txt
 
 side-by-side: $(VENV)/.stamp $(PEERS)/.stamp ## run scripts written for accelerate on it and on echelon, and compare
-	@ECHELON_REQUIRE_PEERS=1 $(BIN)/python -m pytest tests/side_by_side
+	@REQUIRE_PEERS=1 $(BIN)/python -m pytest tests/side_by_side
 
 clean: ## remove the environments and the caches
 	@rm -rf $(VENV) $(PEERS) $(RAY) .venv-torch-* .mypy_cache .ruff_cache .pytest_cache dist build outputs

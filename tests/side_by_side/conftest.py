@@ -15,7 +15,7 @@ from tests.side_by_side.run import PACKAGES, PEERS, Forks
 def forks() -> Iterator[dict[str, Forks]]:
     if not PEERS.exists():
         text = f"NOT COMPARED with accelerate: there is no {PEERS} (make peers)"
-        assert os.environ.get("ECHELON_REQUIRE_PEERS") != "1", text
+        assert os.environ.get("REQUIRE_PEERS") != "1", text
         pytest.skip(text)
     with ExitStack() as stack:
         yield {package: stack.enter_context(closing(Forks(package))) for package in PACKAGES}

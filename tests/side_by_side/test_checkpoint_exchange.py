@@ -102,7 +102,7 @@ def _objects() -> dict[str, Any]:
 def test_checkpoints_go_to_the_peers_and_back(tmp_path: Path) -> None:
     if not PEERS.exists():
         text = f"NOT COMPARED with accelerate and transformers: there is no {PEERS} (make peers)"
-        assert os.environ.get("ECHELON_REQUIRE_PEERS") != "1", text
+        assert os.environ.get("REQUIRE_PEERS") != "1", text
         pytest.skip(text)
     ours = _objects()
     accelerator = Accelerator(cpu=True, step_scheduler_with_optimizer=False)

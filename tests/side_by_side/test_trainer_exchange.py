@@ -78,7 +78,7 @@ def _differs(found: dict[str, Any], wanted: dict[str, Any]) -> tuple[float, floa
 def test_each_trainer_resumes_the_others_checkpoint_and_goes_on_as_its_owner(tmp_path: Path) -> None:
     if not PEERS.exists():
         text = f"NOT COMPARED with transformers: there is no {PEERS} (make peers)"
-        assert os.environ.get("ECHELON_REQUIRE_PEERS") != "1", text
+        assert os.environ.get("REQUIRE_PEERS") != "1", text
         pytest.skip(text)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
     environment.pop("ECHELON_CHECKPOINT_FORMAT", None)

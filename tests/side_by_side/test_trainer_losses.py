@@ -23,7 +23,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train]:
     """(library, model, samples, ranks) -> what each rank found."""
     if not PEERS.exists():
         text = f"NOT COMPARED with transformers: there is no {PEERS} (make peers)"
-        assert os.environ.get("ECHELON_REQUIRE_PEERS") != "1", text
+        assert os.environ.get("REQUIRE_PEERS") != "1", text
         pytest.skip(text)
     errors = tmp_path_factory.mktemp("losses") / "stderr"
     environment = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}

@@ -35,7 +35,7 @@ def _exception(call: Call, world_size: int) -> dict[str, Any] | None:
 def test_accelerate_1_15_is_here() -> None:
     if FOLDER is None:
         text = "accelerate's scripts were NOT run: there is no .venv-peers (make peers)"
-        if os.environ.get("ECHELON_REQUIRE_PEERS") == "1":
+        if os.environ.get("REQUIRE_PEERS") == "1":
             pytest.fail(text)
         pytest.skip(text)
     assert (FOLDER.parent / "accelerate-1.15.0.dist-info").is_dir()

@@ -148,7 +148,8 @@ class Checkpoints:
                     write_custom_state(one, folder, i)
 
         def save() -> None:
-            self._lock_numbered(target, is_first=world.is_rank_zero or (each and world.is_local_rank_zero))
+            is_first = world.is_rank_zero or (each and world.is_local_rank_zero)
+            self._lock_numbered(target, is_first=is_first, lock_of=_lock_beside)
             is_owner = save_folder(target, write, world=world, is_part=_is_ours, fence=self.fence)
             # Together: who has returned sees the folder as it stays.
             together("deleting old checkpoints", lambda: self._rotate(target, is_owner), gather_bytes)
@@ -286,7 +287,7 @@ class Checkpoints:
             with fail_together(f"locking {folder}"):
                 if accelerator.process_index == 0 or (each and accelerator.is_local_main_process):
                     make_folders(LocalStorage(), folder)
-                    self._lock = RunLock(folder / ".lock")
+                    self._lock = RunLock(_lock_inside(folder))
                     clean(LocalStorage(), folder, belongs=belongs)
             self._place = folder
             yield
@@ -323,7 +324,7 @@ class Checkpoints:
                 accelerator, models, custom_objects=self.custom_objects, random_states=random_states, metric=metric
             )
         try:
-            self._lock_numbered(target, is_first=is_first)
+            self._lock_numbered(target, is_first=is_first, lock_of=_lock_inside)
             save = begin_save(
                 target,
                 content,
@@ -346,7 +347,7 @@ class Checkpoints:
         self._project.iteration += 1
         return target
 
-    def _lock_numbered(self, target: Path, *, is_first: bool) -> None:
+    def _lock_numbered(self, target: Path, *, is_first: bool, lock_of: Callable[[Path], Path]) -> None:
         """Keep other runs out of the folder of numbered checkpoints; what killed saves have left there is removed.
 
         Collective: every rank.
@@ -357,7 +358,7 @@ class Checkpoints:
                 storage = LocalStorage()
                 folder = storage.real_path(target.parent)
                 make_folders(storage, folder)
-                self._lock = RunLock(folder / ".lock")
+                self._lock = RunLock(lock_of(folder))
                 clean(storage, folder, belongs=_is_numbered)
 
         together("locking the folder of the checkpoints", as_save_failure(lock, target), gather_bytes)
@@ -599,3 +600,12 @@ def _one_folder(given: Any, world: World, operation: str) -> Any:
 def _bare_models(accelerator: Accelerator) -> list[nn.Module]:
     """Return the user's own models: those that Accelerate gives to hooks, which call methods of theirs."""
     return [accelerator.unwrap_model(model, keep_torch_compile=False) for model in accelerator._models]
+
+
+def _lock_inside(folder: Path) -> Path:
+    return folder / ".lock"
+
+
+def _lock_beside(folder: Path) -> Path:
+    """Accelerate's load_state, and scripts written for it, take whatever is in the folder for a numbered checkpoint."""
+    return folder.parent / f".{folder.name}.lock"
