@@ -12,7 +12,6 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from echelon.base.errors import DesyncError, UsageError
 from echelon.base.warnings import UserLine, warn
-from echelon.data.lengths import length_of
 from echelon.distributed.data_fingerprint import (
     ColumnFingerprint,
     are_of_different_data,
@@ -20,6 +19,7 @@ from echelon.distributed.data_fingerprint import (
     are_shares,
     column_fingerprints,
 )
+from echelon.distributed.lengths import length_of
 from echelon.distributed.own_cut import OwnCut, check_parts, find_own_cut, num_repeated
 from echelon.distributed.wire import gather_bytes
 from echelon.world.world import World

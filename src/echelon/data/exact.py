@@ -20,11 +20,11 @@ from echelon.base.logging import get_logger
 from echelon.base.protocols import SupportsSetEpoch
 from echelon.base.warnings import warn
 from echelon.data.keyed import Piece
-from echelon.data.lengths import length_of
 from echelon.data.order import Order, SeedableRandomSampler
 from echelon.data.order_check import OrderCheck
 from echelon.data.permutation import ExplicitPermutation, FeistelPermutation, Permutation
 from echelon.data.slices import Contribution, canonical_contributions, contributions, joined, num_micro_steps
+from echelon.distributed.lengths import length_of
 from echelon.distributed.own_cut import is_divisible_again
 
 __all__ = ["ExactBatches", "ExactOptions", "GlobalOrder", "OrderKind", "PassPlan", "half_an_update", "make_order"]

@@ -23,7 +23,6 @@ from echelon.base.protocols import SupportsSetEpoch, SupportsStateDict
 from echelon.data.dispatch import SliceFn, dispatch
 from echelon.data.exact import ExactBatches, ExactOptions, PassPlan, half_an_update, make_order
 from echelon.data.keyed import OF_COLLATE, OF_WORKERS, KeyedCollate, KeyedDataset, draws_of, key_of
-from echelon.data.lengths import length_of
 from echelon.data.order import Order
 from echelon.data.order_check import OrderCheck
 from echelon.data.rebuild import like
@@ -32,6 +31,7 @@ from echelon.data.sources import Source, Steps, batches_of, with_batches
 from echelon.data.stream import ShowUsersDataset
 from echelon.distributed.collectives import broadcast
 from echelon.distributed.data_fingerprint import ColumnFingerprint, sample_fingerprints
+from echelon.distributed.lengths import length_of
 from echelon.distributed.wire import gather_counts
 from echelon.world.world import World
 

@@ -12,7 +12,6 @@ from echelon.base.warnings import UserLine, user_line
 from echelon.data.agree import Agreement, agree_on_data, refuse_cut
 from echelon.data.dispatch import SliceFn
 from echelon.data.exact_sources import ExactDispatchSource, ExactSource, ExactStreamSource, IndexedExactSource
-from echelon.data.lengths import length_of
 from echelon.data.loader import DispatchedLoader, PreparedLoader
 from echelon.data.order_check import OrderCheck
 from echelon.data.own_parts import OwnPartsSource
@@ -27,6 +26,7 @@ from echelon.data.sources import (
     batches_of,
 )
 from echelon.distributed.first_pass import FirstPass
+from echelon.distributed.lengths import length_of
 from echelon.distributed.own_cut import OwnCut, is_divisible_again
 from echelon.world.world import World
 

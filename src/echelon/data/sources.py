@@ -13,7 +13,6 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from echelon.base.errors import UsageError
 from echelon.data.deal import DealtBatches
 from echelon.data.dispatch import SliceFn, dispatch
-from echelon.data.lengths import length_of
 from echelon.data.order import Order
 from echelon.data.order_check import OrderCheck
 from echelon.data.rebuild import like, stateful_loader
@@ -22,6 +21,7 @@ from echelon.data.slices import Contribution, LastStep
 from echelon.data.stream import CollatePiece, DealtStream, ShowUsersDataset, open_like_rank_zero, read_own_shards
 from echelon.data.worker_draws import WorkerDraws
 from echelon.distributed.first_pass import FirstPass
+from echelon.distributed.lengths import length_of
 from echelon.distributed.wire import gather_counts
 from echelon.world.world import World
 

@@ -16,6 +16,7 @@ import xxhash
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
 
 from echelon.base.protocols import SupportsWithFormat
+from echelon.distributed.lengths import length_of
 from echelon.distributed.tree import leaves
 
 __all__ = [
@@ -67,7 +68,7 @@ def dataset_fingerprint(dataset: Any) -> int | None:
     columns = {} if isinstance(dataset, IterableDataset) else column_fingerprints(dataset)
     if not columns:
         return None
-    found = xxhash.xxh3_64(str(_length(dataset)).encode())
+    found = xxhash.xxh3_64(str(length_of(dataset)).encode())
     for name, column in sorted(columns.items()):
         found.update(f"{name}={column.value};".encode())
     return int(found.intdigest() >> 2)
@@ -81,7 +82,7 @@ def column_fingerprints(dataset: Any) -> dict[str, ColumnFingerprint]:
     the library ``datasets``; of an iterable dataset they are its lists and arrays (of files, say). Of a path only the last
     part counts: machines keep data in different places.
     """
-    num_samples = _length(dataset)
+    num_samples = length_of(dataset)
     found: dict[str, ColumnFingerprint] = {}
     for name, column, length in _columns(dataset, num_samples, "", 0)[:_MAX_COLUMNS]:
         fingerprint = _of_items([column(place) for place in _places(length)], is_drawn=name.endswith("indices"))
@@ -180,14 +181,14 @@ def _columns(data: Any, num_samples: int, name: str, depth: int) -> list[tuple[s
         lists = [
             (key, part) for key, part in vars(data).items() if isinstance(part, (list, tuple, torch.Tensor, np.ndarray))
         ]
-        return [(key, _item_of(part), len(part)) for key, part in lists if _is_column(part, _length(part))]
+        return [(key, _item_of(part), len(part)) for key, part in lists if _is_column(part, length_of(part))]
     if num_samples <= 0 or depth > _MAX_DEPTH:
         return []
     if isinstance(data, Subset):
         return _columns_of_subset(data, name, depth)
     if isinstance(data, ConcatDataset):
         parts = [(f"{name}{number}.", part) for number, part in enumerate(data.datasets[:8])]
-        return [column for key, part in parts for column in _columns(part, _length(part), key, depth + 1)]
+        return [column for key, part in parts for column in _columns(part, length_of(part), key, depth + 1)]
     if isinstance(data, StackDataset):
         stacked: Any = data.datasets
         named = stacked.items() if isinstance(stacked, Mapping) else enumerate(stacked)
@@ -223,8 +224,8 @@ def _columns(data: Any, num_samples: int, name: str, depth: int) -> list[tuple[s
 
 
 def _columns_of_subset(data: Any, name: str, depth: int) -> list[tuple[str, _Column, int]]:
-    indices, length = data.indices, _length(data.indices)
-    whole = _length(data.dataset)
+    indices, length = data.indices, length_of(data.indices)
+    whole = length_of(data.dataset)
 
     def through(column: _Column) -> _Column:
         return lambda place: column(int(indices[place]))
@@ -258,13 +259,6 @@ def _item_of(data: Any) -> _Column:
 def _places(length: int) -> list[int]:
     number = min(length, _NUM_PLACES)
     return [place * (length - 1) // max(number - 1, 1) for place in range(number)]
-
-
-def _length(data: Any) -> int:
-    try:
-        return len(data)
-    except (TypeError, NotImplementedError):  # also one in name only, as some iterable datasets have
-        return -1
 
 
 # ---- plain data ---------------------------------------------------------------------------------------------------------

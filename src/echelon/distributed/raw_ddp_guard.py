@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar, final
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -97,7 +98,29 @@ class RawDDPGuard:
         return known[1]
 
 
-class _Sight:
+class _ModelHook(ABC):
+    """A hook that a model's copies do without, and that can be taken off."""
+
+    _handles: list[Any]
+    """Of where it hangs."""
+
+    @abstractmethod
+    def __call__(self, module: Any, inputs: Any) -> None:
+        """Note a forward pass."""
+
+    def __deepcopy__(self, _memo: Any) -> _Unseen:
+        return _Unseen()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Unseen, ()
+
+    def release(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Sight(_ModelHook):
     """One model under DDP: were the gradients of its last backward pass reduced? It is the hook of its forward passes.
 
     DDP decides in the forward pass whether the next backward pass reduces.
@@ -117,7 +140,7 @@ class _Sight:
         handles = [p.register_post_accumulate_grad_hook(self._passes) for p in parameters]
         self._handles = [wrapper.register_forward_pre_hook(self), *handles]
 
-    def __call__(self, wrapper: Any, _inputs: Any) -> None:
+    def __call__(self, module: Any, inputs: Any) -> None:
         """Note a forward pass through DDP."""
         if not torch.is_grad_enabled():
             return
@@ -125,19 +148,8 @@ class _Sight:
             self._is_compiled = True  # written, never read: a value that is read in a graph is compiled into it
         else:
             self._settle()
-        if wrapper.require_backward_grad_sync:
+        if module.require_backward_grad_sync:
             self._will_reduce = True
-
-    def __deepcopy__(self, _memo: Any) -> _Unseen:
-        return _Unseen()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Unseen, ()
-
-    def release(self) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
 
     def judge(self) -> bool:
         """Warn when a step uses what the other ranks have not seen; return whether it is a model of a plain loop."""
@@ -177,7 +189,7 @@ class _Sight:
             self._will_reduce = False
 
 
-class _SyncOfBuffers:
+class _SyncOfBuffers(_ModelHook):
     """Counts the collectives that DDP makes between its own forward pass and the module's: in an evaluation they share no result."""
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
@@ -187,7 +199,7 @@ class _SyncOfBuffers:
         before_module = wrapper.module.register_forward_pre_hook(self, prepend=True)
         self._handles = [wrapper.register_forward_pre_hook(self), before_module]
 
-    def __call__(self, module: Any, _inputs: Any) -> None:
+    def __call__(self, module: Any, inputs: Any) -> None:
         """Note a forward pass through DDP, or its module."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
@@ -196,17 +208,6 @@ class _SyncOfBuffers:
         elif self._before is not None:
             METRICS.ignore((num_collectives_of_all_groups() or 0) - self._before)
             self._before = None
-
-    def __deepcopy__(self, _memo: Any) -> _Unseen:
-        return _Unseen()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Unseen, ()
-
-    def release(self) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
 
 
 class _Unseen:

@@ -11,5 +11,5 @@ def length_of(sized: Any) -> int:
     """Return the length; -1 when nobody knows."""
     try:
         return len(sized)
-    except (TypeError, NotImplementedError):
+    except (TypeError, NotImplementedError):  # also one in name only, as some iterable datasets have
         return -1
