@@ -104,6 +104,7 @@ def test_its_gradients_are_averaged_first_and_its_line_is_named_once(engine: str
     assert ("was stepped itself" if is_inside else "AdamW was not prepared") in text
     assert "window of 2 micro-steps" in text
     assert "averages" in text
+    assert ("save_state() does not save its state" in text) is not is_inside
     assert line in _lines()
 
 
@@ -339,3 +340,32 @@ def test_gradients_of_earlier_micro_steps_are_kept_or_their_loss_is_an_error(par
         assert ("optimizer" in form or form == "plain") <= bool(weights)
         for weight, right in zip(weights, model.parameters()):
             torch.testing.assert_close(weight, right.detach(), rtol=1e-12, atol=1e-12)
+
+
+# ---- a model that was not prepared ----------------------------------------------------------------------------------
+
+
+def _without_prepare(form: str) -> Said:
+    accelerator = Accelerator()
+    model: Any = _model()
+    if form == "DDP by hand":
+        model = nn.parallel.DistributedDataParallel(model)
+    if form == "prepared":
+        model = accelerator.prepare(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for shares in _batches(dist.get_world_size())[0]:
+            accelerator.backward(_loss(model(shares[dist.get_rank()])))  # BARE
+    return _ours(caught)
+
+
+def test_a_backward_pass_without_a_prepared_model_is_named_once() -> None:
+    (said, *more), silent = run_on_ranks(_without_prepare, "bare", world_size=2)
+    assert (more, silent) == ([], [])
+    assert said[1] in _lines("# BARE")
+    assert "Write model = accelerator.prepare(model)" in said[0]
+
+
+@pytest.mark.parametrize("form", ["DDP by hand", "prepared"])
+def test_averaged_gradients_give_no_warning(form: str) -> None:
+    assert run_on_ranks(_without_prepare, form, world_size=2) == [[], []]

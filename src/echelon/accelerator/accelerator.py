@@ -65,7 +65,7 @@ from echelon.accelerator.scheduler import AcceleratedScheduler
 from echelon.accelerator.state import AcceleratorState, only_if
 from echelon.accelerator.step_guard import StepGuard
 from echelon.accelerator.tracking import Tracking
-from echelon.accelerator.unprepared import refuse_unprepared_loader
+from echelon.accelerator.unprepared import refuse_unprepared_loader, warn_of_unprepared_model
 from echelon.accelerator.watching import watched
 from echelon.accelerator.window import Window
 from echelon.base.errors import ConfigError, UsageError
@@ -631,6 +631,8 @@ class Accelerator(AcceleratorFacts):
         self._is_data_checked = True
         if not self.gradient_state.in_dataloader:
             refuse_unprepared_loader(num_processes=self.num_processes, unsharded=self._unsharded)
+        if not self._models:
+            warn_of_unprepared_model(num_processes=self.num_processes)
 
     def _require_every_rank(self, operation: str) -> None:
         """Say which rank has run out of batches, in the place of waiting for it (an uneven loader, outside join)."""

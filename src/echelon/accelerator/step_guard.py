@@ -139,6 +139,8 @@ class StepGuard:
             parts.append(
                 "the gradients of its step() had not been averaged over the ranks, and echelon averages them now, before the step"
             )
+        if optimizer not in self._inner:
+            parts.append("save_state() does not save its state")
         warn(f"{': '.join((parts[0], ', and '.join(parts[1:])))}. To mend it, {self._advice(optimizer)}.")
 
     def _refuse_inside_backward(self, optimizer: Optimizer) -> None:

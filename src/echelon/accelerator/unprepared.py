@@ -1,21 +1,25 @@
-"""The mistake of training on several ranks with a loader that was never prepared: every rank reads everything."""
+"""The mistakes of training on several ranks with a loader or a model that was never prepared: equal data, gradients of one rank."""
 
 from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from echelon.base.errors import UsageError
-from echelon.base.warnings import UserLine, user_line
+from echelon.base.warnings import UserLine, user_line, warn
 from echelon.data.loader import PreparedLoader
 from echelon.distributed.own_cut import find_own_cut
 from echelon.distributed.shard import ShardedLoader
 
-__all__ = ["refuse_unprepared_loader"]
+__all__ = ["refuse_unprepared_loader", "warn_of_unprepared_model"]
 
 
 def refuse_unprepared_loader(*, num_processes: int, unsharded: list[Any]) -> None:
@@ -27,13 +31,42 @@ def refuse_unprepared_loader(*, num_processes: int, unsharded: list[Any]) -> Non
         UsageError: there is one; its name and the user's line are given.
     """
     place = user_line()
-    frame: Any = sys._getframe(1)
+    for name, value in _variables_of_script(place):
+        if _gives_all_ranks_the_same(value) and not any(value is allowed for allowed in unsharded):
+            raise _error(name, place, num_processes)
+
+
+def warn_of_unprepared_model(*, num_processes: int) -> None:
+    """Warn where the user's frames have a model that is trained, and none of which the gradients are averaged.
+
+    Called at the first backward pass of an Accelerator that has prepared no model.
+    """
+    place = user_line()
+    models = [(name, value) for name, value in _variables_of_script(place) if isinstance(value, nn.Module)]
+    if any(map(_averages_gradients, (model for _, model in models))):
+        return
+    trained = [name for name, model in models if any(p.requires_grad for p in model.parameters())]
+    if trained:
+        warn(
+            f"backward() runs on {num_processes} processes, and no model was prepared by this Accelerator: each process trains "
+            f"a model of its own, because nobody averages the gradients. Write {trained[0]} = accelerator.prepare({trained[0]})"
+        )
+
+
+def _averages_gradients(model: nn.Module) -> bool:
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        return True
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def _variables_of_script(place: UserLine) -> Iterator[tuple[str, Any]]:
+    """Yield what the frames of the user's script can name, the innermost frame first."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        in_script = frame.f_code.co_filename == place[0]
-        if in_script:
-            for name, value in _variables(frame).items():
-                if _gives_all_ranks_the_same(value) and not any(value is allowed for allowed in unsharded):
-                    raise _error(name, place, num_processes)
+        if frame.f_code.co_filename == place[0]:
+            variables = _variables(frame)
+            yield from variables.items()
+            yield from getattr(variables.get("self"), "__dict__", {}).items()
         frame = frame.f_back
 
 
