@@ -39,11 +39,12 @@ soak: $(VENV)/.stamp ## run the slow tests (after make clusters: also those on S
 	@$(BIN)/python -m pytest -m soak -rs || [ $$? -eq 5 ]
 	@$(MAKE) --no-print-directory repeat
 
-# In pieces, so that a failure says which file it is; BESIDE: so many busy loops run meanwhile.
+# In pieces, so that a failure says which file it is; BESIDE: so many busy loops run meanwhile. RECORD: a file to go on from after
+# a stop.
 TIMES ?= 20
 BESIDE ?= 2
 repeat: $(VENV)/.stamp ## run the tests that start processes again and again: make repeat TIMES=20 BESIDE=2
-	@$(BIN)/python -m tests.repeat --times $(TIMES) --beside $(BESIDE)
+	@$(BIN)/python -m tests.repeat --times $(TIMES) --beside $(BESIDE) $(if $(RECORD),--record $(RECORD))
 
 clusters: $(RAY)/.stamp ## install what make soak needs to run jobs of Slurm and Ray
 	@test -n "$$(PATH="$$PATH:/usr/sbin" command -v slurmctld)" || \

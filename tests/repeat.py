@@ -1,23 +1,42 @@
 """Run every test file that starts processes again and again, in pieces, beside other work: what fails once in twenty is a race.
 
-``python -m tests.repeat --times 20 --beside 2 [FILES]``, as ``make repeat`` does. It goes on after a failure and ends with a list.
+``python -m tests.repeat --times 20 --beside 2 [--record FILE] [FILES]``, as ``make repeat`` does. It goes on after a failure and
+ends with a list. With ``--record`` it notes each run in FILE, one line of JSON, and a second start goes on after the last one:
+``{"round": 1, "file": "tests/ranks/test_setup.py", "code": 0, "failed": [], "seconds": 12.3}``.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import re
 import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("ranks", "launch", "machines")
 STARTS_PROCESSES = re.compile(r"run_on_ranks|subprocess\.|Popen|os\.fork|num_workers=[1-9]|multiprocessing|WarmStarter")
-BUSY = "while True: pass"
+# It ends with this process, however that ends.
+BUSY = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): pass"
 _NO_TESTS_RAN = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One file in one round."""
+
+    round: int
+    file: str
+    code: int
+    """The exit code of its pytest."""
+    failed: list[str]
+    """The tests, or the file where none is named."""
+    seconds: float
 
 
 def files() -> list[Path]:
@@ -27,34 +46,84 @@ def files() -> list[Path]:
     return found + [path for path in units if STARTS_PROCESSES.search(path.read_text(encoding="utf-8"))]
 
 
-def main() -> int:
+def recorded(record: Path | None) -> list[Run]:
+    """Return the runs of earlier starts; a line that a stop has cut off counts as no run, and is taken away."""
+    if record is None or not record.exists():
+        return []
+    text = record.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        record.write_text(whole, encoding="utf-8")
+    return [Run(**json.loads(line)) for line in whole.splitlines()]
+
+
+def run_file(path: Path, *, number: int, file: str) -> Run:
+    """Run the tests of ``path`` in a pytest of its own; show its output when one fails."""
+    began = time.monotonic()
+    command = [sys.executable, "-m", "pytest", "-m", "not soak and not gpu", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    failed: list[str] = []
+    if done.returncode not in (0, _NO_TESTS_RAN):
+        named = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+        failed = named or [f"{path} (exit code {done.returncode})"]
+        print(f"----- round {number}: {path}\n{done.stdout}{done.stderr}", flush=True)
+    seconds = round(time.monotonic() - began, 1)
+    return Run(round=number, file=file, code=done.returncode, failed=failed, seconds=seconds)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run, and return the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--beside", type=int, default=0, help="busy loops that run meanwhile")
+    parser.add_argument("--record", type=Path, help="note each run in this file, and leave out those that are in it")
     parser.add_argument("files", nargs="*", type=Path)
-    options = parser.parse_args()
-    busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(options.beside)]
-    failures: Counter[str] = Counter()
-    began, num_runs = time.monotonic(), 0
+    options = parser.parse_args(argv)
+    paths = {_name(path): path for path in options.files or files()}
+    runs = recorded(options.record)
+    known = {(run.round, run.file) for run in runs}
+    if known:
+        print(f"{options.record}: goes on after {len(known)} runs", flush=True)
+    # Those have nothing but soak tests: not to be collected in each round.
+    empty = {run.file for run in runs if run.code == _NO_TESTS_RAN}
+    busy = [subprocess.Popen([sys.executable, "-c", BUSY, str(os.getpid())]) for _ in range(options.beside)]
     try:
-        for number in range(options.times):
-            for path in options.files or files():
-                command = [sys.executable, "-m", "pytest", "-m", "not soak and not gpu", str(path)]
-                done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-                num_runs += 1
-                if done.returncode not in (0, _NO_TESTS_RAN):
-                    named = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-                    failures.update(named or [f"{path} (exit code {done.returncode})"])
-                    print(f"----- round {number + 1}: {path}\n{done.stdout}{done.stderr}", flush=True)
-            print(f"round {number + 1} of {options.times}: {failures.total()} failures so far", flush=True)
+        for number in range(1, options.times + 1):
+            for name, path in paths.items():
+                if (number, name) in known or name in empty:
+                    continue
+                run = run_file(path, number=number, file=name)
+                runs.append(run)
+                if run.code == _NO_TESTS_RAN:
+                    empty.add(name)
+                if options.record is not None:
+                    with options.record.open("a", encoding="utf-8") as record:
+                        record.write(json.dumps(asdict(run)) + "\n")
+            seconds = sum(run.seconds for run in runs if run.round == number)
+            num_failures = sum(len(run.failed) for run in runs)
+            print(f"round {number} of {options.times}: {seconds:.0f} s, {num_failures} failures so far", flush=True)
     finally:
         for process in busy:
             process.kill()
             process.wait()
-    print(f"{num_runs} runs in {time.monotonic() - began:.0f} s, {options.beside} busy loops beside them")
+    print(
+        f"{len(runs)} runs in {sum(run.seconds for run in runs):.0f} s, {options.beside} busy loops beside them; the longest:"
+    )
+    by_file: dict[str, float] = {}
+    for run in runs:
+        by_file[run.file] = by_file.get(run.file, 0.0) + run.seconds
+    for name, total in sorted(by_file.items(), key=lambda item: -item[1])[:5]:
+        print(f"{total:.0f} s: {name}")
+    failures = Counter(name for run in runs for name in run.failed)
     for name, count in failures.most_common():
         print(f"{count} times: {name}")
     return 1 if failures else 0
+
+
+def _name(path: Path) -> str:
+    """Return the path from the root of the repository, which another checkout can read, too."""
+    path = path.resolve()
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.as_posix()
 
 
 if __name__ == "__main__":
