@@ -11,6 +11,8 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 export OMP_NUM_THREADS ?= 1
 # Each has kept ranks of its own, of up to 8 processes.
 TEST_PROCESSES ?= 2
+# In the order of tests/order.py.
+BY_FILE := --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check format soak repeat clusters bench peers side-by-side lock test-gpu other-torch clean
@@ -22,7 +24,7 @@ demo: $(VENV)/.stamp ## train a small model on two CPU processes
 	@$(BIN)/echelon launch --cpu --num_processes 2 examples/mnist_accelerator.py
 
 test: $(VENV)/.stamp ## run every test that needs no GPU
-	@$(BIN)/python -m pytest -m "not soak and not gpu" -n $(TEST_PROCESSES) --dist loadfile
+	@$(BIN)/python -m pytest -m "not soak and not gpu" -n $(TEST_PROCESSES) $(BY_FILE)
 
 check: $(VENV)/.stamp ## format, lint, types, layering
 	@$(BIN)/ruff format --check --quiet .
@@ -62,7 +64,7 @@ other-torch: ## run the tests on another torch: make other-torch OTHER_TORCH=2.8
 	@test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
 	@$(OTHER)/bin/python $(PIP_INSTALL) torch==$(OTHER_TORCH)
 	@$(OTHER)/bin/python $(PIP_INSTALL) torch==$(OTHER_TORCH) $(WITH) -e '.[dev]'
-	@$(OTHER)/bin/python -m pytest -m "not soak and not gpu" -n $(TEST_PROCESSES) --dist loadfile tests/unit tests/ranks tests/launch
+	@$(OTHER)/bin/python -m pytest -m "not soak and not gpu" -n $(TEST_PROCESSES) $(BY_FILE) tests/unit tests/ranks tests/launch
 
 # Beside the peers when `make peers` was run; without them the benchmarks say what they leave out.
 bench: $(VENV)/.stamp ## run the benchmarks (after make peers: beside accelerate, transformers, lightning)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import harness
+from tests import harness, order
 from tests.leaks import ENVIRON_OF_OTHERS, Snapshot, settled_leaks
 
 # A shell's background job (`make test &`) ignores SIGINT, and every program that a test starts and interrupts would, too.
@@ -27,6 +27,22 @@ def nothing_left_behind() -> Iterator[None]:
         return
     _restore(before)  # the next test is not to fail for this one
     pytest.fail("this test left something behind:\n  " + "\n  ".join(found), pytrace=False)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In several processes (``make test``), bring the files into an order in which none is left for the end that takes long.
+
+    xdist gives whole files away, in this order (--no-loadscope-reorder): by itself it would begin with those of many tests, and those
+    of one long test come last, while the other process has nothing to do. Files whose tests wait for the start of programs are
+    mixed with those that compute.
+    """
+    if not hasattr(config, "workerinput"):
+        return
+    files: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    items[:] = [item for name in order.mixed(files) for item in files[name]]
 
 
 def pytest_sessionfinish() -> None:

@@ -19,7 +19,12 @@ from echelon.distributed import cleanup, setup
 from echelon.launch.spawn import spawn
 
 
-def set_up(rank: int, way: str, directory: str) -> None:
+def set_up(rank: int, ways: list[str], directory: str) -> None:
+    for way in ways:
+        set_up_once(rank, way, directory)
+
+
+def set_up_once(rank: int, way: str, directory: str) -> None:
     assert os.environ["LOCAL_RANK"] == str(rank)
     assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("2", "2")
     limit = timedelta(seconds=30)
@@ -31,7 +36,7 @@ def set_up(rank: int, way: str, directory: str) -> None:
         dist.init_process_group("gloo", rank=rank, world_size=2, timeout=limit)
     x = torch.tensor([rank + 1.0])
     dist.all_reduce(x)
-    Path(directory, f"{rank}_{int(x.item())}").touch()
+    Path(directory, f"{way} {rank} {int(x.item())}").touch()
     cleanup()
 
 
@@ -49,10 +54,11 @@ def note(rank: int, directory: str) -> None:
     Path(directory, str(rank)).touch()
 
 
-@pytest.mark.parametrize("way", ["setup", "setup with a rank", "plain torch"])
-def test_every_way_to_set_up_works(way: str, tmp_path: Path) -> None:
-    assert spawn(set_up, args=(way, str(tmp_path)), nprocs=2) is None
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["0_3", "1_3"]
+def test_every_way_to_set_up_works(tmp_path: Path) -> None:
+    # One after the other in the same processes, too; and plain torch in new ones below.
+    ways = ["setup", "setup with a rank"]
+    assert spawn(set_up, args=(ways, str(tmp_path)), nprocs=2) is None
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"{way} {rank} 3" for way in ways for rank in (0, 1)]
     assert "RANK" not in os.environ  # the parent's environment is left alone
 
 
@@ -73,13 +79,13 @@ def test_failure_names_the_rank_that_began(manner: str, text: str) -> None:
 
 
 def test_context_is_joined_later(tmp_path: Path) -> None:
-    context = spawn(note, (str(tmp_path),), nprocs=2, join=False)
+    context = spawn(set_up, (["plain torch"], str(tmp_path)), nprocs=2, join=False)
     assert context is not None
     assert len(context.pids()) == 2
     while not context.join():
         pass
     assert context.join()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["plain torch 0 3", "plain torch 1 3"]
 
 
 def test_no_process_is_an_error() -> None:
