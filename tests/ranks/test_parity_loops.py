@@ -192,10 +192,13 @@ _SETTINGS: dict[str, tuple[dict[str, Any], int]] = {
     "ranks": ({}, 2),
     "ranks and accumulation": ({"gradient_accumulation_steps": 2}, 2),
 }
+_BITWISE: dict[str, tuple[dict[str, Any], int]] = {
+    "bitwise, a shard each": ({"parity": "bitwise", "seed": 0, "canonical_shards": 2}, 2),
+}
 
 
 def _check(program: str, sizes: tuple[int, int, int, int], setting: str, refused: str = "") -> None:
-    settings, world_size = _SETTINGS[setting]
+    settings, world_size = (_SETTINGS | _BITWISE)[setting]
     weights, num_steps = _plain(program, sizes)
     for found in run_on_ranks(_run, program, sizes, settings, world_size=world_size):
         if isinstance(found, str):
@@ -259,6 +262,7 @@ _WITHIN = "within an update of another one"
         ("_nested_after", _EVEN, "max_micro_batch_size", _WITHIN),
         ("_nested_after", _EVEN, "ranks and accumulation", _WITHIN),
         ("_alternating", _EVEN, "max_micro_batch_size", _WITHIN),
+        ("_nested", _EVEN, "bitwise, a shard each", "with fewer processes a loop within the loop would be run several times"),
     ],
 )
 def test_what_cannot_be_defined_is_refused_by_name(

@@ -108,6 +108,33 @@ def test_its_gradients_are_averaged_first_and_its_line_is_named_once(engine: str
     assert line in _lines()
 
 
+def _that_got_more_parameters() -> list[torch.Tensor]:
+    """It has stepped a model of nobody's before it is given the prepared one's parameters."""
+    accelerator = Accelerator()
+    bare, other = _model(), _model()
+    accelerator.prepare(bare)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    first, second = _batches(dist.get_world_size())[0, :, dist.get_rank()]
+    _loss(other(first)).backward()
+    optimizer.step()
+    optimizer.add_param_group({"params": list(bare.parameters())})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EchelonWarning)
+        _loss(bare(second)).backward()
+        optimizer.step()
+    return [p.detach() for p in bare.parameters()]
+
+
+def test_one_that_got_parameters_of_a_prepared_model_later_is_seen() -> None:
+    """One step of SGD with the mean gradient; float64: 1e-12."""
+    model = _model()
+    (sum(_loss(model(x)) for x in _batches(2)[0, 1]) / 2).backward()  # type: ignore[union-attr]
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for weights in run_on_ranks(_that_got_more_parameters, world_size=2):
+        for weight, right in zip(weights, model.parameters()):
+            torch.testing.assert_close(weight, right.detach(), rtol=1e-12, atol=1e-12)
+
+
 # ---- where it cannot be made right ----------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from echelon import Accelerator, DataLoaderConfiguration
 from echelon.base.errors import CheckpointError
 from echelon.base.warnings import EchelonWarning
+from echelon.data.data_facts import DataFacts, changes_between
 from echelon.data.loader import PreparedLoader
 from echelon.trainer import Trainer, TrainerCallback
 from echelon.utils import GradientAccumulationPlugin, ProjectConfiguration
@@ -81,6 +82,14 @@ def test_another_batch_size_without_parity_is_refused_and_goes_on_in_samples(lay
     with pytest.warns(EchelonWarning, match="after 28 of 40 samples; 0 of the 28"):
         run.accelerator.resume(allow_changed_data=True)
     assert _flat(run.train(1), 0) == [*range(28, 40)]
+
+
+def test_batches_of_one_step_of_all_ranks_are_the_same_ones_on_the_same_ranks_only() -> None:
+    """On others, 8 of one rank are not 4 of each of two: in the exact modes both numbers are those of all ranks together."""
+    of_all, of_each = DataFacts(batch_size=8, split_batches=True), DataFacts(batch_size=4)
+    assert not changes_between(of_all, of_each, num_ranks_saved=2, num_ranks=2)
+    (change,) = changes_between(DataFacts(batch_size=8), of_each, num_ranks_saved=1, num_ranks=2)
+    assert (change.fact, change.what) == ("batches", "its batch_size was 8, and is 4")
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
