@@ -262,7 +262,12 @@ _WITHIN = "within an update of another one"
         ("_nested_after", _EVEN, "max_micro_batch_size", _WITHIN),
         ("_nested_after", _EVEN, "ranks and accumulation", _WITHIN),
         ("_alternating", _EVEN, "max_micro_batch_size", _WITHIN),
-        ("_nested", _EVEN, "bitwise, a shard each", "with fewer processes a loop within the loop would be run several times"),
+        (
+            "_nested",
+            _EVEN,
+            "bitwise, a shard each",
+            "with fewer processes a loop within the loop would be run several times",
+        ),
     ],
 )
 def test_what_cannot_be_defined_is_refused_by_name(

@@ -108,6 +108,17 @@ def test_its_gradients_are_averaged_first_and_its_line_is_named_once(engine: str
     assert line in _lines()
 
 
+def test_a_step_within_an_update_of_one_process_is_told() -> None:
+    """Nothing is to be averaged there; the weights are those of a loop that steps in each micro-step. float64: 1e-9."""
+    ((weights, said),) = run_on_ranks(_never_prepared, "single", "made after prepare", world_size=1)
+    for weight, right in zip(weights or (), _stepped_in_each_micro_step(1)):
+        torch.testing.assert_close(weight, right, rtol=1e-9, atol=1e-9)
+    ((text, line),) = said
+    assert "its step() is not left to the end of the accumulation window of 2 micro-steps" in text
+    assert "averaged" not in text
+    assert line in _lines()
+
+
 def _that_got_more_parameters() -> list[torch.Tensor]:
     """It has stepped a model of nobody's before it is given the prepared one's parameters."""
     accelerator = Accelerator()
