@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from echelon import Accelerator, DataLoaderConfiguration
 from echelon.base.errors import CheckpointError
 from echelon.base.warnings import EchelonWarning
-from echelon.data.data_facts import DataFacts, changes_between
+from echelon.data.data_facts import DataFacts, changes_between, place_in_pass
 from echelon.data.loader import PreparedLoader
 from echelon.trainer import Trainer, TrainerCallback
 from echelon.utils import GradientAccumulationPlugin, ProjectConfiguration
@@ -90,6 +90,15 @@ def test_batches_of_one_step_of_all_ranks_are_the_same_ones_on_the_same_ranks_on
     assert not changes_between(of_all, of_each, num_ranks_saved=2, num_ranks=2)
     (change,) = changes_between(DataFacts(batch_size=8), of_each, num_ranks_saved=1, num_ranks=2)
     assert (change.fact, change.what) == ("batches", "its batch_size was 8, and is 4")
+
+
+def test_a_place_that_the_script_has_loaded_counts_before_it_is_read_on(tmp_path: Path) -> None:
+    run = _Run(tmp_path / "one", _loader(40), parity="exact")
+    run.train(1, stop=3)
+    again = _Run(tmp_path / "other", _loader(40), parity="exact")
+    assert not place_in_pass(again.loaders[0].order_state())
+    again.loaders[0].load_state_dict(run.loaders[0].state_dict())
+    assert place_in_pass(again.loaders[0].order_state())
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
