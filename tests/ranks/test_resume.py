@@ -445,3 +445,26 @@ def test_other_data_are_refused_on_every_rank_or_gone_on_with_together(kind: str
         assert "after 24 of 48 samples" in text
         read += samples
     assert sorted(read) == [*range(24, 48)]
+
+
+def _load_with_data_of_ones_own(folder: str) -> list[int]:
+    accelerator = Accelerator()
+    data = TensorDataset(torch.randn(32, 2, generator=torch.Generator().manual_seed(dist.get_rank())))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loader = accelerator.prepare(DataLoader(data, batch_size=4))
+    assert [str(w.message)[:35] for w in caught] == ["the ranks were given different data"[:35]] * (
+        dist.get_rank() == 0
+    )
+    sizes = []
+    for number, (x,) in enumerate(loader):
+        sizes.append(len(x))
+        if number == 1:
+            accelerator.save_state(folder)
+            accelerator.load_state(folder)
+    return sizes
+
+
+def test_ranks_whose_data_differ_load_what_they_have_saved(tmp_path: Path) -> None:
+    """As a script's own torch.randn makes them, without a seed; the checkpoint has the fingerprint of rank zero's."""
+    assert run_on_ranks(_load_with_data_of_ones_own, str(tmp_path / "state"), world_size=2) == [[4] * 4] * 2

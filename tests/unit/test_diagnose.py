@@ -204,6 +204,17 @@ def test_an_operation_of_echelon_is_a_wait_whatever_its_stack() -> None:
     assert found.ranks[0].startswith("in save_state()")
 
 
+def test_a_rank_that_hangs_in_a_signal_handler_in_the_middle_of_a_wait_is_the_missing_one() -> None:
+    waiting = note(waits=True, operation="save_state()")
+    views = [
+        replace(seen_now(rank, waits=False, doing=Doing.ELSEWHERE if rank == 1 else 0), note=waiting)
+        for rank in (0, 1, 2)
+    ]
+    found = verdict(views, {})
+    assert found is not None
+    assert (found.kind, found.culprits) == (Class.MISSING, (1,))
+
+
 def test_one_process_that_waits_for_itself_is_no_stall() -> None:
     assert verdict([seen_now(0)], {0: answer("all_reduce", ranks=(0,))}) is None
 

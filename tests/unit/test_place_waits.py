@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import echelon
 from echelon.status.place import Sight, sight_of
 
 TORCH = "/usr/lib/python3/site-packages/torch/"
@@ -56,3 +57,17 @@ def test_an_import_and_a_compiler_are_seen_and_what_an_import_runs_of_the_users_
     # Compilers of several ranks may agree on something, and then wait for each other.
     agreeing = called_through("train.py", TORCH + "_dynamo/convert_frame.py", TORCH + "distributed/distributed_c10d.py")
     assert (agreeing.compiles, agreeing.communicates) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("files", "elsewhere"),
+    [
+        (("train.py", echelon.__file__, sys.modules["threading"].__file__ or ""), False),
+        (("train.py", echelon.__file__, TORCH + "distributed/distributed_c10d.py"), False),
+        # A signal handler, in the middle of a wait of echelon.
+        (("train.py", echelon.__file__, "/usr/lib/python3/site-packages/hooks/lock.py"), True),
+        (("train.py", echelon.__file__, "train.py", sys.modules["threading"].__file__ or ""), True),
+    ],
+)
+def test_what_interrupts_a_wait_is_elsewhere(files: tuple[str, ...], elsewhere: bool) -> None:
+    assert called_through(*files).is_elsewhere is elsewhere

@@ -432,7 +432,8 @@ class PreparedLoader(DataLoader[Any]):
         if known is not None and known.num_samples == found.num_samples:
             found = found.with_stable_columns(known)
         self.__dict__["_data_facts"] = found
-        return found
+        # Checkpoints have rank zero's. Datasets that each rank makes by itself (without a seed, say) differ from rank to rank.
+        return found if self._world.is_rank_zero else replace(found, columns=None)
 
     def load_order_state(self, state: dict[str, Any]) -> None:
         """Let the next pass have the order that ``order_state`` was taken of."""

@@ -71,8 +71,10 @@ class RankView:
     @property
     def waits(self) -> bool:
         """Whether it is in a call that may wait for other ranks."""
-        in_call = self.watch is not None and self.watch.doing & (Doing.COMMUNICATES | Doing.ENDED) == Doing.COMMUNICATES
-        return in_call or (self.note is not None and self.note.waits)
+        doing = Doing.NOTHING if self.watch is None else self.watch.doing
+        in_call = doing & (Doing.COMMUNICATES | Doing.ENDED) == Doing.COMMUNICATES
+        # A signal handler or a hook that hangs in the middle of a wait waits for no other rank.
+        return in_call or (self.note is not None and self.note.waits and not doing & Doing.ELSEWHERE)
 
     @property
     def is_debugged(self) -> bool:

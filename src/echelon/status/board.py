@@ -118,6 +118,8 @@ class Doing(IntFlag):
     """It is in a debugger, where somebody thinks: that is no stall."""
     IMPORTS = 128
     """It imports a module, which may take long."""
+    ELSEWHERE = 256
+    """What it runs is neither Python's, nor torch's, nor echelon's."""
 
 
 class Watch(NamedTuple):

@@ -71,6 +71,9 @@ class Sight:
     """The machinery of imports runs, or the top level of an installed module."""
     debugs: bool
     """A debugger has stopped it."""
+    is_elsewhere: bool
+    """The innermost code is neither Python's, nor torch's, nor echelon's: a wait that is in the stack is interrupted (a signal
+    handler, a hook)."""
 
 
 def here() -> Place:
@@ -92,6 +95,7 @@ def sight_of(innermost: FrameType) -> Sight:
     place = _place_of(innermost)
     stack: list[int] = []
     trains = compiles = imports = debugs = agrees = False
+    innermost_name = ""
     is_inside = True  # as in _place_of: a training that is itself run by an import is no import
     frame: FrameType | None = innermost
     while frame is not None:
@@ -102,6 +106,8 @@ def sight_of(innermost: FrameType) -> Sight:
         is_inside = is_inside and not is_users(name)
         imports = imports or (is_inside and name == _IMPORT)
         debugs = debugs or name == _DEBUGGER
+        if not innermost_name and not _is_standard(name):
+            innermost_name = name
         stack += (id(frame), frame.f_lasti)
         frame = frame.f_back
     compiles = compiles and not agrees
@@ -115,6 +121,7 @@ def sight_of(innermost: FrameType) -> Sight:
         compiles=compiles,
         imports=imports and not communicates,
         debugs=debugs,
+        is_elsewhere=_TORCH not in innermost_name and not innermost_name.startswith(_NOT_THE_USERS[0]),
     )
 
 

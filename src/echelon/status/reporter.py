@@ -94,6 +94,7 @@ class Reporter:
         doing |= kinds.COMPILES if sight.compiles else 0
         doing |= kinds.IMPORTS if sight.imports else 0
         doing |= kinds.DEBUGS if sight.debugs else 0
+        doing |= kinds.ELSEWHERE if sight.is_elsewhere else 0
         question = self._slot.question
         if question != self._answered and not self._end:
             self._write(ANSWER_FILE.format(question), frame)
