@@ -29,6 +29,12 @@ def nothing_left_behind() -> Iterator[None]:
     pytest.fail("this test left something behind:\n  " + "\n  ".join(found), pytrace=False)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("deepspeed") is not None:
+        # DeepSpeed compiles a function when it is imported: a second and more of each new rank.
+        harness.import_ahead("torch._inductor.compile_fx")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """In several processes (``make test``), bring the files into an order in which none is left for the end that takes long.

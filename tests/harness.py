@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -35,7 +35,7 @@ from tests import rank_worker
 from tests.quiet import QuietTime
 from tests.rank_nursery import Nursery
 
-__all__ = ["RankDied", "RanksFailed", "RanksHung", "rendezvous", "run_on_ranks", "shut_down"]
+__all__ = ["RankDied", "RanksFailed", "RanksHung", "import_ahead", "rendezvous", "run_on_ranks", "shut_down"]
 
 ROOT = Path(__file__).resolve().parent.parent
 START_LIMIT_S = 180.0  # a cold `import torch` on a busy machine; not part of any test's timeout
@@ -142,6 +142,16 @@ def shut_down(*, for_good: bool = False) -> None:
     if for_good and _POOL.nursery is not None:
         _POOL.nursery.close()
         _POOL.nursery = None
+
+
+def import_ahead(*modules: str) -> None:
+    """Let ranks be forked from a process that has imported ``modules``: for those that the tests of a file import on every rank.
+
+    Workers that were started without them are ended.
+    """
+    if not _POOL.modules.issuperset(modules):
+        _POOL.modules.update(modules)
+        shut_down()
 
 
 def open_files() -> set[int]:
@@ -252,7 +262,7 @@ def rendezvous(init_group: bool) -> Iterator[dict[str, str]]:
 class _Worker:
     """One process, its connection, and the files that its output and its stack dumps go to."""
 
-    def __init__(self, folder: Path, number: int, nursery: Nursery) -> None:
+    def __init__(self, folder: Path, number: int, nursery: Nursery, modules: Collection[str]) -> None:
         self._output = folder / f"{number}.out"
         self._stacks = folder / f"{number}.stacks"
         self._read = 0
@@ -262,7 +272,7 @@ class _Worker:
         with theirs, self._output.open("wb") as output:
             end = folder / f"{number}.end"
             self.process = nursery.start(
-                connection=theirs.fileno(), output=output.fileno(), stacks=self._stacks, end=end
+                connection=theirs.fileno(), output=output.fileno(), stacks=self._stacks, end=end, modules=modules
             )
         self.connection = Connection(ours.detach())
 
@@ -357,6 +367,8 @@ class _Pool:
     number: int = 0
     nursery: Nursery | None = None
     store_pipe: set[int] = field(default_factory=set)
+    modules: set[str] = field(default_factory=set)
+    """Which every worker has imported from its start on."""
 
     def workers(self, count: int) -> list[_Worker]:
         """Return ``count`` workers that wait for a call; start those that are missing, all at once.
@@ -372,7 +384,7 @@ class _Pool:
         for rank in range(count):
             if rank < len(self.started) and self.started[rank].is_alive:
                 continue
-            self.started[rank : rank + 1] = [_Worker(self.folder, self.number, self.nursery)]
+            self.started[rank : rank + 1] = [_Worker(self.folder, self.number, self.nursery, self.modules)]
             self.number += 1
         deadline = time.monotonic() + START_LIMIT_S
         for worker in self.started[:count]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import select
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, final
@@ -81,7 +83,7 @@ class Nursery:
         """Return the descriptor that stays open here."""
         return self._control.fileno()
 
-    def start(self, *, connection: int, output: int, stacks: Path, end: Path) -> Forked:
+    def start(self, *, connection: int, output: int, stacks: Path, end: Path, modules: Iterable[str] = ()) -> Forked:
         """Fork a worker.
 
         Args:
@@ -89,8 +91,9 @@ class Nursery:
             output: what it prints goes there.
             stacks: for its stacks.
             end: for its exit code.
+            modules: imported before, for this one and all later ones.
         """
-        request = json.dumps({"stacks": str(stacks), "end": str(end)}).encode()
+        request = json.dumps({"stacks": str(stacks), "end": str(end), "modules": sorted(modules)}).encode()
         socket.send_fds(self._control, [request], [connection, output])
         answer = self._control.recv(_MESSAGE_BYTES)
         if not answer:
@@ -108,8 +111,7 @@ def main(control_fd: int) -> None:
     """Fork a worker for each request, and note how it ends, until the parent closes the socket."""
     rank_worker.die_with_parent()
     rank_worker.import_heavy()
-    tasks = Path("/proc/self/task")
-    assert not tasks.exists() or len(list(tasks.iterdir())) == 1, "a fork takes no other thread with it"
+    _check_one_thread()
     control = socket.socket(fileno=control_fd)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -127,6 +129,7 @@ def main(control_fd: int) -> None:
             if not data:
                 return
             request = json.loads(data)
+            _import(request["modules"])
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
@@ -138,6 +141,20 @@ def main(control_fd: int) -> None:
             for file in files:
                 os.close(file)
             control.send(json.dumps({"pid": pid}).encode())
+
+
+def _check_one_thread() -> None:
+    tasks = Path("/proc/self/task")
+    assert not tasks.exists() or len(list(tasks.iterdir())) == 1, "a fork takes no other thread with it"
+
+
+def _import(modules: list[str]) -> None:
+    new = [name for name in modules if name not in sys.modules]
+    for name in new:
+        importlib.import_module(name)
+    if new:
+        rank_worker.freeze()
+        _check_one_thread()
 
 
 def _note_ends(ends: dict[int, str]) -> None:

@@ -161,9 +161,17 @@ def import_heavy() -> None:
     import torch._dynamo  # imported by the first optimizer otherwise, seconds into a timed call
     import torch.distributed
 
+    import echelon.accelerator.accelerator
+    import echelon.trainer.trainer  # noqa: F401 - four tenths of a second, with the Accelerator
+
     torch.set_num_threads(1)
     call: Callable[..., Any] = torch.optim.AdamW
     call([torch.nn.Parameter(torch.zeros(1))])
+    freeze()
+
+
+def freeze() -> None:
+    """Let no collection look at what is there now."""
     gc.freeze()  # a collection after each call need not look at all of this again
 
 

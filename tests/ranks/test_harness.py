@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests import harness
-from tests.harness import MAX_THREADS, RankDied, RanksFailed, RanksHung, run_on_ranks
+from tests.harness import MAX_THREADS, RankDied, RanksFailed, RanksHung, import_ahead, run_on_ranks
 
 
 class _Unpicklable(Exception):
@@ -121,6 +122,19 @@ def test_the_world_grows_and_shrinks_between_calls() -> None:
 
 def test_a_second_call_reuses_the_processes() -> None:
     assert run_on_ranks(_pid) == run_on_ranks(_pid)
+
+
+def _has_imported(name: str) -> bool:
+    return name in sys.modules
+
+
+def test_what_is_imported_ahead_is_there_when_a_rank_starts() -> None:
+    assert run_on_ranks(_has_imported, "mailbox") == [False, False]
+    import_ahead("mailbox")
+    before = run_on_ranks(_pid)
+    assert run_on_ranks(_has_imported, "mailbox") == [True, True]
+    import_ahead("mailbox")
+    assert run_on_ranks(_pid) == before
 
 
 def test_tensors_come_back() -> None:
