@@ -128,7 +128,7 @@ class _Script:
         program, accelerator, found = self.program, self.accelerator, self.found
         epochs: Iterable[int] = range(program.epochs) if program.saves is None else accelerator.epochs(program.epochs)
         for epoch in epochs:
-            if program.unfreezes == epoch:
+            if program.unfreezes is not None and epoch >= program.unfreezes:
                 for parameter in self.model.parameters():
                     parameter.requires_grad_(True)
             self.model.train()

@@ -91,6 +91,7 @@ class _Plain:
                 for parameter in self.model.parameters():
                     parameter.requires_grad_(True)
             layout = self.layout
+            self.loop.schedule_steps = _schedule_steps(program, layout)
             rounds = self._rounds(epoch, layout)
             accumulation = 1 if layout.parity != "off" else program.accumulation
             seen: list[int] = []

@@ -192,6 +192,7 @@ def _possible(program: Program) -> Program:
             changes["collate"] = "dict"
     if program.saves is not None:
         changes |= {"breaks": None, "skips": False, "zipped": 0}
+        changes["is_prepared"] = True  # the steps of another are neither counted nor saved
         if program.evaluates == "middle":
             changes["evaluates"] = "epoch"  # "after the first update" is another place in a second start
     if program.zipped:

@@ -511,3 +511,34 @@ def test_gradients_may_be_cleared_before_the_backward_pass(layout: str, world_si
     (expected,) = run_on_ranks(_cleared, None, False, world_size=1)
     for found in run_on_ranks(_cleared, layout, True, world_size=world_size):
         assert all(map(torch.equal, found, expected))
+
+
+def _uncleared(layout: str, num_samples: int) -> list[torch.Tensor]:
+    """Return the weights after updates whose gradients nobody clears, of two optimizers that take every other layer."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4))).double()
+    parameters = list(model.parameters())
+    optimizers: list[Any] = [torch.optim.SGD(parameters[i::2], lr=0.1) for i in range(2)]
+    accelerator = _accelerator("mlp", layout)
+    data = DataLoader(TensorDataset(torch.eye(4, dtype=torch.float64).repeat(num_samples // 4, 1)), batch_size=4)
+    model, *optimizers, data = accelerator.prepare(model, *optimizers, data)  # type: ignore[assignment]
+    for (x,) in data:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).square().mean())
+            for optimizer in optimizers:
+                optimizer.step()
+    return _weights(accelerator, model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_that_nobody_clears_stay_with_their_parameters_where_modules_stay_whole(world_size: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4))).double()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        plain(torch.eye(4, dtype=torch.float64)).square().mean().backward()
+        sgd.step()
+    for found in run_on_ranks(_uncleared, "fsdp2 stage 2", 12, world_size=world_size):
+        for mine, expected in zip(found, plain.parameters()):
+            # sums of few float64 numbers in another order
+            torch.testing.assert_close(mine, expected.detach(), rtol=1e-12, atol=1e-15)

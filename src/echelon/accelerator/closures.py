@@ -53,6 +53,8 @@ class Closures:
     def forget(self) -> None:
         """The update was given up, with its gradients."""
         self._waiting = []
+        if self._state.closures_waiting is self:
+            self._state.closures_waiting = None
 
     # ---- a micro-step whose update is not complete -------------------------------------------------------------------
 
@@ -68,6 +70,7 @@ class Closures:
                 "no max_micro_batch_size)",
             )
         self._require_each(optimizer)
+        self._require_alone(optimizer)
         had_loss = self._state.has_loss
         value = self._evaluate(closure, clears=not self._waiting)
         if had_loss and self._state.has_loss_in_closure:
@@ -79,6 +82,7 @@ class Closures:
                 "processes instead), or call backward() in the closure alone",
             )
         self._waiting.append(self._evaluated(value))
+        self._state.closures_waiting = self
         return value
 
     # ---- the last micro-step -----------------------------------------------------------------------------------------
@@ -100,7 +104,9 @@ class Closures:
             averages: over the ranks; False: each steps by its own gradients.
         """
         self._require_each(optimizer)
+        self._require_alone(optimizer)
         waiting, self._waiting = self._waiting, []
+        self._state.closures_waiting = None
         return UpdateClosure(self, optimizer, closure, waiting, finish=finish, averages=averages)
 
     def _require_each(self, optimizer: Optimizer) -> None:
@@ -114,6 +120,19 @@ class Closures:
                 do="call step(closure) in each micro-step, not only where accelerator.sync_gradients is true: all steps but "
                 "the last evaluate the closure and leave the parameters alone",
             )
+
+    def _require_alone(self, optimizer: Optimizer) -> None:
+        others = self._state.closures_waiting
+        if others is None or others is self:
+            return
+        raise UsageError(
+            f"step(closure) of {type(optimizer).__name__} is called in an update of several micro-steps in which another "
+            "optimizer has evaluated closures, too: the gradients of both would be added up, and each would step with those "
+            "of the other",
+            where=self._where(),
+            do="let an update be one micro-step (no gradient_accumulation_steps and no max_micro_batch_size; more processes "
+            "instead), or give each optimizer a loop of its own",
+        )
 
     def _evaluate(self, closure: Callable[[], Any], *, clears: bool) -> Any:
         state = self._state

@@ -42,6 +42,8 @@ class GradientState:
     """Are we in such a closure?"""
     has_loss_in_closure: bool
     """Did the last one backpropagate?"""
+    closures_waiting: object | None
+    """Whose closures were evaluated in the update, whose steps are still to come; None: nobody's."""
 
     def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
         if gradient_accumulation_plugin is None and has_accelerator():
@@ -52,6 +54,7 @@ class GradientState:
         self.sync_gradients = True
         self.micro_step = 0
         self.has_loss = self.in_closure = self.has_loss_in_closure = False
+        self.closures_waiting = None
 
     @property
     def initialized(self) -> bool:

@@ -427,8 +427,29 @@ class FSDP2Engine(Engine):
                 do="leave dp_replicate_size and the HYBRID sharding strategies out, or use parity='exact'",
             )
         kind = ScatteredUpdate if self._world.world_size > 1 else ReplicatedUpdate
-        self._update = kind(parameters, num_shards=num_shards, rank=self._world.rank, world_size=self._world.world_size)
+        self._update = kind(
+            lambda: self._as_sharded(parameters()),
+            num_shards=num_shards,
+            rank=self._world.rank,
+            world_size=self._world.world_size,
+        )
         return self._update
+
+    def _as_sharded(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return ``parameters`` with sharded ones in the place of whole ones, each once and always in one order.
+
+        Between forward and backward of modules that stay whole a model has whole parameters, and its optimizers sharded ones:
+        gradients of another moment would be put to others.
+        """
+        sharded = {
+            id(part._unsharded_param): part.sharded_param
+            for root in self._roots.values()
+            for group in fsdp_groups(root)
+            for part in group.fsdp_params
+            if hasattr(part, "_unsharded_param")  # torch makes it with the first pass
+        }
+        found = [sharded.get(id(parameter), parameter) for parameter in parameters]
+        return list({id(parameter): parameter for parameter in found}.values())
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
