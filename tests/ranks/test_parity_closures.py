@@ -292,7 +292,11 @@ _REFUSALS: list[tuple[Callable[..., None], dict[str, Any], str]] = [
     ),
     (_only_in_the_last, {"gradient_accumulation_steps": 2}, "in micro-step 2 of an update, and in 0 of the 1 before"),
     (_twice, {"parity": "exact", "max_micro_batch_size": 2}, "a second time in micro-step 1"),
-    (_of_two_optimizers, {"parity": "exact", "max_micro_batch_size": 2}, "another optimizer has evaluated closures, too"),
+    (
+        _of_two_optimizers,
+        {"parity": "exact", "max_micro_batch_size": 2},
+        "another optimizer has evaluated closures, too",
+    ),
     (_of_two_optimizers, {"gradient_accumulation_steps": 2}, "another optimizer has evaluated closures, too"),
     (_after_a_backward, {"parity": "exact", "max_micro_batch_size": 2}, "backpropagates the batch a second time"),
     (_in_every_micro_step, {"mixed_precision": "fp16"}, "the loss scaling of fp16"),
