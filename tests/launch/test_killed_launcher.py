@@ -15,6 +15,8 @@ import psutil
 import pytest
 
 from echelon.launch import worker
+from echelon.launch.guardian import BYE, ENDED, STARTED
+from echelon.launch.guardian import main as guard
 from echelon.launch.interrupts import Interrupted
 from echelon.launch.output import Outputs
 from echelon.launch.parents import Guardian
@@ -133,6 +135,27 @@ def test_a_process_that_a_thread_has_started_ends_with_the_process_not_with_the_
     process.kill()
     process.wait()
     nothing_is_left(command, within_s=LEFT_AFTER_S)
+
+
+def test_only_ranks_that_still_are_the_launcher_s_end_when_its_pipe_closes() -> None:
+    ranks = [subprocess.Popen(["sleep", "600"], start_new_session=True) for _ in range(3)]
+    starts = [worker.start_of(rank.pid) for rank in ranks]
+    mine, over, another = (rank.pid for rank in ranks)
+    # The second is over; the number of the third has gone to a process that the launcher did not start.
+    told = [f"{STARTED}{mine} {starts[0]}", f"{STARTED}{over} {starts[1]}", f"{STARTED}{another} 1", f"{ENDED}{over}"]
+    try:
+        for last, killed in (([BYE], []), ([], [mine])):
+            read_end, write_end = os.pipe()
+            os.write(write_end, "".join(f"{line}\n" for line in [*told, *last]).encode())
+            os.close(write_end)
+            guard([str(read_end)])
+            assert [rank.wait(timeout=10) for rank in ranks if rank.pid in killed] == [-signal.SIGKILL] * len(killed)
+            time.sleep(0.05)  # what was killed would be over by now
+            assert [rank.pid for rank in ranks if rank.poll() is None] == [r.pid for r in ranks if r.pid not in killed]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
 
 
 def test_a_signal_is_obeyed_between_two_ranks_that_are_started(tmp_path: Path) -> None:
