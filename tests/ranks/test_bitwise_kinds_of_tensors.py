@@ -104,6 +104,41 @@ def test_engines_that_cannot_mix_them_with_real_ones_say_so(engine: str, name: s
         assert "ddp" in str(error)
 
 
+class _AllComplex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.view_as_complex(torch.arange(24.0).reshape(3, 4, 2) / 24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = (x.to(self.matrix.dtype) @ self.matrix.T).abs()
+        return out
+
+
+def _train_sharded() -> tuple[torch.Tensor | None, float, torch.dtype]:
+    accelerator = Accelerator(cpu=True, engine="fsdp2")
+    bare = _AllComplex()
+    model, optimizer = accelerator.prepare(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
+    accelerator.backward(model(_samples()).square().mean())
+    norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+    assert norm is not None
+    optimizer.step()
+    whole = accelerator.get_state_dict(model)
+    return None if whole is None else whole["matrix"], float(norm), norm.dtype
+
+
+def test_complex_shards_are_clipped_by_their_norm() -> None:
+    """Against a plain step: float32, 1e-5. The norm is a real number."""
+    model = _AllComplex()
+    model(_samples()).square().mean().backward()
+    expected = float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    (whole, norm, dtype), (_, other, _) = run_on_ranks(_train_sharded, world_size=2)
+    assert whole is not None
+    torch.testing.assert_close(whole, model.matrix.detach(), rtol=1e-5, atol=1e-6)
+    assert (norm, other) == (pytest.approx(expected, rel=1e-5), norm)
+    assert dtype == torch.float32
+
+
 class _FunctionalEmbedding(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -207,3 +207,19 @@ def test_a_mapping_that_cannot_be_made_of_a_dict_is_named() -> None:
     with pytest.raises(UsageError, match="a _Unmakeable holds tensors that are to be replaced") as caught:
         map_tensors(torch.Tensor.double, odd)
     assert "return a dict, a dataclass or a named tuple" in str(caught.value)
+
+
+@dataclass(slots=True)
+class _Slotted:
+    logits: torch.Tensor
+
+
+@dataclass
+class _Counted(_Slotted):
+    def __post_init__(self) -> None:
+        self.num_rows = len(self.logits)  # no field
+
+
+def test_a_dataclass_keeps_what_is_no_field() -> None:
+    new = map_tensors(torch.Tensor.half, _Counted(torch.ones(2)))
+    assert (new.logits.dtype, new.num_rows) == (torch.float16, 2)
