@@ -125,5 +125,7 @@ def test_a_culprit_that_torch_stopped_at_its_end_is_told_by_its_exception(tmp_pa
 
 
 def test_victim_seen_first_does_not_hide_the_culprit(tmp_path: Path) -> None:
+    context = spawn(fail_after_the_victim_is_gone, (str(tmp_path),), nprocs=2, join=False)
+    assert context is not None
     with pytest.raises(LaunchError, match="rank 1 failed first: ValueError: bad sample 17"):
-        spawn(fail_after_the_victim_is_gone, (str(tmp_path),), nprocs=2)
+        context.join(grace_period=30.0)  # one second is little beside other work
