@@ -267,11 +267,11 @@ class ShardedBatchSampler(Sampler[list[int]]):
         """Go on to the next epoch. The loader says so: with workers it asks for the batches twice a pass."""
         self.epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
 
-    def steps(self) -> list[tuple[int, int]]:
-        """Return (start, size) in the global order of each global batch."""
+    def steps(self, num_samples: int | None = None) -> list[tuple[int, int]]:
+        """Return (start, size) in the global order (of ``num_samples``; None: as its length says) of each global batch."""
+        num_samples = self.num_samples if num_samples is None else num_samples
         whole = self.batch_size * self.world_size
-        starts = range(0, self.num_samples, whole)
-        steps = [(start, min(whole, self.num_samples - start)) for start in starts]
+        steps = [(start, min(whole, num_samples - start)) for start in range(0, num_samples, whole)]
         if steps and steps[-1][1] < whole and self.drop_last:
             return steps[:-1]
         # Fewer samples than ranks in the last step: let the step before it give some up, so that no rank is idle.
@@ -291,7 +291,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
 
     def _slices(self, epoch: int) -> Iterator[list[int]]:
         order = self._order(epoch)
-        for start, size in self.steps():
+        for start, size in self.steps(len(order)):  # a sampler may give another number than its length says
             # The first (size % world_size) ranks take one sample more.
             share, extra = divmod(size, self.world_size)
             first = start + self.rank * share + min(self.rank, extra)
@@ -299,7 +299,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
             if count:
                 yield order[first : first + count].tolist()
             elif self.even:
-                yield [int(order[(start + self.rank) % self.num_samples])]
+                yield [int(order[(start + self.rank) % len(order)])]
 
     def _order(self, epoch: int) -> torch.Tensor:
         """Return the indices of ``epoch``, int64 [num_samples], equal on all ranks."""

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from echelon.base.errors import UsageError
+from echelon.distributed.lengths import length_of
 from echelon.trainer.enums import IntervalStrategy
-from echelon.trainer.loaders import length_of
 from echelon.trainer.plan import no_length
 from echelon.trainer.signatures import takes
 
@@ -55,5 +55,5 @@ def check_arguments(trainer: Trainer, model: nn.Module | None, optimizers: tuple
             where="Trainer(compute_metrics=)",
             do="give it a parameter compute_result: False: add to what you keep; True: return the metrics of all",
         )
-    if trainer.train_dataset is not None and length_of(trainer.train_dataset) is None and trainer.args.max_steps <= 0:
+    if trainer.train_dataset is not None and length_of(trainer.train_dataset) < 0 and trainer.args.max_steps <= 0:
         raise no_length()

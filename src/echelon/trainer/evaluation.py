@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from echelon.base.errors import UsageError
 from echelon.base.logging import get_logger
 from echelon.trainer import batches
+from echelon.trainer.epoch_batches import EpochBatches
 from echelon.trainer.exact import items_of
 from echelon.trainer.results import EvalLoopOutput, EvalPrediction, as_numbers
 
@@ -56,7 +58,7 @@ def run_evaluation(
     metrics: dict[str, Any] = {}
     observed, done = 0, 0
     inputs: Any = None
-    numbered = iter(dataloader)
+    numbered = EpochBatches(dataloader)
     try:
         for inputs in numbered:
             done += 1
@@ -73,7 +75,7 @@ def run_evaluation(
             if loss is not None and trainer.accelerator.parity != "off":
                 collected.weigh(inputs, size=size)
             if by_batch and gathered["logits"] is not None:
-                is_last = _is_last(trainer, dataloader, done, limit)
+                is_last = done == limit or not numbered.has_more()  # whatever its length says
                 metrics = _metrics_of(trainer, gathered, inputs, compute_result=is_last)
             if by_batch and not trainer._is_predicting:
                 collected.keep(losses=gathered["losses"])
@@ -85,8 +87,7 @@ def run_evaluation(
                 break
     finally:
         trainer._round = None
-        if isinstance(numbered, Generator):
-            numbered.close()  # a prepared loader counts as being read until then
+        numbered.close()
         model.train(was_training)
 
     everything = {name: column.joined() for name, column in collected.columns.items()}
@@ -96,7 +97,8 @@ def run_evaluation(
     metrics = {_prefixed(name, metric_key_prefix): value for name, value in as_numbers(metrics).items()}
     if (mean := collected.mean_loss(filtered=args.logging_nan_inf_filter)) is not None:
         metrics = {f"{metric_key_prefix}_loss": mean, **metrics}
-    if num_examples is None or limit is not None:
+    is_claimed = isinstance(getattr(dataloader, "dataset", None), IterableDataset)  # its length is what it says
+    if num_examples is None or limit is not None or is_claimed:
         columns = collected.columns
         num_examples = columns["losses"].num_samples or columns["logits"].num_samples or observed
     return EvalLoopOutput(predictions=predictions, label_ids=label_ids, metrics=metrics, num_samples=num_examples)
@@ -141,15 +143,6 @@ def main_input(inputs: Any, trainer: Trainer) -> Any:
         where="TrainingArguments.include_for_metrics",
         do=f"set main_input_name of {type(trainer.model).__name__} to the name of one of them",
     )
-
-
-def _is_last(trainer: Trainer, dataloader: Any, done: int, limit: int | None) -> bool:
-    if limit is not None and done == limit:
-        return True
-    try:
-        return done == len(dataloader)
-    except TypeError:  # data without a length: a prepared loader looks ahead
-        return trainer.accelerator.gradient_state.end_of_dataloader
 
 
 def _metrics_of(trainer: Trainer, found: Mapping[str, Any], inputs: Any, **more: Any) -> dict[str, Any]:

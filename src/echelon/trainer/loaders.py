@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -12,21 +12,12 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler, TensorDataset
 
 from echelon.base.errors import UsageError
+from echelon.distributed.lengths import length_of
 from echelon.trainer.arguments import TrainingArguments
 from echelon.trainer.balanced_batches import BalancedBatchSampler
 from echelon.trainer.length_groups import LengthGroupedSampler, lengths_of
 
-__all__ = ["already_sharded", "as_dataset", "length_of", "make_loader", "train_sampler"]
-
-
-def length_of(dataset: Any) -> int | None:
-    """Return how many samples ``dataset`` has; None where it cannot tell."""
-    if not isinstance(dataset, Sized):
-        return None
-    try:
-        return len(dataset)
-    except (TypeError, NotImplementedError):  # a length in name only, as some iterable data sets have
-        return None
+__all__ = ["already_sharded", "as_dataset", "make_loader", "train_sampler"]
 
 
 def as_dataset(data: Any) -> Any:
@@ -71,7 +62,7 @@ def train_sampler(
         num_ranks: ranks.
         length_name: the column whose length is that of the sample.
     """
-    if dataset is None or length_of(dataset) is None:
+    if dataset is None or length_of(dataset) < 0:
         return None
     if args.train_sampling_strategy == "sequential":
         return SequentialSampler(dataset)

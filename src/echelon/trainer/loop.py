@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Generator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from echelon.base.logging import get_logger
 from echelon.base.protocols import SupportsSetEpoch
 from echelon.trainer.best_model import load_best, metric_for_best, note_best, remove_last_checkpoint
 from echelon.trainer.enums import SaveStrategy
+from echelon.trainer.epoch_batches import EpochBatches, tell_length
 from echelon.trainer.fitting_batch import evaluation_ran_out
 from echelon.trainer.losses import LossWindow, mean_loss, no_losses
 from echelon.trainer.nonfinite import NonFiniteError, first_bad
@@ -68,6 +68,9 @@ class TrainingLoop:
         """The last update was left in its middle."""
         self.is_stepping = False
         """Between the step of the optimizer and the end of what belongs to it."""
+        self.batches = EpochBatches(())
+        """Of the epoch."""
+        self._is_length_told = False
         self.last_saved_step: int | None = None
         self._is_told = False  # to end, and saved
         self._boundary: dict[str, Any] | None = None  # of the last whole step, for an error after it
@@ -109,12 +112,12 @@ class TrainingLoop:
         elif self.place.is_within_evaluation:
             start = self._evaluate_again(start)
         self._train_mode()
-        is_done = self._is_told or (trainer.state.global_step >= plan.max_steps and not start.num_batches)
-        # With other batches than those of the saved run, max_steps may lie beyond the epochs of the plan.
-        num_epochs = sys.maxsize if args.max_steps > 0 and start.epoch else plan.num_epochs
+        is_done = self._is_told or (self._has_all_steps and not start.num_batches)
+        # With other batches than those of the plan, max_steps may lie beyond its epochs.
+        num_epochs = sys.maxsize if args.max_steps > 0 else plan.num_epochs
         for epoch in () if is_done else range(start.epoch, num_epochs):
             self._run_epoch(epoch, start if epoch == start.epoch else Start(epoch=epoch))
-            if trainer.control.should_training_stop:
+            if trainer.control.should_training_stop or self._has_all_steps:
                 break
         self._count_losses()  # those since the last log
         self._store_flops()
@@ -139,30 +142,37 @@ class TrainingLoop:
         loader = self.loader
         if start.num_to_skip:
             loader = trainer.accelerator.skip_first_batches(loader, start.num_to_skip)
+        place.is_read &= start.num_batches > 0  # in the saved training, to the end of its data
         place.epoch, place.num_batches, place.is_over = epoch, start.num_batches, False
         trainer._tell("on_epoch_begin")
         if start.random_states is not None and not start.is_read_first:
             restore_random_states(start.random_states)
         after_reading = start.random_states if start.is_read_first else None
         self._note_boundary()
-        batches = iter(loader)
-        has_more = True
+        num_planned = sys.maxsize if self.is_exact else plan.batches_per_epoch - place.num_batches
+        batches = self.batches = EpochBatches(loader, trainer.accelerator, num_planned=num_planned)
+        num_made = 0
         try:
-            while place.num_batches < plan.batches_per_epoch and trainer.state.global_step < plan.max_steps:
+            while not self._has_all_steps and not place.is_read and self._has_more():
                 made = (
                     self._exact_update(batches, after_reading)
                     if self.is_exact
                     else self._update(batches, after_reading)
                 )
                 if not made:
-                    has_more = False
+                    place.is_read = True
                     break
+                num_made += 1
                 after_reading = None
                 if trainer.control.should_epoch_stop or trainer.control.should_training_stop:
                     break
-            has_more = has_more and place.num_batches < plan.batches_per_epoch and not trainer.control.should_epoch_stop
+            if not num_made and start.random_states is not None:
+                restore_random_states(start.random_states)  # there was nothing to read, and looking may have drawn some
+            has_more = not (place.is_read or trainer.control.should_epoch_stop)
+            if has_more and (plan.is_sized or not self._has_all_steps):
+                has_more = self._has_more()
             if not has_more:
-                _close(batches)
+                batches.close()
             if not place.num_batches and not self.is_left:
                 logger.warning(
                     "the training data gave no batch in pass %d: the training ends at step %d of %d",
@@ -171,13 +181,77 @@ class TrainingLoop:
                     plan.max_steps,
                 )
                 trainer.control.should_training_stop = True
+            elif not start.num_batches:
+                self._tell_length()
             trainer._tell("on_epoch_end")
             # Batches that are left are trained on by whoever goes on from here.
             place.is_over, place.is_within_update = not has_more, has_more and self.is_left
             self._log_evaluate_save()
             self._stop_if_told(is_new_step=False)
         finally:
-            _close(batches)
+            batches.close()
+
+    # ---- where an epoch ends -----------------------------------------------------------------------------------------
+
+    @property
+    def _has_all_steps(self) -> bool:
+        """Whether the steps that were asked for are made: those of ``max_steps``, or of the last, partial epoch."""
+        return not self.plan.ends_with_data and self.trainer.state.global_step >= self._num_steps
+
+    @property
+    def _num_steps(self) -> int:
+        """The steps of the training, where it does not end with the data of its last epoch."""
+        num_beyond = 0 if self.trainer.args.max_steps > 0 else self.place.num_steps_beyond
+        return self.plan.max_steps + num_beyond
+
+    def _has_more(self, num_batches: int | None = None) -> bool:
+        """Whether the epoch has more batches than ``num_batches`` (those that were trained on).
+
+        The data decide, whatever number was planned with, unless the user has set a limit, or they have no end.
+
+        Collective: where ``EpochBatches.has_more`` is.
+        """
+        plan, place = self.plan, self.place
+        num_batches = place.num_batches if num_batches is None else num_batches
+        if num_batches < plan.batches_per_epoch:
+            return True  # as planned; if not, reading finds out
+        if plan.is_limited or place.has_no_end:
+            return False
+        if num_batches == place.num_batches and place.is_read:
+            return False
+        if not self.batches.has_more():
+            return False
+        num_workers = getattr(self.loader, "num_workers", 0)
+        place.has_no_end = plan.is_sized and num_batches >= 2 * plan.batches_per_epoch + num_workers
+        return not place.has_no_end
+
+    def _is_last_step(self, num_batches: int) -> bool:
+        """Whether no step follows the one in hand, after which ``num_batches`` of the epoch are trained on."""
+        plan, place = self.plan, self.place
+        if not plan.ends_with_data:
+            return self.trainer.state.global_step + 1 >= self._num_steps
+        return place.epoch + 1 >= plan.num_epochs and (
+            self.batches.is_known_to_be_over or not self._has_more(num_batches)
+        )
+
+    def _tell_length(self) -> None:
+        """Warn, once, of an epoch that has ended and had another number of batches than was planned."""
+        trainer, plan, place = self.trainer, self.plan, self.place
+        if self._is_length_told or not plan.is_sized or place.num_batches == plan.batches_per_epoch:
+            return
+        is_short = place.num_batches < plan.batches_per_epoch
+        if is_short and (not place.is_read or plan.is_limited or trainer.control.should_epoch_stop):
+            return  # it was left before its end
+        self._is_length_told = True
+        tell_length(
+            plan,
+            self.loader,
+            epoch=place.epoch,
+            num_batches=place.num_batches,
+            has_more=not is_short and (place.has_no_end or not place.is_read),
+            ends=place.has_no_end,
+            max_steps=trainer.args.max_steps,
+        )
 
     def _update(self, batches: Any, random_states: Any) -> bool:
         """Make one optimizer step of the next batches; False: there are none.
@@ -187,7 +261,9 @@ class TrainingLoop:
             random_states: what random numbers are drawn from when they are read; None: as they come.
         """
         trainer, model, losses = self.trainer, self.trainer.model_wrapped, self.losses
-        wanted = min(trainer._accumulation_steps, self.plan.batches_per_epoch - self.place.num_batches)
+        wanted = trainer._accumulation_steps
+        if self.plan.is_limited:
+            wanted = min(wanted, self.plan.batches_per_epoch - self.place.num_batches)
         group, num_items = trainer.get_batch_samples(batches, wanted, trainer.accelerator.device)
         self.num_items = num_items
         if not group:
@@ -271,18 +347,30 @@ class TrainingLoop:
         optimizer.step()
         trainer._tell("on_optimizer_step")
         self.learning_rate = optimizer.param_groups[0]["lr"]
-        if trainer._steps_schedule and not (args.fp16 and trainer.accelerator.optimizer_step_was_skipped):
+        if place.num_batches >= self.plan.batches_per_epoch:
+            place.num_steps_beyond += 1
+        # Beyond the steps that it was made for, a schedule keeps its rate: a cosine would rise again.
+        is_beyond = state.global_step + 1 >= self.plan.max_steps and not self._is_last_step(
+            place.num_batches + num_batches
+        )
+        if trainer._steps_schedule and not is_beyond and not self._was_skipped():
             trainer.lr_scheduler.step()
         self._zero_grad()
         state.global_step += 1
+        if is_beyond and state.global_step >= state.max_steps:
+            state.max_steps = state.global_step + 1  # callbacks end the training there
         place.num_batches += num_batches
-        state.epoch = place.epoch + place.num_batches / self.plan.batches_per_epoch
+        place.is_read = self.batches.is_known_to_be_over
+        state.epoch = place.epoch + min(place.num_batches / self.plan.batches_per_epoch, 1.0)
         self._note_boundary()
         self.is_stepping = False
         control = trainer._tell("on_step_end")
         if control.should_log or control.should_evaluate or control.should_save:
             self._log_evaluate_save()
         self._stop_if_told(is_new_step=True)
+
+    def _was_skipped(self) -> bool:
+        return self.trainer.args.fp16 and self.trainer.accelerator.optimizer_step_was_skipped
 
     def _log_evaluate_save(self) -> None:
         trainer, state = self.trainer, self.trainer.state
@@ -511,9 +599,3 @@ class TrainingLoop:
             return number
         total = accelerator.reduce(torch.tensor(number, dtype=torch.float64, device=accelerator.device), "sum")
         return float(total.item())
-
-
-def _close(batches: Any) -> None:
-    """End the reading of a prepared loader, which counts as being read until then."""
-    if isinstance(batches, Generator):
-        batches.close()

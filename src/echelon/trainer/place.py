@@ -18,6 +18,12 @@ class Place:
     """Batches of this rank in the epoch that were used; in the exact modes, updates."""
     is_over: bool = False
     """The epoch is over, with its evaluation."""
+    is_read: bool = False
+    """Its data have no more batches."""
+    has_no_end: bool = False
+    """The data gave far more batches than their length says, and go on: epochs end after those."""
+    num_steps_beyond: int = 0
+    """Steps of all epochs after as many batches as their length says."""
     is_within_update: bool = False
     """The training was left in the middle of an update, which is to be made again from its beginning."""
     batch_size: int = 0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sized
 from dataclasses import dataclass
 from typing import Any
 
 from echelon.base.errors import UsageError
 from echelon.base.logging import get_logger
+from echelon.distributed.lengths import length_of
 from echelon.trainer.arguments import TrainingArguments
 
 __all__ = ["Plan", "announce", "make_plan", "no_length"]
@@ -39,6 +39,10 @@ class Plan:
     """Samples of one batch of this rank; in the exact modes, of all ranks."""
     is_sized: bool
     """Whether the data have a length."""
+    is_limited: bool = False
+    """Whether an epoch ends after ``batches_per_epoch``, whatever the data have: a limit of the user's."""
+    ends_with_data: bool = False
+    """Whether the training ends with its last epoch, whose data end it, and not after ``max_steps``."""
 
 
 def make_plan(
@@ -65,7 +69,8 @@ def make_plan(
     """
     total = batch_size * accumulation * world_size
     limit = args.batches_of(args.limit_train_batches, loader)
-    if not _is_sized(loader):
+    batches = length_of(loader)
+    if batches < 0:
         if args.max_steps <= 0:
             raise no_length()
         batches = args.max_steps * accumulation if limit is None else limit
@@ -79,15 +84,16 @@ def make_plan(
             total_train_batch_size=total,
             batch_size=batch_size,
             is_sized=False,
+            is_limited=limit is not None,
         )
-    batches = len(loader)
     if not batches:
         raise UsageError(
             f"there is no batch to train on (samples: {num_examples})",
             where="Trainer.train",
             do="check train_dataset; with dataloader_drop_last=True it must hold at least one whole batch",
         )
-    if limit is not None and limit < batches:
+    is_limited = limit is not None and limit < batches
+    if limit is not None and is_limited:
         batches = limit
         num_examples = min(num_examples or sys.maxsize, batches * batch_size * world_size)
     steps_per_epoch = math.ceil(batches / accumulation)  # a last, smaller group of batches is a step, too
@@ -109,6 +115,8 @@ def make_plan(
         total_train_batch_size=total,
         batch_size=batch_size,
         is_sized=True,
+        is_limited=is_limited,
+        ends_with_data=args.max_steps <= 0 and float(args.num_train_epochs).is_integer(),
     )
 
 
@@ -136,13 +144,3 @@ def announce(plan: Plan, *, batch_size: int, num_devices: int, accumulation: int
     logger.info("  Gradient Accumulation steps = %s", accumulation)
     logger.info("  Total optimization steps = %s", f"{plan.max_steps:,}")
     logger.info("  Number of trainable parameters = %s", f"{num_parameters:,}")
-
-
-def _is_sized(loader: Any) -> bool:
-    if not isinstance(loader, Sized):
-        return False
-    try:
-        len(loader)
-    except TypeError:  # a DataLoader over an iterable data set
-        return False
-    return True

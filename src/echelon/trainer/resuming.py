@@ -138,9 +138,10 @@ def plan_from(trainer: Trainer, folder: Path, plan: Plan) -> Plan:
         place = Place(**registered_state(folder, 0))
         epoch, used = (place.epoch + 1, 0) if place.is_over else (place.epoch, place.num_batches)
         used = min(used * place.batch_size // plan.batch_size, batches)
+        beyond = place.num_steps_beyond  # of data that give more than their length says, which the plan does not count
     else:
-        epoch, used = int(state.epoch or 0), round(((state.epoch or 0) % 1) * batches)
-    here = epoch * plan.steps_per_epoch + -(-used // accumulation)
+        epoch, used, beyond = int(state.epoch or 0), round(((state.epoch or 0) % 1) * batches), 0
+    here = epoch * plan.steps_per_epoch + -(-used // accumulation) + beyond
     more = state.global_step - here
     if more <= 0 or plan.max_steps <= here:
         return plan

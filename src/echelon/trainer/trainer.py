@@ -29,6 +29,7 @@ from echelon.base.errors import ConfigError, UsageError
 from echelon.base.logging import get_logger
 from echelon.base.optional import require
 from echelon.base.warnings import warn
+from echelon.distributed.lengths import length_of
 from echelon.trainer import batches
 from echelon.trainer.acceleration import accumulation_options, make_accelerator, set_seeds
 from echelon.trainer.activation import enable_activation_checkpointing
@@ -63,7 +64,7 @@ from echelon.trainer.fitting_batch import train_with_a_batch_that_fits
 from echelon.trainer.hub import HubUpload, push, write_card
 from echelon.trainer.interruptions import save_after
 from echelon.trainer.items import WatchedNumber, count_items, ignored_number
-from echelon.trainer.loaders import already_sharded, as_dataset, length_of, make_loader, train_sampler
+from echelon.trainer.loaders import already_sharded, as_dataset, make_loader, train_sampler
 from echelon.trainer.loop import TrainingLoop
 from echelon.trainer.memory_metrics import MemoryMeter
 from echelon.trainer.model_loss import LabelSmoother, is_causal, loss_in, missing_column, without_labels
@@ -740,7 +741,7 @@ class Trainer:
         )
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[int] | None:
-        return None if length_of(eval_dataset) is None else SequentialSampler(eval_dataset)
+        return None if length_of(eval_dataset) < 0 else SequentialSampler(eval_dataset)
 
     def _eval_dataset(self, given: Any) -> Any:
         if isinstance(given, str) and isinstance(self.eval_dataset, dict) and given in self.eval_dataset:
@@ -1203,7 +1204,8 @@ class Trainer:
         return known if known is not None else len(dataloader) * self.args.per_device_train_batch_size
 
     def _num_examples(self, dataloader: Any) -> int | None:
-        return length_of(getattr(dataloader, "dataset", None))
+        num_examples = length_of(getattr(dataloader, "dataset", None))
+        return None if num_examples < 0 else num_examples
 
     def floating_point_ops(self, inputs: Any) -> float:
         """Return the operations of one forward and backward pass, if the model can tell."""
