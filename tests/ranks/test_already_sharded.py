@@ -71,7 +71,10 @@ class _CutTrainer(Trainer):
 
 
 def _by_trainer(name: str, n: int, num_workers: int, folder: str) -> list[float]:
-    steps = n // (2 * dist.get_world_size())
+    # Each worker of a stream has a last batch of its own; the samples of a map are dealt to the workers in whole batches.
+    parts = max(num_workers, 1) if name in STREAMS else 1
+    mine = n // dist.get_world_size()
+    steps = sum(-(-len(range(part, mine, parts)) // 2) for part in range(parts))
     arguments = TrainingArguments(
         output_dir=folder,
         use_cpu=True,
@@ -139,6 +142,65 @@ MATRIX = [
 def test_each_sample_comes_exactly_once(world_size: int, num_workers: int, levels: list[str], tmp_path: Any) -> None:
     found = run_on_ranks(_matrix, ALL, num_workers, levels, str(tmp_path), world_size=world_size, timeout=500)
     assert found == [{}] * world_size
+
+
+class _Sized(IterableDataset[Any]):
+    """Divides itself by rank and by worker, and says how many samples a rank has."""
+
+    def __init__(self, n: int) -> None:
+        self.stream = STREAMS["asks for its rank"](n)
+        self.mine = n // dist.get_world_size()
+
+    def __len__(self) -> int:
+        return self.mine
+
+    def __iter__(self) -> Any:
+        return iter(self.stream)
+
+
+class _Unprepared(Trainer):
+    def get_train_dataloader(self) -> Any:
+        dataset: Any = self.train_dataset
+        return DataLoader(dataset, batch_size=2, collate_fn=_collate, num_workers=self.args.dataloader_num_workers)
+
+
+def _epochs_of_a_trainer(n: int, num_workers: int, prepares: bool, folder: str) -> tuple[list[float], int, list[str]]:
+    arguments = TrainingArguments(
+        output_dir=folder,
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        num_train_epochs=2,
+        save_strategy="no",
+        disable_tqdm=True,
+        dataloader_num_workers=num_workers,
+        remove_unused_columns=False,
+        already_sharded=True,
+    )
+    model = _Seen()
+    kind = Trainer if prepares else _Unprepared
+    trainer = kind(model, arguments, train_dataset=_Sized(n), data_collator=_collate)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    return model.seen, trainer.state.global_step, [str(w.message) for w in caught if w.category is EchelonWarning]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "prepares"), [(2, True), (2, False), pytest.param(4, True, marks=pytest.mark.soak)]
+)
+def test_the_last_batches_of_all_workers_are_trained_on(world_size: int, prepares: bool, tmp_path: Any) -> None:
+    # 6 samples of a rank are 3 batches of 2; each of the two workers has 3 of them, and a last batch with one.
+    n = 6 * world_size
+    found = run_on_ranks(_epochs_of_a_trainer, n, 2, prepares, str(tmp_path), world_size=world_size, timeout=120)
+    assert sorted(value for seen, _, _ in found for value in seen) == sorted(2 * [float(i) for i in range(n)])
+    assert [steps for _, steps, _ in found] == [8] * world_size
+    (text,) = found[0][2]
+    assert (
+        "epoch 1 had 4 batches on this process, and the training was planned with 3 by its length (_Sized.__len__"
+        in text
+    )
+    assert "With num_workers=2 each worker has a last batch of its own" in text
+    assert all(texts == [] for _, _, texts in found[1:])
 
 
 def test_loader_workers_divide_what_their_rank_has(tmp_path: Any) -> None:

@@ -43,6 +43,7 @@ FILES = {
     "ranks_resume": "ranks/test_trainer_resume.py",
     "ranks_sharded": "ranks/test_already_sharded.py",
     "exchange": "side_by_side/test_trainer_exchange.py",
+    "wrong_length": "unit/test_trainer_wrong_length.py",
     "losses": "side_by_side/test_trainer_losses.py",
     "scripts": "side_by_side/test_trainer_scripts.py",
 }

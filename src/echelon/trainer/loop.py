@@ -182,7 +182,7 @@ class TrainingLoop:
                 )
                 trainer.control.should_training_stop = True
             elif not start.num_batches:
-                self._tell_length()
+                self._tell_length(has_more=has_more)
             trainer._tell("on_epoch_end")
             # Batches that are left are trained on by whoever goes on from here.
             place.is_over, place.is_within_update = not has_more, has_more and self.is_left
@@ -234,8 +234,8 @@ class TrainingLoop:
             self.batches.is_known_to_be_over or not self._has_more(num_batches)
         )
 
-    def _tell_length(self) -> None:
-        """Warn, once, of an epoch that has ended and had another number of batches than was planned."""
+    def _tell_length(self, *, has_more: bool) -> None:
+        """Warn, once, of an epoch that had another number of batches than was planned, and may have more."""
         trainer, plan, place = self.trainer, self.plan, self.place
         if self._is_length_told or not plan.is_sized or place.num_batches == plan.batches_per_epoch:
             return
@@ -248,7 +248,7 @@ class TrainingLoop:
             self.loader,
             epoch=place.epoch,
             num_batches=place.num_batches,
-            has_more=not is_short and (place.has_no_end or not place.is_read),
+            has_more=has_more or place.has_no_end,
             ends=place.has_no_end,
             max_steps=trainer.args.max_steps,
         )
