@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol, runtime_checkable
 
 __all__ = [
+    "KnowsItsEnd",
     "HasDeviceMap",
     "SupportsSelect",
     "SupportsSetEpoch",
@@ -13,6 +14,14 @@ __all__ = [
     "SupportsTo",
     "SupportsWithFormat",
 ]
+
+
+@runtime_checkable
+class KnowsItsEnd(Protocol):
+    """A loader that looks one batch ahead, as those that ``prepare`` returns."""
+
+    end_of_dataloader: bool
+    """Is the batch in hand the last one?"""
 
 
 @runtime_checkable

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from echelon.base.errors import DesyncError, UsageError
+from echelon.base.lengths import length_of
 from echelon.base.warnings import UserLine, warn
 from echelon.distributed.data_fingerprint import (
     ColumnFingerprint,
@@ -19,7 +20,6 @@ from echelon.distributed.data_fingerprint import (
     are_shares,
     column_fingerprints,
 )
-from echelon.distributed.lengths import length_of
 from echelon.distributed.own_cut import OwnCut, check_parts, find_own_cut, num_repeated
 from echelon.distributed.wire import gather_bytes
 from echelon.world.world import World

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
+from echelon.base.lengths import length_of
 from echelon.data.exact import ExactOptions
 from echelon.data.order import SeedableRandomSampler
 from echelon.distributed.data_fingerprint import ColumnFingerprint, are_of_different_data, column_fingerprints
-from echelon.distributed.lengths import length_of
 
 __all__ = [
     "DataChange",

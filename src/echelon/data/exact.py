@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
 from echelon.base.errors import UsageError
+from echelon.base.lengths import length_of
 from echelon.base.logging import get_logger
 from echelon.base.protocols import SupportsSetEpoch
 from echelon.base.warnings import warn
@@ -24,7 +25,6 @@ from echelon.data.order import Order, SeedableRandomSampler
 from echelon.data.order_check import OrderCheck
 from echelon.data.permutation import ExplicitPermutation, FeistelPermutation, Permutation
 from echelon.data.slices import Contribution, canonical_contributions, contributions, joined, num_micro_steps
-from echelon.distributed.lengths import length_of
 from echelon.distributed.own_cut import is_divisible_again
 
 __all__ = ["ExactBatches", "ExactOptions", "GlobalOrder", "OrderKind", "PassPlan", "half_an_update", "make_order"]

@@ -19,6 +19,7 @@ from torch.utils.data import (
 )
 
 from echelon.base.errors import UsageError
+from echelon.base.lengths import length_of
 from echelon.base.protocols import SupportsSetEpoch, SupportsStateDict
 from echelon.data.dispatch import SliceFn, dispatch
 from echelon.data.exact import ExactBatches, ExactOptions, PassPlan, half_an_update, make_order
@@ -31,7 +32,6 @@ from echelon.data.sources import Source, Steps, batches_of, with_batches
 from echelon.data.stream import ShowUsersDataset
 from echelon.distributed.collectives import broadcast
 from echelon.distributed.data_fingerprint import ColumnFingerprint, sample_fingerprints
-from echelon.distributed.lengths import length_of
 from echelon.distributed.wire import gather_counts
 from echelon.world.world import World
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
+from echelon.base.lengths import length_of
 from echelon.base.protocols import SupportsShard, SupportsStateDict
 from echelon.base.warnings import UserLine, user_line
 from echelon.data.agree import Agreement, agree_on_data, refuse_cut
@@ -26,7 +27,6 @@ from echelon.data.sources import (
     batches_of,
 )
 from echelon.distributed.first_pass import FirstPass
-from echelon.distributed.lengths import length_of
 from echelon.distributed.own_cut import OwnCut, is_divisible_again
 from echelon.world.world import World
 

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from echelon.base.errors import UsageError
+from echelon.base.lengths import length_of
 from echelon.data.deal import DealtBatches
 from echelon.data.dispatch import SliceFn, dispatch
 from echelon.data.order import Order
@@ -21,7 +22,6 @@ from echelon.data.slices import Contribution, LastStep
 from echelon.data.stream import CollatePiece, DealtStream, ShowUsersDataset, open_like_rank_zero, read_own_shards
 from echelon.data.worker_draws import WorkerDraws
 from echelon.distributed.first_pass import FirstPass
-from echelon.distributed.lengths import length_of
 from echelon.distributed.wire import gather_counts
 from echelon.world.world import World
 

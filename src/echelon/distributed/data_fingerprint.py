@@ -15,8 +15,8 @@ import torch
 import xxhash
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
 
+from echelon.base.lengths import length_of
 from echelon.base.protocols import SupportsWithFormat
-from echelon.distributed.lengths import length_of
 from echelon.distributed.tree import leaves
 
 __all__ = [

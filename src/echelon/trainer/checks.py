@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from echelon.base.errors import UsageError
-from echelon.distributed.lengths import length_of
+from echelon.base.lengths import length_of
 from echelon.trainer.enums import IntervalStrategy
 from echelon.trainer.plan import no_length
 from echelon.trainer.signatures import takes

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from echelon.base.protocols import KnowsItsEnd
 from echelon.base.warnings import warn
-from echelon.data.loader import PreparedLoader
 from echelon.trainer.plan import Plan
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class EpochBatches(Iterator[Any]):
     """
 
     def __init__(self, loader: Any, accelerator: Accelerator | None = None, *, num_planned: int = sys.maxsize) -> None:
-        self._prepared = loader if isinstance(loader, PreparedLoader) else None
+        self._prepared = loader if isinstance(loader, KnowsItsEnd) else None
         self._accelerator = accelerator
         self._batches = iter(loader)
         self._num_left = num_planned
@@ -130,7 +130,7 @@ def tell_length(
 
 def _where(loader: Any) -> str:
     """Return what says how long ``loader`` is, and the user's line of it."""
-    whole = loader.original if isinstance(loader, PreparedLoader) else loader
+    whole = getattr(loader, "original", loader)
     owner = whole
     if isinstance(whole, DataLoader):
         owner = whole.dataset

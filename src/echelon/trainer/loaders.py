@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler, TensorDataset
 
 from echelon.base.errors import UsageError
-from echelon.distributed.lengths import length_of
+from echelon.base.lengths import length_of
 from echelon.trainer.arguments import TrainingArguments
 from echelon.trainer.balanced_batches import BalancedBatchSampler
 from echelon.trainer.length_groups import LengthGroupedSampler, lengths_of

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from echelon.base.errors import UsageError
+from echelon.base.lengths import length_of
 from echelon.base.logging import get_logger
-from echelon.distributed.lengths import length_of
 from echelon.trainer.arguments import TrainingArguments
 
 __all__ = ["Plan", "announce", "make_plan", "no_length"]

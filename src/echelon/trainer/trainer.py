@@ -26,10 +26,10 @@ from echelon.accelerator.loaders import forget_loader
 from echelon.accelerator.preemption import Preempted
 from echelon.accelerator.saving import write_pickled, write_tensors
 from echelon.base.errors import ConfigError, UsageError
+from echelon.base.lengths import length_of
 from echelon.base.logging import get_logger
 from echelon.base.optional import require
 from echelon.base.warnings import warn
-from echelon.distributed.lengths import length_of
 from echelon.trainer import batches
 from echelon.trainer.acceleration import accumulation_options, make_accelerator, set_seeds
 from echelon.trainer.activation import enable_activation_checkpointing
