@@ -225,7 +225,7 @@ def _refusal(body: Callable[..., None], **settings: Any) -> str:
     handlers = [GradScalerKwargs(init_scale=4.0)] if settings.get("mixed_precision") == "fp16" else []
     accelerator = Accelerator(cpu=True, kwargs_handlers=handlers, **settings)  # type: ignore[arg-type]
     model: Any = _model().float() if handlers else _model()
-    optimizer: Any = torch.optim.LBFGS(model.parameters()) if body is _evaluates_again else _sgd(model)
+    optimizer: Any = _OPTIMIZERS.get(body, _sgd)(model)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(_data(), batch_size=_BATCH))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EchelonWarning)
@@ -281,6 +281,31 @@ def _in_every_micro_step(accelerator: Any, model: Any, optimizer: Any, x: Any, y
     optimizer.step(_closure(accelerator, model, x, y))
 
 
+def _left_alone(accelerator: Any, model: Any, optimizer: Any, x: Any, y: Any) -> None:
+    optimizer.step(_closure(accelerator, model, x, y))
+
+
+def _moved_before(accelerator: Any, model: Any, optimizer: Any, x: Any, y: Any) -> None:
+    optimizer.step(_closure(accelerator, model, x, y))
+
+
+class _Deaf(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        return super().step()
+
+
+class _Restless(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        with torch.no_grad():
+            self.param_groups[0]["params"][-1].add_(0.5)
+        return super().step(closure)
+
+
+_OPTIMIZERS: dict[Any, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    _evaluates_again: lambda model: torch.optim.LBFGS(model.parameters()),
+    _left_alone: lambda model: _Deaf(model.parameters(), lr=0.1),
+    _moved_before: lambda model: _Restless(model.parameters(), lr=0.1),
+}
 _REFUSALS: list[tuple[Callable[..., None], dict[str, Any], str]] = [
     (_evaluates_again, {"parity": "exact", "max_micro_batch_size": 2}, "LBFGS evaluates its closure again"),
     (_evaluates_again, {"gradient_accumulation_steps": 2}, "LBFGS evaluates its closure again"),
@@ -299,6 +324,8 @@ _REFUSALS: list[tuple[Callable[..., None], dict[str, Any], str]] = [
     ),
     (_of_two_optimizers, {"gradient_accumulation_steps": 2}, "another optimizer has evaluated closures, too"),
     (_after_a_backward, {"parity": "exact", "max_micro_batch_size": 2}, "backpropagates the batch a second time"),
+    (_left_alone, {"gradient_accumulation_steps": 2}, "_Deaf does not evaluate its closure"),
+    (_moved_before, {"gradient_accumulation_steps": 2}, "_Restless changes the parameters before it evaluates"),
     (_in_every_micro_step, {"mixed_precision": "fp16"}, "the loss scaling of fp16"),
 ]
 
