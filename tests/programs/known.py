@@ -69,7 +69,11 @@ _REFUSALS: list[_Refusal] = [
     ),
     _Refusal(
         "closures of two optimizers in an update of several micro-steps",
-        lambda p, at: p.closure and p.optimizers == 2 and (p.accumulation > 1 or at.max_micro is not None),
+        lambda p, at: (
+            p.closure
+            and p.optimizers == 2
+            and (p.accumulation > 1 or at.max_micro is not None or at.parity == "bitwise")
+        ),
         "another optimizer has evaluated closures, too",
     ),
     _Refusal(
