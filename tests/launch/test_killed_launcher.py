@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from echelon.launch import worker
-from echelon.launch.guardian import BYE, ENDED, STARTED
+from echelon.launch.guardian import BYE, ENDED, LAUNCHER_VARIABLE, STARTED, STARTING
 from echelon.launch.guardian import main as guard
 from echelon.launch.interrupts import Interrupted
 from echelon.launch.output import Outputs
@@ -158,6 +158,30 @@ def test_only_ranks_that_still_are_the_launcher_s_end_when_its_pipe_closes() -> 
             rank.wait()
 
 
+def test_a_rank_that_the_launcher_was_starting_when_it_was_killed_ends_by_its_mark() -> None:
+    def start(mark: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["sleep", "600"], start_new_session=True, env={**os.environ, LAUNCHER_VARIABLE: mark})
+
+    before, known = start("me"), start("me")
+    while int(worker.start_of(known.pid)) >= (now := int(time.clock_gettime(time.CLOCK_BOOTTIME) * TICKS)):
+        time.sleep(0.001)
+    unnamed, of_another = start("me"), start("another")
+    others = [before, known, of_another]
+    named = [f"{STARTING}{now}", f"{STARTED}{known.pid} 1"]  # its number has gone to somebody else: it is left alone
+    try:
+        for told, killed in (([*named], []), ([*named, f"{STARTING}{now}"], [unnamed])):
+            read_end, write_end = os.pipe()
+            os.write(write_end, "".join(f"{line}\n" for line in told).encode())
+            os.close(write_end)
+            guard([str(read_end), "me"])
+            assert [rank.wait(timeout=10) for rank in killed] == [-signal.SIGKILL] * len(killed)
+            assert [rank.poll() for rank in others] == [None] * 3
+    finally:
+        for rank in (*others, unnamed):
+            rank.kill()
+            rank.wait()
+
+
 def test_a_signal_is_obeyed_between_two_ranks_that_are_started(tmp_path: Path) -> None:
     board, guardian, warm = Board(3, folder=str(tmp_path)), Guardian(), WarmStarter()
     looks = iter(range(10))
@@ -196,6 +220,7 @@ def test_sigterm_while_ranks_are_started_stops_them_at_once(command: Command) ->
     nothing_is_left(command, within_s=0.5)
 
 
+TICKS = os.sysconf("SC_CLK_TCK")
 PROGRAMS = {
     "ranks with children": (PARENT, ["--num_processes=6"]),
     "loaders": (LOADER, ["--num_processes=2"]),

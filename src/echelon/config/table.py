@@ -221,6 +221,7 @@ OTHER_VARIABLES = frozenset(
         "ECHELON_BOARD",
         "ECHELON_CHOSEN_THREADS",
         "ECHELON_CONFIG",
+        "ECHELON_LAUNCHER",
         "ECHELON_SET_GLOO_SOCKET_IFNAME",
         "ECHELON_WROTE_FOR_TRANSFORMERS",
         # Read elsewhere.

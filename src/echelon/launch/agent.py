@@ -26,11 +26,12 @@ from echelon.base.errors import LaunchError
 from echelon.diagnose.stall import RankView, Stall
 from echelon.launch.accounts import GOODPUT_FILE, Accounts, Books, first_sign, times_on
 from echelon.launch.failure import RankEnd, explain
+from echelon.launch.guardian import LAUNCHER_VARIABLE
 from echelon.launch.interrupts import Interrupted, Interrupts
 from echelon.launch.job_token import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from echelon.launch.node import Node, Order, RunOver
 from echelon.launch.output import Outputs
-from echelon.launch.parents import Guardian
+from echelon.launch.parents import Guardian, own_identity
 from echelon.launch.preemption import Preemption
 from echelon.launch.processes import Workers
 from echelon.launch.ranks import LocalRanks, settled
@@ -273,6 +274,7 @@ class _Agent(SimpleElasticAgent):
                 "LOCAL_RANK": str(worker.local_rank),
                 "WORLD_SIZE": str(worker.world_size),
                 BOARD_VARIABLE: f"{self._board.path}:{worker.local_rank}",
+                LAUNCHER_VARIABLE: own_identity(),
                 "ROLE_RANK": str(worker.role_rank),
                 "ROLE_WORLD_SIZE": str(worker.role_world_size),
                 # For scripts that decorate their main with torch's @record.

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from typing import final
 
@@ -14,6 +15,7 @@ from echelon.launch import guardian, worker
 __all__ = ["Guardian", "own_identity"]
 
 _ENDS_WITHIN_S = 1.0
+_HAS_BOOT_TIME = hasattr(time, "CLOCK_BOOTTIME")
 
 
 def own_identity() -> str:
@@ -37,13 +39,18 @@ class Guardian:
         read_end, self._pipe = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", guardian.__file__, str(read_end)],
+                [sys.executable, "-I", "-S", guardian.__file__, str(read_end), own_identity()],
                 pass_fds=[read_end],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # a terminal's Ctrl-C, and kill -9 of the launcher's group, pass it by
             )
         finally:
             os.close(read_end)
+
+    def note_starting(self) -> None:
+        """Tell that a rank is about to be started: if this process is killed before ``note_started``, it is looked for."""
+        ticks = int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK")) if _HAS_BOOT_TIME else 0
+        self._write(f"{guardian.STARTING}{ticks}")
 
     def note_started(self, pid: int) -> None:
         """Tell that the process ``pid`` leads the session of a rank."""

@@ -89,6 +89,7 @@ class Workers:
             rank = int(environment["RANK"])
             directory = self._directory / f"rank_{rank}"
             directory.mkdir(parents=True)
+            self._guardian.note_starting()
             try:
                 self._workers.append(self._start_one(local_rank, rank, directory, environment))
             except OSError as error:
