@@ -16,6 +16,7 @@ import time
 import psutil
 import pytest
 
+from echelon.launch import worker
 from tests.launch.conftest import Command
 
 STALL_S, SLOW_S, REPORT_S = 5.0, 25.0, 5.0
@@ -115,7 +116,8 @@ def in_stage(command: Command, launcher: subprocess.Popen[str], stage: str, rank
     """Wait until the rank comes to the stage; return its process id."""
     while launcher.poll() is None:
         if stage == "start":
-            if ranks := [p for p in psutil.Process(launcher.pid).children() if "train.py" in p.cmdline()]:
+            # Before it has begun its own program a child has the launcher's command line, and the launcher waits for it.
+            if ranks := [p for p in psutil.Process(launcher.pid).children() if worker.__file__ in p.cmdline()]:
                 return random.Random(rank).choice(ranks).pid
         elif (now := stage_of(command, rank))[0] == stage:
             return now[1]
