@@ -81,7 +81,7 @@ class _Plain:
         self.zipped_loader = make_loader(_zipped(program), self.zipped_rows, batch_size=program.zipped or 1)
         self.evaluations: list[torch.Tensor] = []
         self.seen: list[list[int]] = []
-        self.zipped_of: dict[int, list[int]] = {}
+        self.at_first_batch: torch.Tensor | None = None  # the state of the loader's own generator
 
     def run(self) -> Expected:
         program = self.program
@@ -111,6 +111,8 @@ class _Plain:
                 if program.evaluates == "middle" and updates == 1:
                     self._evaluate()
                 if updates == program.breaks:
+                    if not is_last:
+                        self._leave_pass()
                     break
             self.seen.append(seen)
             # "What the body of the loop still had to do is not made up for" after a save at the end of an epoch
@@ -136,7 +138,9 @@ class _Plain:
 
     def _rounds(self, epoch: int, layout: Layout) -> list[Round]:
         if not self.program.zipped:
-            return rounds_of(self.program, layout, self.loader, iter(self.loader), epoch=epoch)
+            pass_, generator = iter(self.loader), getattr(self.loader.sampler, "generator", None)
+            self.at_first_batch = None if generator is None else generator.get_state()
+            return rounds_of(self.program, layout, self.loader, pass_, epoch=epoch)
         # One after the other: a prepared loader draws its order with its first batch (docs/parity.md, "What it cannot do").
         rounds = rounds_of(self.program, layout, self.loader, iter(self.loader), epoch=epoch)
         others = rounds_of(_zipped(self.program), layout, self.zipped_loader, iter(self.zipped_loader), epoch=epoch)
@@ -144,6 +148,13 @@ class _Plain:
         for one, other in zip(rounds, others):
             both.append([[*a, *(-1 - i for i in b)] for a, b in zip(one, other)])
         return both
+
+    def _leave_pass(self) -> None:
+        """Take back what the sampler draws at the end of its samples: a pass that is left does not come there."""
+        if self.at_first_batch is not None:
+            generator = self.loader.sampler.generator
+            generator.set_state(self.at_first_batch)
+            torch.randperm(self.program.num_samples, generator=generator)
 
     def _losses(self, piece: list[int]) -> Iterator[tuple[torch.Tensor, float | None]]:
         program = self.program
