@@ -28,6 +28,7 @@ from echelon.utils import (
     map_pytorch_optim_to_deepspeed,
 )
 from tests.harness import RanksFailed, run_on_ranks
+from tests.sharded_already import cut_loader
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.deepspeed
@@ -465,3 +466,24 @@ def test_stage_0_follows_what_is_unfrozen() -> None:
     whole, *_ = run_on_ranks(_other_parameters, 0, "unfrozen", world_size=2)
     assert whole is not None
     _assert_like(whole, model.state_dict())
+
+
+def _read_what_is_cut(name: str) -> list[list[float]]:
+    """Return what each rank has trained on in a pass of a loader that was cut before."""
+    accelerator = _accelerator(2)
+    model = nn.Linear(1, 1)
+    model, _, loader = accelerator.prepare(model, _adam(model), cut_loader(name, 24, 2, 0))
+    seen: list[float] = []
+    for batch in loader:
+        x = (batch[0] if isinstance(batch, (list, tuple)) else batch).reshape(-1, 1).float()
+        seen += x.flatten().tolist()
+        accelerator.backward(model(x).square().mean())
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, seen)
+    return everybody
+
+
+@pytest.mark.parametrize("name", ["DistributedSampler", "asks for its rank"])
+def test_a_loader_that_is_cut_already_is_not_cut_again(name: str) -> None:
+    with_all = run_on_ranks(_read_what_is_cut, name, world_size=2)[0]
+    assert sorted(value for seen in with_all for value in seen) == [float(i) for i in range(24)]
