@@ -28,6 +28,16 @@ _REFUSALS: list[_Refusal] = [
         "is an embedding with sparse=True",
     ),
     _Refusal(
+        "a Trainer needs a batch to train on",
+        lambda p, at: at.level == 3 and p.drop_last,
+        "there is no batch to train on",
+    ),
+    _Refusal(
+        "a shard of a Trainer's batch is larger than a process takes",
+        lambda p, at: at.level == 3 and at.parity == "bitwise",
+        "max_micro_batch_size=. is less than a shard, of which a batch of",
+    ),
+    _Refusal(
         "a stream without state cannot be entered in its middle",
         lambda p, at: p.data == "iterable" and p.saves is not None and at.parity != "off" and not p.replays,
         "an iterable dataset without state cannot go there",
@@ -112,6 +122,7 @@ _OPEN: list[tuple[str, Callable[[Case], bool]]] = []
 _EXPECTED_WARNINGS: list[str] = [
     "FSDP2-wrapped module .* returned a view tensor",
     "Sparse invariant checks are implicitly disabled",
+    "EchelonWarning: settings of sharding are without effect on one process",  # fsdp= of a Trainer
     "EchelonWarning: the last backward pass was not synchronised",
     "EchelonWarning: .*was not prepared by this Accelerator",
     "EchelonWarning: . batches of iterable data were read again",

@@ -42,6 +42,7 @@ class Found:
     """The samples that ``gather_for_metrics`` gave in each epoch."""
     evaluations: list[torch.Tensor] = field(default_factory=list)
     evaluated: list[list[int]] = field(default_factory=list)
+    evaluation_losses: list[float] = field(default_factory=list)
     num_steps: int = 0
     has_saved: bool = False
     """This start ended at a save: the rest is another's."""

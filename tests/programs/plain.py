@@ -44,6 +44,8 @@ class Expected:
     """The samples of each epoch, each as often as it counts."""
     evaluations: list[torch.Tensor] = field(default_factory=list)
     """Predictions for the evaluation data, one for each evaluation."""
+    evaluation_losses: list[float] = field(default_factory=list)
+    """Of a Trainer; nan: nothing is said of it."""
 
 
 def run_plainly(case: Case) -> Expected:

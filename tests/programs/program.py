@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+TRAINERS = 0.2  # of all programs: a Trainer
+
 __all__ = ["Case", "Layout", "Program", "draw_case", "simpler"]
 
 
@@ -35,7 +37,7 @@ class Program:
     output: str = "tensor"  # tensor | tuple | dict | model_output | dataclass | namedtuple
     unfreezes: int | None = None  # the epoch before which the frozen layer is unfrozen
     # ---- loss
-    loss: str = "mean"  # mean | items | two | inside
+    loss: str = "mean"  # mean | items | two | inside; of a Trainer also own | func | model_items
     # ---- optimizer
     optimizer: str = "sgd"  # sgd | momentum | adamw | adagrad | rmsprop | lbfgs
     groups: int = 1  # parameter groups
@@ -43,7 +45,7 @@ class Program:
     made: str = "before"  # before: prepare(model, optimizer); after: from the prepared model; apart: in two calls; first: it comes first
     is_prepared: bool = True
     closure: bool = False
-    schedule: str = "none"  # none | step | lambda | cosine
+    schedule: str = "none"  # none | step | lambda | cosine; of a Trainer also linear | warmup, by its arguments
     accumulation: int = 1
     accumulates: bool = True  # the loop says accumulate()
     clipping: str = "none"  # none | norm | inf | value
@@ -59,6 +61,10 @@ class Program:
     saves: int | None = None  # after so many updates the run is saved, and goes on in another start
     replays: bool = False  # DataLoaderConfiguration(replay_iterable=True)
     float32: bool = False
+    # ---- of a Trainer
+    by_name: bool = False  # the optimizer is named in its arguments
+    max_steps: int | None = None
+    says_global: bool = True  # global_batch_size is given, in the exact modes
 
     def __repr__(self) -> str:
         shown = (f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default)
@@ -105,8 +111,60 @@ class Case:
 def draw_case(seed: int) -> Case:
     """Return the case of ``seed``: the same on every machine and in every version of Python."""
     draw = random.Random(f"program {seed}")
+    if draw.random() < TRAINERS:
+        program = _draw_trainer(draw, seed)
+        layouts = _draw_layouts(draw, program, level=3)
+        if "other" in layouts and program.saves is None:
+            program = replace(program, says_global=True)  # else another number of processes is another batch
+        return Case(program=program, **layouts)
     program = _draw_program(draw, seed)
-    return Case(program=program, **_draw_layouts(draw, program))
+    return Case(program=program, **_draw_layouts(draw, program, level=2))
+
+
+def _draw_trainer(draw: random.Random, seed: int) -> Program:
+    """Return a program whose loop is a Trainer's."""
+
+    def sometimes(share: float, *values: Any, usual: Any) -> Any:
+        return draw.choice(values) if draw.random() < share else usual
+
+    is_iterable = draw.random() < 0.15
+    loss = draw.choice(["inside", "inside", "own", "two", "func", "items", "items", "model_items"])
+    optimizer = draw.choice(["sgd", "momentum", "momentum", "adamw", "adamw", "adagrad", "rmsprop"])
+    model = draw.choice(["mlp", "mlp", "mlp", "tied", "frozen", "sparse", "shared", "branches", "scalar"])
+    if model == "sparse" and optimizer not in ("sgd", "adagrad"):
+        optimizer = "sgd"
+    by_name = model != "sparse" and draw.random() < 0.3
+    is_counted = loss in ("items", "model_items")
+    evaluates = sometimes(0.35, "epoch", "middle", usual="no")
+    saves = sometimes(0.15, 1, 2, 3, 5, usual=None)
+    return Program(
+        seed=seed,
+        epochs=draw.choice([1, 1, 2, 2, 3]),
+        num_samples=draw.choice([1, 2, 3, 5, 7, 8, 9, 10, 11, 12, 13]),
+        batch_size=draw.choice([1, 2, 2, 3, 3, 4, 4, 5, 6, 8]),
+        drop_last=evaluates == "no" and draw.random() < 0.2,  # dataloader_drop_last is for evaluations, too
+        data="iterable" if is_iterable else "map",
+        order="sequential" if is_iterable else draw.choice(["sequential", "shuffle", "shuffle"]),
+        collate=draw.choice(["dict", "padded"]) if is_counted else draw.choice(["dict", "dict", "tuple"]),
+        num_workers=sometimes(0.02, 1, usual=0),
+        even_batches=draw.random() > 0.04,
+        split_batches=draw.random() < 0.06,
+        dispatches=sometimes(0.1, True, False, usual=None),
+        model=model,
+        output=sometimes(0.7, "tuple", "dict", "model_output", "dataclass", "namedtuple", usual="tensor"),
+        loss=loss,
+        optimizer=optimizer,
+        groups=sometimes(0.2, 2, usual=1) if not by_name else 1,
+        by_name=by_name,
+        schedule=sometimes(0.6, "linear", "warmup", *([] if by_name else ["step", "lambda", "cosine"]), usual="none"),
+        clipping="norm" if model != "sparse" and draw.random() < 0.5 else "none",
+        accumulation=sometimes(0.5, 2, 3, 4, usual=1),
+        max_steps=draw.choice([2, 3, 4, 6]) if is_iterable or draw.random() < 0.2 else None,
+        evaluates=evaluates,
+        breaks=None if is_iterable or saves is not None else sometimes(0.06, 1, 2, usual=None),
+        saves=saves,
+        says_global=draw.random() < 0.6,
+    )
 
 
 def _draw_program(draw: random.Random, seed: int) -> Program:
@@ -220,7 +278,7 @@ def _possible(program: Program) -> Program:
 _ENGINES = [None, None, "ddp", "zero1", "fsdp2 stage 3", "fsdp2 stage 3", "fsdp2 stage 2"]
 
 
-def _draw_layouts(draw: random.Random, program: Program) -> dict[str, Any]:
+def _draw_layouts(draw: random.Random, program: Program, *, level: int) -> dict[str, Any]:
     def one(parity: str) -> Layout:
         world_size = draw.choice([1, 2, 2, 2, 3, 3])
         engine = draw.choice(_ENGINES)
@@ -228,6 +286,7 @@ def _draw_layouts(draw: random.Random, program: Program) -> dict[str, Any]:
             engine = None
         return Layout(
             world_size=world_size,
+            level=level,
             parity=parity,
             engine=engine,
             max_micro=draw.choice([None, None, 1, 2, 3]) if parity == "exact" else None,
@@ -250,12 +309,12 @@ def simpler(case: Case) -> Iterator[Case]:
     for field in fields(program):
         if field.name != "seed" and getattr(program, field.name) != field.default:
             changed = replace(program, **{field.name: field.default})
-            if _possible(changed) == changed:
+            if layout.level == 3 or _possible(changed) == changed:
                 yield replace(case, program=changed)
     if program.epochs > 1:
         yield replace(case, program=replace(program, epochs=1))
     for field in fields(layout):
-        if field.name not in ("parity", "world_size") and getattr(layout, field.name) != field.default:
+        if field.name not in ("parity", "world_size", "level") and getattr(layout, field.name) != field.default:
             yield replace(case, layout=replace(layout, **{field.name: field.default}))
     if layout.world_size > 1:
         yield replace(case, layout=replace(layout, world_size=layout.world_size - 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import sys
@@ -22,10 +23,11 @@ import torch.distributed as dist
 
 from echelon.base.errors import EchelonError
 from tests.harness import RanksFailed, RanksHung, run_on_ranks
-from tests.programs import loop
+from tests.programs import loop, trainer_loop
 from tests.programs.known import excuse_of, is_expected_warning, known_open, refusal_of
 from tests.programs.loop import Found
 from tests.programs.plain import Expected, run_plainly
+from tests.programs.plain_trainer import run_trainer_plainly
 from tests.programs.program import Case, Layout, Program, simpler
 
 __all__ = ["Report", "check_cases", "explain", "shrink"]
@@ -94,11 +96,11 @@ def check_cases(cases: Sequence[Case]) -> Report:
             report.counts[f"left out: item {item} of the known open faults"] += 1
     with tempfile.TemporaryDirectory(prefix="programs-") as folder:
         first = [
-            Start(i, "run", case.program, case.layout, f"{folder}/{i}" if case.program.saves is not None else None)
+            Start(i, "run", case.program, case.layout, f"{folder}/{i}" if _has_folder(case) else None)
             for i, case in enumerate(drawn)
         ]
         first += [
-            Start(i, "twin", case.program, case.other)
+            Start(i, "twin", case.program, case.other, f"{folder}/{i}-twin" if _has_folder(case) else None)
             for i, case in enumerate(drawn)
             if case.other is not None and case.program.saves is None
         ]
@@ -121,6 +123,10 @@ def check_cases(cases: Sequence[Case]) -> Report:
     report.cpu_s["plain loops"] = time.process_time() - begun
     report.cpu_s["ranks"] = sum(one.cpu_s for found in outcomes.values() if not isinstance(found, str) for one in found)
     return report
+
+
+def _has_folder(case: Case) -> bool:
+    return case.program.saves is not None or case.layout.level == 3
 
 
 def explain(case: Case) -> str:
@@ -228,8 +234,7 @@ def _outcome(start: Start) -> Outcome:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
-            folder = None if start.folder is None else Path(start.folder)
-            outcome.found = loop.train(start.program, start.layout, folder, goes_on=start.kind == "second")
+            outcome.found = _train(start)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is what this program came to
             outcome.error = f"{type(error).__name__}: {error}"
             outcome.is_ours = isinstance(error, EchelonError)
@@ -237,6 +242,14 @@ def _outcome(start: Start) -> Outcome:
     outcome.cpu_s = time.process_time() - begun
     outcome.warned = list({(one.category.__name__, str(one.message)) for one in warned})
     return outcome
+
+
+def _train(start: Start) -> Found:
+    folder, goes_on = None if start.folder is None else Path(start.folder), start.kind == "second"
+    if start.layout.level == 3:
+        assert folder is not None
+        return trainer_loop.train(start.program, start.layout, folder, goes_on=goes_on)
+    return loop.train(start.program, start.layout, folder, goes_on=goes_on)
 
 
 def _meet(number: int, *, failed: bool) -> bool:
@@ -282,7 +295,7 @@ def _judge(case: Case, outcomes: dict[str, list[Outcome] | str]) -> tuple[str, s
             for category, text in outcome.warned:
                 if not is_expected_warning(category, text):
                     return "FAILED", f"{kind}: it warned: {category}: {text}"
-    expected = run_plainly(case)
+    expected = run_trainer_plainly(case) if case.layout.level == 3 else run_plainly(case)
     texts = [text for found in outcomes.values() for one in found for _, text in one.warned]  # type: ignore[union-attr]
     difference = _difference(case, outcomes, expected)  # type: ignore[arg-type]
     if not difference:
@@ -313,7 +326,8 @@ def _difference(case: Case, outcomes: dict[str, list[Outcome]], expected: Expect
 def _same_bits(mine: list[Any], other: list[Any]) -> bool:
     if len(mine) != len(other):
         return False
-    return all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(mine, other))
+    pairs = ((torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(mine, other))
+    return all(torch.equal(a.nan_to_num(nan=7.0), b.nan_to_num(nan=7.0)) for a, b in pairs)
 
 
 def _against_plain(case: Case, found: Found, expected: Expected, *, is_rest: bool) -> str:
@@ -332,7 +346,7 @@ def _against_plain(case: Case, found: Found, expected: Expected, *, is_rest: boo
     for name, mine_, wanted_ in (
         ("norm", found.norms, expected.norms),
         ("learning rate", found.rates, expected.rates),
-        ("loss", found.losses if case.layout.parity != "off" else [], expected.losses),
+        ("loss", found.losses if case.layout.parity != "off" or case.layout.level == 3 else [], expected.losses),
     ):
         if not mine_:
             continue
@@ -350,6 +364,10 @@ def _against_plain(case: Case, found: Found, expected: Expected, *, is_rest: boo
             return f"an evaluation saw the samples {indices}, and there are {len(wanted)}"
         if (text := _apart(mine, wanted, tolerance, absolute)) is not None:
             return f"predictions of an evaluation {text}"
+    for mine_, wanted_ in zip(reversed(found.evaluation_losses), reversed(expected.evaluation_losses)):
+        text = None if math.isnan(wanted_) else _apart(torch.tensor(mine_), torch.tensor(wanted_), tolerance, 1e-13)
+        if text is not None:
+            return f"loss of an evaluation {text}"
     if not is_rest and not program.zipped:  # results are those of one loader
         for epoch, (seen, wanted_seen) in enumerate(zip(found.epochs, expected.epochs)):
             if sorted(seen) != sorted({i for i in wanted_seen if i >= 0}):
@@ -360,7 +378,7 @@ def _against_plain(case: Case, found: Found, expected: Expected, *, is_rest: boo
 def _apart(mine: torch.Tensor, wanted: torch.Tensor, relative: float, absolute: float) -> str | None:
     if mine.shape != wanted.shape:
         return f"has the shape {list(mine.shape)}, and should have {list(wanted.shape)}"
-    if torch.allclose(mine.double(), wanted.double(), rtol=relative, atol=absolute):
+    if torch.allclose(mine.double(), wanted.double(), rtol=relative, atol=absolute, equal_nan=True):
         return None
     gap = float((mine.double() - wanted.double()).abs().max())
     return f"is off by {gap:.3g}: {mine.flatten().tolist()[:6]} for {wanted.flatten().tolist()[:6]}"

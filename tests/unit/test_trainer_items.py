@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,30 @@ def test_a_loss_function_that_needs_the_number_trains_as_a_plain_loop(tmp_path: 
         optimizer.zero_grad()
     for ours, theirs in zip(model.parameters(), reference.parameters()):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("parity", ["exact", "bitwise"])
+def test_an_update_without_labels_moves_nothing_and_has_no_mean(tmp_path: Path, parity: str) -> None:
+    rows = [{**row, "labels": torch.tensor(-100)} if i // 2 in (0, 2) else row for i, row in enumerate(net_data(8))]
+    options: dict[str, Any] = {"global_batch_size": 2, "canonical_shards": 2, "max_micro_batch_size": 1}
+    options |= {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+    options |= {"train_sampling_strategy": "sequential", "logging_strategy": "steps", "logging_steps": 1}
+    trainer = Trainer(Net(), arguments(tmp_path, parity=parity, **options), train_dataset=rows)
+    trainer.train()
+
+    model, losses = Net(), []  # plain PyTorch
+    for start in range(0, 8, 2):
+        x, labels = _stacked(rows[start : start + 2])
+        loss = F.cross_entropy(model.layers(x), labels)
+        losses.append(loss.item())
+        if not loss.isnan():
+            for parameter, gradient in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters()))):
+                parameter.data -= 0.1 * gradient
+    assert [math.isnan(loss) for loss in losses] == [True, False, True, False]
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == pytest.approx(losses, rel=1e-12, nan_ok=True)  # float64: sums of two in another order
+    for mine, wanted in zip(trainer.model.parameters(), model.parameters()):
+        torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-14)
 
 
 def test_a_loss_function_is_called_without_labels_where_the_batch_has_none(tmp_path: Path) -> None:

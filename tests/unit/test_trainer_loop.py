@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -419,6 +419,30 @@ def test_a_model_that_returns_its_loss_first_is_evaluated_without_it(tmp_path: P
     assert prediction.metrics["test_loss"] == pytest.approx(114.0)  # the mean of (2 i)^2
     unlabelled = [{"x": row["x"]} for row in DATA]
     assert Trainer(Tuple(), _args(tmp_path)).predict(unlabelled).predictions.tolist() == [0.0] * 10
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dict", "namedtuple"])
+def test_what_a_model_did_not_compute_is_no_prediction(tmp_path: Path, kind: str) -> None:
+    class Output(NamedTuple):
+        loss: Any
+        logits: Any
+        hidden: Any = None
+
+    class Optional(Line):
+        def forward(self, x: Any) -> Any:  # type: ignore[override]
+            logits = super().forward(x)["logits"]
+            if kind == "dict":
+                return {"loss": None, "logits": logits, "hidden": None}
+            return Output(None, logits) if kind == "namedtuple" else (None, logits)
+
+    def loss(outputs: Any, labels: Any) -> torch.Tensor:
+        logits = outputs["logits"] if kind == "dict" else outputs[1]
+        return F.mse_loss(logits, labels)
+
+    trainer = Trainer(Optional(), _args(tmp_path), compute_loss_func=loss)
+    prediction = trainer.predict(DATA)
+    assert prediction.predictions.tolist() == [0.0] * 10
+    assert prediction.metrics["test_loss"] == pytest.approx(114.0)  # the mean of (2 i)^2
 
 
 def test_predictions_of_different_lengths_are_padded(tmp_path: Path) -> None:

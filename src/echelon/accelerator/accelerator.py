@@ -433,7 +433,8 @@ class Accelerator(AcceleratorFacts):
     def update_loss(self) -> float:
         """Return the loss of the update that was made last: the mean over the items of all processes and micro-steps.
 
-        Losses of one micro-step are added up. It waits for the device: call it where the loss is logged.
+        Losses of one micro-step are added up. An update without items has no mean: nan. It waits for the device: call it
+        where the loss is logged.
 
         Collective: every process.
 

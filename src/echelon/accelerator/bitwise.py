@@ -242,14 +242,15 @@ class CanonicalLedger(Ledger):
         yield
 
     def update_loss(self, sum_over_ranks: Callable[[list[float]], list[float]]) -> float:
-        """Return the mean of the losses noted since the update began, the same bits on any number of ranks. Collective."""
+        """Return the mean of the losses noted since the update began, the same bits on any number of ranks. Collective.
+
+        See ``Ledger``.
+        """
         sums = [0.0] * self.num_shards  # each is one rank's: what is added to it is zero
         for shard, losses in self._by_shard.items():
             sums[shard] = math.fsum(float(loss) * num_items for loss, num_items in losses)
         *sums, num_items = sum_over_ranks([*sums, self._num_items])
-        if not num_items:
-            raise UsageError("no update has had a loss yet", do="call update_loss() after backward()")
-        return math.fsum(sums) / num_items
+        return self._mean(math.fsum(sums), num_items)
 
     def options(self, config: DataLoaderConfiguration) -> ExactOptions:
         """Return how loaders read. Collective: at the first call."""

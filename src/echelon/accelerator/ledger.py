@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -68,6 +69,7 @@ class Ledger(Driver):
         self._losses: list[tuple[torch.Tensor, float]] = []  # of the update: each a mean over items of this rank
         self._num_items = 0.0  # of the update, this rank's
         self._is_counted = False  # are the items of this micro-step in it?
+        self._has_had_loss = False  # of any update
         self._items_in_hand: float | None = None  # those items
         self._is_again = False  # are losses made again, at other parameters?
         self._num_postponed = 0  # at the first loss of the micro-step
@@ -359,7 +361,7 @@ class Ledger(Driver):
                 self._look_at_parameters()
             self._items_in_hand = num_items
             self._num_items += num_items
-            self._is_counted = True
+            self._is_counted = self._has_had_loss = True
             self._num_postponed = num_postponed
         elif num_postponed > self._num_postponed and not self._is_told_of_turns:
             self._is_told_of_turns = True
@@ -385,12 +387,20 @@ class Ledger(Driver):
             warn(f"{CHANGED}. {HOW_TO_CHANGE}")
 
     def update_loss(self, sum_over_ranks: Callable[[list[float]], list[float]]) -> float:
-        """Return the mean of the losses noted since the update began. Collective."""
+        """Return the mean of the losses noted since the update began; nan: it had no items. Collective."""
         mine = sum(float(loss) * num_items for loss, num_items in self._losses)
         loss, num_items = sum_over_ranks([mine, self._num_items])
-        if not num_items:
+        return self._mean(loss, num_items)
+
+    def _mean(self, total: float, num_items: float) -> float:
+        """Return the mean over ``num_items`` of an update; nan: none.
+
+        Raises:
+            UsageError: there was no loss at all.
+        """
+        if not num_items and not self._has_had_loss:
             raise UsageError("no update has had a loss yet", do="call update_loss() after backward()")
-        return loss / num_items
+        return total / num_items if num_items else math.nan
 
     def options(self, config: DataLoaderConfiguration) -> ExactOptions:
         """Return how loaders read. Collective: at the first call."""

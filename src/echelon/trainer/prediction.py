@@ -39,9 +39,10 @@ def predict_batch(
             outputs = trainer._call_model(model, inputs)
     if prediction_loss_only:
         return loss, None, None
+    # What is None was not computed, and is no prediction: the loss of a model that an overridden compute_loss serves.
     if isinstance(outputs, Mapping):
         left_out = [*ignore_keys, *(["loss"] if loss is not None else [])]
-        logits: Any = tuple(value for name, value in outputs.items() if name not in left_out)
+        logits: Any = tuple(value for name, value in outputs.items() if name not in left_out and value is not None)
     elif is_record(outputs):
         left_out = [*ignore_keys, *(["loss"] if loss is not None else [])]
         held: Any = contents(outputs)
@@ -49,7 +50,7 @@ def predict_batch(
     elif isinstance(outputs, (tuple, list)):
         # A model of transformers returns its loss first; an overridden compute_loss need not.
         has_loss = loss is not None and isinstance(outputs[0], torch.Tensor) and not outputs[0].dim()
-        logits = tuple(outputs[1:] if has_loss else outputs)
+        logits = tuple(value for value in (outputs[1:] if has_loss else outputs) if value is not None)
     else:
         logits = (outputs,)
     logits = batches.detach(logits)
