@@ -225,7 +225,7 @@ def _refusal(body: Callable[..., None], **settings: Any) -> str:
     handlers = [GradScalerKwargs(init_scale=4.0)] if settings.get("mixed_precision") == "fp16" else []
     accelerator = Accelerator(cpu=True, kwargs_handlers=handlers, **settings)  # type: ignore[arg-type]
     model: Any = _model().float() if handlers else _model()
-    optimizer: Any = _OPTIMIZERS.get(body, _sgd)(model)
+    optimizer: Any = _REFUSED.get(body, _sgd)(model)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(_data(), batch_size=_BATCH))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EchelonWarning)
@@ -301,7 +301,7 @@ class _Restless(torch.optim.SGD):
         return super().step(closure)
 
 
-_OPTIMIZERS: dict[Any, Callable[[nn.Module], torch.optim.Optimizer]] = {
+_REFUSED: dict[Any, Callable[[nn.Module], torch.optim.Optimizer]] = {
     _evaluates_again: lambda model: torch.optim.LBFGS(model.parameters()),
     _left_alone: lambda model: _Deaf(model.parameters(), lr=0.1),
     _moved_before: lambda model: _Restless(model.parameters(), lr=0.1),

@@ -9,7 +9,6 @@ from types import FrameType
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -56,6 +55,8 @@ def warn_of_unprepared_model(*, num_processes: int) -> None:
 def _averages_gradients(model: nn.Module) -> bool:
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         return True
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - one process does without
+
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 

@@ -253,7 +253,7 @@ class TrainingLoop:
             max_steps=trainer.args.max_steps,
         )
 
-    def _update(self, batches: Any, random_states: Any) -> bool:
+    def _update(self, batches: EpochBatches, random_states: Any) -> bool:
         """Make one optimizer step of the next batches; False: there are none.
 
         Args:
@@ -261,10 +261,7 @@ class TrainingLoop:
             random_states: what random numbers are drawn from when they are read; None: as they come.
         """
         trainer, model, losses = self.trainer, self.trainer.model_wrapped, self.losses
-        wanted = trainer._accumulation_steps
-        if self.plan.is_limited:
-            wanted = min(wanted, self.plan.batches_per_epoch - self.place.num_batches)
-        group, num_items = trainer.get_batch_samples(batches, wanted, trainer.accelerator.device)
+        group, num_items = self._next_group(batches)
         self.num_items = num_items
         if not group:
             return False
@@ -288,6 +285,17 @@ class TrainingLoop:
                     return True
         self._step(group, num_batches=len(group))
         return True
+
+    def _next_group(self, batches: EpochBatches) -> tuple[list[Any], Any]:
+        """Return the batches of an update, and the number of their items: as many as are planned, and more where there are."""
+        get, device = self.trainer.get_batch_samples, self.trainer.accelerator.device
+        wanted, num_left = self.trainer._accumulation_steps, self.plan.batches_per_epoch - self.place.num_batches
+        planned = min(wanted, num_left) if num_left > 0 else wanted
+        group, num_items = get(batches, planned, device)
+        if planned == wanted or len(group) < planned or self.plan.is_limited or not batches.has_more():
+            return group, num_items
+        more, num_more = get(batches, wanted - planned, device)
+        return [*group, *more], None if num_items is None or num_more is None else num_items + num_more
 
     def _leave_update(self) -> None:
         """Forget an update that a callback ended before its last batch: nothing of it is stepped with later on."""
