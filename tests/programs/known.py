@@ -28,6 +28,16 @@ _REFUSALS: list[_Refusal] = [
         "is an embedding with sparse=True",
     ),
     _Refusal(
+        "shard() cuts data with an index",
+        lambda p, at: at.level == 1 and p.data == "iterable",
+        "shard\\(\\) cannot cut an iterable dataset",
+    ),
+    _Refusal(
+        "shard() cuts batches of a batch size",
+        lambda p, at: at.level == 1 and p.order == "batch_sampler",
+        "shard\\(\\) needs a loader with a batch size and torch's own batch sampler",
+    ),
+    _Refusal(
         "a Trainer needs a batch to train on",
         lambda p, at: at.level == 3 and p.drop_last,
         "there is no batch to train on",
@@ -124,6 +134,8 @@ _EXPECTED_WARNINGS: list[str] = [
     "Sparse invariant checks are implicitly disabled",
     "EchelonWarning: settings of sharding are without effect on one process",  # fsdp= of a Trainer
     "EchelonWarning: the last backward pass was not synchronised",
+    # of a layer that is unfrozen after DistributedDataParallel was made
+    "EchelonWarning: this step uses gradients of Net that the other ranks have not seen",
     "EchelonWarning: .*was not prepared by this Accelerator",
     "EchelonWarning: . batches of iterable data were read again",
     "EchelonWarning: .* has random states of . process",
@@ -166,6 +178,9 @@ def is_expected_warning(category: str, text: str) -> bool:
 
 def excuse_of(case: Case, texts: Sequence[str]) -> str | None:
     """Return what a warning named as the reason of a difference."""
+    is_named = any("that the other ranks have not seen" in text for text in texts)
+    if case.layout.level == 1 and case.program.unfreezes is not None and is_named:
+        return "torch's DistributedDataParallel does not average a layer that is unfrozen later"
     if not case.program.is_prepared and any("was not prepared by this Accelerator" in text for text in texts):
         return "an optimizer that was not prepared steps in every micro-step"
     return None

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-TRAINERS = 0.2  # of all programs: a Trainer
+TRAINERS, NATIVE = 0.2, 0.1  # of all programs: a Trainer (level 3), a DistributedDataParallel (level 1)
 
 __all__ = ["Case", "Layout", "Program", "draw_case", "simpler"]
 
@@ -111,7 +111,10 @@ class Case:
 def draw_case(seed: int) -> Case:
     """Return the case of ``seed``: the same on every machine and in every version of Python."""
     draw = random.Random(f"program {seed}")
-    if draw.random() < TRAINERS:
+    kind = draw.random()
+    if kind < NATIVE:
+        return Case(program=_draw_native(draw, seed), layout=Layout(world_size=draw.choice([1, 2, 2, 3, 3]), level=1))
+    if kind < NATIVE + TRAINERS:
         program = _draw_trainer(draw, seed)
         layouts = _draw_layouts(draw, program, level=3)
         if "other" in layouts and program.saves is None:
@@ -119,6 +122,20 @@ def draw_case(seed: int) -> Case:
         return Case(program=program, **layouts)
     program = _draw_program(draw, seed)
     return Case(program=program, **_draw_layouts(draw, program, level=2))
+
+
+def _draw_native(draw: random.Random, seed: int) -> Program:
+    """Return a program whose loop wraps its model in torch's DistributedDataParallel, and cuts its loaders by ``shard()``."""
+    program = _draw_program(draw, seed)
+    changes: dict[str, Any] = {"made": "after" if program.made == "after" else "before", "is_prepared": True}
+    changes |= {"even_batches": True, "split_batches": False, "dispatches": None, "zipped": 0, "accumulates": True}
+    changes |= {"saves": None, "replays": False, "guards": False}
+    if program.closure or program.loss == "items" or program.skips:
+        changes["accumulation"] = 1  # who divides by items that are not read yet would have to read ahead
+    cannot_be_cut = program.data == "iterable" or program.order == "batch_sampler"
+    if cannot_be_cut and draw.random() < 0.8:
+        changes |= {"data": "map", "order": "shuffle"}
+    return replace(program, **changes)
 
 
 def _draw_trainer(draw: random.Random, seed: int) -> Program:
@@ -309,7 +326,7 @@ def simpler(case: Case) -> Iterator[Case]:
     for field in fields(program):
         if field.name != "seed" and getattr(program, field.name) != field.default:
             changed = replace(program, **{field.name: field.default})
-            if layout.level == 3 or _possible(changed) == changed:
+            if layout.level != 2 or _possible(changed) == changed:
                 yield replace(case, program=changed)
     if program.epochs > 1:
         yield replace(case, program=replace(program, epochs=1))

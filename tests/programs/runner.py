@@ -22,11 +22,13 @@ import torch
 import torch.distributed as dist
 
 from echelon.base.errors import EchelonError
+from echelon.distributed import process_group
 from tests.harness import RanksFailed, RanksHung, run_on_ranks
-from tests.programs import loop, trainer_loop
+from tests.programs import loop, native_loop, trainer_loop
 from tests.programs.known import excuse_of, is_expected_warning, known_open, refusal_of
 from tests.programs.loop import Found
 from tests.programs.plain import Expected, run_plainly
+from tests.programs.plain_native import run_native_plainly
 from tests.programs.plain_trainer import run_trainer_plainly
 from tests.programs.program import Case, Layout, Program, simpler
 
@@ -155,14 +157,22 @@ def _run(starts: Iterable[Start]) -> dict[Start, list[Outcome] | str]:
     """Return the outcomes by rank; a text where the ranks did not come to one."""
     outcomes: dict[Start, list[Outcome] | str] = {}
     starts = list(starts)
-    for world_size in sorted({start.layout.world_size for start in starts}):
-        left = [start for start in starts if start.layout.world_size == world_size]
+    # Scripts of level 1 make their process group.
+    for world_size, makes_group in sorted({(start.layout.world_size, start.layout.level == 1) for start in starts}):
+        left = [s for s in starts if s.layout.world_size == world_size and (s.layout.level == 1) == makes_group]
         while left:
             chunk = left[:CHUNK]
             with tempfile.TemporaryDirectory(prefix="place-") as place:
                 broken = ""
                 try:
-                    run_on_ranks(_serve, chunk, place, world_size=world_size, timeout=LIMIT_S * len(chunk) + 60)
+                    run_on_ranks(
+                        _serve_native if makes_group else _serve,
+                        chunk,
+                        place,
+                        world_size=world_size,
+                        timeout=LIMIT_S * len(chunk) + 60,
+                        init_group=not makes_group,
+                    )
                 except (RanksFailed, RanksHung) as error:
                     broken = f"{type(error).__name__}: {error}"
                 by_rank = [_noted(place, rank) for rank in range(world_size)]
@@ -180,6 +190,8 @@ def _run(starts: Iterable[Start]) -> dict[Start, list[Outcome] | str]:
                     outcomes[chunk[done]] = hangs or failed or broken
                     done += 1
                 assert done
+                if done == len(chunk) and broken and not is_noted:
+                    outcomes[chunk[-1]] = broken  # when the group ended
             left = left[done:]
     return outcomes
 
@@ -201,6 +213,11 @@ def _noted_text(place: str, rank: int) -> str:
     path = Path(place, f"{rank}.stack")
     text = path.read_text() if path.exists() else ""
     return f"it hangs; rank {rank} is here\n{text}" if text else ""
+
+
+def _serve_native(starts: list[Start], place: str) -> None:
+    with process_group():
+        _serve(starts, place)
 
 
 def _serve(starts: list[Start], place: str) -> None:
@@ -249,6 +266,8 @@ def _train(start: Start) -> Found:
     if start.layout.level == 3:
         assert folder is not None
         return trainer_loop.train(start.program, start.layout, folder, goes_on=goes_on)
+    if start.layout.level == 1:
+        return native_loop.train(start.program, start.layout)
     return loop.train(start.program, start.layout, folder, goes_on=goes_on)
 
 
@@ -295,7 +314,7 @@ def _judge(case: Case, outcomes: dict[str, list[Outcome] | str]) -> tuple[str, s
             for category, text in outcome.warned:
                 if not is_expected_warning(category, text):
                     return "FAILED", f"{kind}: it warned: {category}: {text}"
-    expected = run_trainer_plainly(case) if case.layout.level == 3 else run_plainly(case)
+    expected = {1: run_native_plainly, 2: run_plainly, 3: run_trainer_plainly}[case.layout.level](case)
     texts = [text for found in outcomes.values() for one in found for _, text in one.warned]  # type: ignore[union-attr]
     difference = _difference(case, outcomes, expected)  # type: ignore[arg-type]
     if not difference:
@@ -346,7 +365,7 @@ def _against_plain(case: Case, found: Found, expected: Expected, *, is_rest: boo
     for name, mine_, wanted_ in (
         ("norm", found.norms, expected.norms),
         ("learning rate", found.rates, expected.rates),
-        ("loss", found.losses if case.layout.parity != "off" or case.layout.level == 3 else [], expected.losses),
+        ("loss", found.losses if case.layout.parity != "off" or case.layout.level != 2 else [], expected.losses),
     ):
         if not mine_:
             continue
@@ -370,7 +389,8 @@ def _against_plain(case: Case, found: Found, expected: Expected, *, is_rest: boo
             return f"loss of an evaluation {text}"
     if not is_rest and not program.zipped:  # results are those of one loader
         for epoch, (seen, wanted_seen) in enumerate(zip(found.epochs, expected.epochs)):
-            if sorted(seen) != sorted({i for i in wanted_seen if i >= 0}):
+            wanted_seen = wanted_seen if case.layout.level == 1 else [*{i for i in wanted_seen if i >= 0}]
+            if sorted(seen) != sorted(wanted_seen):
                 return f"epoch {epoch} gave the samples {sorted(seen)}, and the plain loop {sorted(wanted_seen)}"
     return ""
 

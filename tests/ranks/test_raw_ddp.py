@@ -26,9 +26,11 @@ STEPS = 3
 
 
 class _Loop:
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, freezes: bool = False, **options: Any) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        if freezes:
+            self.model[0].requires_grad_(False)
         self.ddp: Any = DistributedDataParallel(self.model, **options)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1)
         self.x = torch.randn(8, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -83,13 +85,46 @@ def with_a_logged_loss(loop: _Loop) -> None:
     loop.step()
 
 
+def unfrozen(loop: _Loop) -> None:
+    loop.model[0].requires_grad_(True)
+    loop.loss().backward()
+    loop.step()
+
+
+def unfrozen_with_a_logged_loss(loop: _Loop) -> None:
+    loop.model[0].requires_grad_(True)
+    loss = loop.loss()
+    loss.backward()
+    dist.all_reduce(loss.detach().clone())
+    torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1)
+    loop.step()
+
+
+def clipped_by_value(loop: _Loop) -> None:
+    with loop.ddp.no_sync():
+        loss = loop.loss()
+        loss.backward()
+    dist.all_reduce(loss.detach().clone())
+    torch.nn.utils.clip_grad_value_(loop.model.parameters(), 0.01)
+    loop.step()
+
+
+def added(loop: _Loop) -> None:
+    if len(loop.model) == 3:
+        loop.model.append(nn.Linear(4, 4))
+        loop.optimizer.add_param_group({"params": loop.model[3].parameters()})
+    loop.loss().backward()
+    loop.step()
+
+
 MISTAKES = [step_in_no_sync, bare_forward, outer_object, second_backward, with_a_logged_loss]
+MISTAKES += [clipped_by_value, unfrozen, unfrozen_with_a_logged_loss, added]
 
 
 def _warned(name: str) -> list[tuple[str, str, int]]:
     with process_group(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        loop = _Loop()
+        loop = _Loop(freezes=name.startswith("unfrozen"))
         for _ in range(STEPS):
             globals()[name](loop)
     return [(str(one.message), one.filename, one.lineno) for one in caught]
@@ -243,7 +278,27 @@ def prepared_by_an_accelerator(loop: _Loop) -> None:
         optimizer.zero_grad()
 
 
+def wrapped_anew(loop: _Loop) -> None:
+    old, loop.ddp = loop.ddp, DistributedDataParallel(loop.model)
+    loop.loss().backward()
+    loop.step()
+    del old  # until here it lived on
+
+
+def unfrozen_and_averaged_by_hand(loop: _Loop) -> None:
+    loop.model[0].requires_grad_(False)
+    loop.ddp = DistributedDataParallel(loop.model)
+    loop.model[0].requires_grad_(True)
+    loop.loss().backward()
+    for parameter in loop.model[0].parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+    loop.step()
+
+
 CORRECT = [
+    wrapped_anew,
+    unfrozen_and_averaged_by_hand,
     plain,
     accumulation,
     accumulation_synchronised_each_time,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, final
@@ -10,18 +11,21 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from echelon.base.warnings import warn
 from echelon.distributed.collective_count import num_collectives, num_collectives_of_all_groups
-from echelon.distributed.replica import BackwardPasses, Replica
+from echelon.distributed.replica import BackwardPasses, Replica, Structure
 from echelon.distributed.shard import METRICS
 from echelon.distributed.sparse_gradients import copy_sparse_gradients
 from echelon.distributed.torch_hooks import Closure, is_in_backward, watch_optimizer_steps
 from echelon.distributed.unsharded_loader import UnshardedLoaderCheck
 
 __all__ = ["RawDDPGuard"]
+
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 @final
@@ -71,6 +75,9 @@ class RawDDPGuard:
         """Watch a model that was just wrapped, and keep DDP from scaling what its sparse gradients share."""
         if self._is_open() and dist.get_world_size(wrapper.process_group) > 1:
             copy_sparse_gradients(wrapper.module)
+            for former in [sight for sight in self._sights if sight.is_of(wrapper.module)]:  # it was wrapped anew
+                former.release()
+                self._sights.discard(former)
             self._sights.add(_Sight(wrapper))
             if wrapper.broadcast_buffers and next(wrapper.module.buffers(), None) is not None:
                 self._syncs.add(_SyncOfBuffers(wrapper))
@@ -89,7 +96,8 @@ class RawDDPGuard:
 
     def _sights_of(self, optimizer: Optimizer) -> list[weakref.ref[_Sight]]:
         # Looked up again only when there are other models or parameters: a step must not cost a walk over all of them.
-        count = (len(self._sights), sum(len(group["params"]) for group in optimizer.param_groups))
+        num_seen = sum(len(sight.ids) for sight in self._sights)
+        count = (num_seen, sum(len(group["params"]) for group in optimizer.param_groups))
         known = self._known.get(optimizer)
         if known is None or known[0] != count:
             ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -130,7 +138,14 @@ class _Sight(_ModelHook):
         parameters = [p for p in wrapper.module.parameters() if p.requires_grad]
         self.ids = frozenset(map(id, parameters))
         self._wrapper = weakref.ref(wrapper)
+        self._module = weakref.ref(wrapper.module)
         self._passes = _LastPass()
+        self._structure = Structure(wrapper.module)
+        self._others: list[nn.Parameter] = []
+        """Parameters that do not train, so far; DDP does not know them."""
+        self._late: dict[str, _LastPass] = {}
+        """By name, of those that train since DDP was made."""
+        self._note_others(wrapper)
         self._will_reduce = False
         self._is_compiled = False
         self._is_dirty = False
@@ -148,8 +163,32 @@ class _Sight(_ModelHook):
             self._is_compiled = True  # written, never read: a value that is read in a graph is compiled into it
         else:
             self._settle()
+            self._look_for_late(module)
         if module.require_backward_grad_sync:
             self._will_reduce = True
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Is ``module`` what DDP has wrapped?"""
+        return self._module() is module
+
+    def _note_others(self, wrapper: DistributedDataParallel) -> None:
+        left_out = wrapper.parameters_to_ignore
+        named = wrapper.module.named_parameters()
+        self._others = [p for name, p in named if id(p) not in self.ids and name not in left_out]
+        self._structure.renew(wrapper.module)
+
+    def _look_for_late(self, wrapper: DistributedDataParallel) -> None:
+        """Watch parameters that were unfrozen, added or replaced: DDP reduces those that trained when it was made."""
+        if self._structure.is_changed:
+            self._note_others(wrapper)
+        if not any(map(_requires_grad, self._others)):
+            return
+        for name, parameter in wrapper.module.named_parameters():
+            if parameter.requires_grad and any(parameter is other for other in self._others):
+                self._late[name] = _LastPass(keeps=True)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._late[name]))
+                self.ids |= {id(parameter)}
+        self._others = [p for p in self._others if not p.requires_grad]
 
     def judge(self) -> bool:
         """Warn when a step uses what the other ranks have not seen; return whether it is a model of a plain loop."""
@@ -167,6 +206,17 @@ class _Sight(_ModelHook):
                 self.release()
                 return False
         self._settle()
+        if self._late and (names := self._late_in_step()):
+            self._is_done = True
+            self.release()
+            more = f" and {len(names) - 3} others" if len(names) > 3 else ""
+            warn(
+                f"this step uses gradients of {type(wrapper.module).__name__} that the other ranks have not seen: those of "
+                f"{', '.join(names[:3])}{more}, which DistributedDataParallel does not know: they were unfrozen, added or replaced "
+                "after it was made, and it does not average them, so the weights of the ranks drift apart. Make it anew after "
+                "the change: model = DistributedDataParallel(model.module)"
+            )
+            return True
         if not self._is_dirty or self._passes.may_be_reduced_by_hand():
             return True
         self._is_done = True
@@ -179,6 +229,13 @@ class _Sight(_ModelHook):
             "before step()"
         )
         return True
+
+    def _late_in_step(self) -> list[str]:
+        """Return the names of late parameters that got a gradient since the last step which no rank has averaged."""
+        names = [name for name, last in self._late.items() if last.count.is_any and not last.may_be_reduced_by_hand()]
+        for last in self._late.values():
+            last.count.reset()
+        return names
 
     def _settle(self) -> None:
         passes = self._passes
@@ -225,10 +282,10 @@ class _LastPass:
 
     __slots__ = ("_before", "_collectives", "_keeps", "_of", "count")
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps: bool = False) -> None:
         self.count = BackwardPasses()
         self._collectives: int | None = None
-        self._keeps = False
+        self._keeps = keeps
         self._of: weakref.ref[torch.Tensor] | None = None
         self._before: torch.Tensor | None = None
 
@@ -243,7 +300,7 @@ class _LastPass:
         """Tell whether the gradients of the last pass were, perhaps, averaged by the user's own collectives since.
 
         A logged loss is a collective, too: from then on the first gradient of each pass is kept until the step, and one that is
-        still what it was, or a multiple of it (clipped, divided), has been averaged with nobody's.
+        still what it was, cut off at a value, or a multiple of it (clipped by norm, divided), has been averaged with nobody's.
         """
         if self._collectives is not None and self._collectives == num_collectives():
             return False
@@ -253,6 +310,9 @@ class _LastPass:
         if parameter is None or before is None or parameter.grad is None or before.numel() < _ENOUGH:
             return True
         a, b = before.double().flatten(), parameter.grad.detach().double().flatten()
+        limit = b.abs().max()
+        if torch.equal(a.clamp(-limit, limit), b):  # clipped by value
+            return False
         likeness = torch.nn.functional.cosine_similarity(a, b, dim=0).abs().item()  # seldom: waits for the device
         return not likeness > 1 - 1e-9
 
