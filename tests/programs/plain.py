@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -50,11 +49,7 @@ class Expected:
 
 def run_plainly(case: Case) -> Expected:
     """Run the case's program to its end."""
-    with (
-        warnings.catch_warnings()
-    ):  # torch's Adagrad makes sparse tensors, and torch says once a process that it does not check them
-        warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")
-        return _Plain(case).run()
+    return _Plain(case).run()
 
 
 class _Plain:
