@@ -56,7 +56,7 @@ def _accelerator(program: Program, layout: Layout, folder: Path | None) -> Accel
             fsdp_version=2, reshard_after_forward=layout.engine == "fsdp2 stage 3"
         )
     return Accelerator(
-        gradient_accumulation_steps=program.accumulation,
+        gradient_accumulation_steps=1 if program.no_sync else program.accumulation,
         parity=layout.parity,
         engine=engine,
         max_micro_batch_size=layout.max_micro,
@@ -157,10 +157,16 @@ class _Script:
                 num_skips += accelerator.sync_gradients
                 if is_skipped:
                     continue
-            with accelerator.accumulate(self.model) if program.accumulates else nullcontext():
-                self._micro_step(fields_of(batch), None if other is None else fields_of(other))
-            if not accelerator.sync_gradients:
-                continue
+            if program.no_sync:
+                if not self._window_by_hand(number, fields_of(batch)):
+                    continue
+            else:
+                with accelerator.accumulate(self.model) if program.accumulates else nullcontext():
+                    self._micro_step(fields_of(batch), None if other is None else fields_of(other))
+                if program.breaks_within and updates == program.breaks:
+                    return
+                if not accelerator.sync_gradients:
+                    continue
             updates += 1
             if program.evaluates == "middle" and updates == 1:
                 self._evaluate()
@@ -168,8 +174,30 @@ class _Script:
                 accelerator.save_state(self.folder)
                 self.found.has_saved = True
                 return
-            if updates == program.breaks:
+            if updates == program.breaks and not program.breaks_within:
                 return
+
+    def _window_by_hand(self, number: int, batch: Any) -> bool:
+        """Make a micro-step of a window that the script counts; return whether it was the last, with the step."""
+        program, accelerator = self.program, self.accelerator
+        place = number % program.accumulation
+        window = min(program.accumulation, len(self.loader) - (number - place))
+        is_last = place + 1 == window
+        with nullcontext() if is_last else accelerator.no_sync(self.model):
+            for loss, _ in losses_of(program, self.model, batch):
+                accelerator.backward(loss / window)
+        self.found.epochs[-1] += accelerator.gather_for_metrics(batch.index).tolist()
+        if not is_last:
+            return False
+        if program.clipping != "none":
+            self._clip()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for schedule in self.schedules:
+            schedule.step()
+        self.found.rates.append(float(self.optimizers[0].param_groups[0]["lr"]))
+        self._clear()
+        return True
 
     def _micro_step(self, batch: Any, other: Any) -> None:
         program, accelerator, found = self.program, self.accelerator, self.found

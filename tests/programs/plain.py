@@ -100,14 +100,17 @@ class _Plain:
                 seen += [index for piece in round_ for index in piece]
                 window.append(round_)
                 step += 1
+                is_left = program.breaks_within and updates == program.breaks
                 if not is_last and step % accumulation:
+                    if is_left:
+                        break
                     continue
                 step = 0 if is_last else step
                 self.loop.update(window)
                 window, updates = [], updates + 1
                 if program.evaluates == "middle" and updates == 1:
                     self._evaluate()
-                if updates == program.breaks:
+                if is_left or (updates == program.breaks and not program.breaks_within):
                     if not is_last:
                         self._leave_pass()
                     break

@@ -56,6 +56,7 @@ class Program:
     # ---- loop
     evaluates: str = "no"  # no | epoch | middle
     breaks: int | None = None  # after so many updates of each epoch
+    breaks_within: bool = False  # and a micro-step of the next one
     skips: bool = False  # `continue` for every third batch
     peeks: bool = False  # a forward pass under no_grad between forward and backward
     saves: int | None = None  # after so many updates the run is saved, and goes on in another start
@@ -121,7 +122,23 @@ def draw_case(seed: int) -> Case:
             program = replace(program, says_global=True)  # else another number of processes is another batch
         return Case(program=program, **layouts)
     program = _draw_program(draw, seed)
-    return Case(program=program, **_draw_layouts(draw, program, level=2))
+    layouts = _draw_layouts(draw, program, level=2)
+    if layouts["layout"].parity == "off":
+        program = _with_windows(draw, program)
+    return Case(program=program, **layouts)
+
+
+def _with_windows(draw: random.Random, program: Program) -> Program:
+    """Return the program with windows of the script's own, or one that is left in a window: with Accelerate's meaning only."""
+    is_plain = not (program.closure or program.zipped or program.guards or program.skips or program.saves)
+    if not is_plain or program.accumulation == 1 or not program.is_prepared:
+        return program
+    kind = draw.random()
+    if kind < 0.3 and program.breaks is not None and program.order != "generator":
+        return replace(program, breaks_within=True)
+    if kind > 0.75 and program.data == "map" and program.loss != "items" and program.even_batches:
+        return replace(program, no_sync=True, accumulates=False, clears_first=False)
+    return program
 
 
 def _draw_native(draw: random.Random, seed: int) -> Program:
@@ -181,6 +198,7 @@ def _draw_trainer(draw: random.Random, seed: int) -> Program:
         breaks=None if is_iterable or saves is not None else sometimes(0.06, 1, 2, usual=None),
         saves=saves,
         says_global=draw.random() < 0.6,
+        float32=optimizer in ("sgd", "momentum") and draw.random() < 0.2,
     )
 
 
@@ -247,6 +265,7 @@ def _draw_program(draw: random.Random, seed: int) -> Program:
         loss=loss,
         **of_optimizer,
         **of_loop,
+        float32=optimizer in ("sgd", "momentum") and draw.random() < 0.2,  # others divide noise by noise
     )
     return _possible(program)
 

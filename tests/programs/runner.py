@@ -361,7 +361,8 @@ def _against_plain(case: Case, found: Found, expected: Expected, *, is_rest: boo
     tolerance = 1e-12 if program.optimizer in ("sgd", "momentum") else 1e-9 if program.optimizer != "lbfgs" else 1e-8
     absolute = 1e-14 if program.optimizer in ("sgd", "momentum") else 1e-11
     if program.float32:
-        tolerance, absolute = 1e-4, 1e-5
+        # An update adds up fewer than 64 numbers of about one, each of which rounds, and hands its errors on to the next.
+        tolerance = absolute = 64 * torch.finfo(torch.float32).eps * (1 + len(expected.rates))
     for number, (mine, wanted) in enumerate(zip(found.weights, expected.weights)):
         if (text := _apart(mine, wanted, tolerance, absolute)) is not None:
             return f"weight {number} {text}"
@@ -375,7 +376,8 @@ def _against_plain(case: Case, found: Found, expected: Expected, *, is_rest: boo
         rest = wanted_[-len(mine_) :] if is_rest else wanted_
         if len(mine_) != len(rest):
             return f"{len(mine_)} entries of {name}, and the plain loop has {len(rest)}"
-        if (text := _apart(torch.tensor(mine_), torch.tensor(rest), tolerance, max(absolute, 1e-13))) is not None:
+        numbers = (torch.tensor(each, dtype=torch.float64) for each in (mine_, rest))
+        if (text := _apart(*numbers, tolerance, max(absolute, 1e-13))) is not None:
             return f"{name} {text}"
     if len(found.evaluations) > len(expected.evaluations):
         return f"{len(found.evaluations)} evaluations for {len(expected.evaluations)}"
@@ -387,7 +389,8 @@ def _against_plain(case: Case, found: Found, expected: Expected, *, is_rest: boo
         if (text := _apart(mine, wanted, tolerance, absolute)) is not None:
             return f"predictions of an evaluation {text}"
     for mine_, wanted_ in zip(reversed(found.evaluation_losses), reversed(expected.evaluation_losses)):
-        text = None if math.isnan(wanted_) else _apart(torch.tensor(mine_), torch.tensor(wanted_), tolerance, 1e-13)
+        numbers = (torch.tensor(each, dtype=torch.float64) for each in (mine_, wanted_))
+        text = None if math.isnan(wanted_) else _apart(*numbers, tolerance, max(absolute, 1e-13))
         if text is not None:
             return f"loss of an evaluation {text}"
     if not is_rest and not program.zipped:  # results are those of one loader
