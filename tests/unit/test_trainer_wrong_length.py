@@ -218,15 +218,19 @@ class _Ends(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
-@pytest.mark.parametrize("parity", ["off", "exact"])
-@pytest.mark.parametrize(("real", "said"), [(10, 6), (6, 10), (6, 6)])
-@pytest.mark.parametrize("end", range(1, 6))
+@pytest.mark.parametrize("kind", ["off", "exact", "transformers"])
+@pytest.mark.parametrize(
+    ("real", "said", "end"),
+    [(real, said, end) for real, said in ((10, 6), (6, 10), (6, 6)) for end in range(1, 8 if real == 10 else 6)],
+)
 def test_such_a_training_goes_on_from_each_of_its_steps(
-    end: int, real: int, said: int, parity: str, tmp_path: Path
+    real: int, said: int, end: int, kind: str, tmp_path: Path
 ) -> None:
+    options: dict[str, Any] = {"checkpoint_format": kind} if kind == "transformers" else {"parity": kind}
+
     def train(folder: Path, *callbacks: Any, resume: bool = False) -> tuple[list[float], Any]:
         model = Seen()
-        arguments = _arguments(folder, num_train_epochs=2, parity=parity)
+        arguments = _arguments(folder, num_train_epochs=2, **options)
         trainer = Trainer(model, arguments, train_dataset=Places(real, said), callbacks=list(callbacks))
         _caught(lambda: trainer.train(resume_from_checkpoint=resume))
         return model.seen, trainer

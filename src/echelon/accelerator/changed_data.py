@@ -14,7 +14,15 @@ from echelon.data.data_facts import DataChange, DataFacts, changes_between, is_o
 from echelon.data.exact_sources import ExactSource
 from echelon.data.loader import PreparedLoader
 
-__all__ = ["DataPolicy", "changed_data_error", "changes_since", "read_facts", "reconcile_data", "stored_facts"]
+__all__ = [
+    "DataPolicy",
+    "changed_data_error",
+    "changes_since",
+    "read_facts",
+    "read_noted",
+    "reconcile_data",
+    "stored_facts",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +110,11 @@ def changed_data_error(source: object, changes: Sequence[str], places: Sequence[
 def stored_facts(loader: Any) -> dict[str, Any] | None:
     """Return what a place in a pass of ``loader`` depends on, as plain data; None for a loader that was not prepared."""
     return loader.data_facts().to_json() if isinstance(loader, PreparedLoader) else None
+
+
+def read_noted(path: Path) -> Mapping[str, Any]:
+    """Return what is in a file of JSON beside another library's; nothing where there is none."""
+    return json_of(path) if path.is_file() else {}
 
 
 def read_facts(path: Path) -> DataFacts | None:

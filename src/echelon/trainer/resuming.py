@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from echelon.accelerator.changed_data import DataPolicy, changed_data_error, changes_since, read_facts
+from echelon.accelerator.changed_data import DataPolicy, changed_data_error, changes_since, read_facts, read_noted
 from echelon.accelerator.checkpoint_folders import (
     data_may,
     folder_of,
@@ -37,6 +38,8 @@ from echelon.trainer.plan import Plan
 from echelon.trainer.state import TrainerState
 from echelon.trainer.transformers_files import (
     DATA_FILE,
+    PLACE_NAMES,
+    PLACE_OF_RUN,
     load_transformers,
     num_processes_of,
     read_random_states,
@@ -140,7 +143,8 @@ def plan_from(trainer: Trainer, folder: Path, plan: Plan) -> Plan:
         used = min(used * place.batch_size // plan.batch_size, batches)
         beyond = place.num_steps_beyond  # of data that give more than their length says, which the plan does not count
     else:
-        epoch, used, beyond = int(state.epoch or 0), round(((state.epoch or 0) % 1) * batches), 0
+        epoch, used = int(state.epoch or 0), round(((state.epoch or 0) % 1) * batches)
+        beyond = _noted_place(folder).get("num_steps_beyond", 0)
     here = epoch * plan.steps_per_epoch + -(-used // accumulation) + beyond
     more = state.global_step - here
     if more <= 0 or plan.max_steps <= here:
@@ -284,6 +288,12 @@ def _go_on_from_others(trainer: Trainer, folder: Path, loader: Any, plan: Plan) 
     return Start(epoch=epoch, num_batches=used, num_to_skip=used, random_states=random_states, is_read_first=True)
 
 
+def _noted_place(folder: Path) -> Mapping[str, Any]:
+    """Return what echelon has noted beside transformers' files; nothing in checkpoints of transformers, and of older versions."""
+    place: Mapping[str, Any] = read_noted(folder / DATA_FILE).get("place", {})
+    return place if place.keys() >= set(PLACE_NAMES) else {}
+
+
 def _place_by_epoch(trainer: Trainer, folder: Path, loader: Any, plan: Plan) -> tuple[int, int]:
     """Return the epoch and the batches in it that were used, of a checkpoint of transformers' layout.
 
@@ -311,6 +321,11 @@ def _place_by_epoch(trainer: Trainer, folder: Path, loader: Any, plan: Plan) -> 
             f"step {state.global_step} is in epoch {noted:g} there, and here it is in epoch {expected:g} (other data, another "
             "number of processes, or other gradient_accumulation_steps)"
         )
+    ours = _noted_place(folder)
+    if ours and not changes and not has_other_batches:
+        for name in PLACE_OF_RUN:
+            setattr(trainer._place, name, ours[name])
+        return (ours["epoch"] + 1, 0) if ours["is_over"] else (ours["epoch"], ours["num_batches"])
     if not has_other_steps and not wrong:
         return epoch, used
     if not is_within or args.ignore_data_skip:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 __all__ = [
     "ARGUMENTS_BIN",
     "DATA_FILE",
+    "PLACE_NAMES",
+    "PLACE_OF_RUN",
     "load_transformers",
     "num_processes_of",
     "read_random_states",
@@ -31,6 +33,10 @@ __all__ = [
 ARGUMENTS_BIN = "training_args.bin"
 _OPTIMIZER, _SCHEDULER, _SCALER = "optimizer.pt", "scheduler.pt", "scaler.pt"
 DATA_FILE = "echelon_data.json"
+PLACE_OF_RUN = ("num_steps_beyond", "has_no_end")
+"""Fields of ``Place`` that a training goes on with."""
+PLACE_NAMES = ("epoch", "num_batches", "is_over", *PLACE_OF_RUN)
+"""Fields of ``Place`` that are noted in ``DATA_FILE``: by its steps alone it is not known where epochs have another length."""
 """What the place in the data depends on; transformers does not look at it."""
 _RANDOM = re.compile(r"rng_state(?:_(\d+))?\.pth")
 # Every file of the layout: what an older checkpoint of this name has of them is not kept.
@@ -59,7 +65,8 @@ def save_transformers(trainer: Trainer, folder: Path) -> bool:
     weights = accelerator.get_state_dict(trainer.model_wrapped)
     optimizer = None if args.save_only_model else trainer.optimizer.full_state_dict()
 
-    facts = stored_facts(trainer.callback_handler.train_dataloader)
+    facts, place = stored_facts(trainer.callback_handler.train_dataloader), trainer._place
+    places = {name: getattr(place, name) for name in PLACE_NAMES}
 
     def write(aside: Path, is_owner: bool) -> None:
         write_model(trainer, aside, weights)
@@ -69,7 +76,7 @@ def save_transformers(trainer: Trainer, folder: Path) -> bool:
             return
         if args.should_save:
             if facts is not None:
-                write_json(aside / DATA_FILE, facts)
+                write_json(aside / DATA_FILE, {**facts, "place": places})
             write_pickled(optimizer, aside / _OPTIMIZER)
             write_pickled(trainer._prepared_schedule.state_dict(), aside / _SCHEDULER)
             if accelerator.scaler is not None:
