@@ -105,7 +105,7 @@ _REFUSALS: list[_Refusal] = [
     ),
     _Refusal(
         "split_batches needs a batch size that divides",
-        lambda p, at: p.split_batches and p.batch_size % at.world_size > 0,
+        lambda p, at: p.split_batches and (p.batch_size % at.world_size > 0 or p.zipped % at.world_size > 0),
         "split_batches cuts every batch",
     ),
     _Refusal(
