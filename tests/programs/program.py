@@ -289,6 +289,9 @@ def _possible(program: Program) -> Program:
         changes["is_prepared"] = True  # the steps of another are neither counted nor saved
         if program.evaluates == "middle":
             changes["evaluates"] = "epoch"  # "after the first update" is another place in a second start
+    if program.unfreezes is not None and program.accumulation > 1:
+        # A window that goes on from one epoch to the next would have passes of both models; the reference makes them at its end.
+        changes |= {"skips": False, "breaks": None}
     if program.zipped:
         # Which loader's end ends a window is nowhere said.
         changes |= {"accumulation": 1, "loss": "mean" if program.loss == "items" else program.loss}

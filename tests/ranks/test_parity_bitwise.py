@@ -353,6 +353,45 @@ def test_a_stream_gives_the_same_bits_whoever_reads_it(dispatch: bool) -> None:
             assert all(map(torch.equal, found, expected))
 
 
+def _padded(samples: list[tuple[int, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return numbers of real places, and samples that are as long as the longest of those that are collated together."""
+    return torch.tensor([n for n, _ in samples]), nn.utils.rnn.pad_sequence([x for _, x in samples], batch_first=True)
+
+
+def _of_padded_batches() -> tuple[list[int], list[torch.Tensor]]:
+    accelerator = Accelerator(
+        parity="bitwise",
+        canonical_shards=4,
+        seed=1,
+        cpu=True,
+        dataloader_config=DataLoaderConfiguration(dispatch_batches=True),
+    )
+    generator = torch.Generator().manual_seed(3)
+    data: Any = [(n, torch.randn(n, 3, generator=generator)) for n in (2, 9, 4, 17, 3, 5, 31, 8, 2, 6, 11, 7)]
+    model = nn.Linear(3, 1)
+    nn.init.constant_(model.weight, 0.3)
+    nn.init.constant_(model.bias, 0.1)
+    loader = DataLoader(data, batch_size=4, collate_fn=_padded)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    widths = set()
+    for counts, x in loader:
+        widths.add(x.shape[1])
+        is_real = torch.arange(x.shape[1])[None, :] < counts[:, None]
+        loss = ((model(x)[..., 0] - x.sum(-1)).square() * is_real).sum() / is_real.sum()
+        accelerator.backward(loss, num_items=int(is_real.sum()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return sorted(widths), _weights(accelerator, model)
+
+
+def test_what_is_collated_together_does_not_depend_on_the_number_of_processes() -> None:
+    """Sums over padding are sums of other lengths: rank zero collates whole batches, on one process, too."""
+    (_, expected), *_ = found = [run_on_ranks(_of_padded_batches, world_size=n)[0] for n in (1, 2, 3)]
+    for widths, weights in found:
+        assert widths == [11, 17, 31]  # the longest sample of each global batch
+        assert all(torch.equal(one, other) for one, other in zip(weights, expected, strict=True))
+
+
 def _part(folder: str, kind: str, number: int, last: int, layout: str | None) -> list[torch.Tensor]:
     """Train 3 updates from where the checkpoint before ``number`` is, in the middle of an epoch, and save."""
     torch.manual_seed(0)

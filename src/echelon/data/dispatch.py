@@ -76,8 +76,9 @@ def dispatch(
                     is_last = pending is _END
                 if batch is not _END and device is not None:
                     batch = to_device(batch, device, non_blocking=non_blocking)
-                packed = _pack(batch)
-            _send(*packed, is_last=is_last, device=device)
+                packed = _pack(batch) if world_size > 1 else None
+            if packed is not None:
+                _send(*packed, is_last=is_last, device=device)
         if batch is _END:
             return False
         count = num_samples(batch)
@@ -121,7 +122,8 @@ def _telling_the_others() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        broadcast_bytes(b"-E" + f"{type(error).__name__}: {error}".encode())
+        if dist.is_initialized():
+            broadcast_bytes(b"-E" + f"{type(error).__name__}: {error}".encode())
         raise
 
 

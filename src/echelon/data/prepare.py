@@ -149,7 +149,9 @@ def _prepare_exact(
 ) -> PreparedLoader:
     exact = options.exact
     assert exact is not None
-    if dispatches and world.world_size > 1:
+    # Bits depend on what is collated together: rank zero collates whole batches, and one process does so, too.
+    is_bitwise = exact.canonical_shards is not None and not isinstance(loader.dataset, IterableDataset)
+    if dispatches and (world.world_size > 1 or is_bitwise):
         source: ExactSource = ExactDispatchSource(
             loader,
             world=world,
