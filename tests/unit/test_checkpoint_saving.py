@@ -465,8 +465,8 @@ def test_a_run_that_computes_for_long_keeps_its_lock(tmp_path: Path, monkeypatch
         return path.stat().st_mtime != an_hour_ago
 
     assert is_touched(within_s=20)
-    path.write_text(path.read_text().replace(lock._me.token, "b" * 16))
     (beating,) = [thread for thread in threading.enumerate() if thread.name == f"lock {tmp_path.name}"]
+    path.write_text(path.read_text().replace(lock._me.token, "b" * 16))
     beating.join(20)
     assert not beating.is_alive()  # it is another's: no sign of life for that one
     lock.release()
