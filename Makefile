@@ -9,8 +9,8 @@ PIP_INSTALL := -m pip install -qq --disable-pip-version-check
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 export OMP_NUM_THREADS ?= 1
-# Each has kept ranks of its own, of up to 8 processes.
-TEST_PROCESSES ?= 2
+# Each has kept ranks of its own, of up to 8 processes. Three on two cores: tests of time limits and restarts mostly wait.
+TEST_PROCESSES ?= 3
 # In the order of tests/order.py.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
