@@ -15,6 +15,8 @@ from tests.leaks import ENVIRON_OF_OTHERS, Snapshot, settled_leaks
 # A shell's background job (`make test &`) ignores SIGINT, and every program that a test starts and interrupts would, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# With it each part of a `print` is a write of its own, and the lines of ranks that share a pipe mix.
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 
 @pytest.fixture(autouse=True)
