@@ -189,9 +189,9 @@ def _run(starts: Iterable[Start]) -> dict[Start, list[Outcome] | str]:
                     hangs = "\n".join(filter(None, stacks))
                     outcomes[chunk[done]] = hangs or failed or broken
                     done += 1
-                assert done
-                if done == len(chunk) and broken and not is_noted:
+                elif broken and not is_noted:
                     outcomes[chunk[-1]] = broken  # when the group ended
+                assert done
             left = left[done:]
     return outcomes
 

@@ -185,6 +185,58 @@ def test_a_rank_that_goes_on_alone_is_an_error_before_its_forward_pass(num_steps
     run_on_ranks(_alone, num_steps, True)  # nobody waits for an evaluation
 
 
+def _two_together(own_first: bool, joins: bool) -> tuple[int, float]:
+    # One batch for two ranks, read together with two: rank 1 is given none, whatever the other loader has.
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))
+    inner = nn.Linear(1, 1, bias=False)
+    inner.weight.data.fill_(0.0)
+    model, optimizer, short, whole = accelerator.prepare(
+        inner,
+        torch.optim.SGD(inner.parameters(), lr=1.0),
+        DataLoader(torch.ones(1, 1), batch_size=1),
+        DataLoader(torch.ones(2, 1), batch_size=1),
+    )
+    steps = 0
+    with accelerator.join_uneven_inputs([model]) if joins else nullcontext():
+        for first, second in zip(short, whole) if own_first else zip(whole, short):
+            accelerator.backward(model(first).mean() + second.mean())
+            optimizer.step()
+            steps += 1
+    # A collective of another kind, with which the reduction of rank 0 would be mistaken.
+    accelerator.gather(torch.zeros(3))
+    return steps, inner.weight.item()
+
+
+@pytest.mark.parametrize("own_first", [False, True])
+def test_a_rank_that_is_given_no_batch_by_one_of_two_loaders_is_an_error(own_first: bool) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_on_ranks(_two_together, own_first, False, timeout=15)
+    assert isinstance(failed.value.errors[0], DesyncError)
+    assert "in step 1 of this pass, and rank 1 ended after at most 0 batches" in str(failed.value.errors[0])
+
+
+def test_ranks_that_join_may_read_two_loaders_together() -> None:
+    # The gradient of w * 1 is 1, divided by both ranks; rank 1 takes over the model of rank 0.
+    assert run_on_ranks(_two_together, True, True) == [(1, -0.5), (0, -0.5)]
+
+
+def _left_in_its_last_batch() -> int:
+    # Rank 1 has no second batch. The iterator that is held is no loop, and its pass, as that of the loop, has no say in what follows.
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))
+    loader, other = accelerator.prepare(DataLoader(torch.ones(3, 1), batch_size=1), DataLoader(torch.ones(2, 1)))
+    held = iter(loader)
+    next(held)
+    for _ in loader:
+        pass
+    total = sum(len(accelerator.gather(batch)) for batch in other)
+    held.close()  # type: ignore[attr-defined]
+    return total
+
+
+def test_a_pass_that_has_ended_says_nothing_about_the_next_loop() -> None:
+    assert run_on_ranks(_left_in_its_last_batch) == [2, 2]
+
+
 def _whole_windows() -> tuple[int, float]:
     options = DataLoaderConfiguration(even_batches=False)
     accelerator = Accelerator(dataloader_config=options, gradient_accumulation_steps=2)

@@ -637,10 +637,12 @@ class Accelerator(AcceleratorFacts):
 
     def _require_every_rank(self, operation: str) -> None:
         """Say which rank has run out of batches, in the place of waiting for it (an uneven loader, outside join)."""
-        loader = self.gradient_state.active_dataloader
-        if loader is None:
+        loaders = self.gradient_state.reading.loaders
+        if not loaders:
             return
-        loader.require_every_rank(operation)
+        for loader in reversed(loaders):  # of loaders that are read together, any may have ended the loop of a rank
+            loader.require_every_rank(operation)
+        loader = loaders[-1]
         if self._num_in_short_window and self._accumulating is not None:
             num_steps = self.gradient_state.num_steps
             loader.refuse_short_window(operation, micro_step=self._num_in_short_window, num_steps=num_steps)

@@ -258,7 +258,7 @@ class PreparedLoader(DataLoader[Any]):
             DesyncError: which ranks ended, and when.
         """
         last = self.last_step
-        if last is None or self.reading.joined or min(last.sizes) > 0:
+        if last is None or not self._is_open or self.reading.joined or min(last.sizes) > 0:
             return
         ended = [rank for rank, size in enumerate(last.sizes) if size == 0]
         names = f"rank {ended[0]}" if len(ended) == 1 else f"ranks {', '.join(map(str, ended))}"
