@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 
 import echelon.checkpoint.tensor_file as tensor_file
-from echelon.checkpoint.background import BackgroundSaver
-from echelon.checkpoint.reading import open_verified
+from echelon.checkpoint.background_save import BackgroundSaver
+from echelon.checkpoint.read import open_verified
 from echelon.checkpoint.save import Content, begin_save, save
 from echelon.world.world import World
 

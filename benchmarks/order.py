@@ -22,7 +22,7 @@ import torch
 from overhead import installed, processor, write
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
-from echelon.data.permutation import ExplicitPermutation, FeistelPermutation, Permutation
+from echelon.data.exact.permutation import ExplicitPermutation, FeistelPermutation, Permutation
 
 BATCH = 32
 NEXT = 8192  # batches whose cost is the steady one

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import scatter_gather
 
-from echelon.accelerator import plain_process
+from echelon.accelerator.setup import local_devices as plain_process
 from echelon.engines import dp
 
 __all__ = ["cpu_devices"]

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from echelon.checkpoint.commit import clean
-from echelon.checkpoint.numbered import numbered, remove_oldest
-from echelon.checkpoint.reading import newest
+from echelon.checkpoint.read import newest
+from echelon.checkpoint.rotation import numbered, remove_oldest
 from echelon.checkpoint.save import save
 from echelon.checkpoint.storage import LocalStorage, Storage
 from tests.checkpoint_ranks import content_of, world_of_threads

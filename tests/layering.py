@@ -12,13 +12,13 @@ from pathlib import PurePosixPath
 
 __all__ = [
     "FACES",
-    "FLOORS",
+    "LAYERS",
     "ROOT_FILES",
     "TORCH_FREE",
     "engine_branches",
     "environment_access",
     "eager_torch",
-    "floor_of",
+    "layer_of",
     "is_torch_free",
     "module_state",
     "more_than_a_face",
@@ -27,9 +27,10 @@ __all__ = [
     "violations",
 ]
 
-# A module imports its own folder or a lower line; folders on one line do not see each other.
-FLOORS: tuple[tuple[str, ...], ...] = (
+# A module imports its own folder or a lower layer; folders on one layer do not see each other.
+LAYERS: tuple[tuple[str, ...], ...] = (
     ("base",),
+    ("compat",),
     ("config", "world"),
     ("status",),
     ("diagnose",),
@@ -43,9 +44,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("cli",),
 )
 # Level 3 stands on the public names of Level 2: what a user of the Accelerator cannot do, the Trainer cannot do either.
-ONLY = {"trainer": frozenset({"base", "accelerator"})}
+ONLY = {"trainer": frozenset({"base", "compat", "accelerator"})}
 
-# Module paths of accelerate that are kept so that its scripts run, and echelon.ray: re-exports only, outside the lines.
+# Module paths of accelerate that are kept so that its scripts run, and echelon.ray: re-exports only, outside the layers.
 FACES = frozenset(
     {
         "big_modeling",
@@ -73,9 +74,10 @@ ROOT_FILES = frozenset({"__init__.py", "__main__.py", "_version.py"})
 # What starts in milliseconds: these import without torch. Folders, or single modules.
 TORCH_FREE = frozenset(
     {"base", "config", "status", "diagnose", "launch", "cli", "world/__init__.py", "world/environment.py"}
+    | {f"compat/{name}.py" for name in ("__init__", "constants", "machine", "probes", "variables")}
 )
 # Torch's elastic agent is what these are made of; the rest of launch/ imports them when it starts processes.
-TORCH_AT_IMPORT = frozenset({"launch/agent.py", "launch/rendezvous.py"})
+TORCH_AT_IMPORT = frozenset({"launch/agent.py", "launch/multinode/rendezvous.py"})
 
 ENVIRON_FILE = "base/environ.py"
 DEVICE_FILE = "base/device.py"
@@ -137,9 +139,9 @@ def violations(path: str, source: str) -> list[str]:
     return [found for rule in rules for found in rule(path, source)]
 
 
-def floor_of(folder: str) -> int | None:
-    """Return the line of a folder; None for what is outside the lines."""
-    return next((number for number, folders in enumerate(FLOORS) if folder in folders), None)
+def layer_of(folder: str) -> int | None:
+    """Return the line of a folder; None for what is outside the layers."""
+    return next((number for number, folders in enumerate(LAYERS) if folder in folders), None)
 
 
 def upward_imports(path: str, source: str) -> list[str]:
@@ -147,23 +149,23 @@ def upward_imports(path: str, source: str) -> list[str]:
     own = _folder(path)
     if path in ROOT_FILES or own in FACES:
         return []
-    own_floor = floor_of(own)
-    if own_floor is None:
-        return [f"{path}:1: {own!r} is no folder of the floors and no face"]
+    own_layer = layer_of(own)
+    if own_layer is None:
+        return [f"{path}:1: {own!r} is no folder of the layers and no face"]
     found = []
     for item in _imports(path, ast.parse(source)):
         target = _target_folder(item)
         if target is None or target == own:
             continue
-        target_floor = floor_of(target)
-        if target_floor is None:
+        target_layer = layer_of(target)
+        if target_layer is None:
             found.append(
-                f"{path}:{item.line}: imports echelon.{target}, which is no folder of the floors: name the module itself"
+                f"{path}:{item.line}: imports echelon.{target}, which is no folder of the layers: name the module itself"
             )
-        elif target_floor > own_floor:
-            found.append(f"{path}:{item.line}: {own} (floor {own_floor}) imports {target} (floor {target_floor}): up")
-        elif target_floor == own_floor:
-            found.append(f"{path}:{item.line}: {own} imports {target}: both are on floor {own_floor}")
+        elif target_layer > own_layer:
+            found.append(f"{path}:{item.line}: {own} (layer {own_layer}) imports {target} (layer {target_layer}): up")
+        elif target_layer == own_layer:
+            found.append(f"{path}:{item.line}: {own} imports {target}: both are on layer {own_layer}")
         elif own in ONLY and target not in ONLY[own]:
             found.append(f"{path}:{item.line}: {own} imports {target}: it may use {', '.join(sorted(ONLY[own]))} only")
         elif own in ONLY and _is_private(item):

@@ -1,4 +1,4 @@
-"""The floors and the other rules of the source (CONTRIBUTING.md), and that each rule sees a planted violation."""
+"""The layers and the other rules of the source (CONTRIBUTING.md), and that each rule sees a planted violation."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 
 from tests.layering import (
     FACES,
-    FLOORS,
+    LAYERS,
     ROOT_FILES,
     eager_torch,
     engine_branches,
     environment_access,
-    floor_of,
     is_torch_free,
+    layer_of,
     module_state,
     more_than_a_face,
     torch_cuda,
@@ -41,21 +41,21 @@ def test_the_torch_free_modules_load_without_torch() -> None:
     assert _first_that_loads_torch(modules) is None
 
 
-def test_the_architecture_page_shows_these_floors() -> None:
+def test_the_architecture_page_shows_these_layers() -> None:
     rows = re.findall(
         r"^\| *(\d+) *\| *((?:`\w+/` *)+)\|", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE
     )
     table = {int(number): tuple(re.findall(r"`(\w+)/`", folders)) for number, folders in rows}
-    assert table == dict(enumerate(FLOORS))
+    assert table == dict(enumerate(LAYERS))
 
 
-def test_every_floor_has_its_folders_and_every_folder_its_floor() -> None:
+def test_every_layer_has_its_folders_and_every_folder_its_layer() -> None:
     there = {path.name for path in SOURCE.iterdir() if path.is_dir() and any(path.glob("*.py"))}
-    assert {folder for line in FLOORS for folder in line} == there - FACES
+    assert {folder for layer in LAYERS for folder in layer} == there - FACES
 
 
-def test_no_folder_is_on_two_floors_or_is_a_face() -> None:
-    folders = [folder for line in FLOORS for folder in line]
+def test_no_folder_is_on_two_layers_or_is_a_face() -> None:
+    folders = [folder for layer in LAYERS for folder in layer]
     assert len(folders) == len(set(folders))
     assert not FACES & set(folders)
 
@@ -81,7 +81,7 @@ def test_what_is_outside_the_lines_may_import_anything(path: str) -> None:
         ("launch/spawn.py", "from echelon.distributed.setup import setup"),
     ],
 )
-def test_an_import_of_a_higher_floor_is_seen(path: str, source: str) -> None:
+def test_an_import_of_a_higher_layer_is_seen(path: str, source: str) -> None:
     assert len(found := upward_imports(path, source)) == 1, found
     assert found[0].startswith(f"{path}:{source.count(chr(10)) + 1}: ")
     assert found[0].endswith("up")
@@ -96,7 +96,7 @@ def test_an_import_of_a_higher_floor_is_seen(path: str, source: str) -> None:
     ],
 )
 def test_an_import_of_a_neighbour_is_seen(path: str, source: str) -> None:
-    assert "both are on floor" in upward_imports(path, source)[0]
+    assert "both are on layer" in upward_imports(path, source)[0]
 
 
 @pytest.mark.parametrize(
@@ -108,22 +108,22 @@ def test_an_import_of_a_neighbour_is_seen(path: str, source: str) -> None:
         "from echelon.helpers import f",
     ],
 )
-def test_an_import_around_the_floors_is_seen(source: str) -> None:
+def test_an_import_around_the_layers_is_seen(source: str) -> None:
     assert "name the module itself" in upward_imports("accelerator/accelerator.py", source)[0]
 
 
-def test_a_file_outside_every_floor_is_seen() -> None:
-    assert upward_imports("helpers.py", "") == ["helpers.py:1: 'helpers' is no folder of the floors and no face"]
+def test_a_file_outside_every_layer_is_seen() -> None:
+    assert upward_imports("helpers.py", "") == ["helpers.py:1: 'helpers' is no folder of the layers and no face"]
     assert upward_imports("common/tools.py", "") == [
-        "common/tools.py:1: 'common' is no folder of the floors and no face"
+        "common/tools.py:1: 'common' is no folder of the layers and no face"
     ]
 
 
-def test_the_trainer_sees_the_accelerator_and_base_only() -> None:
+def test_the_trainer_sees_the_accelerator_compat_and_base_only() -> None:
     allowed = "from echelon.accelerator import Accelerator\nfrom echelon.base.errors import UsageError\nimport echelon.trainer.args"
     assert upward_imports("trainer/trainer.py", allowed) == []
     assert (
-        "it may use accelerator, base only"
+        "it may use accelerator, base, compat only"
         in upward_imports("trainer/trainer.py", "from echelon.engines.base import Engine")[0]
     )
     assert "private name" in upward_imports("trainer/trainer.py", "from echelon.accelerator._steps import Step")[0]
@@ -266,13 +266,13 @@ def test_a_module_that_loads_torch_through_another_one_is_named(
     ],
 )
 def test_module_level_state_is_seen(source: str, text: str) -> None:
-    assert len(found := module_state("data/order.py", source)) == 1
+    assert len(found := module_state("data/sharding/sample_order.py", source)) == 1
     assert text in found[0]
 
 
 def test_constants_and_what_lives_in_functions_and_classes_pass() -> None:
     source = "__all__ = ['f']\nTABLE = {'a': 1}\npair = (1, 2)\ndef f():\n    seen = []\n    seen.append(1)\nclass A:\n    __slots__ = []"
-    assert module_state("data/order.py", source) == []
+    assert module_state("data/sharding/sample_order.py", source) == []
 
 
 @pytest.mark.parametrize(
@@ -301,11 +301,11 @@ def test_lazy_loading_is_for_the_faces_and_the_package_itself() -> None:
     assert len(more_than_a_face("engines/__init__.py", source)) == 3
 
 
-def test_floors_are_counted_from_base() -> None:
-    assert floor_of("base") == 0
-    assert floor_of("config") == floor_of("world") == 1
-    assert floor_of("cli") == len(FLOORS) - 1 == 11
-    assert floor_of("utils") is None
+def test_layers_are_counted_from_base() -> None:
+    assert layer_of("base") == 0
+    assert layer_of("compat") + 1 == layer_of("config") == layer_of("world") == 2
+    assert layer_of("cli") == len(LAYERS) - 1 == 12
+    assert layer_of("utils") is None
 
 
 def _dotted(path: str) -> str:

@@ -20,8 +20,19 @@ if TYPE_CHECKING:
         InitProcessGroupKwargs,
         PartialState,
     )
-    from echelon.accelerator.deepspeed_plugin import DeepSpeedPlugin
-    from echelon.accelerator.later import (
+    from echelon.accelerator.models.load_pretrained import (
+        init_empty_weights,
+        init_on_device,
+        load_checkpoint_and_dispatch,
+        load_checkpoint_in_model,
+    )
+    from echelon.accelerator.plugins.deepspeed_plugin import DeepSpeedPlugin
+    from echelon.accelerator.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
+    from echelon.accelerator.plugins.parallelism_config import ParallelismConfig
+    from echelon.accelerator.prepare.data_loaders import skip_first_batches
+    from echelon.accelerator.update.local_sgd import LocalSGD
+    from echelon.base.errors import EchelonError
+    from echelon.compat.accelerate_unsupported import (
         cpu_offload,
         cpu_offload_with_hook,
         disk_offload,
@@ -29,18 +40,7 @@ if TYPE_CHECKING:
         infer_auto_device_map,
         prepare_pippy,
     )
-    from echelon.accelerator.loaders import skip_first_batches
-    from echelon.accelerator.local_sgd import LocalSGD
-    from echelon.accelerator.parallelism import ParallelismConfig
-    from echelon.accelerator.pretrained import (
-        init_empty_weights,
-        init_on_device,
-        load_checkpoint_and_dispatch,
-        load_checkpoint_in_model,
-    )
-    from echelon.accelerator.sharding_plugin import FullyShardedDataParallelPlugin
-    from echelon.base.errors import EchelonError
-    from echelon.data.share import share_dataset
+    from echelon.data.shared_memory import share_dataset
     from echelon.launch.notebook import debug_launcher, notebook_launcher
     from echelon.trainer import (
         BestRun,
@@ -89,7 +89,7 @@ _LAZY = {
     "CallbackHandler": "echelon.trainer",
     "DDPCommunicationHookType": "echelon.utils",
     "DataLoaderConfiguration": "echelon.accelerator",
-    "DeepSpeedPlugin": "echelon.accelerator.deepspeed_plugin",
+    "DeepSpeedPlugin": "echelon.accelerator.plugins.deepspeed_plugin",
     "DefaultFlowCallback": "echelon.trainer",
     "DistributedDataParallelKwargs": "echelon.accelerator",
     "DistributedType": "echelon.accelerator",
@@ -97,17 +97,17 @@ _LAZY = {
     "EchelonError": "echelon.base.errors",
     "EvalLoopOutput": "echelon.trainer",
     "EvalPrediction": "echelon.trainer",
-    "FullyShardedDataParallelPlugin": "echelon.accelerator.sharding_plugin",
+    "FullyShardedDataParallelPlugin": "echelon.accelerator.plugins.fsdp_plugin",
     "GradScalerKwargs": "echelon.accelerator",
     "GradientAccumulationPlugin": "echelon.accelerator",
     "HubStrategy": "echelon.trainer",
     "InitProcessGroupKwargs": "echelon.accelerator",
     "IntervalStrategy": "echelon.trainer",
-    "LocalSGD": "echelon.accelerator.local_sgd",
+    "LocalSGD": "echelon.accelerator.update.local_sgd",
     "NonFiniteError": "echelon.trainer",
     "OptimizerNames": "echelon.trainer",
     "ParallelMode": "echelon.trainer",
-    "ParallelismConfig": "echelon.accelerator.parallelism",
+    "ParallelismConfig": "echelon.accelerator.plugins.parallelism_config",
     "PartialState": "echelon.accelerator",
     "PredictionOutput": "echelon.trainer",
     "PrinterCallback": "echelon.trainer",
@@ -128,36 +128,36 @@ _LAZY = {
     "big_modeling": "",
     "checkpointing": "",
     "commands": "",
-    "cpu_offload": "echelon.accelerator.later",
-    "cpu_offload_with_hook": "echelon.accelerator.later",
+    "cpu_offload": "echelon.compat.accelerate_unsupported",
+    "cpu_offload_with_hook": "echelon.compat.accelerate_unsupported",
     "data_loader": "",
     "debug_launcher": "echelon.launch.notebook",
     "default_data_collator": "echelon.trainer",
-    "disk_offload": "echelon.accelerator.later",
-    "dispatch_model": "echelon.accelerator.later",
+    "disk_offload": "echelon.compat.accelerate_unsupported",
+    "dispatch_model": "echelon.compat.accelerate_unsupported",
     "distributed": "",
     "find_executable_batch_size": "echelon.utils",
     "get_last_checkpoint": "echelon.trainer",
     "get_scheduler": "echelon.trainer",
     "hooks": "",
-    "infer_auto_device_map": "echelon.accelerator.later",
+    "infer_auto_device_map": "echelon.compat.accelerate_unsupported",
     "inference": "",
-    "init_empty_weights": "echelon.accelerator.pretrained",
-    "init_on_device": "echelon.accelerator.pretrained",
+    "init_empty_weights": "echelon.accelerator.models.load_pretrained",
+    "init_on_device": "echelon.accelerator.models.load_pretrained",
     "launchers": "",
-    "load_checkpoint_and_dispatch": "echelon.accelerator.pretrained",
-    "load_checkpoint_in_model": "echelon.accelerator.pretrained",
+    "load_checkpoint_and_dispatch": "echelon.accelerator.models.load_pretrained",
+    "load_checkpoint_in_model": "echelon.accelerator.models.load_pretrained",
     "local_sgd": "",
     "logging": "",
     "notebook_launcher": "echelon.launch.notebook",
     "optimizer": "",
     "parallelism_config": "",
-    "prepare_pippy": "echelon.accelerator.later",
+    "prepare_pippy": "echelon.compat.accelerate_unsupported",
     "ray": "",
     "scheduler": "",
     "set_seed": "echelon.world.seed",
-    "share_dataset": "echelon.data.share",
-    "skip_first_batches": "echelon.accelerator.loaders",
+    "share_dataset": "echelon.data.shared_memory",
+    "skip_first_batches": "echelon.accelerator.prepare.data_loaders",
     "state": "",
     "synchronize_rng_states": "echelon.utils",
     "tracking": "",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echelon.accelerator.state_files import (
+from echelon.accelerator.checkpoint.accelerate_layout import (
     load_accelerator_state,
     load_custom_state,
     save_accelerator_state,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from echelon.accelerator.loaders import get_sampler, prepare_data_loader, skip_first_batches
-from echelon.data.deal import DealtBatches as BatchSamplerShard
+from echelon.accelerator.prepare.data_loaders import get_sampler, prepare_data_loader, skip_first_batches
 from echelon.data.loader import DispatchedLoader as DataLoaderDispatcher
 from echelon.data.loader import PreparedLoader as DataLoaderShard
-from echelon.data.order import SeedableRandomSampler
-from echelon.data.shard import IterableDatasetShard
-from echelon.data.skip import SkipBatchSampler, SkipDataLoader
+from echelon.data.sharding.iterable_dataset_shard import IterableDatasetShard
+from echelon.data.sharding.sample_order import SeedableRandomSampler
+from echelon.data.sharding.sharded_batches import DealtBatches as BatchSamplerShard
+from echelon.data.skip_batches import SkipBatchSampler, SkipDataLoader
 
 __all__ = [
     "BatchSamplerShard",

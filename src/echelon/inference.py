@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echelon.accelerator.later import (
+from echelon.compat.accelerate_unsupported import (
     build_pipeline,
     find_pippy_batch_size,
     generate_device_map,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echelon.accelerator.local_sgd import LocalSGD
+from echelon.accelerator.update.local_sgd import LocalSGD
 
 __all__ = [
     "LocalSGD",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echelon.accelerator.optimizer import AcceleratedOptimizer
+from echelon.accelerator.update.optimizer import AcceleratedOptimizer
 from echelon.distributed.structure import send_to_device as move_to_device
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echelon.accelerator.parallelism import ParallelismConfig
+from echelon.accelerator.plugins.parallelism_config import ParallelismConfig
 
 __all__ = [
     "ParallelismConfig",

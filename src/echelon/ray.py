@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from echelon.launch.ray import run
+from echelon.launch.schedulers.ray import run
 
 __all__ = ["run"]

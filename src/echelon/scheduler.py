@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echelon.accelerator.scheduler import AcceleratedScheduler
+from echelon.accelerator.update.scheduler import AcceleratedScheduler
 
 __all__ = [
     "AcceleratedScheduler",

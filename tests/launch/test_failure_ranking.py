@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from echelon.launch.failure import (
+from echelon.launch.failures.failure import (
     Cause,
     ErrorRecord,
     Frame,

@@ -17,7 +17,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from echelon.launch import worker
+from echelon.launch.local import worker
 from tests.launch.conftest import Command
 
 STALL_S, SLOW_S, REPORT_S = 5.0, 25.0, 5.0

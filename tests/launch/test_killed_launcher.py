@@ -14,15 +14,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from echelon.launch import worker
-from echelon.launch.guardian import BYE, ENDED, LAUNCHER_VARIABLE, STARTED, STARTING
-from echelon.launch.guardian import main as guard
 from echelon.launch.interrupts import Interrupted
-from echelon.launch.output import Outputs
-from echelon.launch.parents import Guardian
-from echelon.launch.processes import Workers
+from echelon.launch.local import worker
+from echelon.launch.local.guardian import BYE, ENDED, LAUNCHER_VARIABLE, STARTED, STARTING
+from echelon.launch.local.guardian import main as guard
+from echelon.launch.local.output import Outputs
+from echelon.launch.local.parents import Guardian
+from echelon.launch.local.processes import Workers
+from echelon.launch.local.warm_start import WarmStarter
 from echelon.launch.script import Script
-from echelon.launch.warm import WarmStarter
 from echelon.status.board import Board
 from tests.launch.conftest import Command
 
@@ -118,7 +118,7 @@ def test_a_process_that_a_thread_has_started_ends_with_the_process_not_with_the_
     parent = (
         "import subprocess, sys, threading, time\n"
         "from echelon.launch import worker\n"
-        "from echelon.launch.parents import own_identity\n"
+        "from echelon.launch.local.parents import own_identity\n"
         "between = {'1': [], '0': ['sh', '-c', '\"$@\"; true', 'sh']}\n"
         "def start(how):\n"
         "    argv = [*between[how], sys.executable, '-c', sys.argv[1], worker.__file__, own_identity(), how]\n"

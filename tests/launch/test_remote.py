@@ -50,8 +50,8 @@ sys.exit(int(script))
 _MAIN = """
 import sys
 from echelon.base.errors import EchelonError
-from echelon.launch import remote
-from echelon.launch.hostfile import Host
+from echelon.launch.ssh import ssh_launcher as remote
+from echelon.launch.ssh.hostfile import Host
 from echelon.launch.interrupts import watch
 from datetime import timedelta
 remote._GRACE = timedelta(seconds=float(sys.argv[3]))

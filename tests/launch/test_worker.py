@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from echelon.launch import worker
-from echelon.launch.parents import own_identity
+from echelon.launch.local import worker
+from echelon.launch.local.parents import own_identity
 from tests.launch.conftest import Command, Result
 
 SCRIPTS = {

@@ -24,8 +24,8 @@ from echelon import (
 )
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.warnings import EchelonWarning
-from echelon.checkpoint.background import TooManyFailedSavesError
-from echelon.checkpoint.reading import Checkpoint
+from echelon.checkpoint.background_save import TooManyFailedSavesError
+from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.storage import LocalStorage
 from echelon.utils import DeepSpeedPlugin, ProjectConfiguration
 from tests.checkpoint_ranks import no_code_and_no_other_files

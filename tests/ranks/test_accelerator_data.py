@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
 from echelon import Accelerator, DataLoaderConfiguration
-from echelon.data.deal import DealtBatches
+from echelon.data.sharding.sharded_batches import DealtBatches
 from tests.harness import run_on_ranks
 
 

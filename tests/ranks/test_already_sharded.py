@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from torch.utils.data.distributed import DistributedSampler
 
 from echelon import Accelerator, DataLoaderConfiguration
-from echelon.accelerator.project import ProjectConfiguration
+from echelon.accelerator.plugins.project_configuration import ProjectConfiguration
 from echelon.base.errors import ConfigError, DesyncError, EchelonError, UsageError
 from echelon.base.warnings import EchelonWarning
 from echelon.distributed import shard

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.data.slices import shards_of
-from echelon.engines import canonical
-from echelon.engines.canonical import Node, TreeSum, roots_of
+from echelon.data.exact.batch_slices import shards_of
+from echelon.engines.bitwise import tree_sum as canonical
+from echelon.engines.bitwise.tree_sum import Node, TreeSum, roots_of
 from tests.harness import run_on_ranks
 
 WORLD_SIZES = [1, 2, 3, 4]

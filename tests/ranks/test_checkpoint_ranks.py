@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from echelon.base.errors import CheckpointError
-from echelon.checkpoint.background import BackgroundSaver
-from echelon.checkpoint.reading import open_verified
+from echelon.checkpoint.background_save import BackgroundSaver
+from echelon.checkpoint.read import open_verified
 from echelon.checkpoint.save import Content, begin_save, save
 from echelon.checkpoint.storage import LocalStorage
 from echelon.world.world import World

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
-from echelon.accelerator.loaders import prepare_data_loader
 from echelon.accelerator.metrics import gather_samples
+from echelon.accelerator.prepare.data_loaders import prepare_data_loader
 from echelon.base.errors import DesyncError, UsageError
 from echelon.data.loader import DispatchedLoader, PreparedLoader
 from tests.harness import RanksFailed, run_on_ranks

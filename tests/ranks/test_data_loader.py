@@ -21,12 +21,12 @@ from torch.utils.data import (
     default_collate,
 )
 
-from echelon.accelerator.loaders import get_sampler, prepare_data_loader, skip_first_batches
 from echelon.accelerator.metrics import gather_samples
+from echelon.accelerator.prepare.data_loaders import get_sampler, prepare_data_loader, skip_first_batches
 from echelon.base.errors import DesyncError, UsageError
-from echelon.data import rebuild
-from echelon.data.order import SeedableRandomSampler
-from echelon.data.rng import synchronize_rng_states
+from echelon.data import rebuild_loader as rebuild
+from echelon.data.rng.host_rng import synchronize_rng_states
+from echelon.data.sharding.sample_order import SeedableRandomSampler
 from tests.harness import RanksFailed, run_on_ranks
 
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.utils.data import Subset, TensorDataset
 
 from echelon.base.errors import UsageError
-from echelon.data.share import share_dataset
-from echelon.data.split import split_between_processes
+from echelon.data.sharding.split import split_between_processes
+from echelon.data.shared_memory import share_dataset
 from tests.harness import RanksFailed, run_on_ranks
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon import Accelerator
-from echelon.accelerator.local_sgd import LocalSGD
+from echelon.accelerator.update.local_sgd import LocalSGD
 from tests.harness import run_on_ranks
 
 STEPS = 7  # no multiple of the period: the average on leaving counts

@@ -19,7 +19,7 @@ from torch import nn
 
 from echelon import Accelerator
 from echelon.base.errors import DesyncError
-from echelon.distributed.meeting import meet
+from echelon.distributed.monitored_barrier import meet
 from echelon.distributed.setup import cleanup
 from tests.harness import run_on_ranks
 
@@ -159,7 +159,7 @@ def _heard(name: str, note: Path | None = None) -> Iterator[list[str]]:
 
 
 def _told(folder: Path) -> list[str]:
-    with _job(folder, "fsdp2") as job, _heard("echelon.distributed.watcher") as heard:
+    with _job(folder, "fsdp2") as job, _heard("echelon.distributed.responder") as heard:
         if dist.get_rank() == 0:
             _text_of(job.get_state_dict)
         job.forward()
@@ -186,7 +186,7 @@ def test_a_rank_that_has_ended_is_an_error(tmp_path: Path) -> None:
 
 def _comes_late(folder: Path) -> tuple[bool, list[str]]:
     is_heard = folder / "heard"
-    with _job(folder, "fsdp2") as job, _heard("echelon.distributed.meeting", is_heard) as heard:
+    with _job(folder, "fsdp2") as job, _heard("echelon.distributed.monitored_barrier", is_heard) as heard:
         beside = None
         if dist.get_rank() == 0:  # what it has begun beside its program, as a thread that saves might, is not its place
             beside = dist.all_reduce(torch.ones(1), async_op=True)

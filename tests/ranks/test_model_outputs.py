@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from echelon import Accelerator, FullyShardedDataParallelPlugin
-from echelon.accelerator.handlers import DistributedDataParallelKwargs, GradScalerKwargs
+from echelon.accelerator.plugins.kwargs_handlers import DistributedDataParallelKwargs, GradScalerKwargs
 from echelon.base.errors import UsageError
 from echelon.base.warnings import EchelonWarning
 from echelon.testing.model_outputs import OUTPUT_KINDS, PlainObject, Returning, items_of

@@ -24,8 +24,8 @@ from echelon import (
 from echelon.base import environ
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.warnings import EchelonWarning
-from echelon.engines.fsdp2 import FSDP2Engine
-from echelon.engines.sharding import ShardingOptions
+from echelon.engines.fsdp.fsdp2 import FSDP2Engine
+from echelon.engines.fsdp.options import ShardingOptions
 from echelon.world.world import World
 from tests.harness import RanksFailed, run_on_ranks
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Accelerator, FullyShardedDataParallelPlugin
-from echelon.accelerator.handlers import GradScalerKwargs
-from echelon.accelerator.optimizer import AcceleratedOptimizer
+from echelon.accelerator.plugins.kwargs_handlers import GradScalerKwargs
+from echelon.accelerator.update.optimizer import AcceleratedOptimizer
 from echelon.base.errors import UsageError
 from echelon.base.warnings import EchelonWarning
 from tests.harness import run_on_ranks

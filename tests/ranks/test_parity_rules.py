@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Accelerator, DataLoaderConfiguration, set_seed
-from echelon.accelerator.handlers import DistributedDataParallelKwargs
+from echelon.accelerator.plugins.kwargs_handlers import DistributedDataParallelKwargs
 from echelon.base.warnings import EchelonWarning
 from tests.harness import run_on_ranks
 

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from echelon import Accelerator, FullyShardedDataParallelPlugin, load_checkpoint_in_model
 from echelon.base.errors import CheckpointError, DesyncError, UsageError
 from echelon.base.optional import is_available
-from echelon.engines.fsdp2 import FSDP2Engine
-from echelon.engines.sharding import ShardingOptions
+from echelon.engines.fsdp.fsdp2 import FSDP2Engine
+from echelon.engines.fsdp.options import ShardingOptions
 from echelon.trainer import Trainer, TrainingArguments
 from echelon.utils import disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading
 from echelon.world.world import World

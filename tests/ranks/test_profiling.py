@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from echelon import Accelerator
-from echelon.accelerator.handlers import ProfileKwargs
+from echelon.accelerator.plugins.kwargs_handlers import ProfileKwargs
 from echelon.accelerator.profiling import profile
 from echelon.base.errors import ConfigError
 from echelon.base.warnings import EchelonWarning

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from echelon import Accelerator
 from echelon.base import environ
 from echelon.base.errors import ConfigError
+from echelon.config.derive import check, settle
 from echelon.config.files import from_file
 from echelon.config.resolve import resolve
 from echelon.config.schema import RunConfig
-from echelon.config.settle import check, settle
 from echelon.config.sources import encode, from_flags
 from echelon.launch.environment import rank_variables
 from tests.harness import run_on_ranks

@@ -14,8 +14,8 @@ from torch import nn
 
 from echelon.base.errors import ConfigError
 from echelon.trainer import EvalPrediction, NonFiniteError, Trainer, TrainingArguments
-from echelon.trainer.search import BestRun
-from echelon.trainer.time_limit import TimeLimitCallback
+from echelon.trainer.callbacks.time_limit import TimeLimitCallback
+from echelon.trainer.features.hyperparameter_search import BestRun
 from tests.harness import RanksFailed, run_on_ranks
 from tests.trainer_models import Net, arguments, net_data
 

@@ -18,7 +18,8 @@ from torch import nn
 
 from echelon.base.errors import CheckpointError, ConfigError, UsageError
 from echelon.base.sharded import is_dtensor
-from echelon.trainer import Trainer, TrainerCallback, TrainingArguments, interruptions
+from echelon.trainer import Trainer, TrainerCallback, TrainingArguments
+from echelon.trainer.checkpoint import save_on_error
 from echelon.world.group import close_group
 from tests.harness import RanksFailed, run_on_ranks
 
@@ -244,11 +245,11 @@ def _fails_alone(folder: str) -> None:
         def emit(self, record: logging.LogRecord) -> None:
             messages.append(record.getMessage())
 
-    keeps, logger = Keeps(), logging.getLogger("echelon.trainer.interruptions")
+    keeps, logger = Keeps(), logging.getLogger("echelon.trainer.checkpoint.save_on_error")
     logger.addHandler(keeps)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(interruptions, "_PATIENCE", timedelta(seconds=0.5))
+            patch.setattr(save_on_error, "_PATIENCE", timedelta(seconds=0.5))
             told = _fails(folder, [0])
     finally:
         logger.removeHandler(keeps)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from echelon import utils
 from echelon.base.errors import DesyncError
-from echelon.distributed import checks
+from echelon.distributed import structure_check as checks
 from echelon.utils import operations
 from tests.harness import run_on_ranks
 

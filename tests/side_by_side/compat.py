@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from echelon.accelerator import later  # noqa: E402 - a program as well
+from echelon.compat import accelerate_unsupported as later  # noqa: E402 - a program as well
 from tests.unit.test_faces import OMITTED  # noqa: E402
 
 DATA = Path(__file__).with_name("compat.txt")

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from echelon.base.errors import ConfigError
+from echelon.config.derive import check, settle
 from echelon.config.files import from_file
 from echelon.config.resolve import resolve
 from echelon.config.schema import RunConfig
-from echelon.config.settle import check, settle
 from echelon.config.sources import from_flags
 from echelon.launch.environment import rank_variables
 from tests.side_by_side.run import HERE, PEERS

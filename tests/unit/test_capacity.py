@@ -10,8 +10,8 @@ import pytest
 from echelon.base import limits
 from echelon.base.errors import ConfigError
 from echelon.base.limits import Room, room_for_memory, room_for_tasks
-from echelon.launch import capacity
-from echelon.launch.capacity import check_capacity
+from echelon.launch.local import capacity
+from echelon.launch.local.capacity import check_capacity
 
 GIB = 1 << 30
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from echelon.launch import channel
-from echelon.launch.channel import (
+from echelon.launch.multinode import channel
+from echelon.launch.multinode.channel import (
     NODE,
     STORE,
     Channel,
@@ -25,7 +25,7 @@ from echelon.launch.channel import (
     clock_offset_ns,
     connect,
 )
-from echelon.launch.hub import Hub, Tunnel, listen
+from echelon.launch.multinode.hub import Hub, Tunnel, listen
 
 TOKEN = b"sixteen bytes at least"
 _LIMIT_S = 60.0

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from echelon.base.errors import CheckpointError
-from echelon.checkpoint.background import BackgroundSaver
+from echelon.checkpoint.background_save import BackgroundSaver
 from echelon.checkpoint.commit import clean, place_of, retire
-from echelon.checkpoint.numbered import numbered, remove_oldest
-from echelon.checkpoint.reading import Checkpoint
+from echelon.checkpoint.read import Checkpoint
+from echelon.checkpoint.rotation import numbered, remove_oldest
 from echelon.checkpoint.save import begin_save, save_folder
 from tests.checkpoint_ranks import content_of, on_threads, save_on_threads, world_of_threads
 from tests.toy_storage import ToyStorage, WithoutExchange, crash_states, fingerprint

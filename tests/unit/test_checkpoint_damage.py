@@ -21,7 +21,7 @@ import xxhash
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint import typed_json
 from echelon.checkpoint.manifest import MANIFEST
-from echelon.checkpoint.reading import Checkpoint, newest, open_verified
+from echelon.checkpoint.read import Checkpoint, newest, open_verified
 from tests.checkpoint_ranks import no_code_and_no_other_files, save_on_threads, world_of_threads
 from tests.toy_storage import ToyStorage
 

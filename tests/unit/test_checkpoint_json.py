@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from echelon.accelerator.gradient_state import GradientState
-from echelon.accelerator.scheduler import AcceleratedScheduler
+from echelon.accelerator.update.scheduler import AcceleratedScheduler
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint.typed_json import decode, encode, from_bytes, to_bytes
 

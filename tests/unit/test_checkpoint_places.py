@@ -20,7 +20,7 @@ from torch import nn
 from echelon import Accelerator
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.warnings import EchelonWarning
-from echelon.checkpoint.background import TooManyFailedSavesError
+from echelon.checkpoint.background_save import TooManyFailedSavesError
 from echelon.cli.checkpoint import command
 from echelon.trainer import Trainer
 from echelon.utils import ProjectConfiguration

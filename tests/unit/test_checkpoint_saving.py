@@ -24,11 +24,11 @@ from safetensors.torch import load_file
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.warnings import EchelonWarning
 from echelon.checkpoint import lock as lock_module
-from echelon.checkpoint.background import BackgroundSaver, SaveFailures, TooManyFailedSavesError
+from echelon.checkpoint.background_save import BackgroundSaver, SaveFailures, TooManyFailedSavesError
 from echelon.checkpoint.lock import Owner, RunLock, is_over
-from echelon.checkpoint.numbered import numbered, remove_oldest, surplus
-from echelon.checkpoint.reading import Checkpoint, newest
+from echelon.checkpoint.read import Checkpoint, newest
 from echelon.checkpoint.regions import Box
+from echelon.checkpoint.rotation import numbered, remove_oldest, surplus
 from echelon.checkpoint.save import Content, begin_save, save
 from echelon.checkpoint.storage import LocalStorage, Storage
 from tests.checkpoint_ranks import on_threads, save_on_threads, world_of_threads
@@ -340,7 +340,7 @@ def test_a_program_that_ends_finishes_its_last_save(tmp_path: Path) -> None:
     program = f"""
 import time, torch
 from pathlib import Path
-from echelon.checkpoint.background import BackgroundSaver
+from echelon.checkpoint.background_save import BackgroundSaver
 from echelon.checkpoint.save import Content, begin_save
 from echelon.checkpoint.storage import LocalStorage
 from echelon.world.world import World

@@ -20,11 +20,11 @@ import safetensors.torch
 import torch
 from torch import nn
 
-import echelon.checkpoint.merge as merging
+import echelon.checkpoint.merge_weights as merging
 from echelon import Accelerator
 from echelon.base.errors import CheckpointError
 from echelon.base.warnings import EchelonWarning
-from echelon.checkpoint.reading import Checkpoint
+from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.regions import Part
 from echelon.checkpoint.save import Content, save
 from echelon.checkpoint.storage import LocalStorage

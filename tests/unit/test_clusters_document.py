@@ -11,7 +11,7 @@ import pytest
 from echelon.cli.launch import command as launch
 from echelon.cli.main import _run
 from echelon.cli.submit import command as submit
-from echelon.launch.sbatch import WAIT_S
+from echelon.launch.schedulers.slurm_script import WAIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")

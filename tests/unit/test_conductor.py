@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 
 from echelon.base.errors import LaunchError
-from echelon.launch import conductor as conductor_module
-from echelon.launch.conductor import Conductor, Rules
-from echelon.launch.failure import ErrorRecord, RankEnd
-from echelon.launch.hub import listen
+from echelon.launch.failures.failure import ErrorRecord, RankEnd
 from echelon.launch.interrupts import Interrupts
-from echelon.launch.node import Node, Order, RoundOfNode, RunOver
-from echelon.launch.roster import NodeInfo
-from echelon.launch.supervise import StallRules
-from echelon.launch.wire import encode
-from echelon.status.hold import EXIT_CODE, State
-from echelon.status.hold import Order as HoldOrder
+from echelon.launch.multinode import coordinator as conductor_module
+from echelon.launch.multinode.coordinator import Conductor, Rules
+from echelon.launch.multinode.hub import listen
+from echelon.launch.multinode.messages import encode
+from echelon.launch.multinode.node import Node, Order, RoundOfNode, RunOver
+from echelon.launch.multinode.roster import NodeInfo
+from echelon.launch.supervisor import StallRules
+from echelon.status.stop_barrier import EXIT_CODE, State
+from echelon.status.stop_barrier import Order as HoldOrder
 
 TOKEN = b"sixteen bytes at least"
 _LIMIT_S = 60.0

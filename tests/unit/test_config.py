@@ -9,11 +9,11 @@ import pytest
 
 from echelon.base import environ
 from echelon.base.errors import ConfigError
+from echelon.config.explain import show
 from echelon.config.files import from_file
 from echelon.config.origin import Origin, Setting, Source
 from echelon.config.resolve import resolve
 from echelon.config.schema import RunConfig, field_names
-from echelon.config.show import show
 from echelon.config.sources import current, decode, encode, from_code, from_environment, from_flags
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 from echelon.config.files import from_file
+from echelon.config.key_table import KEYS, SECTIONS, Key
 from echelon.config.schema import RunConfig, field_docs, field_types
-from echelon.config.table import KEYS, SECTIONS, Key
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 BEGIN = "<!-- settings: made by python tests/unit/test_config_document.py -->\n"

@@ -11,13 +11,13 @@ import pytest
 
 from echelon.base import environ
 from echelon.base.errors import ConfigError
+from echelon.config.derive import check, settle, with_engine
+from echelon.config.explain import differences, show, show_json
 from echelon.config.files import from_file
 from echelon.config.origin import Source
-from echelon.config.places import find
 from echelon.config.resolve import Resolved, resolve
 from echelon.config.schema import RunConfig
-from echelon.config.settle import check, settle, with_engine
-from echelon.config.show import differences, show, show_json
+from echelon.config.search_paths import find
 from echelon.config.sources import from_environment, from_flags
 from echelon.config.write import chosen, unknown_to_accelerate, write
 from echelon.launch.environment import rank_variables

@@ -16,11 +16,11 @@ from echelon.cli.launch import command
 from echelon.cli.launch_options import flag_layer, typed_flags
 from echelon.cli.main import cli
 from echelon.config.files import from_file
+from echelon.config.key_table import BY_FIELD, KEYS, SECTIONS, USE, Key, own_variable
 from echelon.config.origin import Source
 from echelon.config.resolve import Layer, resolve
 from echelon.config.schema import RunConfig, field_docs, field_names, field_types
 from echelon.config.sources import from_code, from_environment
-from echelon.config.table import BY_FIELD, KEYS, SECTIONS, USE, Key, own_variable
 
 SHARDED_BY = {"fsdp": "FSDP", "deepspeed": "DEEPSPEED"}
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
-from echelon.distributed.data_fingerprint import (
+from echelon.distributed.checks.data_fingerprint import (
     are_of_different_data,
     are_shares,
     column_fingerprints,
@@ -67,7 +67,7 @@ def test_equal_data_has_equal_fingerprints_and_other_data_other_ones(name: str) 
 
 
 def test_another_process_finds_the_same() -> None:
-    code = "from echelon.distributed.data_fingerprint import dataset_fingerprint as f; print(f(['a', 'b', ('c', 1.5)]))"
+    code = "from echelon.distributed.checks.data_fingerprint import dataset_fingerprint as f; print(f(['a', 'b', ('c', 1.5)]))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(found.stdout) == dataset_fingerprint(["a", "b", ("c", 1.5)])
 

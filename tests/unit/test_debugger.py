@@ -10,7 +10,7 @@ import pytest
 
 from echelon.base.errors import ConfigError
 from echelon.cli.launch import _outputs, command
-from echelon.status.place import Sight, sight_of
+from echelon.status.call_site import Sight, sight_of
 
 
 def test_a_program_that_a_debugger_has_stopped_is_seen_and_one_that_runs_on_is_not() -> None:

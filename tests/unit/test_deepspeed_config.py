@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from echelon import Accelerator
-from echelon.accelerator.deepspeed_opening import fill_deepspeed, sharding_of_deepspeed
+from echelon.accelerator.setup.build_deepspeed import fill_deepspeed, sharding_of_deepspeed
 from echelon.base.errors import ConfigError
 from echelon.base.warnings import EchelonWarning
 from echelon.config.deepspeed_json import DeepSpeedFacts, HfDeepSpeedConfig, read_deepspeed_config, resolve_deepspeed

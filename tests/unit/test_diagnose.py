@@ -10,7 +10,7 @@ import pytest
 from echelon.diagnose.collectives import Collective, History, first_divergence, read_history
 from echelon.diagnose.stall import Answer, Class, RankView, Stall, StallClock, diagnose, disagreement, name_ranks
 from echelon.status.board import Doing, Note, Phase, Watch
-from echelon.status.place import Place
+from echelon.status.call_site import Place
 
 ALL = tuple(range(4))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from echelon.engines.stepping import Stepper, clip_gradients
+from echelon.engines.stepper import Stepper, clip_gradients
 
 
 def _gradients(dtypes: list[torch.dtype], scale: float) -> list[nn.Parameter]:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from echelon.launch.failure import ErrorRecord, RankEnd, explain
+from echelon.launch.failures.failure import ErrorRecord, RankEnd, explain
+from echelon.launch.local.worker import ERROR_FILE, Recorder
 from echelon.launch.unpicklable import unpicklable_part
-from echelon.launch.worker import ERROR_FILE, Recorder
 
 
 class _Images(Dataset[int]):

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from echelon.accelerator import later
 from echelon.base.errors import UsageError
-from echelon.base.not_offered import NotOffered
+from echelon.base.unsupported import NotOffered
+from echelon.compat import accelerate_unsupported as later
 
 NAMES: dict[str, list[str]] = json.loads((Path(__file__).parent / "accelerate_names.json").read_text())["names"]
 SOURCE = Path(later.__file__).parent.parent

@@ -12,8 +12,16 @@ import pytest
 
 from echelon.diagnose.goodput import Attempt, Ledger, RankTimes, account, spent_in
 from echelon.diagnose.straggler import Steps, steps_of
-from echelon.launch.accounts import GOODPUT_FILE, Accounts, Books, first_sign, process_start_ns, read_books, times_on
-from echelon.launch.failure import ErrorRecord, RankEnd
+from echelon.launch.failures.failure import ErrorRecord, RankEnd
+from echelon.launch.local.goodput_recorder import (
+    GOODPUT_FILE,
+    Accounts,
+    Books,
+    first_sign,
+    process_start_ns,
+    read_books,
+    times_on,
+)
 from echelon.status import notes as status_notes
 from echelon.status.board import Board, Mark, Part, Phase, Slot, Times
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from echelon.diagnose.stall import Answer, Class, RankView, Stall
-from echelon.launch.supervise import StallRules, Supervisor
+from echelon.launch.supervisor import StallRules, Supervisor
 from echelon.status.board import Doing, Note, Phase, Watch
 
 STALL_S, SLOW_S = 10.0, 40.0

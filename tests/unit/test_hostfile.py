@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from echelon.base.errors import ConfigError
-from echelon.cli.hosts import _without, hosts_of
 from echelon.cli.launch import command
+from echelon.cli.multi_host_launch import _without, hosts_of
 from echelon.config.origin import Origin, Setting, Source
 from echelon.config.resolve import resolve
 from echelon.config.schema import RunConfig
-from echelon.launch.hostfile import Host, excluding, included, including, read_hostfile
+from echelon.launch.ssh.hostfile import Host, excluding, included, including, read_hostfile
 
 TWO = (Host(name="worker-0", slots=(0, 1, 2, 3)), Host(name="worker-1", slots=(0, 1)))
 

@@ -15,9 +15,9 @@ from echelon.config.files import from_file
 from echelon.config.resolve import Resolved, resolve
 from echelon.config.schema import RunConfig
 from echelon.config.sources import from_flags
-from echelon.launch.machines import Asked, Machines, interface_variables, meet, node_range, rdzv_conf
-from echelon.launch.network import addresses_of, interface_of, is_loopback, own_address_towards
-from echelon.launch.slurm import Step
+from echelon.launch.multinode.machines import Asked, Machines, interface_variables, meet, node_range, rdzv_conf
+from echelon.launch.multinode.network import addresses_of, interface_of, is_loopback, own_address_towards
+from echelon.launch.schedulers.slurm import Step
 
 TOKEN = "a token of some length"
 
@@ -84,7 +84,7 @@ def test_is_host_and_listen_on_decide_where_an_address_cannot(port: int) -> None
 
 
 def test_a_name_that_hides_a_loopback_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echelon.launch.machines.addresses_of", lambda host, where: ["127.0.1.1"])
+    monkeypatch.setattr("echelon.launch.multinode.machines.addresses_of", lambda host, where: ["127.0.1.1"])
     with pytest.raises(ConfigError, match=r"node0 is 127.0.1.1 here, a loopback address"):
         met(settings(num_machines=2), Asked(rdzv_endpoint="node0:29500"))
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from echelon.base.errors import UsageError
-from echelon.data.exact import ExactBatches, ExactOptions, PassPlan, make_order
+from echelon.data.exact.exact_batches import ExactBatches, ExactOptions, PassPlan, make_order
 
 
 def _one_process(n: int, batch_size: int, drop_last: bool, seed: int, epoch: int) -> list[list[int]]:

@@ -15,8 +15,13 @@ from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Accelerator
-from echelon.accelerator.plugins import TorchDynamoPlugin
-from echelon.accelerator.surroundings import Surroundings, refuse_kernels, refuse_modules, refuse_optimizers
+from echelon.accelerator.plugins.configuration import TorchDynamoPlugin
+from echelon.accelerator.setup.numerics_environment import (
+    Surroundings,
+    refuse_kernels,
+    refuse_modules,
+    refuse_optimizers,
+)
 from echelon.base import environ
 from echelon.base.errors import CheckpointError, ConfigError, UsageError
 from echelon.base.warnings import EchelonWarning

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from echelon.base.errors import UsageError
-from echelon.data.permutation import (
+from echelon.data.exact.permutation import (
     BLOCK,
     ExplicitPermutation,
     FeistelPermutation,

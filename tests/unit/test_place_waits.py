@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import echelon
-from echelon.status.place import Sight, sight_of
+from echelon.status.call_site import Sight, sight_of
 
 TORCH = "/usr/lib/python3/site-packages/torch/"
 

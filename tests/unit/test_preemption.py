@@ -20,7 +20,17 @@ import pytest
 from echelon.launch.interrupts import Interrupted, Interrupts
 from echelon.launch.preemption import Preemption
 from echelon.status.board import Board, Slot
-from echelon.status.hold import Coordinator, Member, Order, Outcome, State, common_place, have_met, stop_here, word
+from echelon.status.stop_barrier import (
+    Coordinator,
+    Member,
+    Order,
+    Outcome,
+    State,
+    common_place,
+    have_met,
+    stop_here,
+    word,
+)
 
 # Whether each boundary of the loop is a whole one. The last turn is followed by no boundary: the program ends.
 LOOP = (True, False, True)

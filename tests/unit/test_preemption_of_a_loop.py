@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from echelon import Accelerator
 from echelon.distributed import preemption, should_stop
-from echelon.status import hold
-from echelon.status.hold import EXIT_CODE
+from echelon.status import stop_barrier as hold
+from echelon.status.stop_barrier import EXIT_CODE
 from echelon.utils import ProjectConfiguration
 
 EPOCHS, STEPS = 3, 6

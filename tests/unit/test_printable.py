@@ -15,8 +15,8 @@ from echelon.cli.doctor import command as doctor
 from echelon.diagnose.goodput import Ledger
 from echelon.diagnose.stall import Class, Stall
 from echelon.diagnose.straggler import steps_of
-from echelon.launch.accounts import Books
-from echelon.launch.failure import ErrorRecord, Frame, RankEnd, explain
+from echelon.launch.failures.failure import ErrorRecord, Frame, RankEnd, explain
+from echelon.launch.local.goodput_recorder import Books
 from echelon.status.board import Part
 
 # Clears the screen, sets the title, writes over the line, turns the text around.

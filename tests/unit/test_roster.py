@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from echelon.launch.roster import NodeInfo, refusal, seats, who_is_missing
+from echelon.launch.multinode.roster import NodeInfo, refusal, seats, who_is_missing
 
 A = NodeInfo(
     uid="a",

@@ -31,12 +31,12 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from echelon import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-from echelon.accelerator.handlers import DistributedDataParallelKwargs
-from echelon.accelerator.opening import make_engine, open_sharding
+from echelon.accelerator.plugins.kwargs_handlers import DistributedDataParallelKwargs
+from echelon.accelerator.setup.build import make_engine, open_sharding
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.warnings import EchelonWarning
+from echelon.engines.fsdp.options import ShardingOptions, wrap_nothing
 from echelon.engines.registry import ENGINES, SHARDING
-from echelon.engines.sharding import ShardingOptions, wrap_nothing
 from echelon.world.world import World
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32

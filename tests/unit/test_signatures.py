@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from echelon.accelerator import later
+from echelon.compat import accelerate_unsupported as later
 from tests.side_by_side.write_names import parameters
 from tests.unit.test_faces import OMITTED
 

@@ -11,7 +11,7 @@ from echelon.cli import launch
 from echelon.config.origin import Origin, Setting, Source
 from echelon.config.resolve import resolve
 from echelon.config.schema import RunConfig
-from echelon.launch.slots import named_slots
+from echelon.launch.local.slots import named_slots
 
 
 def _settings(**values: object) -> dict[str, Setting]:

@@ -6,7 +6,7 @@ import pytest
 
 from echelon.base import environ
 from echelon.base.errors import ConfigError
-from echelon.launch.slurm import Step, current_step
+from echelon.launch.schedulers.slurm import Step, current_step
 
 CLEAN = dict.fromkeys(name for name in environ.snapshot() if name.startswith(("SLURM_", "MASTER_")))
 # As srun of Slurm 22.05 sets them for the second of three machines.

@@ -15,7 +15,7 @@ import pytest
 from echelon.base import environ
 from echelon.status import board as layout
 from echelon.status import notes as status_notes
-from echelon.status import place, reporter
+from echelon.status import reporter
 from echelon.status.board import Board, Doing, Note, Phase, Slot, Watch
 
 WATCH = Watch(5, 77, 2**63 + 1, 12, Doing.COMMUNICATES | Doing.DUMPS, 3, 41, "/home/me/train.py")
@@ -155,7 +155,7 @@ def test_the_program_notes_its_step_phase_and_operations(board: Board) -> None:
 
 def test_the_reporter_says_where_the_thread_is_and_answers(board: Board, tmp_path: Path) -> None:
     with (tmp_path / "stack.txt").open("w") as stack_file:
-        here = reporter.Reporter(layout, place, f"{board.path}:0", str(tmp_path), stack_file)
+        here = reporter.Reporter(layout, call_site, f"{board.path}:0", str(tmp_path), stack_file)
         here._terminate = [None]  # leave the C++ of this process alone
         here._look()
         first = board.watch(0)

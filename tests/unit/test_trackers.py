@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.accelerator.project import ProjectConfiguration
+from echelon.accelerator.plugins.project_configuration import ProjectConfiguration
 from echelon.accelerator.tracking import Tracking
 from echelon.base.errors import MissingExtraError, UsageError
 from echelon.base.warnings import EchelonWarning

@@ -20,8 +20,8 @@ import torch
 from echelon.base.errors import ConfigError
 from echelon.base.warnings import EchelonWarning
 from echelon.trainer import ParallelMode, Seq2SeqTrainingArguments, TrainingArguments
-from echelon.trainer.not_offered import NOT_OFFERED
-from echelon.trainer.optimizers import optimizer_class_and_arguments
+from echelon.trainer.arguments.unsupported import NOT_OFFERED
+from echelon.trainer.optim.optimizers import optimizer_class_and_arguments
 
 # transformers 5.23: the order in which positional arguments are read, and what they default to.
 FIELDS: dict[str, Any] = {

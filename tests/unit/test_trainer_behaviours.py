@@ -23,8 +23,8 @@ from echelon.trainer import (
     TrainerControl,
     TrainerState,
 )
-from echelon.trainer.columns import find_labels, kept_columns
-from echelon.trainer.reporting import run_folder
+from echelon.trainer.callbacks.trackers import run_folder
+from echelon.trainer.data.columns import find_labels, kept_columns
 from tests.trainer_models import DATA, Line, arguments
 
 

@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import Dataset
 
-from echelon.accelerator.checkpoint_folders import problems_in
+from echelon.accelerator.checkpoint.folders import problems_in
 from echelon.base.errors import CheckpointError, ConfigError
 from echelon.base.warnings import EchelonWarning
-from echelon.checkpoint.background import TooManyFailedSavesError
+from echelon.checkpoint.background_save import TooManyFailedSavesError
 from echelon.checkpoint.storage import LocalStorage
 from echelon.cli.main import _run
 from echelon.trainer import (

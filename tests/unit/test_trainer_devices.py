@@ -15,7 +15,7 @@ from torch import nn
 from echelon.base.errors import ConfigError
 from echelon.base.warnings import EchelonWarning
 from echelon.trainer import Trainer, TrainingArguments
-from echelon.trainer.enums import ParallelMode
+from echelon.trainer.arguments.enums import ParallelMode
 from tests.cpu_data_parallel import cpu_devices
 from tests.trainer_models import Net, net_data
 

@@ -26,7 +26,7 @@ from echelon.trainer import (
     TrainerState,
     TrainingArguments,
 )
-from echelon.trainer.callbacks import EVENTS
+from echelon.trainer.callbacks.callback_handler import EVENTS
 from tests.trainer_models import DATA, Line
 from tests.trainer_models import arguments as _args
 

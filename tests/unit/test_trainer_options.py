@@ -30,10 +30,10 @@ from echelon.trainer import (
     TrainingArguments,
     get_last_checkpoint,
 )
-from echelon.trainer.callbacks import CallbackHandler
-from echelon.trainer.fitting_batch import smaller_batch_sizes
-from echelon.trainer.length_groups import LengthGroupedSampler
-from echelon.trainer.optimizers import optimizer_class_and_arguments
+from echelon.trainer.callbacks.callback_handler import CallbackHandler
+from echelon.trainer.data.length_grouped_sampler import LengthGroupedSampler
+from echelon.trainer.features.auto_find_batch_size import smaller_batch_sizes
+from echelon.trainer.optim.optimizers import optimizer_class_and_arguments
 from tests.trainer_models import DATA, Line
 from tests.trainer_models import arguments as _args
 

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from echelon.base.errors import ConfigError
 from echelon.trainer import SchedulerType, Trainer, TrainerCallback, TrainingArguments, get_scheduler
-from echelon.trainer.optimizers import decay_parameter_names, optimizer_class_and_arguments, parameter_groups
+from echelon.trainer.optim.optimizers import decay_parameter_names, optimizer_class_and_arguments, parameter_groups
 from tests.trainer_models import DATA, Line, arguments
 
 PEAK, WARMUP, TOTAL = 0.5, 4, 20

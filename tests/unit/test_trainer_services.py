@@ -23,7 +23,7 @@ from echelon.trainer import (
     TrainerCallback,
     TrainingArguments,
 )
-from echelon.trainer.search import default_compute_objective
+from echelon.trainer.features.hyperparameter_search import default_compute_objective
 
 
 class Line(nn.Module):

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from echelon.accelerator import Accelerator
-from echelon.accelerator.parallelism import ParallelismConfig
+from echelon.accelerator.plugins.parallelism_config import ParallelismConfig
 from echelon.base.errors import ConfigError
-from echelon.trainer import Trainer, TrainingArguments, acceleration
-from echelon.trainer.hub import HubUpload
-from echelon.trainer.reporting import CSVCallback, TrackerCallback, by_split
+from echelon.trainer import Trainer, TrainingArguments, build_accelerator
+from echelon.trainer.callbacks.trackers import CSVCallback, TrackerCallback, by_split
+from echelon.trainer.features.hub import HubUpload
 from tests.trainer_models import DATA, Line
 
 
@@ -53,7 +53,7 @@ def test_the_accelerator_gets_what_belongs_to_it(tmp_path: Path, monkeypatch: py
         seen.update(options)
         return Accelerator(cpu=True)
 
-    monkeypatch.setattr(acceleration, "Accelerator", make)
+    monkeypatch.setattr(build_accelerator, "Accelerator", make)
     Trainer(
         Configured(),
         _args(

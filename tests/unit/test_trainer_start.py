@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from echelon.trainer.optimizers import without_compiler
+from echelon.trainer.optim.optimizers import without_compiler
 
 PROGRAM = """
 import sys

@@ -166,7 +166,7 @@ def test_rich_is_there_only_when_wanted(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_missing_torchao_is_told_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echelon.base.probes.is_torchao_available", lambda: False)
+    monkeypatch.setattr("echelon.compat.probes.is_torchao_available", lambda: False)
     with pytest.raises(ImportError, match=r"needs the package 'torchao'.*\n.*pip install 'echelon\[fp8\]'"):
         torchao_required(len)([])
 

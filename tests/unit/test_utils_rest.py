@@ -134,9 +134,9 @@ def test_without_deepspeed_its_functions_refuse_and_its_context_does_nothing(mon
     def zero() -> int:
         return 3
 
-    monkeypatch.setattr("echelon.base.probes.is_deepspeed_available", lambda: True)
+    monkeypatch.setattr("echelon.compat.probes.is_deepspeed_available", lambda: True)
     assert zero() == 3
-    monkeypatch.setattr("echelon.base.probes.is_deepspeed_available", lambda: False)
+    monkeypatch.setattr("echelon.compat.probes.is_deepspeed_available", lambda: False)
     with pytest.raises(MissingExtraError, match="zero needs the package 'deepspeed'"):
         zero()
     weight = nn.Parameter(torch.ones(2))

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from echelon.launch import warm
-from echelon.launch.warm import Process, WarmStarter
+from echelon.launch.local import warm_start as warm
+from echelon.launch.local.warm_start import Process, WarmStarter
 
 _LIMIT_S = 60.0
 PROGRAM = """

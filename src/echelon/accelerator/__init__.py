@@ -1,20 +1,20 @@
-"""Level 2: the user's own loop on any number of ranks. Floor 8."""
+"""Level 2: the user's own loop on any number of ranks."""
 
 from echelon.accelerator.accelerator import Accelerator
-from echelon.accelerator.deepspeed_plugin import DeepSpeedPlugin
-from echelon.accelerator.enums import DistributedType
 from echelon.accelerator.gradient_state import GradientState
-from echelon.accelerator.handlers import (
+from echelon.accelerator.plugins.configuration import DataLoaderConfiguration, GradientAccumulationPlugin
+from echelon.accelerator.plugins.deepspeed_plugin import DeepSpeedPlugin
+from echelon.accelerator.plugins.kwargs_handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
     GradScalerKwargs,
     InitProcessGroupKwargs,
 )
-from echelon.accelerator.optimizer import AcceleratedOptimizer
-from echelon.accelerator.plugins import DataLoaderConfiguration, GradientAccumulationPlugin
-from echelon.accelerator.scheduler import AcceleratedScheduler
 from echelon.accelerator.state import PartialState
-from echelon.engines.deepspeed_options import DummyOptim, DummyScheduler
+from echelon.accelerator.update.optimizer import AcceleratedOptimizer
+from echelon.accelerator.update.scheduler import AcceleratedScheduler
+from echelon.compat.enums import DistributedType
+from echelon.engines.deepspeed.options import DummyOptim, DummyScheduler
 
 __all__ = [
     "AcceleratedOptimizer",

@@ -19,18 +19,20 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from echelon.accelerator.agreement import agree_on_models, agree_on_settings
-from echelon.accelerator.backward_time import time_forward, timed_backward
-from echelon.accelerator.bitwise import open_canonical
-from echelon.accelerator.checkpoints import Checkpoints
-from echelon.accelerator.compiling import compile_regions, compile_whole, compiles, is_compiled, moved_to, uncompiled
+from echelon.accelerator.checkpoint.checkpoints import Checkpoints
 from echelon.accelerator.current import living_accelerators, note_accelerator
-from echelon.accelerator.deepspeed_opening import open_deepspeed, refuse_stand_ins
-from echelon.accelerator.deepspeed_plugin import DeepSpeedPlugin
 from echelon.accelerator.epochs import Epochs
 from echelon.accelerator.facts import AcceleratorFacts
 from echelon.accelerator.gradient_state import GradientState
-from echelon.accelerator.handlers import (
+from echelon.accelerator.metrics import gather_samples, own_samples
+from echelon.accelerator.models.save_objects import save, without_wrappers
+from echelon.accelerator.plugins.configuration import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    TorchDynamoPlugin,
+)
+from echelon.accelerator.plugins.deepspeed_plugin import DeepSpeedPlugin
+from echelon.accelerator.plugins.kwargs_handlers import (
     AORecipeKwargs,
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -39,12 +41,23 @@ from echelon.accelerator.handlers import (
     KwargsHandler,
     fp8_recipe,
 )
-from echelon.accelerator.ledger import Ledger
-from echelon.accelerator.loaders import rng_type_names, skip_first_batches
-from echelon.accelerator.metrics import gather_samples, own_samples
-from echelon.accelerator.micro_step import LocalBackward, MicroStep, checked_loss
-from echelon.accelerator.nested import collect_known, replace_prepared
-from echelon.accelerator.opening import (
+from echelon.accelerator.plugins.parallelism_config import ParallelismConfig
+from echelon.accelerator.plugins.project_configuration import ProjectConfiguration
+from echelon.accelerator.preemption import Preemption, save_and_end
+from echelon.accelerator.prepare.compile import (
+    compile_regions,
+    compile_whole,
+    compiles,
+    is_compiled,
+    moved_to,
+    uncompiled,
+)
+from echelon.accelerator.prepare.data_loaders import rng_type_names, skip_first_batches
+from echelon.accelerator.prepare.prepare_arguments import collect_known, replace_prepared
+from echelon.accelerator.prepare.unprepared import refuse_unprepared_loader, warn_of_unprepared_model
+from echelon.accelerator.profiling import ProfileKwargs, profile
+from echelon.accelerator.setup.agreement import agree_on_models, agree_on_settings
+from echelon.accelerator.setup.build import (
     dynamo_plugin_of,
     dynamo_settings,
     handlers_by_kind,
@@ -54,44 +67,42 @@ from echelon.accelerator.opening import (
     refuse_what_is_not_offered,
     resolve_settings,
 )
-from echelon.accelerator.optimizer import AcceleratedOptimizer
-from echelon.accelerator.parallelism import ParallelismConfig
-from echelon.accelerator.plugins import DataLoaderConfiguration, GradientAccumulationPlugin, TorchDynamoPlugin
-from echelon.accelerator.preemption import Preemption, save_and_end
-from echelon.accelerator.profiling import ProfileKwargs, profile
-from echelon.accelerator.project import ProjectConfiguration
-from echelon.accelerator.saving import save, without_wrappers
-from echelon.accelerator.scheduler import AcceleratedScheduler
+from echelon.accelerator.setup.build_deepspeed import open_deepspeed, refuse_stand_ins
+from echelon.accelerator.setup.watch import watched
 from echelon.accelerator.state import AcceleratorState, only_if
-from echelon.accelerator.step_guard import StepGuard
 from echelon.accelerator.tracking import Tracking
-from echelon.accelerator.unprepared import refuse_unprepared_loader, warn_of_unprepared_model
-from echelon.accelerator.watching import watched
-from echelon.accelerator.window import Window
+from echelon.accelerator.update.accumulation_window import Window
+from echelon.accelerator.update.bitwise_update import open_canonical
+from echelon.accelerator.update.exact_update import Ledger
+from echelon.accelerator.update.micro_step import LocalBackward, MicroStep, checked_loss
+from echelon.accelerator.update.optimizer import AcceleratedOptimizer
+from echelon.accelerator.update.scheduler import AcceleratedScheduler
+from echelon.accelerator.update.step_guard import StepGuard
+from echelon.accelerator.update.step_timing import time_forward, timed_backward
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.logging import get_logger
 from echelon.base.progress import Progress
 from echelon.base.protocols import HasDeviceMap
 from echelon.config.origin import Setting, Source
+from echelon.data.active_loaders import LoaderOptions
 from echelon.data.loader import PreparedLoader
-from echelon.data.prepare import prepare_loader
-from echelon.data.reading import LoaderOptions
-from echelon.data.split import split_between_processes
+from echelon.data.prepare_loader import prepare_loader
+from echelon.data.sharding.split import split_between_processes
 from echelon.distributed import collectives, control
-from echelon.distributed.meeting import meet
+from echelon.distributed.monitored_barrier import meet
+from echelon.distributed.responder import Watcher
 from echelon.distributed.setup import cleanup
-from echelon.distributed.watcher import Watcher
 from echelon.engines.base import Engine
-from echelon.engines.deepspeed_options import DrivenScheduler, DummyOptim, DummyScheduler
+from echelon.engines.deepspeed.options import DrivenScheduler, DummyOptim, DummyScheduler
 from echelon.precision.float8 import convert_model_to_fp8_ao
 from echelon.precision.policy import PrecisionPolicy, unwrap_forward
 from echelon.status.board import Phase
+from echelon.status.call_site import here
 from echelon.status.notes import note_loaded, saving, slow, within
-from echelon.status.place import here
 from echelon.world.seed import set_seed
 
 if TYPE_CHECKING:
-    from echelon.accelerator.sharding_plugin import FullyShardedDataParallelPlugin
+    from echelon.accelerator.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
 
 __all__ = ["Accelerator"]
 

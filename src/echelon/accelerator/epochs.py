@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from echelon.accelerator.checkpoint.rng_states import RandomStates, restore_random_states
 from echelon.accelerator.gradient_state import GradientState
-from echelon.accelerator.random_states import RandomStates, restore_random_states
 from echelon.base.logging import get_logger
 from echelon.base.progress import Progress
+from echelon.data.active_loaders import Book, PassFacts
 from echelon.data.loader import PreparedLoader
-from echelon.data.reading import Book, PassFacts
 
 if TYPE_CHECKING:
     from echelon.accelerator.accelerator import Accelerator

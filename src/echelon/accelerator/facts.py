@@ -9,10 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from echelon.accelerator.deepspeed_opening import DeepSpeedUse
-from echelon.accelerator.deepspeed_plugin import DeepSpeedPlugin
-from echelon.accelerator.enums import DistributedType, FP8BackendType
-from echelon.accelerator.handlers import (
+from echelon.accelerator.plugins.configuration import DataLoaderConfiguration
+from echelon.accelerator.plugins.deepspeed_plugin import DeepSpeedPlugin
+from echelon.accelerator.plugins.kwargs_handlers import (
     AORecipeKwargs,
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -20,13 +19,14 @@ from echelon.accelerator.handlers import (
     InitProcessGroupKwargs,
     KwargsHandler,
 )
-from echelon.accelerator.parallelism import ParallelismConfig
-from echelon.accelerator.plugins import DataLoaderConfiguration
+from echelon.accelerator.plugins.parallelism_config import ParallelismConfig
+from echelon.accelerator.plugins.project_configuration import ProjectConfiguration
 from echelon.accelerator.process_facts import ProcessFacts
 from echelon.accelerator.profiling import ProfileKwargs
-from echelon.accelerator.project import ProjectConfiguration
+from echelon.accelerator.setup.build_deepspeed import DeepSpeedUse
 from echelon.base.capabilities import Capabilities
 from echelon.base.errors import UsageError
+from echelon.compat.enums import DistributedType, FP8BackendType
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 from echelon.engines.base import Engine

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from echelon.accelerator.current import current_accelerator, has_accelerator
-from echelon.accelerator.plugins import GradientAccumulationPlugin
+from echelon.accelerator.plugins.configuration import GradientAccumulationPlugin
+from echelon.data.active_loaders import Reading
 from echelon.data.loader import PreparedLoader
-from echelon.data.reading import Reading
 
 __all__ = ["GradientState"]
 

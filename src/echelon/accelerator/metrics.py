@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from echelon.data.slices import LastStep
+from echelon.data.exact.batch_slices import LastStep
 from echelon.distributed.collectives import gather, gather_object
+from echelon.distributed.small_messages import gather_bytes
 from echelon.distributed.tree import is_record, leaves, map_tensors
-from echelon.distributed.wire import gather_bytes
 
 __all__ = ["gather_samples", "own_samples"]
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from echelon.base.logging import get_logger
 from echelon.distributed.preemption import Preempted, member_of_launch, on_signals
-from echelon.status.hold import EXIT_CODE, Member
+from echelon.status.stop_barrier import EXIT_CODE, Member
 
 if TYPE_CHECKING:
     from echelon.accelerator.accelerator import Accelerator

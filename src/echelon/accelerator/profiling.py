@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from echelon.accelerator.handlers import ProfileKwargs
+from echelon.accelerator.plugins.kwargs_handlers import ProfileKwargs
 from echelon.base.warnings import warn
 from echelon.distributed import control
 

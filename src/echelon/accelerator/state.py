@@ -13,24 +13,24 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from echelon.accelerator.current import current_accelerator, has_accelerator
-from echelon.accelerator.deepspeed_plugin import DeepSpeedPlugin
-from echelon.accelerator.enums import DistributedType
-from echelon.accelerator.parallelism import ParallelismConfig
-from echelon.accelerator.plugins import TorchDynamoPlugin
+from echelon.accelerator.plugins.configuration import TorchDynamoPlugin
+from echelon.accelerator.plugins.deepspeed_plugin import DeepSpeedPlugin
+from echelon.accelerator.plugins.parallelism_config import ParallelismConfig
 from echelon.accelerator.process_facts import ProcessFacts
 from echelon.base import environ
 from echelon.base.capabilities import Capabilities
 from echelon.base.device import use_device
 from echelon.base.errors import UsageError
+from echelon.compat.enums import DistributedType
 from echelon.config.sources import current, from_code
-from echelon.data.split import split_between_processes
+from echelon.data.sharding.split import split_between_processes
 from echelon.distributed import control
 from echelon.distributed.setup import cleanup, setup
 from echelon.world.environment import detect
 from echelon.world.world import World
 
 if TYPE_CHECKING:
-    from echelon.accelerator.sharding_plugin import FullyShardedDataParallelPlugin
+    from echelon.accelerator.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
 
 __all__ = ["AcceleratorState", "PartialState", "is_initialized", "only_if"]
 

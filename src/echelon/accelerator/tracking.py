@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from echelon.accelerator.project import ProjectConfiguration
+from echelon.accelerator.plugins.project_configuration import ProjectConfiguration
 from echelon.base.errors import UsageError
 from echelon.base.warnings import warn
 from echelon.trackers.base import GeneralTracker

@@ -1,1 +1,1 @@
-"""Floor 0: errors, logging, the environment, devices; imports nothing of echelon."""
+"""Errors, logging, the environment, devices; imports nothing of echelon."""

@@ -26,7 +26,7 @@ __all__ = [
     "use_device",
 ]
 
-# torch is imported inside the functions: this floor must import without it (the launcher starts in milliseconds).
+# torch is imported inside the functions: this layer must import without it (the launcher starts in milliseconds).
 
 _VISIBLE = (
     "CUDA_VISIBLE_DEVICES",
@@ -43,7 +43,7 @@ _SINGLE_PROCESS = frozenset({"mps"})
 
 def num_devices() -> int:
     """Return how many accelerators this process sees; 0 on a machine with CPUs only."""
-    import torch  # noqa: PLC0415 - torch-free floor
+    import torch  # noqa: PLC0415 - torch-free layer
 
     return int(torch.accelerator.device_count()) if torch.accelerator.is_available() else 0
 
@@ -62,7 +62,7 @@ def choose_device(*, local_rank: int, local_world_size: int, cpu: bool = False) 
     Raises:
         ConfigError: the machine has accelerators, but fewer than processes.
     """
-    import torch  # noqa: PLC0415 - torch-free floor
+    import torch  # noqa: PLC0415 - torch-free layer
 
     count = 0 if cpu else num_devices()
     if count == 0:
@@ -88,7 +88,7 @@ def limit_devices(numbers: Sequence[int]) -> dict[str, str]:
     Raises:
         ConfigError: there is none for this kind of accelerator.
     """
-    import torch  # noqa: PLC0415 - torch-free floor
+    import torch  # noqa: PLC0415 - torch-free layer
 
     accelerator = torch.accelerator.current_accelerator() if num_devices() else None
     if accelerator is None:
@@ -103,7 +103,7 @@ def limit_devices(numbers: Sequence[int]) -> dict[str, str]:
 
 def use_device(device: torch.device) -> None:
     """Make ``device`` the current one of this process, so that ``.to(accelerator)`` and NCCL agree with it."""
-    import torch  # noqa: PLC0415 - torch-free floor
+    import torch  # noqa: PLC0415 - torch-free layer
 
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
@@ -111,7 +111,7 @@ def use_device(device: torch.device) -> None:
 
 def numa_node_of(device: torch.device) -> int | None:
     """Return the NUMA node that ``device`` is connected to; None: it is the CPU, or of a kind that does not tell."""
-    import torch  # noqa: PLC0415 - torch-free floor
+    import torch  # noqa: PLC0415 - torch-free layer
 
     if device.type != "cuda":
         return None
@@ -128,7 +128,7 @@ def numa_node_of(device: torch.device) -> int | None:
 
 def backend_of(device: torch.device) -> str:
     """Return the ``torch.distributed`` backend of ``device``; with an accelerator also gloo for CPU tensors."""
-    import torch.distributed as dist  # noqa: PLC0415 - torch-free floor
+    import torch.distributed as dist  # noqa: PLC0415 - torch-free layer
 
     if device.type == "cpu":
         return "gloo"
@@ -137,7 +137,7 @@ def backend_of(device: torch.device) -> str:
 
 def has_fp8(device: torch.device) -> bool:
     """Tell whether ``device`` multiplies matrices in fp8, as far as is known: other kinds than these are let through."""
-    import torch  # noqa: PLC0415 - torch-free floor
+    import torch  # noqa: PLC0415 - torch-free layer
 
     if device.type != "cuda":
         return device.type not in ("cpu", "mps")
@@ -148,7 +148,7 @@ def has_fp8(device: torch.device) -> bool:
 
 def has_tf32(device: torch.device) -> bool:
     """Tell whether ``device`` multiplies float32 matrices as TF32, if it is allowed to."""
-    import torch  # noqa: PLC0415 - torch-free floor
+    import torch  # noqa: PLC0415 - torch-free layer
 
     if device.type != "cuda" or torch.version.hip is not None:
         return False
@@ -157,7 +157,7 @@ def has_tf32(device: torch.device) -> bool:
 
 def accelerators() -> list[str]:
     """Return a line for each kind of accelerator that this process sees: how many, their name, and memory."""
-    import torch  # noqa: PLC0415 - torch-free floor
+    import torch  # noqa: PLC0415 - torch-free layer
 
     device = torch.accelerator.current_accelerator() if num_devices() else None
     if device is None:
@@ -175,7 +175,7 @@ def accelerators() -> list[str]:
 
 def nccl_version() -> str | None:
     """Return the version of NCCL (or RCCL) that torch was built with; None: without."""
-    import torch  # noqa: PLC0415 - torch-free floor
+    import torch  # noqa: PLC0415 - torch-free layer
     import torch.distributed as dist  # noqa: PLC0415
 
     if not dist.is_available() or not dist.is_nccl_available():

@@ -1,1 +1,1 @@
-"""How checkpoints come onto a disk and go from it. Floor 6."""
+"""How checkpoints come onto a disk and go from it."""

@@ -6,7 +6,12 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from echelon.base.constants import (
+from echelon.base.errors import CheckpointError, UsageError
+from echelon.checkpoint.commit import place_of, require_folder_or_nothing
+from echelon.checkpoint.manifest import MANIFEST
+from echelon.checkpoint.storage import LocalStorage
+from echelon.checkpoint.typed_json import from_bytes
+from echelon.compat.constants import (
     FSDP_MODEL_NAME,
     MODEL_NAME,
     OPTIMIZER_NAME,
@@ -15,11 +20,6 @@ from echelon.base.constants import (
     SAFE_WEIGHTS_INDEX_NAME,
     WEIGHTS_INDEX_NAME,
 )
-from echelon.base.errors import CheckpointError, UsageError
-from echelon.checkpoint.commit import place_of, require_folder_or_nothing
-from echelon.checkpoint.manifest import MANIFEST
-from echelon.checkpoint.storage import LocalStorage
-from echelon.checkpoint.typed_json import from_bytes
 
 __all__ = ["TRAINER_STATE", "Layout", "json_of", "layout_of", "require_layout", "require_whole", "weight_files"]
 

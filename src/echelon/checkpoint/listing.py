@@ -14,7 +14,7 @@ from typing import Literal
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint.commit import place_of
 from echelon.checkpoint.layouts import TRAINER_STATE, Layout, json_of, layout_of
-from echelon.checkpoint.reading import Checkpoint
+from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.storage import LocalStorage
 
 __all__ = ["Entry", "Leftover", "Listing", "Reading", "list_folder", "problems_of"]

@@ -32,7 +32,7 @@ from echelon.checkpoint.manifest import (
 from echelon.checkpoint.regions import Box, Part, Piece, TensorLayout, box_of, share_out
 from echelon.checkpoint.storage import LocalStorage, Storage
 from echelon.checkpoint.tensor_file import FileFacts, require_dtype, sync_file, write_file, write_tensors
-from echelon.distributed.wire import gather_bytes
+from echelon.distributed.small_messages import gather_bytes
 from echelon.world.world import World
 
 __all__ = [

@@ -22,7 +22,7 @@ import xxhash
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint.storage import Storage
 from echelon.checkpoint.typed_json import from_bytes
-from echelon.distributed.wire import bytes_of
+from echelon.distributed.small_messages import bytes_of
 
 __all__ = [
     "FileFacts",

@@ -1,1 +1,1 @@
-"""Floor 11: the command ``echelon``, one file a command."""
+"""The command ``echelon``, one file a command."""

@@ -21,7 +21,7 @@ from echelon.base.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     from echelon.checkpoint.listing import Entry, Listing
-    from echelon.checkpoint.reading import Checkpoint
+    from echelon.checkpoint.read import Checkpoint
 
 __all__ = ["command"]
 
@@ -74,7 +74,7 @@ def verify(ctx: click.Context, paths: tuple[str, ...], as_json: bool) -> None:
 def show(path: str, as_json: bool) -> None:
     """Print what a checkpoint (of a folder of several: the newest) holds: tensors, optimizers, progress, settings with their origins, and layout."""
     from echelon.checkpoint.layouts import require_whole, weight_files  # noqa: PLC0415 - torch
-    from echelon.checkpoint.reading import Checkpoint  # noqa: PLC0415 - torch
+    from echelon.checkpoint.read import Checkpoint  # noqa: PLC0415 - torch
 
     folder = _newest_in(_folder(path))
     if require_whole(folder) == "echelon":
@@ -97,12 +97,14 @@ def merge(path: str, out: str, max_shard_size: str, model: int | None, precision
 
     Of a folder of several checkpoints it is the newest. A few megabytes at a time, on one process, whatever number of ranks saved it.
     """
-    from echelon.accelerator import merging  # noqa: PLC0415 - torch
-    from echelon.accelerator.modules import convert_file_size_to_int  # noqa: PLC0415 - torch
+    from echelon.accelerator.checkpoint import merge_weights  # noqa: PLC0415 - torch
+    from echelon.accelerator.models.model_sizes import convert_file_size_to_int  # noqa: PLC0415 - torch
 
     limit = convert_file_size_to_int(max_shard_size)
     with _new_folder(_newest_in(_folder(path)), out) as (source, folder):
-        files = merging.merge(source, folder, model=model, max_shard_bytes=limit, precision=precision, reading=_bar)
+        files = merge_weights.merge(
+            source, folder, model=model, max_shard_bytes=limit, precision=precision, reading=_bar
+        )
     click.echo(f"wrote {', '.join(file.name for file in files)} to {out}")
 
 
@@ -117,7 +119,7 @@ def export(path: str, out: str, layout: str) -> None:
 
     Of a folder of several checkpoints it is the newest.
     """
-    from echelon.accelerator import exporting, merging  # noqa: PLC0415 - torch
+    from echelon.accelerator.checkpoint import export_layouts, merge_weights  # noqa: PLC0415 - torch
     from echelon.checkpoint.layouts import TRAINER_STATE, require_layout  # noqa: PLC0415 - torch
 
     path = str(_newest_in(_folder(path)))
@@ -127,9 +129,9 @@ def export(path: str, out: str, layout: str) -> None:
             where="echelon checkpoint export",
             do="use it as it is, or bring it to echelon's own format by echelon checkpoint import, and export that",
         )
-    write = {"accelerate": exporting.export_accelerate, "transformers": exporting.export_transformers}[layout]
+    write = {"accelerate": export_layouts.export_accelerate, "transformers": export_layouts.export_transformers}[layout]
     with _new_folder(_folder(path), out) as (source, folder):
-        checkpoint = merging.open_whole(source, _bar)
+        checkpoint = merge_weights.open_whole(source, _bar)
         size = sum(facts.size for facts in checkpoint.manifest.files.values())
         with _bar("writing", size) as tell:
             write(checkpoint, folder, tell=tell)
@@ -153,20 +155,20 @@ def export(path: str, out: str, layout: str) -> None:
 )
 def import_(path: str, out: str, parameters: tuple[str, ...]) -> None:
     """Write the checkpoint PATH of Accelerate or of transformers' Trainer as the new checkpoint OUT in echelon's format."""
-    from echelon.accelerator import importing, merging  # noqa: PLC0415 - torch
+    from echelon.accelerator.checkpoint import import_layouts, merge_weights  # noqa: PLC0415 - torch
     from echelon.checkpoint.layouts import require_whole  # noqa: PLC0415 - torch
 
     source, target = _folder(path), Path(out)
-    merging.require_apart(source, target)
+    merge_weights.require_apart(source, target)
     _require_new(target)
     layout = require_whole(source)
     if layout == "echelon":
         raise UsageError(
             f"{path} is of echelon's own format already", where="echelon checkpoint import", do="use it as it is"
         )
-    read = {"accelerate": importing.import_accelerate, "transformers": importing.import_transformers}[layout]
+    read = {"accelerate": import_layouts.import_accelerate, "transformers": import_layouts.import_transformers}[layout]
     imported = read(source, parameters=[_lines(name) for name in parameters])
-    importing.write_imported(imported, target, source=source)
+    import_layouts.write_imported(imported, target, source=source)
     click.echo(f"wrote {out}")
 
 
@@ -227,7 +229,7 @@ def _require_new(target: Path) -> None:
 @contextmanager
 def _new_folder(source: Path, out: str) -> Iterator[tuple[Path, Path]]:
     """Yield ``source`` and a folder that becomes ``out`` when the block ends well."""
-    from echelon.accelerator.merging import require_apart  # noqa: PLC0415 - torch
+    from echelon.accelerator.checkpoint.merge_weights import require_apart  # noqa: PLC0415 - torch
     from echelon.checkpoint.commit import begin, commit, discard, new_token, sync_tree  # noqa: PLC0415 - torch
     from echelon.checkpoint.storage import LocalStorage  # noqa: PLC0415 - torch
 
@@ -272,7 +274,7 @@ def _bar(label: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
 def _verified(folder: Path) -> dict[str, Any]:
     from echelon.checkpoint.layouts import require_layout  # noqa: PLC0415 - torch
     from echelon.checkpoint.listing import problems_of  # noqa: PLC0415 - torch
-    from echelon.checkpoint.reading import Checkpoint  # noqa: PLC0415 - torch
+    from echelon.checkpoint.read import Checkpoint  # noqa: PLC0415 - torch
 
     try:
         layout = require_layout(folder)
@@ -322,7 +324,7 @@ def _state(entry: Entry) -> str:
 def _content(checkpoint: Checkpoint) -> dict[str, Any]:
     from echelon.checkpoint.layouts import weight_files  # noqa: PLC0415 - torch
     from echelon.checkpoint.manifest import OBJECTS  # noqa: PLC0415 - torch
-    from echelon.checkpoint.merge import weights_in  # noqa: PLC0415 - torch
+    from echelon.checkpoint.merge_weights import weights_in  # noqa: PLC0415 - torch
     from echelon.checkpoint.tensor_file import itemsize  # noqa: PLC0415 - torch
 
     manifest = checkpoint.manifest
@@ -367,7 +369,7 @@ def _content(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _foreign_content(folder: Path, files: list[Path]) -> dict[str, Any]:
     from echelon.checkpoint.layouts import layout_of  # noqa: PLC0415 - torch
-    from echelon.checkpoint.merge import weights_in  # noqa: PLC0415 - torch
+    from echelon.checkpoint.merge_weights import weights_in  # noqa: PLC0415 - torch
 
     weights = weights_in([file for file in files if file.suffix == ".safetensors"])
     return {

@@ -8,14 +8,14 @@ from pathlib import Path
 import click
 
 from echelon.base.errors import UsageError
-from echelon.cli.questions import ask, yes
+from echelon.cli.config_questions import ask, yes
+from echelon.config.derive import check, settle, with_engine
+from echelon.config.explain import differences, show, show_json
 from echelon.config.files import from_file
-from echelon.config.places import PROJECT_FILE, find
 from echelon.config.resolve import Resolved, resolve
-from echelon.config.runs import of_run
+from echelon.config.run_record import of_run
 from echelon.config.schema import RunConfig
-from echelon.config.settle import check, settle, with_engine
-from echelon.config.show import differences, show, show_json
+from echelon.config.search_paths import PROJECT_FILE, find
 from echelon.config.sources import from_environment
 from echelon.config.write import chosen, unknown_to_accelerate, write
 
@@ -51,7 +51,7 @@ def command(ctx: click.Context, config_file: str | None) -> None:
 @click.option("--mixed-precision", metavar="[no|fp16|bf16|fp8]", default="no", help="The dtype of autocast.")
 def default(config_file: str | None, mixed_precision: str) -> None:
     """Write a file with one process for each accelerator, without questions."""
-    from echelon.config.basic import write_basic_config  # noqa: PLC0415 - counts devices, by torch
+    from echelon.config.first_config import write_basic_config  # noqa: PLC0415 - counts devices, by torch
 
     write_basic_config(mixed_precision, config_file)
 

@@ -11,10 +11,10 @@ import click
 
 from echelon.base.errors import UsageError
 from echelon.base.printable import printable
-from echelon.launch.accounts import read_books
-from echelon.launch.ranks import STALL_FILE
-from echelon.launch.records import read_record
-from echelon.launch.worker import ERROR_FILE
+from echelon.launch.failures.rank_errors import read_record
+from echelon.launch.local.goodput_recorder import read_books
+from echelon.launch.local.ranks import STALL_FILE
+from echelon.launch.local.worker import ERROR_FILE
 from echelon.status.reporter import ANSWER_FILE
 
 __all__ = ["command"]

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from echelon.base.errors import ConfigError
-from echelon.cli.facts import (
+from echelon.cli.environment_facts import (
     devices,
     interfaces,
     settings,
@@ -18,11 +18,11 @@ from echelon.cli.facts import (
     versions,
     without_home,
 )
+from echelon.config.derive import settle
 from echelon.config.files import from_file
-from echelon.config.places import find
 from echelon.config.resolve import resolve
 from echelon.config.schema import RunConfig
-from echelon.config.settle import settle
+from echelon.config.search_paths import find
 from echelon.config.sources import from_environment
 
 __all__ = ["command"]

@@ -23,30 +23,30 @@ from echelon.base.device import limit_devices, num_devices
 from echelon.base.errors import ConfigError, LaunchError
 from echelon.base.printable import printable
 from echelon.cli.launch_options import NUMBERS, STALLED, LaunchCommand, flag_layer, options, typed_flags
+from echelon.config.derive import check as check_settings
+from echelon.config.derive import check_installed, settle
 from echelon.config.files import accelerators_asked_for, from_file
 from echelon.config.origin import Source
-from echelon.config.places import find
 from echelon.config.resolve import Layer, Resolved, resolve
-from echelon.config.runs import RUN_FILE, to_run_file
+from echelon.config.run_record import RUN_FILE, to_run_file
 from echelon.config.schema import RunConfig
-from echelon.config.settle import check as check_settings
-from echelon.config.settle import check_installed, settle
+from echelon.config.search_paths import find
 from echelon.config.sources import from_environment, without_effect
-from echelon.launch.accounts import process_start_ns
-from echelon.launch.capacity import check_capacity
 from echelon.launch.environment import rank_variables
-from echelon.launch.failure import exit_status, explain, first_failure
+from echelon.launch.failures.failure import exit_status, explain, first_failure
 from echelon.launch.interrupts import Interrupted, Interrupts, watch
-from echelon.launch.machines import Asked, check_meeting, interface_variables, meet, node_range
-from echelon.launch.node import RunOver
-from echelon.launch.output import Outputs, parse_streams
-from echelon.launch.ranks import STALL_FILE
+from echelon.launch.local.capacity import check_capacity
+from echelon.launch.local.goodput_recorder import process_start_ns
+from echelon.launch.local.output import Outputs, parse_streams
+from echelon.launch.local.ranks import STALL_FILE
+from echelon.launch.local.slots import Slots, is_this_machine, named_slots, no_accelerator
+from echelon.launch.multinode.machines import Asked, check_meeting, interface_variables, meet, node_range
+from echelon.launch.multinode.multinode_session import rules_of, together
+from echelon.launch.multinode.node import RunOver
+from echelon.launch.schedulers.slurm import current_step
 from echelon.launch.script import Script, check
-from echelon.launch.slots import Slots, is_this_machine, named_slots, no_accelerator
-from echelon.launch.slurm import current_step
-from echelon.launch.supervise import StallRules
-from echelon.launch.together import rules_of, together
-from echelon.status.hold import EXIT_CODE, SIGNALS
+from echelon.launch.supervisor import StallRules
+from echelon.status.stop_barrier import EXIT_CODE, SIGNALS
 
 __all__ = ["command"]
 
@@ -93,7 +93,7 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
     if any(
         getattr(resolved.value, f"deepspeed_{name}") for name in ("hostfile", "inclusion_filter", "exclusion_filter")
     ):
-        from echelon.cli.hosts import run_on_other_machines  # noqa: PLC0415 - seldom needed
+        from echelon.cli.multi_host_launch import run_on_other_machines  # noqa: PLC0415 - seldom needed
 
         code = run_on_other_machines(ctx, resolved, interrupts)
         if code is not None:

@@ -11,11 +11,11 @@ import click
 from click.core import ParameterSource
 
 from echelon.base.errors import ConfigError, UsageError
-from echelon.base.not_offered import tpu_instead
+from echelon.base.unsupported import tpu_instead
+from echelon.config.key_table import BY_FIELD, KEYS, Key
 from echelon.config.resolve import Layer
 from echelon.config.schema import RunConfig, field_docs, field_types
 from echelon.config.sources import from_flags
-from echelon.config.table import BY_FIELD, KEYS, Key
 
 __all__ = ["NUMBERS", "STALLED", "LaunchCommand", "flag_layer", "options", "typed_flags"]
 

@@ -14,8 +14,8 @@ from typing import Any
 import click
 
 from echelon.base.errors import ConfigError, LaunchError
-from echelon.launch.kubernetes import PodJob, objects, token_secret
-from echelon.launch.sbatch import BatchJob, batch_script
+from echelon.launch.schedulers.kubernetes import PodJob, objects, token_secret
+from echelon.launch.schedulers.slurm_script import BatchJob, batch_script
 from echelon.launch.script import Script, check
 
 __all__ = ["command"]

@@ -18,9 +18,9 @@ from tqdm import tqdm
 
 from echelon.base import environ
 from echelon.base.errors import ConfigError, UsageError
-from echelon.base.machine import convert_bytes
 from echelon.cli import launch
-from echelon.cli.facts import system, versions
+from echelon.cli.environment_facts import system, versions
+from echelon.compat.machine import convert_bytes
 from echelon.launch.interrupts import Interrupted, Interrupts, watch
 from echelon.testing.evidence import OWNED_FILE, Begun, Found, told, write_evidence
 

@@ -1,1 +1,1 @@
-"""Floor 1: what the user chose, and where each choice came from."""
+"""What the user chose, and where each choice came from."""

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from echelon.base.errors import ConfigError
+from echelon.config.derive import settle
 from echelon.config.files import from_file
-from echelon.config.places import find
 from echelon.config.resolve import resolve
 from echelon.config.schema import RunConfig
-from echelon.config.settle import settle
+from echelon.config.search_paths import find
 from echelon.config.write import chosen, for_accelerate, write_mapping
 
 __all__ = ["ClusterConfig", "load_config_from_file"]

@@ -8,11 +8,11 @@ from types import MappingProxyType
 from typing import Any
 
 from echelon.base.errors import ConfigError
-from echelon.base.not_offered import tpu_instead
+from echelon.base.unsupported import tpu_instead
 from echelon.config.documents import Entry, read
+from echelon.config.key_table import BY_FIELD, KEYS, SECTIONS
 from echelon.config.origin import Origin, Setting, Source
 from echelon.config.resolve import Layer
-from echelon.config.table import BY_FIELD, KEYS, SECTIONS
 
 __all__ = ["accelerators_asked_for", "from_file"]
 

@@ -58,7 +58,7 @@ StateDict = Literal["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """Every choice that flags, environment, files or code can make; their other names are in ``config/table.py``."""
+    """Every choice that flags, environment, files or code can make; their other names are in ``config/key_table.py``."""
 
     num_processes: int | None = None
     """Processes of the run, on all machines together (``--nproc_per_node``: on each); None: one for each accelerator, one

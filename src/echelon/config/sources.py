@@ -11,12 +11,12 @@ from typing import Any
 
 from echelon.base import environ
 from echelon.base.errors import ConfigError
-from echelon.base.variables import parse_flag_from_env, refuse_misspelled
 from echelon.base.warnings import warn
+from echelon.compat.variables import parse_flag_from_env, refuse_misspelled
+from echelon.config.key_table import BY_FIELD, KEYS, OTHER_VARIABLES, USE, own_variable
 from echelon.config.origin import Origin, Setting, Source
 from echelon.config.resolve import Layer, Resolved, resolve
 from echelon.config.schema import RunConfig, coerce, field_types
-from echelon.config.table import BY_FIELD, KEYS, OTHER_VARIABLES, USE, own_variable
 
 __all__ = [
     "CHOSEN_THREADS",

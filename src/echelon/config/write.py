@@ -9,10 +9,10 @@ from types import MappingProxyType
 from typing import Any
 
 from echelon.base.errors import ConfigError
+from echelon.config.derive import given
+from echelon.config.key_table import BY_FIELD, KEYS, SECTIONS
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
-from echelon.config.settle import given
-from echelon.config.table import BY_FIELD, KEYS, SECTIONS
 
 __all__ = ["chosen", "for_accelerate", "unknown_to_accelerate", "write", "write_mapping"]
 
@@ -45,7 +45,7 @@ def write_mapping(path: Path, data: Mapping[str, Any], *, suffix: str | None = N
     """
     suffix = suffix or path.suffix
     if suffix == ".toml":
-        import tomli_w  # noqa: PLC0415 - the launcher, which imports this floor, writes none
+        import tomli_w  # noqa: PLC0415 - the launcher, which imports this layer, writes none
 
         text = tomli_w.dumps(data)
     elif suffix == ".json":

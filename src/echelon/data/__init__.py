@@ -1,1 +1,1 @@
-"""Floor 6: which sample goes to which rank, and when."""
+"""Which sample goes to which rank, and when."""

@@ -9,9 +9,9 @@ from typing import Any
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from echelon.base.lengths import length_of
-from echelon.data.exact import ExactOptions
-from echelon.data.order import SeedableRandomSampler
-from echelon.distributed.data_fingerprint import ColumnFingerprint, are_of_different_data, column_fingerprints
+from echelon.data.exact.exact_batches import ExactOptions
+from echelon.data.sharding.sample_order import SeedableRandomSampler
+from echelon.distributed.checks.data_fingerprint import ColumnFingerprint, are_of_different_data, column_fingerprints
 
 __all__ = [
     "DataChange",

@@ -13,18 +13,18 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from echelon.base.errors import CheckpointError, DesyncError, UsageError
 from echelon.base.protocols import SupportsSetEpoch, SupportsStateDict
 from echelon.base.warnings import warn
+from echelon.data.active_loaders import LoaderOptions, PassFacts, Reading
 from echelon.data.data_facts import DataFacts, facts_of_data
-from echelon.data.exact import PassPlan
-from echelon.data.exact_sources import ExactDispatchSource, ExactSource
-from echelon.data.fork import settle_before_fork
-from echelon.data.own_parts import OwnPartsSource
-from echelon.data.place import to_device
-from echelon.data.reading import LoaderOptions, PassFacts, Reading
-from echelon.data.rng import HostDraws, OtherDraws, synchronize_rng_states
-from echelon.data.slices import Contribution, LastStep
-from echelon.data.sources import DispatchSource, PlainSource, Source, Steps, batches_of
-from echelon.distributed.own_cut import cutters_with_epoch, samplers_of
-from echelon.distributed.ungathered_metrics import DatasetLength
+from echelon.data.exact.batch_slices import Contribution, LastStep
+from echelon.data.exact.exact_batches import PassPlan
+from echelon.data.exact.exact_sources import ExactDispatchSource, ExactSource
+from echelon.data.fork_workers import settle_before_fork
+from echelon.data.rng.host_rng import HostDraws, OtherDraws, synchronize_rng_states
+from echelon.data.sharding.already_sharded import OwnPartsSource
+from echelon.data.sharding.batch_source import DispatchSource, PlainSource, Source, Steps, batches_of
+from echelon.data.to_device import to_device
+from echelon.distributed.checks.already_sharded import cutters_with_epoch, samplers_of
+from echelon.distributed.checks.ungathered_metrics import DatasetLength
 from echelon.status.board import Phase
 from echelon.status.notes import notes_of_process
 from echelon.world.world import World

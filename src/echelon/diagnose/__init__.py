@@ -1,1 +1,1 @@
-"""Floor 3: from what the ranks noted to what is wrong; pure functions, no processes."""
+"""From what the ranks noted to what is wrong; pure functions, no processes."""

@@ -9,7 +9,7 @@ from typing import TypeAlias, final
 
 from echelon.diagnose.collectives import Divergence, History, first_divergence
 from echelon.status.board import Doing, Note, Phase, Watch
-from echelon.status.place import Place
+from echelon.status.call_site import Place
 
 __all__ = [
     "LONG_FACTOR",

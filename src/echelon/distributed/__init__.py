@@ -1,4 +1,4 @@
-"""Level 1: native ``torch.distributed`` made safe. Floor 5."""
+"""Level 1: native ``torch.distributed`` made safe."""
 
 from echelon.distributed.collectives import (
     broadcast,

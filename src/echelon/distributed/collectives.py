@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from echelon.base.errors import DesyncError, UsageError
-from echelon.distributed.checks import check_same, ranks_of, wire_device
+from echelon.distributed.small_messages import bytes_of
+from echelon.distributed.structure_check import check_same, ranks_of, wire_device
 from echelon.distributed.tree import describe, leaves, map_tensors
-from echelon.distributed.wire import bytes_of
 from echelon.status.notes import communicating
 
 __all__ = [

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from echelon.base.errors import DesyncError
 from echelon.base.rank import known_rank
-from echelon.distributed.checks import ranks_of, wire_device
-from echelon.distributed.meeting import meet
+from echelon.distributed.monitored_barrier import meet
 from echelon.distributed.stores import store_of
+from echelon.distributed.structure_check import ranks_of, wire_device
 from echelon.status.notes import slow, waiting
 from echelon.world.environment import detect
 from echelon.world.group import DEFAULT_TIMEOUT

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from echelon.base.errors import DesyncError
 from echelon.config.sources import is_debug
 from echelon.distributed import collectives
-from echelon.distributed.checks import check_same
 from echelon.distributed.structure import recursively_apply
+from echelon.distributed.structure_check import check_same
 from echelon.distributed.tree import describe, leaves, map_tensors
 
 __all__ = [

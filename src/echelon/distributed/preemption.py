@@ -1,4 +1,4 @@
-"""A rank's part in a preemption: the signals that ask for it, and the agreement with the other ranks (``status/hold.py``).
+"""A rank's part in a preemption: the signals that ask for it, and the agreement with the other ranks (``status/stop_barrier.py``).
 
 Under ``echelon launch`` the launcher coordinates, over the status board: a signal to a rank is only passed on to it. Without it
 the processes do so themselves, over the store of their group: each that gets a signal tells the others (their ``Watcher``
@@ -25,11 +25,11 @@ import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
 from echelon.base import environ
+from echelon.distributed.responder import Watcher, desk_of
 from echelon.distributed.stores import common_store
-from echelon.distributed.watcher import Watcher, desk_of
 from echelon.status.board import Slot
-from echelon.status.hold import EXIT_CODE, SIGNALS, Coordinator, Member, Order, Outcome, word
 from echelon.status.notes import BOARD_VARIABLE
+from echelon.status.stop_barrier import EXIT_CODE, SIGNALS, Coordinator, Member, Order, Outcome, word
 
 __all__ = ["Preempted", "member_of_launch", "on_signals", "should_stop"]
 

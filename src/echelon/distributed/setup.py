@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from echelon.base.errors import ConfigError, SetupError
 from echelon.config.sources import current
-from echelon.distributed.raw_ddp_guard import RawDDPGuard
+from echelon.distributed.checks.raw_ddp_guard import RawDDPGuard
 from echelon.distributed.shard import METRICS
 from echelon.world.environment import LaunchEnvironment, check_rank, detect
 from echelon.world.group import DEFAULT_TIMEOUT, close_group, open_group

@@ -16,23 +16,23 @@ from echelon.base.errors import DesyncError, UsageError
 from echelon.base.logging import get_logger
 from echelon.base.protocols import SupportsSetEpoch
 from echelon.base.warnings import UserLine, user_line, warn
-from echelon.distributed.collectives import broadcast
-from echelon.distributed.data_fingerprint import (
-    ColumnFingerprint,
-    are_parts_of_a_table,
-    are_shares,
-    column_fingerprints,
-)
-from echelon.distributed.first_pass import FirstPass
-from echelon.distributed.own_cut import (
+from echelon.distributed.checks.already_sharded import (
     OwnCut,
     check_parts,
     cutters_with_epoch,
     find_own_cut,
     samplers_of,
 )
-from echelon.distributed.ungathered_metrics import DatasetLength, UngatheredMetricsCheck
-from echelon.distributed.wire import gather_bytes
+from echelon.distributed.checks.data_fingerprint import (
+    ColumnFingerprint,
+    are_parts_of_a_table,
+    are_shares,
+    column_fingerprints,
+)
+from echelon.distributed.checks.duplicate_samples import FirstPass
+from echelon.distributed.checks.ungathered_metrics import DatasetLength, UngatheredMetricsCheck
+from echelon.distributed.collectives import broadcast
+from echelon.distributed.small_messages import gather_bytes
 
 __all__ = ["METRICS", "ShardedBatchSampler", "ShardedLoader", "shard"]
 

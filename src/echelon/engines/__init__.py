@@ -1,1 +1,1 @@
-"""Floor 7: how a model trains on the ranks; one final class an engine behind one abstract seam."""
+"""How a model trains on the ranks; one final class an engine behind one abstract seam."""

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from echelon.base.capabilities import Capabilities
 from echelon.base.errors import UsageError
-from echelon.engines.canonical import ShardedUpdate
+from echelon.engines.bitwise.tree_sum import ShardedUpdate
 from echelon.world.world import World
 
 __all__ = ["Engine", "Prepared"]

@@ -16,14 +16,14 @@ from torch.optim import Optimizer
 
 from echelon.base.capabilities import Capabilities
 from echelon.base.warnings import warn
-from echelon.distributed.replica import Replica, average_gradients
-from echelon.distributed.sparse_gradients import copy_sparse_gradients
+from echelon.distributed.ddp.replica import Replica, average_gradients
+from echelon.distributed.ddp.sparse_gradients import copy_sparse_gradients
 from echelon.engines.base import Engine, Prepared
-from echelon.engines.canonical import ReplicatedUpdate
+from echelon.engines.bitwise.grad_norm import clip_by_rows
+from echelon.engines.bitwise.tree_sum import ReplicatedUpdate
 from echelon.engines.comm_hooks import register_comm_hook
-from echelon.engines.outputs import SightOfOutputs
-from echelon.engines.row_norms import clip_by_rows
-from echelon.engines.stepping import (
+from echelon.engines.output_hooks import SightOfOutputs
+from echelon.engines.stepper import (
     Stepper,
     clip_gradients,
     load_state,

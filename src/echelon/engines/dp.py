@@ -20,7 +20,7 @@ from echelon.base.errors import UsageError
 from echelon.base.warnings import warn
 from echelon.distributed.tree import contents, map_tensors, rebuild_like
 from echelon.engines.base import Engine, Prepared
-from echelon.engines.outputs import tensors_of, with_tensors
+from echelon.engines.output_hooks import tensors_of, with_tensors
 from echelon.engines.single import SingleEngine
 from echelon.precision.policy import rebind_forward
 from echelon.world.world import World

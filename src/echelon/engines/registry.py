@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 from echelon.base.errors import ConfigError
-from echelon.base.not_offered import tpu_instead
+from echelon.base.unsupported import tpu_instead
 from echelon.engines.base import Engine
 
 __all__ = ["BY_DEEPSPEED", "ENGINES", "GROUPLESS", "ON_ALL_DEVICES", "SHARDING", "choose", "load"]
@@ -17,8 +17,8 @@ ENGINES = {
     "dp": "echelon.engines.dp:DPEngine",
     "ddp": "echelon.engines.ddp:DDPEngine",
     "zero1": "echelon.engines.zero1:Zero1Engine",
-    "fsdp2": "echelon.engines.fsdp2:FSDP2Engine",
-    "deepspeed": "echelon.engines.deepspeed:DeepSpeedEngine",
+    "fsdp2": "echelon.engines.fsdp.fsdp2:FSDP2Engine",
+    "deepspeed": "echelon.engines.deepspeed.engine:DeepSpeedEngine",
 }
 
 

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from echelon.base.capabilities import Capabilities
 from echelon.engines.base import Engine, Prepared
-from echelon.engines.canonical import ReplicatedUpdate
-from echelon.engines.row_norms import clip_by_rows
-from echelon.engines.stepping import (
+from echelon.engines.bitwise.grad_norm import clip_by_rows
+from echelon.engines.bitwise.tree_sum import ReplicatedUpdate
+from echelon.engines.stepper import (
     Stepper,
     clip_gradients,
     load_state,

@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 from echelon.base.capabilities import Capabilities
 from echelon.base.errors import UsageError
 from echelon.engines.base import Engine, Prepared
-from echelon.engines.canonical import ReplicatedUpdate
+from echelon.engines.bitwise.tree_sum import ReplicatedUpdate
 from echelon.engines.ddp import DDPEngine
-from echelon.engines.joining import join_sharded
+from echelon.engines.gather_optimizer_state import gather_parts
+from echelon.engines.join_uneven_inputs import join_sharded
 from echelon.engines.repoint import follow
 from echelon.engines.sharded_optimizer import ShardedOptimizer
-from echelon.engines.state_wire import gather_parts
-from echelon.engines.stepping import load_state, plain_parameters, state_of
+from echelon.engines.stepper import load_state, plain_parameters, state_of
 from echelon.world.world import World
 
 __all__ = ["Zero1Engine"]

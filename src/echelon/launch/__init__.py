@@ -1,1 +1,1 @@
-"""Floor 4: start the processes of a run, watch them, explain how they ended."""
+"""Start the processes of a run, watch them, explain how they ended."""

@@ -24,25 +24,25 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from echelon.base import environ
 from echelon.base.errors import LaunchError
 from echelon.diagnose.stall import RankView, Stall
-from echelon.launch.accounts import GOODPUT_FILE, Accounts, Books, first_sign, times_on
-from echelon.launch.failure import RankEnd, explain
-from echelon.launch.guardian import LAUNCHER_VARIABLE
+from echelon.launch.failures.failure import RankEnd, explain
 from echelon.launch.interrupts import Interrupted, Interrupts
-from echelon.launch.job_token import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
-from echelon.launch.node import Node, Order, RunOver
-from echelon.launch.output import Outputs
-from echelon.launch.parents import Guardian, own_identity
+from echelon.launch.local.goodput_recorder import GOODPUT_FILE, Accounts, Books, first_sign, times_on
+from echelon.launch.local.guardian import LAUNCHER_VARIABLE
+from echelon.launch.local.output import Outputs
+from echelon.launch.local.parents import Guardian, own_identity
+from echelon.launch.local.processes import Workers
+from echelon.launch.local.ranks import LocalRanks, settled
+from echelon.launch.local.warm_start import WarmStarter
+from echelon.launch.multinode.job_token import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from echelon.launch.multinode.messages import decode, encode
+from echelon.launch.multinode.node import Node, Order, RunOver
+from echelon.launch.multinode.rendezvous import LoopbackRendezvous, NodeRendezvous
 from echelon.launch.preemption import Preemption
-from echelon.launch.processes import Workers
-from echelon.launch.ranks import LocalRanks, settled
-from echelon.launch.rendezvous import LoopbackRendezvous, NodeRendezvous
 from echelon.launch.script import Script
-from echelon.launch.supervise import StallRules, Supervisor
-from echelon.launch.warm import WarmStarter
-from echelon.launch.wire import decode, encode
+from echelon.launch.supervisor import StallRules, Supervisor
 from echelon.status.board import Board
-from echelon.status.hold import EXIT_CODE
 from echelon.status.notes import BOARD_VARIABLE
+from echelon.status.stop_barrier import EXIT_CODE
 
 __all__ = ["Job", "Outcome", "run_job"]
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 from echelon.base import environ
 from echelon.base.cores import threads_of_each
+from echelon.config.derive import SHARDING, section_in_use
+from echelon.config.key_table import KEYS, USE
 from echelon.config.origin import Source
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
-from echelon.config.settle import SHARDING, section_in_use
 from echelon.config.sources import CHOSEN_THREADS, CONFIG_VARIABLE, encode
-from echelon.config.table import KEYS, USE
 
 __all__ = ["loopback_variables", "rank_variables"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from echelon.status.hold import SIGNALS
+from echelon.status.stop_barrier import SIGNALS
 
 __all__ = ["Interrupted", "Interrupts", "watch"]
 

@@ -41,7 +41,7 @@ from echelon.launch.spawn import StartMethod, spawn
 
 __all__ = ["debug_launcher", "notebook_launcher"]
 
-# torch is imported inside the functions: this floor must import without it.
+# torch is imported inside the functions: this layer must import without it.
 
 # A relay that waits for the last line of a child whose own children (DataLoader workers) still hold the pipe.
 _LAST_WORDS = timedelta(seconds=1)
@@ -173,7 +173,7 @@ def _start_method(*, uses_device: bool) -> StartMethod:
     if not hasattr(os, "fork"):
         return "spawn"
     if uses_device:
-        import torch  # noqa: PLC0415 - torch-free floor
+        import torch  # noqa: PLC0415 - torch-free layer
 
         is_used: Callable[[], bool] = getattr(torch.get_device_module(), "is_initialized", lambda: False)
         if is_used():
@@ -265,7 +265,7 @@ def _run_ranks(
 
 
 def _refuse_process_group() -> None:
-    import torch.distributed as dist  # noqa: PLC0415 - torch-free floor
+    import torch.distributed as dist  # noqa: PLC0415 - torch-free layer
 
     if dist.is_available() and dist.is_initialized():
         raise UsageError(
@@ -369,7 +369,7 @@ class _Child:
 
 
 def _keep_to_one_thread() -> None:
-    import torch  # noqa: PLC0415 - torch-free floor
+    import torch  # noqa: PLC0415 - torch-free layer
 
     set_num_threads = torch.set_num_threads
     set_num_threads(1)
@@ -386,7 +386,7 @@ def _keep_to_one_thread() -> None:
 
 def _check_device() -> None:
     """Refuse a device that the kernel has used: here every use of it would fail, with a less helpful message."""
-    import torch  # noqa: PLC0415 - torch-free floor
+    import torch  # noqa: PLC0415 - torch-free layer
 
     module: Any = torch.get_device_module()
     is_in_bad_fork: Callable[[], bool] = getattr(module, "_is_in_bad_fork", lambda: False)

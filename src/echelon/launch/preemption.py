@@ -1,7 +1,7 @@
 """The launcher's part in a preemption: who asked, leading the ranks to one step, and what is told about it.
 
 SIGTERM or SIGUSR1 reaches the launcher or any rank. The ranks are not sent a signal: they read a command on the status board
-(``status/hold.py``), so that the signal that stops them after a failure cannot be taken for this one. A run in which no rank
+(``status/stop_barrier.py``), so that the signal that stops them after a failure cannot be taken for this one. A run in which no rank
 takes part (a script that does not use echelon, or is still starting) has nothing that can be saved so, and is stopped.
 """
 
@@ -18,7 +18,7 @@ from echelon.base.errors import LaunchError
 from echelon.diagnose.stall import name_ranks
 from echelon.launch.interrupts import Interrupts
 from echelon.status.board import Board
-from echelon.status.hold import EXIT_CODE, SIGNALS, Coordinator, Outcome, State, state_of
+from echelon.status.stop_barrier import EXIT_CODE, SIGNALS, Coordinator, Outcome, State, state_of
 
 __all__ = ["Preemption"]
 

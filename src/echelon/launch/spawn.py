@@ -16,22 +16,22 @@ from typing import TYPE_CHECKING, Any, Literal, final
 from echelon.base import environ
 from echelon.base.errors import LaunchError, UsageError
 from echelon.launch.environment import loopback_variables
-from echelon.launch.failure import RankEnd, explain, first_failure
-from echelon.launch.parents import own_identity
+from echelon.launch.failures.failure import RankEnd, explain, first_failure
+from echelon.launch.failures.rank_errors import read_record
+from echelon.launch.local.parents import own_identity
+from echelon.launch.local.worker import ERROR_FILE, Recorder, die_with
 from echelon.launch.rank_arguments import arguments_of_rank
-from echelon.launch.records import read_record
-from echelon.launch.worker import ERROR_FILE, Recorder, die_with
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
     from torch.multiprocessing import ProcessContext
 
-    from echelon.launch.rendezvous import LoopbackStore
+    from echelon.launch.multinode.rendezvous import LoopbackStore
 
 __all__ = ["SpawnContext", "StartMethod", "spawn"]
 
-# torch is imported inside the functions: this floor must import without it.
+# torch is imported inside the functions: this layer must import without it.
 
 StartMethod = Literal["spawn", "fork", "forkserver"]
 
@@ -77,9 +77,9 @@ def spawn(
             do="give nprocs=1 or more",
         )
     arguments_of_rank(fn, args, rank=0, world_size=nprocs, caller="spawn", begins_with_rank=True)  # that they fit
-    import torch.multiprocessing as mp  # noqa: PLC0415 - torch-free floor
+    import torch.multiprocessing as mp  # noqa: PLC0415 - torch-free layer
 
-    from echelon.launch.rendezvous import LOOPBACK, LoopbackStore  # noqa: PLC0415 - imports torch
+    from echelon.launch.multinode.rendezvous import LOOPBACK, LoopbackStore  # noqa: PLC0415 - imports torch
 
     store = LoopbackStore()
     directory = Path(tempfile.mkdtemp(prefix="echelon-spawn-"))
@@ -168,7 +168,7 @@ class SpawnContext:
         Raises:
             LaunchError: a rank failed; the others are stopped.
         """
-        from torch.multiprocessing.spawn import ProcessException  # noqa: PLC0415 - torch-free floor
+        from torch.multiprocessing.spawn import ProcessException  # noqa: PLC0415 - torch-free layer
 
         grace = _GRACE.total_seconds() if grace_period is None else grace_period
         try:

@@ -1,1 +1,1 @@
-"""Floor 6: the dtype of the forward pass, and the loss scaling that fp16 needs."""
+"""The dtype of the forward pass, and the loss scaling that fp16 needs."""

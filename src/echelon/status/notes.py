@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 
 from echelon.base import environ
 from echelon.status.board import Mark, Note, Part, Phase, Slot, Times
-from echelon.status.place import is_users
+from echelon.status.call_site import is_users
 
 __all__ = [
     "BOARD_VARIABLE",

@@ -37,7 +37,7 @@ class Reporter:
 
     Args:
         board: the module ``echelon.status.board``, under whatever name it was loaded.
-        place: the module ``echelon.status.place``.
+        place: the module ``echelon.status.call_site``.
         where: path and slot of the board, as ``PATH:INDEX``.
         folder: of this rank, for answers.
         stack_file: gets the stacks when the launcher sends ``DUMP_SIGNAL``.

@@ -29,7 +29,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
 from echelon.accelerator.accelerator import Accelerator
-from echelon.accelerator.handlers import GradScalerKwargs
+from echelon.accelerator.plugins.kwargs_handlers import GradScalerKwargs
 from echelon.base.errors import DesyncError, EchelonError, UsageError
 from echelon.base.warnings import EchelonWarning
 from echelon.distributed.operations import broadcast_object_list

@@ -27,13 +27,13 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from echelon.accelerator.accelerator import Accelerator
-from echelon.accelerator.handlers import DistributedDataParallelKwargs
-from echelon.accelerator.project import ProjectConfiguration
+from echelon.accelerator.plugins.kwargs_handlers import DistributedDataParallelKwargs
+from echelon.accelerator.plugins.project_configuration import ProjectConfiguration
 from echelon.base import environ
 from echelon.base.device import nccl_version
 from echelon.base.errors import LaunchError
-from echelon.base.machine import convert_bytes
 from echelon.base.rank import known_rank
+from echelon.compat.machine import convert_bytes
 from echelon.distributed.collectives import broadcast_object_list, gather_object
 from echelon.testing.bandwidth import Measured, measure
 from echelon.testing.evidence import OWNED_FILE, WEIGHTS_FILE, Teller

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from enum import Enum, EnumMeta
 from types import MappingProxyType
 from typing import Any
 
 from echelon.base.errors import UsageError
 from echelon.base.optional import is_available
 from echelon.base.warnings import warn
+from echelon.compat.enums import LoggerType
 from echelon.trackers.aim import AimTracker
 from echelon.trackers.base import GeneralTracker
 from echelon.trackers.clearml import ClearMLTracker
@@ -31,40 +31,6 @@ __all__ = [
     "register_tracker_class",
     "tracker_class",
 ]
-
-
-class _ContainsValues(EnumMeta):
-    """``"wandb" in LoggerType`` is True (Python says so itself from 3.12 on)."""
-
-    def __contains__(cls, value: object) -> bool:
-        try:
-            cls(value)
-        except ValueError:
-            return False
-        return True
-
-
-class LoggerType(Enum, metaclass=_ContainsValues):
-    """The trackers that ``log_with`` knows by name; ``ALL`` is every one that is installed."""
-
-    ALL = "all"
-    AIM = "aim"
-    TENSORBOARD = "tensorboard"
-    WANDB = "wandb"
-    TRACKIO = "trackio"
-    COMETML = "comet_ml"
-    MLFLOW = "mlflow"
-    CLEARML = "clearml"
-    DVCLIVE = "dvclive"
-    SWANLAB = "swanlab"
-
-    def __str__(self) -> str:
-        return str(self.value)
-
-    @classmethod
-    def list(cls) -> list[str]:
-        """Return the names."""
-        return [str(one) for one in cls]
 
 
 _BUILT_IN: Mapping[str, Any] = MappingProxyType(

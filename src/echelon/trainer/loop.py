@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from echelon.accelerator.checkpoint_folders import is_saved
+from echelon.accelerator.checkpoint.folders import is_saved
+from echelon.accelerator.checkpoint.rng_states import current_random_states, restore_random_states
 from echelon.accelerator.memory import clear_device_cache
 from echelon.accelerator.preemption import Preempted
-from echelon.accelerator.random_states import current_random_states, restore_random_states
 from echelon.base.logging import get_logger
 from echelon.base.protocols import SupportsSetEpoch
-from echelon.trainer.best_model import load_best, metric_for_best, note_best, remove_last_checkpoint
-from echelon.trainer.enums import SaveStrategy
-from echelon.trainer.epoch_batches import EpochBatches, tell_length
-from echelon.trainer.fitting_batch import evaluation_ran_out
-from echelon.trainer.losses import LossWindow, mean_loss, no_losses
-from echelon.trainer.nonfinite import NonFiniteError, first_bad
-from echelon.trainer.place import Place, Start
-from echelon.trainer.plan import Plan
+from echelon.trainer.arguments.enums import SaveStrategy
+from echelon.trainer.checkpoint.best_model import load_best, metric_for_best, note_best, remove_last_checkpoint
+from echelon.trainer.checkpoint.train_cursor import Place, Start
+from echelon.trainer.data.epoch_batches import EpochBatches, tell_length
+from echelon.trainer.data.num_tokens import num_tokens
+from echelon.trainer.features.auto_find_batch_size import evaluation_ran_out
+from echelon.trainer.features.nonfinite import NonFiniteError, first_bad
+from echelon.trainer.loss_window import LossWindow, mean_loss, no_losses
 from echelon.trainer.results import TrainOutput, speed_metrics
-from echelon.trainer.tokens import num_tokens
+from echelon.trainer.training_plan import Plan
 
 if TYPE_CHECKING:
     from echelon.trainer.trainer import Trainer

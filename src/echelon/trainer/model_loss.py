@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from echelon.accelerator.nested import contents, is_record
+from echelon.accelerator.prepare.prepare_arguments import contents, is_record
 from echelon.base.errors import UsageError
-from echelon.trainer.columns import KeptColumns
+from echelon.trainer.data.columns import KeptColumns
 
 __all__ = ["LabelSmoother", "is_causal", "loss_in", "missing_column", "without_labels"]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from echelon.trainer.arguments import TrainingArguments
-    from echelon.trainer.plan import Plan
+    from echelon.trainer.arguments.training_arguments import TrainingArguments
     from echelon.trainer.trainer import Trainer
+    from echelon.trainer.training_plan import Plan
 
 __all__ = ["TrainerControl", "TrainerState", "begin_state"]
 

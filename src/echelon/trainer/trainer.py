@@ -20,23 +20,28 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler
 
 from echelon.accelerator import AcceleratedOptimizer, AcceleratedScheduler, Accelerator, DummyScheduler
-from echelon.accelerator.checkpoint_folders import alone_in, require_folder
-from echelon.accelerator.deepspeed_opening import groups_of
-from echelon.accelerator.loaders import forget_loader
+from echelon.accelerator.checkpoint.folders import alone_in, require_folder
+from echelon.accelerator.models.save_objects import write_pickled, write_tensors
 from echelon.accelerator.preemption import Preempted
-from echelon.accelerator.saving import write_pickled, write_tensors
+from echelon.accelerator.prepare.data_loaders import forget_loader
+from echelon.accelerator.setup.build_deepspeed import groups_of
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.lengths import length_of
 from echelon.base.logging import get_logger
 from echelon.base.optional import require
 from echelon.base.warnings import warn
-from echelon.trainer import batches
-from echelon.trainer.acceleration import accumulation_options, make_accelerator, set_seeds
-from echelon.trainer.activation import enable_activation_checkpointing
-from echelon.trainer.argument_rules import path_of
-from echelon.trainer.arguments import TrainingArguments
-from echelon.trainer.callbacks import CallbackHandler, DefaultFlowCallback, TrainerCallback
-from echelon.trainer.checkpoints import (
+from echelon.trainer.argument_conflicts import check_arguments
+from echelon.trainer.arguments.deepspeed import deepspeed_optimizer, deepspeed_schedule
+from echelon.trainer.arguments.devices import lies_as_it_is
+from echelon.trainer.arguments.training_arguments import TrainingArguments
+from echelon.trainer.arguments.validation import path_of
+from echelon.trainer.build_accelerator import accumulation_options, make_accelerator, set_seeds
+from echelon.trainer.callbacks.callback_handler import CallbackHandler, DefaultFlowCallback, TrainerCallback
+from echelon.trainer.callbacks.notebook_progress import NotebookProgressCallback
+from echelon.trainer.callbacks.progress_bars import PrinterCallback, ProgressCallback
+from echelon.trainer.callbacks.time_limit import TimeLimitCallback
+from echelon.trainer.callbacks.trackers import CSVCallback, TrackerCallback, run_folder
+from echelon.trainer.checkpoint.checkpoint_folders import (
     ARGUMENTS_FILE,
     PREFIX,
     STATE_FILE,
@@ -45,9 +50,14 @@ from echelon.trainer.checkpoints import (
     checkpoint_format,
     write_json,
 )
-from echelon.trainer.checks import check_arguments
-from echelon.trainer.collate import PaddingCollator, Tokenizer, default_data_collator
-from echelon.trainer.columns import (
+from echelon.trainer.checkpoint.resume import checkpoint_to_resume, go_on, plan_from, restore_state
+from echelon.trainer.checkpoint.save import save_checkpoint
+from echelon.trainer.checkpoint.save_on_error import save_after
+from echelon.trainer.checkpoint.train_cursor import Place, Start
+from echelon.trainer.checkpoint.transformers_layout import ARGUMENTS_BIN
+from echelon.trainer.data import batches
+from echelon.trainer.data.collators import PaddingCollator, Tokenizer, default_data_collator
+from echelon.trainer.data.columns import (
     ColumnFilter,
     KeptColumns,
     Table,
@@ -56,42 +66,38 @@ from echelon.trainer.columns import (
     forward_of,
     kept_columns,
 )
-from echelon.trainer.deepspeed import deepspeed_optimizer, deepspeed_schedule
-from echelon.trainer.devices import lies_as_it_is
-from echelon.trainer.evaluation import run_evaluation, whole_model_as
-from echelon.trainer.exact import check_exact, items_of, keep_global_batch, plan_of_updates
-from echelon.trainer.fitting_batch import train_with_a_batch_that_fits
-from echelon.trainer.hub import HubUpload, push, write_card
-from echelon.trainer.interruptions import save_after
-from echelon.trainer.items import WatchedNumber, count_items, ignored_number
-from echelon.trainer.loaders import already_sharded, as_dataset, make_loader, train_sampler
+from echelon.trainer.data.data_loaders import already_sharded, as_dataset, make_loader, train_sampler
+from echelon.trainer.data.num_items import WatchedNumber, count_items, ignored_number
+from echelon.trainer.evaluation.evaluation_loop import run_evaluation, whole_model_as
+from echelon.trainer.evaluation.metric_reports import metrics_format, metrics_table, write_metrics
+from echelon.trainer.evaluation.prediction_step import predict_batch
+from echelon.trainer.features.auto_find_batch_size import train_with_a_batch_that_fits
+from echelon.trainer.features.gradient_checkpointing import enable_activation_checkpointing
+from echelon.trainer.features.hub import HubUpload, push, write_card
+from echelon.trainer.features.hyperparameter_search import (
+    BestRun,
+    Trial,
+    default_compute_objective,
+    search,
+    set_arguments,
+)
+from echelon.trainer.features.memory_metrics import MemoryMeter
+from echelon.trainer.features.neftune import noisy_embeddings
+from echelon.trainer.features.nonfinite import checked_forward
 from echelon.trainer.loop import TrainingLoop
-from echelon.trainer.memory_metrics import MemoryMeter
 from echelon.trainer.model_loss import LabelSmoother, is_causal, loss_in, missing_column, without_labels
-from echelon.trainer.neftune import noisy_embeddings
-from echelon.trainer.nonfinite import checked_forward
-from echelon.trainer.notebook import NotebookProgressCallback
-from echelon.trainer.optimizers import (
+from echelon.trainer.optim.lr_schedules import follows_a_metric, get_scheduler
+from echelon.trainer.optim.optimizers import (
     decay_parameter_names,
     optimizer_class_and_arguments,
     parameter_groups,
     without_compiler,
 )
-from echelon.trainer.place import Place, Start
-from echelon.trainer.plan import Plan, announce, make_plan
-from echelon.trainer.prediction import predict_batch
-from echelon.trainer.progress_bars import PrinterCallback, ProgressCallback
-from echelon.trainer.reporting import CSVCallback, TrackerCallback, run_folder
-from echelon.trainer.reports import metrics_format, metrics_table, write_metrics
+from echelon.trainer.parity import check_exact, items_of, keep_global_batch, plan_of_updates
 from echelon.trainer.results import EvalLoopOutput, EvalPrediction, PredictionOutput, TrainOutput, speed_metrics
-from echelon.trainer.resuming import checkpoint_to_resume, go_on, plan_from, restore_state
-from echelon.trainer.saving import save_checkpoint
-from echelon.trainer.schedules import follows_a_metric, get_scheduler
-from echelon.trainer.search import BestRun, Trial, default_compute_objective, search, set_arguments
 from echelon.trainer.signatures import num_positional, parameters_of, takes, takes_anything, takes_trial
 from echelon.trainer.state import TrainerControl, TrainerState, begin_state
-from echelon.trainer.time_limit import TimeLimitCallback
-from echelon.trainer.transformers_files import ARGUMENTS_BIN
+from echelon.trainer.training_plan import Plan, announce, make_plan
 from echelon.trainer.verbosity import speak_at
 
 __all__ = ["Trainer"]

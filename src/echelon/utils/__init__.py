@@ -6,14 +6,39 @@ from importlib import import_module
 
 # First: loading the module later would put it in the place of the function.
 import echelon.utils.tqdm  # noqa: F401
-from echelon.accelerator.compiling import (
-    compile_regions,
-    compile_regions_deepspeed,
-    compile_regions_fsdp2,
-    has_compiled_regions,
-    is_compiled_module,
+from echelon.accelerator.checkpoint.merge_weights import merge_fsdp_weights
+from echelon.accelerator.memory import find_executable_batch_size, release_memory
+from echelon.accelerator.models.load_pretrained import load_checkpoint_in_model
+from echelon.accelerator.models.model_sizes import (
+    check_tied_parameters_in_config,
+    compute_module_sizes,
+    convert_file_size_to_int,
+    dtype_byte_size,
+    find_tied_parameters,
+    get_grad_scaler,
+    get_mixed_precision_context_manager,
+    get_model_tp_size,
+    get_module_children_bottom_up,
+    is_peft_model,
+    load_state_dict,
+    model_has_dtensor,
+    named_module_tensors,
+    recursive_getattr,
+    retie_parameters,
 )
-from echelon.accelerator.deepspeed_plugin import (
+from echelon.accelerator.models.save_objects import (
+    clean_state_dict_for_safetensors,
+    extract_model_from_parallel,
+    id_tensor_storage,
+    load,
+    save,
+)
+from echelon.accelerator.plugins.configuration import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    TorchDynamoPlugin,
+)
+from echelon.accelerator.plugins.deepspeed_plugin import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
     DeepSpeedPlugin,
@@ -21,19 +46,8 @@ from echelon.accelerator.deepspeed_plugin import (
     get_active_deepspeed_plugin,
     map_pytorch_optim_to_deepspeed,
 )
-from echelon.accelerator.enums import (
-    ComputeEnvironment,
-    CustomDtype,
-    DDPCommunicationHookType,
-    DistributedType,
-    DynamoBackend,
-    LoggerType,
-    PrecisionType,
-    RNGType,
-    SageMakerDistributedType,
-)
-from echelon.accelerator.for_transformers import disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading
-from echelon.accelerator.handlers import (
+from echelon.accelerator.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
+from echelon.accelerator.plugins.kwargs_handlers import (
     AORecipeKwargs,
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -42,7 +56,23 @@ from echelon.accelerator.handlers import (
     KwargsHandler,
     ProfileKwargs,
 )
-from echelon.accelerator.later import (
+from echelon.accelerator.plugins.parallelism_config import ParallelismConfig
+from echelon.accelerator.plugins.project_configuration import ProjectConfiguration
+from echelon.accelerator.prepare.compile import (
+    compile_regions,
+    compile_regions_deepspeed,
+    compile_regions_fsdp2,
+    has_compiled_regions,
+    is_compiled_module,
+)
+from echelon.accelerator.profiling import PROFILE_PATTERN_NAME
+from echelon.accelerator.progress_bar import tqdm
+from echelon.accelerator.setup.transformers_environment import (
+    disable_fsdp_ram_efficient_loading,
+    enable_fsdp_ram_efficient_loading,
+)
+from echelon.base.versions import compare_versions, is_torch_version
+from echelon.compat.accelerate_unsupported import (
     AbstractTrainStep,
     BertTrainStep,
     BnbQuantizationConfig,
@@ -113,40 +143,7 @@ from echelon.accelerator.later import (
     set_module_tensor_to_device,
     set_numa_affinity,
 )
-from echelon.accelerator.memory import find_executable_batch_size, release_memory
-from echelon.accelerator.merging import merge_fsdp_weights
-from echelon.accelerator.modules import (
-    check_tied_parameters_in_config,
-    compute_module_sizes,
-    convert_file_size_to_int,
-    dtype_byte_size,
-    find_tied_parameters,
-    get_grad_scaler,
-    get_mixed_precision_context_manager,
-    get_model_tp_size,
-    get_module_children_bottom_up,
-    is_peft_model,
-    load_state_dict,
-    model_has_dtensor,
-    named_module_tensors,
-    recursive_getattr,
-    retie_parameters,
-)
-from echelon.accelerator.parallelism import ParallelismConfig
-from echelon.accelerator.plugins import DataLoaderConfiguration, GradientAccumulationPlugin, TorchDynamoPlugin
-from echelon.accelerator.pretrained import load_checkpoint_in_model
-from echelon.accelerator.profiling import PROFILE_PATTERN_NAME
-from echelon.accelerator.progress_bar import tqdm
-from echelon.accelerator.project import ProjectConfiguration
-from echelon.accelerator.saving import (
-    clean_state_dict_for_safetensors,
-    extract_model_from_parallel,
-    id_tensor_storage,
-    load,
-    save,
-)
-from echelon.accelerator.sharding_plugin import FullyShardedDataParallelPlugin
-from echelon.base.constants import (
+from echelon.compat.constants import (
     MITA_PROFILING_AVAILABLE_PYTORCH_VERSION,
     MODEL_NAME,
     OPTIMIZER_NAME,
@@ -165,7 +162,18 @@ from echelon.base.constants import (
     WEIGHTS_PATTERN_NAME,
     XPU_PROFILING_AVAILABLE_PYTORCH_VERSION,
 )
-from echelon.base.machine import (
+from echelon.compat.enums import (
+    ComputeEnvironment,
+    CustomDtype,
+    DDPCommunicationHookType,
+    DistributedType,
+    DynamoBackend,
+    LoggerType,
+    PrecisionType,
+    RNGType,
+    SageMakerDistributedType,
+)
+from echelon.compat.machine import (
     check_cuda_fp8_capability,
     check_cuda_p2p_ib_support,
     check_os_kernel,
@@ -177,7 +185,7 @@ from echelon.base.machine import (
     is_port_in_use,
     merge_dicts,
 )
-from echelon.base.probes import (
+from echelon.compat.probes import (
     deepspeed_required,
     is_4bit_bnb_available,
     is_8bit_bnb_available,
@@ -237,7 +245,7 @@ from echelon.base.probes import (
     is_xpu_available,
     torchao_required,
 )
-from echelon.base.variables import (
+from echelon.compat.variables import (
     are_libraries_initialized,
     clear_environment,
     convert_dict_to_env_variables,
@@ -248,12 +256,11 @@ from echelon.base.variables import (
     purge_accelerate_environment,
     str_to_bool,
 )
-from echelon.base.versions import compare_versions, is_torch_version
-from echelon.config.basic import write_basic_config
 from echelon.config.deepspeed_json import (
     HfDeepSpeedConfig,
 )
-from echelon.data.rng import synchronize_rng_state, synchronize_rng_states
+from echelon.config.first_config import write_basic_config
+from echelon.data.rng.host_rng import synchronize_rng_state, synchronize_rng_states
 from echelon.distributed.control import barrier as wait_for_everyone
 from echelon.distributed.operations import (
     CannotPadNestedTensorWarning,
@@ -286,7 +293,7 @@ from echelon.distributed.structure import (
     send_to_device,
     slice_tensors,
 )
-from echelon.engines.deepspeed_options import (
+from echelon.engines.deepspeed.options import (
     DummyOptim,
     DummyScheduler,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echelon.accelerator.later import (
+from echelon.compat.accelerate_unsupported import (
     get_keys_to_not_convert,
     get_parameter_device,
     get_quantized_model_device_map,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from echelon.accelerator.profiling import PROFILE_PATTERN_NAME
-from echelon.base.constants import (
+from echelon.base.versions import STR_OPERATION_TO_FUNC
+from echelon.compat.constants import (
     BETA_CP_AVAILABLE_PYTORCH_VERSION,
     BETA_SP_AVAILABLE_DEEPSPEED_VERSION,
     BETA_TP_AVAILABLE_PYTORCH_VERSION,
@@ -43,7 +44,6 @@ from echelon.base.constants import (
     WEIGHTS_PATTERN_NAME,
     XPU_PROFILING_AVAILABLE_PYTORCH_VERSION,
 )
-from echelon.base.versions import STR_OPERATION_TO_FUNC
 
 __all__ = [
     "BETA_CP_AVAILABLE_PYTORCH_VERSION",

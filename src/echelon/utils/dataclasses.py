@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from echelon.accelerator.deepspeed_plugin import (
+from echelon.accelerator.plugins.configuration import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    TorchDynamoPlugin,
+)
+from echelon.accelerator.plugins.deepspeed_plugin import (
     DeepSpeedPlugin,
 )
-from echelon.accelerator.enums import (
-    BaseEnum,
-    ComputeEnvironment,
-    CustomDtype,
-    DDPCommunicationHookType,
-    DistributedType,
-    DynamoBackend,
-    EnumWithContains,
-    FP8BackendType,
-    LoggerType,
-    PrecisionType,
-    RNGType,
-    SageMakerDistributedType,
-)
-from echelon.accelerator.handlers import (
+from echelon.accelerator.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
+from echelon.accelerator.plugins.kwargs_handlers import (
     AORecipeKwargs,
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -29,7 +21,8 @@ from echelon.accelerator.handlers import (
     ProfileKwargs,
     ProfilerActivity,
 )
-from echelon.accelerator.later import (
+from echelon.accelerator.plugins.project_configuration import ProjectConfiguration
+from echelon.compat.accelerate_unsupported import (
     BnbQuantizationConfig,
     DeepSpeedSequenceParallelConfig,
     FP8RecipeKwargs,
@@ -47,9 +40,20 @@ from echelon.accelerator.later import (
     parse_llama_config,
     parse_t5_config,
 )
-from echelon.accelerator.plugins import DataLoaderConfiguration, GradientAccumulationPlugin, TorchDynamoPlugin
-from echelon.accelerator.project import ProjectConfiguration
-from echelon.accelerator.sharding_plugin import FullyShardedDataParallelPlugin
+from echelon.compat.enums import (
+    BaseEnum,
+    ComputeEnvironment,
+    CustomDtype,
+    DDPCommunicationHookType,
+    DistributedType,
+    DynamoBackend,
+    EnumWithContains,
+    FP8BackendType,
+    LoggerType,
+    PrecisionType,
+    RNGType,
+    SageMakerDistributedType,
+)
 from echelon.distributed.structure import TensorInformation
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echelon.accelerator.deepspeed_plugin import (
+from echelon.accelerator.plugins.deepspeed_plugin import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
@@ -12,7 +12,7 @@ from echelon.accelerator.deepspeed_plugin import (
 from echelon.config.deepspeed_json import (
     HfDeepSpeedConfig,
 )
-from echelon.engines.deepspeed_options import (
+from echelon.engines.deepspeed.options import (
     DummyOptim,
     DummyScheduler,
 )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from echelon.accelerator.later import override_numa_affinity, set_numa_affinity
-from echelon.base.machine import (
+from echelon.compat.accelerate_unsupported import override_numa_affinity, set_numa_affinity
+from echelon.compat.machine import (
     CPUInformation,
     check_cuda_fp8_capability,
     check_cuda_p2p_ib_support,
@@ -12,7 +12,7 @@ from echelon.base.machine import (
     get_driver_version,
     get_gpu_info,
 )
-from echelon.base.variables import (
+from echelon.compat.variables import (
     are_libraries_initialized,
     clear_environment,
     convert_dict_to_env_variables,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from echelon.accelerator.for_transformers import disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading
-from echelon.accelerator.later import (
+from echelon.accelerator.checkpoint.merge_weights import merge_fsdp_weights
+from echelon.accelerator.setup.transformers_environment import (
+    disable_fsdp_ram_efficient_loading,
+    enable_fsdp_ram_efficient_loading,
+)
+from echelon.compat.accelerate_unsupported import (
     ensure_weights_retied,
     fsdp2_apply_ac,
     fsdp2_canonicalize_names,
@@ -18,7 +22,6 @@ from echelon.accelerator.later import (
     save_fsdp_model,
     save_fsdp_optimizer,
 )
-from echelon.accelerator.merging import merge_fsdp_weights
 
 __all__ = [
     "disable_fsdp_ram_efficient_loading",

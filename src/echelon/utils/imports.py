@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echelon.base.probes import (
+from echelon.compat.probes import (
     deepspeed_required,
     is_4bit_bnb_available,
     is_8bit_bnb_available,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echelon.accelerator.later import (
+from echelon.compat.accelerate_unsupported import (
     PrepareForLaunch,
     env_var_path_add,
     prepare_deepspeed_cmd_env,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echelon.accelerator.later import (
+from echelon.compat.accelerate_unsupported import (
     AbstractTrainStep,
     BertTrainStep,
     GPTTrainStep,
@@ -17,11 +17,13 @@ from echelon.accelerator.later import (
     gather_across_data_parallel_groups,
     model_provider_func,
 )
-from echelon.accelerator.later import megatron_lm_initialize as initialize
-from echelon.accelerator.later import megatron_lm_prepare_data_loader as prepare_data_loader
-from echelon.accelerator.later import megatron_lm_prepare_model_optimizer_scheduler as prepare_model_optimizer_scheduler
-from echelon.accelerator.later import megatron_lm_prepare_optimizer as prepare_optimizer
-from echelon.accelerator.later import megatron_lm_prepare_scheduler as prepare_scheduler
+from echelon.compat.accelerate_unsupported import megatron_lm_initialize as initialize
+from echelon.compat.accelerate_unsupported import megatron_lm_prepare_data_loader as prepare_data_loader
+from echelon.compat.accelerate_unsupported import (
+    megatron_lm_prepare_model_optimizer_scheduler as prepare_model_optimizer_scheduler,
+)
+from echelon.compat.accelerate_unsupported import megatron_lm_prepare_optimizer as prepare_optimizer
+from echelon.compat.accelerate_unsupported import megatron_lm_prepare_scheduler as prepare_scheduler
 
 __all__ = [
     "AbstractTrainStep",

@@ -2,7 +2,26 @@
 
 from __future__ import annotations
 
-from echelon.accelerator.later import (
+from echelon.accelerator.models.load_pretrained import load_checkpoint_in_model
+from echelon.accelerator.models.model_sizes import (
+    check_device_same,
+    check_tied_parameters_in_config,
+    compute_module_sizes,
+    compute_module_total_buffer_size,
+    convert_file_size_to_int,
+    dtype_byte_size,
+    find_tied_parameters,
+    get_grad_scaler,
+    get_mixed_precision_context_manager,
+    get_module_leaves,
+    get_non_persistent_buffers,
+    is_peft_model,
+    load_state_dict,
+    named_module_tensors,
+    retie_parameters,
+)
+from echelon.accelerator.models.save_objects import id_tensor_storage
+from echelon.compat.accelerate_unsupported import (
     align_module_device,
     calculate_maximum_sizes,
     check_device_map,
@@ -20,26 +39,7 @@ from echelon.accelerator.later import (
     load_offloaded_weights,
     set_module_tensor_to_device,
 )
-from echelon.accelerator.modules import (
-    check_device_same,
-    check_tied_parameters_in_config,
-    compute_module_sizes,
-    compute_module_total_buffer_size,
-    convert_file_size_to_int,
-    dtype_byte_size,
-    find_tied_parameters,
-    get_grad_scaler,
-    get_mixed_precision_context_manager,
-    get_module_leaves,
-    get_non_persistent_buffers,
-    is_peft_model,
-    load_state_dict,
-    named_module_tensors,
-    retie_parameters,
-)
-from echelon.accelerator.pretrained import load_checkpoint_in_model
-from echelon.accelerator.saving import id_tensor_storage
-from echelon.base.constants import WEIGHTS_INDEX_NAME
+from echelon.compat.constants import WEIGHTS_INDEX_NAME
 
 __all__ = [
     "WEIGHTS_INDEX_NAME",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echelon.accelerator.later import (
+from echelon.compat.accelerate_unsupported import (
     OffloadedWeightsLoader,
     PrefixedDataset,
     extract_submodules_state_dict,

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from echelon.accelerator.compiling import (
+from echelon.accelerator.models.model_sizes import (
+    get_model_tp_size,
+    get_module_children_bottom_up,
+    model_has_dtensor,
+    recursive_getattr,
+)
+from echelon.accelerator.models.save_objects import (
+    clean_state_dict_for_safetensors,
+    extract_model_from_parallel,
+    load,
+    save,
+)
+from echelon.accelerator.prepare.compile import (
     compile_regions,
     compile_regions_deepspeed,
     compile_regions_fsdp2,
@@ -11,14 +23,7 @@ from echelon.accelerator.compiling import (
     is_compiled_module,
     is_repeated_blocks,
 )
-from echelon.accelerator.modules import (
-    get_model_tp_size,
-    get_module_children_bottom_up,
-    model_has_dtensor,
-    recursive_getattr,
-)
-from echelon.accelerator.saving import clean_state_dict_for_safetensors, extract_model_from_parallel, load, save
-from echelon.base.machine import (
+from echelon.compat.machine import (
     check_os_kernel,
     convert_bytes,
     get_free_port,

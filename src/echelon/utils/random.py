@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echelon.data.rng import synchronize_rng_state, synchronize_rng_states
+from echelon.data.rng.host_rng import synchronize_rng_state, synchronize_rng_states
 from echelon.world.seed import set_seed
 
 __all__ = [

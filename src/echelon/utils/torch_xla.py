@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echelon.accelerator.later import install_xla
+from echelon.compat.accelerate_unsupported import install_xla
 
 __all__ = [
     "install_xla",

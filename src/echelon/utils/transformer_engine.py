@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echelon.accelerator.later import (
+from echelon.compat.accelerate_unsupported import (
     apply_fp8_autowrap,
     contextual_fp8_autocast,
     convert_model,

@@ -1,1 +1,1 @@
-"""Floor 1: who am I among the processes of the run."""
+"""Who am I among the processes of the run."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from echelon.config.basic import default_config_file
 from echelon.config.cluster import load_config_from_file
+from echelon.config.first_config import default_config_file
 
 __all__ = [
     "default_config_file",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from echelon.accelerator.later import BaseConfig, SageMakerConfig
-from echelon.config.basic import default_config_file
+from echelon.compat.accelerate_unsupported import BaseConfig, SageMakerConfig
 from echelon.config.cluster import ClusterConfig, load_config_from_file
+from echelon.config.first_config import default_config_file
 
 __all__ = [
     "BaseConfig",

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from echelon.config.basic import write_basic_config
+from echelon.config.first_config import write_basic_config
 
 __all__ = ["write_basic_config"]

@@ -1,0 +1,130 @@
+"""The state of engines that keep it in a form of their own: gathered whole for a checkpoint, and given back piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.accelerator.checkpoint.state_names import (
+    Allowed,
+    NamedOptimizer,
+    model_prefix,
+    optional_names,
+    state_keys,
+    state_name,
+    state_values,
+)
+from echelon.checkpoint.read import Checkpoint
+from echelon.engines.base import Engine
+from echelon.engines.stepper import load_plain_state_dict, plain_name, plain_state_dict
+
+__all__ = ["gathered_optimizer_state", "load_gathered_model", "load_gathered_optimizer"]
+
+_AT_ONCE_BYTES = 1 << 30
+"""The weights of one module or more that the host holds beside its own state, on loading."""
+
+
+def gathered_optimizer_state(
+    optimizer: NamedOptimizer, engine: Engine
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Return the whole state of an optimizer by the names of its parameters, and what else belongs to it.
+
+    Where the state is sharded, both are empty on ranks but zero.
+
+    Collective: where the state is sharded.
+    """
+    whole = engine.full_optimizer_state(optimizer.inner) or {"state": {}}
+    by_name = {optimizer.parameters[number][0]: dict(entries) for number, entries in whole["state"].items()}
+    return by_name, {key: value for key, value in whole.items() if key not in ("state", "param_groups")}
+
+
+def load_gathered_model(
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    index: int,
+    extras: Mapping[str, Any],
+    *,
+    engine: Engine,
+    strict: bool,
+    allowed: Allowed,
+) -> None:
+    """Load a model through ``load_state_dict``, which its engine follows, a part of the weights at a time.
+
+    Collective: where parameters are sharded.
+
+    Raises:
+        CheckpointError: something is missing, too much, or of another shape; before anything is loaded.
+    """
+    prefix = model_prefix(index)
+    parameters = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+    shapes = {
+        name: tuple(engine.shape_of(parameters[name]) if name in parameters else value.shape)
+        for name, value in plain_state_dict(model).items()
+        if isinstance(value, torch.Tensor)
+    }
+    optional = optional_names(checkpoint, model, shapes, index, strict=strict, allowed=allowed)
+    missing = checkpoint.require_fit({f"{prefix}{name}": shape for name, shape in shapes.items()}, optional=optional)
+    there = [name for name in shapes if f"{prefix}{name}" not in missing]
+    for names in _in_parts(there, checkpoint, prefix):
+        load_plain_state_dict(model, {name: checkpoint.read(f"{prefix}{name}") for name in names}, strict=False)
+    if extras:
+        load_plain_state_dict(model, extras, strict=False)
+
+
+def _in_parts(names: Sequence[str], checkpoint: Checkpoint, prefix: str) -> Iterator[list[str]]:
+    """Cut ``names`` between modules into parts of bounded size."""
+    part: list[str] = []
+    num_bytes, module = 0, ""
+    for name in names:
+        if num_bytes > _AT_ONCE_BYTES and name.rpartition(".")[0] != module:
+            yield part
+            part, num_bytes = [], 0
+        part.append(name)
+        num_bytes += checkpoint.num_bytes(f"{prefix}{name}")
+        module = name.rpartition(".")[0]
+    if part:
+        yield part
+
+
+def load_gathered_optimizer(
+    checkpoint: Checkpoint,
+    optimizer: NamedOptimizer,
+    groups: Sequence[Mapping[str, Any]],
+    index: int,
+    rest: Mapping[str, Any],
+    *,
+    engine: Engine,
+) -> None:
+    """Load the state of an optimizer, and what else belongs to it, if the checkpoint has that.
+
+    Collective: where the state is sharded.
+    """
+    states = _SavedStates(checkpoint, [name for name, _ in optimizer.parameters], index)
+    engine.load_full_optimizer_state(optimizer.inner, {**rest, "state": states, "param_groups": list(groups)})
+
+
+class _SavedStates(Mapping[int, Mapping[str, Any]]):
+    """The states of an optimizer's parameters by their numbers; each is read when it is asked for."""
+
+    def __init__(self, checkpoint: Checkpoint, names: Sequence[str], index: int) -> None:
+        self._checkpoint, self._names, self._index = checkpoint, names, index
+        self._keys = state_keys(checkpoint, index, names)
+        self._values = state_values(checkpoint, index)
+        self._numbers = [i for i, name in enumerate(names) if self._keys[name] or name in self._values]
+
+    def __getitem__(self, number: int) -> Mapping[str, Any]:
+        name = self._names[number]
+        tensors = {key: self._checkpoint.read(state_name(self._index, name, key)) for key in self._keys[name]}
+        return tensors | self._values.get(name, {})
+
+    def __contains__(self, number: object) -> bool:
+        return number in self._numbers
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)

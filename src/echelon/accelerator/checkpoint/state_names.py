@@ -1,0 +1,183 @@
+"""What the pieces of a training are called in a checkpoint, and which of them may be missing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.accelerator.update.optimizer import AcceleratedOptimizer
+from echelon.base.errors import CheckpointError, UsageError
+from echelon.checkpoint.read import Checkpoint
+from echelon.engines.base import Engine
+from echelon.engines.stepper import plain_name, plain_parameters
+
+__all__ = [
+    "Allowed",
+    "NamedOptimizer",
+    "frozen_names",
+    "model_prefix",
+    "names_of",
+    "optional_names",
+    "state_keys",
+    "state_name",
+    "state_values",
+]
+
+_PIECE = re.compile(r"(model|optimizer|scheduler|loader|custom|scaler)(\[\d+\](\..+)?)?")
+
+
+class Allowed:
+    """The pieces that a checkpoint and this run need not both have.
+
+    Args:
+        names: ``"scheduler"`` (all of them), ``"loader[0]"``, ``"model[0].head"`` (the weights whose names begin so), ...
+
+    Raises:
+        UsageError: a name that is none.
+    """
+
+    def __init__(self, names: Collection[str] = ()) -> None:
+        if isinstance(names, str):
+            names = (names,)
+        wrong = [name for name in names if not _PIECE.fullmatch(name)]
+        if wrong:
+            raise UsageError(
+                f"allow_missing={wrong[0]!r} names no piece of a checkpoint",
+                do="give names as 'model[0].head', 'optimizer[1]', 'scheduler', 'loader[0]', 'custom[0]', 'scaler'",
+            )
+        self._names = tuple(names)
+
+    def __bool__(self) -> bool:
+        return bool(self._names)
+
+    def covers(self, piece: str) -> bool:
+        """Tell whether ``piece`` (``"loader[0]"``, ``"model[0].head.weight"``) may be missing."""
+        return any(piece == name or piece.startswith((f"{name}[", f"{name}.")) for name in self._names)
+
+
+def model_prefix(index: int) -> str:
+    """Return what the names of a model's tensors begin with."""
+    return f"models.{index}."
+
+
+def state_name(index: int, parameter: str, key: str) -> str:
+    """Return the name of a tensor in the state of an optimizer."""
+    return f"optimizers.{index}.{parameter}.{key}"
+
+
+def names_of(models: Sequence[nn.Module]) -> dict[int, str]:
+    """Return the name of each parameter of all models, by its identity."""
+    return {
+        id(parameter): f"{model_prefix(i)}{name}"
+        for i, model in enumerate(models)
+        for name, parameter in plain_parameters(model)
+    }
+
+
+def frozen_names(models: Sequence[nn.Module]) -> set[str]:
+    """Return the names of the parameters that do not train."""
+    return {
+        f"{model_prefix(i)}{name}"
+        for i, model in enumerate(models)
+        for name, parameter in plain_parameters(model)
+        if not parameter.requires_grad
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedOptimizer:
+    """An optimizer, and what its parameters are called; those of no model are called by their place."""
+
+    inner: Any
+    parameters: Sequence[tuple[str, torch.Tensor]]
+    """In the order of the groups, which is that of the numbers in torch's state dicts."""
+    groups: Sequence[dict[str, Any]]
+    """With names in the place of parameters."""
+
+    @staticmethod
+    def of(optimizer: Any, names: Mapping[int, str], engine: Engine) -> NamedOptimizer:
+        """Name the parameters of ``optimizer``, prepared or not, by ``names_of``."""
+        inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+        by_group = engine.parameter_groups(inner)
+        flat = [parameter for group in by_group for parameter in group]
+        named = [(names.get(id(parameter), f"parameter.{i}"), parameter) for i, parameter in enumerate(flat)]
+        counted = iter(named)
+        groups = [
+            {**group, "params": [next(counted)[0] for _ in own]} for group, own in zip(inner.param_groups, by_group)
+        ]
+        return NamedOptimizer(inner=inner, parameters=named, groups=groups)
+
+    def matching(
+        self, saved: Sequence[dict[str, Any]], frozen: Collection[str], index: int, checkpoint: Checkpoint
+    ) -> list[dict[str, Any]]:
+        """Return the saved group for each group; both must hold the same parameters, in whatever order.
+
+        Parameters that do not train count for nothing: some engines leave them out of the groups.
+
+        Raises:
+            CheckpointError: the groups differ.
+        """
+
+        def trained(groups: Sequence[dict[str, Any]]) -> list[set[str]]:
+            return [{*group["params"]} - {*frozen} for group in groups]
+
+        ours, theirs = trained(self.groups), trained(saved)
+        if [names for names in ours if names] != [names for names in theirs if names]:
+            sizes = [[len(names) for names in groups] for groups in (theirs, ours)]
+            differing = sorted(set().union(*ours) ^ set().union(*theirs)) or ["the same parameters, in other groups"]
+            raise CheckpointError(
+                f"optimizer {index} of {checkpoint.folder} has groups of {sizes[0]} parameters, and here they are of "
+                f"{sizes[1]}; they differ in {', '.join(differing[:3])}",
+                do="make the optimizer with the parameter groups that it had when it was saved",
+            )
+        settings = iter([group for group, names in zip(saved, theirs) if names])
+        return [next(settings) if names else group for group, names in zip(self.groups, ours)]
+
+
+def optional_names(
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    names: Collection[str],
+    index: int,
+    *,
+    strict: bool,
+    allowed: Allowed,
+) -> list[str]:
+    """Return which of the weights ``names`` of a model the checkpoint need not have, as it names them."""
+    prefix, piece = model_prefix(index), f"model[{index}]."
+    saved = {name.removeprefix(prefix) for name in checkpoint.names() if name.startswith(prefix)}
+    # Tied weights are there under one of their names alone where another program wrote them.
+    parameters = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+    there = {id(parameters[name]) for name in saved if name in parameters}
+    return [
+        prefix + name
+        for name in names
+        if not strict or allowed.covers(piece + name) or id(parameters.get(name)) in there
+    ]
+
+
+def state_keys(checkpoint: Checkpoint, index: int, parameters: Sequence[str]) -> dict[str, list[str]]:
+    """Return which tensors the saved state of each parameter has."""
+    prefix = f"optimizers.{index}."
+    found: dict[str, list[str]] = {name: [] for name in parameters}
+    for name in checkpoint.names():
+        if name.startswith(prefix):
+            parameter, _, key = name.removeprefix(prefix).rpartition(".")
+            found.setdefault(parameter, []).append(key)
+    return found
+
+
+def state_values(checkpoint: Checkpoint, index: int) -> dict[str, dict[str, Any]]:
+    """Return what is no tensor in the state of the parameters, of whichever rank had it."""
+    found: dict[str, dict[str, Any]] = {}
+    for rank in range(checkpoint.manifest.world_size):
+        values = (checkpoint.rank_objects(rank) or {}).get("optimizer_values")
+        if values is None:
+            break  # nobody has such values
+        found = {**values[index], **found}
+    return found

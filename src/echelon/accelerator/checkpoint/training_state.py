@@ -1,0 +1,401 @@
+"""The state of a training in echelon's own checkpoint format: by parameter names, so that any layout reads any other."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from echelon.accelerator.checkpoint.changed_data import DataPolicy, reconcile_data
+from echelon.accelerator.checkpoint.gathered_state import (
+    gathered_optimizer_state,
+    load_gathered_model,
+    load_gathered_optimizer,
+)
+from echelon.accelerator.checkpoint.rng_states import current_random_states, restore_random_states
+from echelon.accelerator.checkpoint.state_names import (
+    Allowed,
+    NamedOptimizer,
+    frozen_names,
+    model_prefix,
+    names_of,
+    optional_names,
+    state_keys,
+    state_name,
+    state_values,
+)
+from echelon.accelerator.models.weight_check import require_model_of_checkpoint
+from echelon.base.errors import CheckpointError
+from echelon.base.sharded import is_dtensor
+from echelon.base.warnings import warn
+from echelon.checkpoint.read import Checkpoint
+from echelon.checkpoint.regions import box_of
+from echelon.checkpoint.save import Content
+from echelon.data.loader import PreparedLoader
+from echelon.engines.shards import from_parts
+from echelon.engines.stepper import load_plain_state_dict, plain_state_dict
+
+if TYPE_CHECKING:
+    from echelon.accelerator.accelerator import Accelerator
+
+__all__ = ["content_of", "load_content"]
+
+_KERNELS = ("foreach", "fused")
+
+
+@runtime_checkable
+class _SharesOut(Protocol):
+    """An optimizer of which each rank keeps the state of its own parameters."""
+
+    rank: int
+
+    def owner(self, parameter: torch.Tensor) -> int:
+        """Return the rank that keeps the state of ``parameter``."""
+        ...
+
+
+def content_of(
+    accelerator: Accelerator,
+    models: Sequence[nn.Module],
+    *,
+    custom_objects: Sequence[Any],
+    random_states: Any,
+    metric: float | None = None,
+) -> Content:
+    """Return what this rank brings to a checkpoint.
+
+    Args:
+        accelerator: whose objects are saved.
+        models: the user's own, as they were prepared.
+        custom_objects: registered for checkpointing.
+        random_states: of this process; None: those of now.
+        metric: how good the state is.
+
+    Collective: where the engine has to gather its state.
+    """
+    engine, is_gathered = accelerator._engine, not accelerator.capabilities.exposes_state
+    tensors: dict[str, Any] = {}
+    extras: list[dict[str, Any]] = []
+    for i, model in enumerate(models):
+        state = (engine.full_state_dict(accelerator._models[i]) or {}) if is_gathered else plain_state_dict(model)
+        tensors |= {f"{model_prefix(i)}{name}": value for name, value in state.items() if _is_tensor(value)}
+        extras.append({name: value for name, value in state.items() if not _is_tensor(value)})
+    names = names_of(models)
+    groups, values, rests = [], [], []
+    for i, optimizer in enumerate(accelerator._optimizers):
+        named = NamedOptimizer.of(optimizer, names, engine)
+        groups.append(named.groups)
+        by_name, rest = gathered_optimizer_state(named, engine) if is_gathered else (_own_state(named), {})
+        rests.append(rest)
+        tensors |= {
+            state_name(i, name, key): value
+            for name, entries in by_name.items()
+            for key, value in entries.items()
+            if _is_tensor(value)
+        }
+        plain = {name: {k: v for k, v in entries.items() if not _is_tensor(v)} for name, entries in by_name.items()}
+        values.append({name: entries for name, entries in plain.items() if entries})
+    loaders = _loaders(accelerator)
+    objects = {
+        "accelerator": {
+            "step": accelerator.step,
+            "num_models": len(models),
+            "num_loaders": len(loaders),
+            "bits": {} if accelerator._ledger is None else accelerator._ledger.record(),
+            **({} if metric is None else {"metric": metric}),
+        },
+        "extra_states": extras,
+        "optimizer_groups": groups,
+        **({"optimizer_rests": rests} if any(rests) else {}),
+        "schedulers": [scheduler.state_dict() for scheduler in accelerator._schedulers],
+        "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
+        "orders": [loader.order_state() for loader in loaders],
+        **{f"custom.{i}": one.state_dict() for i, one in enumerate(custom_objects)},
+    }
+    config = accelerator._config
+    return Content(
+        tensors=tensors,
+        objects=objects,
+        rank_objects={
+            "random": random_states or current_random_states(),
+            "positions": [loader.state_dict() if loader.is_stateful else None for loader in loaders],
+            "pass": accelerator._epochs.own_state(),
+            **({"optimizer_values": values} if any(values) else {}),
+        },
+        progress={**accelerator.progress.to_json(), "micro_step": 0},
+        config={
+            name: [_readable(value), str(config.origins.get(name))] for name, value in asdict(config.value).items()
+        },
+        layout={"engine": accelerator.capabilities.name, "world_size": accelerator.num_processes},
+    )
+
+
+def load_content(
+    accelerator: Accelerator,
+    checkpoint: Checkpoint,
+    models: Sequence[nn.Module],
+    *,
+    loaded: Sequence[nn.Module] = (),
+    custom_objects: Sequence[Any],
+    strict: bool = True,
+    allowed: Allowed | None = None,
+    data: DataPolicy | None = None,
+) -> dict[str, Any]:
+    """Load ``checkpoint``, which was verified, and return ``step`` and ``progress``.
+
+    Args:
+        accelerator: whose objects are loaded.
+        checkpoint: of any engine and number of ranks.
+        models: the user's own.
+        loaded: those whose weights a hook has loaded.
+        custom_objects: registered for checkpointing.
+        strict: the model has every weight of the checkpoint, and the other way round.
+        allowed: what may be missing.
+        data: what a change of the data means; None: in the middle of an epoch, an error.
+
+    Collective: where the engine shards parameters.
+
+    Raises:
+        CheckpointError: something is missing, too much, or of another shape.
+    """
+    allowed = allowed or Allowed()
+    engine, is_gathered = accelerator._engine, not accelerator.capabilities.exposes_state
+    objects = checkpoint.objects()
+    own = checkpoint.rank_objects(accelerator.process_index)
+    loaders = _loaders(accelerator)
+    _require_pieces(accelerator, checkpoint, objects, custom_objects, loaders, allowed)
+    orders, changed = reconcile_data(
+        loaders,
+        objects["orders"],
+        source=checkpoint.folder,
+        num_saved=checkpoint.manifest.world_size,
+        num_ranks=accelerator.num_processes,
+        policy=data or DataPolicy(),
+    )
+    if accelerator._ledger is not None:
+        accelerator._ledger.require_record(objects["accelerator"].get("bits", {}), checkpoint.folder)
+    ours = [
+        (i, model)
+        for i, model in enumerate(models[: objects["accelerator"]["num_models"]])
+        if not any(model is one for one in loaded)
+    ]
+    for i, model in ours:  # before the optimizers, whose groups another model's differ from, too
+        require_model_of_checkpoint(checkpoint, model, i, engine=engine, strict=strict, allowed=allowed)
+    names, frozen = names_of(models), frozen_names(models)
+    optimizers = [
+        NamedOptimizer.of(optimizer, names, engine)
+        for optimizer, _ in zip(accelerator._optimizers, objects["optimizer_groups"])
+    ]
+    plans = [
+        optimizer.matching(objects["optimizer_groups"][i], frozen, i, checkpoint)
+        for i, optimizer in enumerate(optimizers)
+    ]
+    for i, model in ours:
+        extras = objects["extra_states"][i]
+        if is_gathered:
+            load_gathered_model(checkpoint, model, i, extras, engine=engine, strict=strict, allowed=allowed)
+        else:
+            _load_model(checkpoint, model, i, extras, strict=strict, allowed=allowed)
+    for i, optimizer in enumerate(optimizers):
+        if is_gathered:
+            rest = objects.get("optimizer_rests", {i: {}})[i]
+            load_gathered_optimizer(checkpoint, optimizer, _numbered(optimizer, plans[i]), i, rest, engine=engine)
+        else:
+            _load_optimizer(checkpoint, optimizer, plans[i], i)
+    for scheduler, state in zip(accelerator._schedulers, objects["schedulers"]):
+        scheduler.load_state_dict(state)
+    if accelerator.scaler is not None and objects["scaler"] is not None:
+        accelerator.scaler.load_state_dict(objects["scaler"])
+    _load_loaders(accelerator, checkpoint, loaders, orders, own or {}, changed=changed)
+    for i, one in enumerate(custom_objects):
+        if f"custom.{i}" in objects:
+            one.load_state_dict(objects[f"custom.{i}"])
+    if own is not None and own.get("random") is not None:
+        restore_random_states(own["random"])
+    if accelerator.num_processes > checkpoint.manifest.world_size:
+        warn(
+            f"{checkpoint.folder} has random states of {checkpoint.manifest.world_size} processes: those of the other "
+            "ranks go on from where they are"
+        )
+    return {"step": objects["accelerator"]["step"], "progress": checkpoint.manifest.progress}
+
+
+def _require_pieces(
+    accelerator: Accelerator,
+    checkpoint: Checkpoint,
+    objects: Mapping[str, Any],
+    custom_objects: Sequence[Any],
+    loaders: Sequence[PreparedLoader],
+    allowed: Allowed,
+) -> None:
+    """Raise unless the checkpoint has what is here, and nothing else (but loaders), or that is allowed."""
+    facts = objects["accelerator"]
+    has_scaler = objects["scaler"] is not None
+    counts = [
+        ("model", "models", facts["num_models"], len(accelerator._models)),
+        ("optimizer", "optimizers", len(objects["optimizer_groups"]), len(accelerator._optimizers)),
+        ("scheduler", "schedulers", len(objects["schedulers"]), len(accelerator._schedulers)),
+        # What was imported does not know of all loaders; and a script may prepare more of them as it goes on.
+        ("loader", "loaders", min(facts.get("num_loaders", len(loaders)), len(loaders)), len(loaders)),
+        (
+            "custom",
+            "objects registered for checkpointing",
+            sum(name.startswith("custom.") for name in objects),
+            len(custom_objects),
+        ),
+    ]
+    wrong, pieces = [], []
+    for kind, what, saved, here in counts:
+        missing = [f"{kind}[{i}]" for i in range(min(saved, here), max(saved, here))]
+        missing = [piece for piece in missing if not allowed.covers(piece)]
+        if missing:
+            wrong.append(f"{saved} {what}, and {here} are here")
+            pieces += missing
+    if accelerator.scaler is not None and not has_scaler and "num_loaders" in facts and not allowed.covers("scaler"):
+        wrong.append("no state of a loss scaler, and there is one here")
+        pieces.append("scaler")
+    if wrong:
+        raise CheckpointError(
+            f"{checkpoint.folder} holds {'; '.join(wrong)}",
+            do="prepare and register the same objects, in the same order, as when it was saved, or load the rest by "
+            f"allow_missing=({', '.join(map(repr, pieces))},)",
+        )
+
+
+def _loaders(accelerator: Accelerator) -> list[PreparedLoader]:
+    return [loader for loader in accelerator._dataloaders if isinstance(loader, PreparedLoader)]
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+def _load_model(
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    index: int,
+    extras: Mapping[str, Any],
+    *,
+    strict: bool,
+    allowed: Allowed,
+) -> None:
+    prefix = model_prefix(index)
+    state = plain_state_dict(model)
+    targets = {f"{prefix}{name}": value for name, value in state.items() if _is_tensor(value)}
+    on_meta = [name for name, value in targets.items() if value.is_meta]
+    if on_meta:
+        raise CheckpointError(
+            f"{on_meta[0]} is on the meta device: there is nothing to load into",
+            do="prepare the model first, or give it values by to_empty()",
+        )
+    names = [name.removeprefix(prefix) for name in targets]
+    optional = optional_names(checkpoint, model, names, index, strict=strict, allowed=allowed)
+    own = {_address(value) for value in (*model.parameters(), *model.buffers())}
+    if all(_address(value) in own for value in targets.values()) and not extras:
+        checkpoint.read_into(targets, optional=optional)  # in place: nothing is there twice
+        return
+    # A module that gives copies in its state dict, or more than tensors, takes them back by load_state_dict.
+    copies = {name: torch.empty_like(value) for name, value in targets.items()}
+    missing = set(checkpoint.read_into(copies, optional=optional))
+    read = {name.removeprefix(prefix): value for name, value in copies.items() if name not in missing}
+    load_plain_state_dict(model, {**state, **read, **extras})
+
+
+def _address(value: torch.Tensor) -> tuple[int, int]:
+    local = value.to_local() if is_dtensor(value) else value
+    return (local.data_ptr(), local.numel()) if local.numel() else (0, 0)
+
+
+# ---- optimizers ------------------------------------------------------------------------------------------------------
+
+
+def _own_state(optimizer: NamedOptimizer) -> dict[str, Mapping[str, Any]]:
+    """Return the state that this rank has, by the names of the parameters."""
+    state = optimizer.inner.state
+    return {name: state[parameter] for name, parameter in optimizer.parameters if parameter in state}
+
+
+def _load_optimizer(
+    checkpoint: Checkpoint, optimizer: NamedOptimizer, groups: Sequence[Mapping[str, Any]], index: int
+) -> None:
+    inner = optimizer.inner
+    wanted = [
+        (number, name, parameter)
+        for number, (name, parameter) in enumerate(optimizer.parameters)
+        if not isinstance(inner, _SharesOut) or inner.owner(parameter) == inner.rank
+    ]
+    by_parameter = state_keys(checkpoint, index, [name for name, _ in optimizer.parameters])
+    values = state_values(checkpoint, index)
+    state: dict[int, dict[str, Any]] = {}
+    for number, name, parameter in wanted:
+        entries = {key: _read_like(checkpoint, state_name(index, name, key), parameter) for key in by_parameter[name]}
+        entries |= values.get(name, {})
+        if entries:
+            state[number] = entries
+    inner.load_state_dict({"state": state, "param_groups": _numbered(optimizer, groups)})
+
+
+def _numbered(optimizer: NamedOptimizer, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the saved ``groups`` with numbers for the parameters that they have here."""
+    counted = iter(range(len(optimizer.parameters)))
+    return [
+        # How the step is computed is this program's choice, and may depend on the layout.
+        {
+            **saved,
+            **{key: here[key] for key in _KERNELS if key in here},
+            "params": [next(counted) for _ in here["params"]],
+        }
+        for saved, here in zip(groups, optimizer.groups)
+    ]
+
+
+def _read_like(checkpoint: Checkpoint, name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor, sharded as ``parameter`` is; what has another shape is whole."""
+    if checkpoint.layout(name).shape != tuple(parameter.shape) or not is_dtensor(parameter):
+        return checkpoint.read(name)
+    _, box, _ = box_of(parameter)
+    sharded: torch.Tensor = from_parts({"values": checkpoint.read(name, box)}, parameter)
+    return sharded
+
+
+# ---- loaders ---------------------------------------------------------------------------------------------------------
+
+
+def _load_loaders(
+    accelerator: Accelerator,
+    checkpoint: Checkpoint,
+    loaders: Sequence[PreparedLoader],
+    orders: Sequence[Any],
+    own: Mapping[str, Any],
+    *,
+    changed: Collection[int],
+) -> None:
+    num_saved = checkpoint.manifest.world_size
+    positions: Sequence[Any] = own.get("positions") or ()
+    for i, loader in enumerate(loaders):
+        if i < len(orders):
+            loader.load_order_state(orders[i])
+        if not loader.is_stateful or i in changed:  # the state of the loader inside is that of other data
+            continue
+        if num_saved != accelerator.num_processes:  # samples would come twice, or never
+            raise CheckpointError(
+                f"{checkpoint.folder} says where {num_saved} processes were in their data, and this is rank "
+                f"{accelerator.process_index} of {accelerator.num_processes}",
+                do="resume on as many processes, or without use_stateful_dataloader",
+            )
+        if i < len(positions) and positions[i] is not None:
+            loader.load_state_dict(positions[i])
+    accelerator._epochs.load_own_state(own.get("pass") if num_saved == accelerator.num_processes else None)
+    for i in changed:
+        loaders[i].load_draws(None)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _readable(value: Any) -> Any:
+    """Return a setting as people read it: plain data as it is, anything else as its text."""
+    return value if value is None or type(value) in (bool, int, float, str) else str(value)

@@ -1,0 +1,491 @@
+"""``DeepSpeedPlugin``: DeepSpeed's settings in Accelerate's words, from code, the environment, or a ``ds_config.json``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from echelon.base import environ
+from echelon.base.errors import ConfigError, UsageError
+from echelon.base.logging import get_logger
+from echelon.compat.variables import parse_flag_from_env
+from echelon.config.deepspeed_json import HfDeepSpeedConfig
+from echelon.config.origin import Origin, Setting, Source
+from echelon.engines.deepspeed.config import host_optimizer
+from echelon.engines.deepspeed.options import DrivenScheduler
+
+__all__ = [
+    "DeepSpeedEngineWrapper",
+    "DeepSpeedOptimizerWrapper",
+    "DeepSpeedPlugin",
+    "DeepSpeedSchedulerWrapper",
+    "get_active_deepspeed_plugin",
+    "map_pytorch_optim_to_deepspeed",
+]
+
+_logger = get_logger(__name__)
+
+_ZERO = "zero_optimization"
+# Field -> its variable, and its key in DeepSpeed's config.
+_PREFIX = "ACCELERATE_DEEPSPEED_"
+_VARIABLES = MappingProxyType(
+    {
+        "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+        "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
+        "zero_stage": f"{_PREFIX}ZERO_STAGE",
+        "offload_optimizer_device": f"{_PREFIX}OFFLOAD_OPTIMIZER_DEVICE",
+        "offload_param_device": f"{_PREFIX}OFFLOAD_PARAM_DEVICE",
+        "offload_optimizer_nvme_path": f"{_PREFIX}OFFLOAD_OPTIMIZER_NVME_PATH",
+        "offload_param_nvme_path": f"{_PREFIX}OFFLOAD_PARAM_NVME_PATH",
+        "zero3_init_flag": f"{_PREFIX}ZERO3_INIT",
+        "zero3_save_16bit_model": f"{_PREFIX}ZERO3_SAVE_16BIT_MODEL",
+        "transformer_moe_cls_names": f"{_PREFIX}MOE_LAYER_CLS_NAMES",
+        "hf_ds_config": f"{_PREFIX}CONFIG_FILE",
+    }
+)
+_KEYS = MappingProxyType(
+    {
+        "gradient_accumulation_steps": "gradient_accumulation_steps",
+        "gradient_clipping": "gradient_clipping",
+        "zero_stage": f"{_ZERO}.stage",
+        "offload_optimizer_device": f"{_ZERO}.offload_optimizer.device",
+        "offload_param_device": f"{_ZERO}.offload_param.device",
+        "offload_param_nvme_path": f"{_ZERO}.offload_param.nvme_path",
+        "offload_optimizer_nvme_path": f"{_ZERO}.offload_optimizer.nvme_path",
+        "zero3_save_16bit_model": f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
+    }
+)
+_DEFAULTS = MappingProxyType(
+    {
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_stage": 2,
+        "offload_optimizer_device": "none",
+        "offload_param_device": "none",
+        "offload_optimizer_nvme_path": "none",
+        "offload_param_nvme_path": "none",
+        "zero3_save_16bit_model": False,
+    }
+)
+_DEVICES = ("none", "cpu", "nvme")
+
+
+@dataclass
+class DeepSpeedPlugin:
+    """How DeepSpeed is used. None: from the environment (``ACCELERATE_DEEPSPEED_*``), else as said below.
+
+    With ``hf_ds_config`` that config counts, and the other arguments fill what is ``"auto"`` in it.
+
+    Raises:
+        ConfigError: a value that is not known, or an argument and a key of the config that contradict each other.
+    """
+
+    hf_ds_config: Any = None
+    """A path, a dict, JSON text, or an ``HfDeepSpeedConfig``."""
+    gradient_accumulation_steps: int = None  # type: ignore[assignment]
+    """``"auto"`` (the default): those of the Accelerator."""
+    gradient_clipping: float = None  # type: ignore[assignment]
+    """The largest norm; ``"auto"`` (the default): what the loop says by ``clip_grad_norm_``, else 1.0, as in Accelerate. 0:
+    none."""
+    zero_stage: int = None  # type: ignore[assignment]
+    """0 to 3; 2 by default."""
+    is_train_batch_min: bool = True
+    """Of several loaders, the smallest batch is that of the training; False: the largest."""
+    offload_optimizer_device: str = None  # type: ignore[assignment]
+    """``none``, ``cpu`` or ``nvme``; in stages 1 to 3."""
+    offload_param_device: str = None  # type: ignore[assignment]
+    """``none``, ``cpu`` or ``nvme``; in stage 3."""
+    offload_optimizer_nvme_path: str = None  # type: ignore[assignment]
+    """A folder, for ``nvme``."""
+    offload_param_nvme_path: str = None  # type: ignore[assignment]
+    """A folder, for ``nvme``."""
+    zero3_init_flag: bool = None  # type: ignore[assignment]
+    """In stage 3, let transformers' ``from_pretrained`` and ``from_config`` make models in shards; False on other engines."""
+    zero3_save_16bit_model: bool = None  # type: ignore[assignment]
+    """Without effect: whole weights can always be gathered, and are float32 (Accelerate: of 16 bits, and with True only)."""
+    transformer_moe_cls_names: str = None  # type: ignore[assignment]
+    """By commas, the classes of layers of experts, which stage 3 gathers whole."""
+    enable_msamp: bool = None  # type: ignore[assignment]
+    """Not offered."""
+    msamp_opt_level: Any = None
+    """Not offered."""
+
+    def __post_init__(self) -> None:
+        self._selected = False
+        self._given = {name: Origin(Source.CODE, f"DeepSpeedPlugin({name}=)") for name in self._set()}
+        self._refuse_msamp()
+        for name, variable in _VARIABLES.items():
+            text = environ.get(variable)
+            if getattr(self, name) is None and text is not None:
+                setattr(self, name, text)
+                self._given[name] = Origin(Source.ENV, variable)
+        for name, default in _DEFAULTS.items():
+            if getattr(self, name) is None:
+                setattr(self, name, default)
+        self._settle()
+        if self.hf_ds_config in (None, "none"):
+            self.hf_ds_config = HfDeepSpeedConfig(self._own_config())
+        else:
+            self._take_config(self.hf_ds_config)
+        self.deepspeed_config: dict[str, Any] = self.hf_ds_config.config
+        """What DeepSpeed gets; "auto" values are filled in when a model is prepared."""
+        self.origins: Mapping[str, Origin] = {}
+        """Where the values in ``deepspeed_config`` are from, by dotted key; empty until a model is prepared."""
+        self.deepspeed_config.setdefault("steps_per_print", float("inf"))  # DeepSpeed would print every ten steps
+        is_zero3 = self.hf_ds_config.is_zero3()
+        if self.zero3_init_flag is None:
+            self.zero3_init_flag = is_zero3
+        if self.zero3_init_flag and not is_zero3:
+            # Asked for by a yaml that was written for stage 3, and without a meaning in the others.
+            _logger.warning("zero3_init_flag counts in ZeRO stage 3 only, and this is stage %s", self.zero_stage)
+            self.zero3_init_flag = False
+
+    def _set(self) -> list[str]:
+        return [name for name in (*_VARIABLES, "enable_msamp", "msamp_opt_level") if getattr(self, name) is not None]
+
+    def _refuse_msamp(self) -> None:
+        if self.enable_msamp or environ.get("ACCELERATE_FP8_BACKEND") == "MSAMP":
+            raise ConfigError(
+                "MS-AMP is not offered",
+                where="DeepSpeedPlugin(enable_msamp=)",
+                do="use mixed_precision='bf16' or 'fp8'",
+            )
+
+    def _settle(self) -> None:
+        """Give the fields their types."""
+        for name, kind in (("gradient_accumulation_steps", int), ("gradient_clipping", float), ("zero_stage", int)):
+            value: Any = getattr(self, name)
+            if value != "auto":
+                try:
+                    setattr(self, name, kind(value))
+                except (TypeError, ValueError):
+                    raise ConfigError(
+                        f"{name}={value!r} is no number", where=str(self._given.get(name, "")), do="give a number"
+                    ) from None
+        if self.zero_stage not in range(4):
+            raise ConfigError(
+                f"zero_stage={self.zero_stage} is not known", where=str(self._given.get("zero_stage")), do="give 0 to 3"
+            )
+        for name in ("zero3_init_flag", "zero3_save_16bit_model"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                setattr(self, name, parse_flag_from_env(_VARIABLES[name]))
+        for name in ("offload_optimizer_device", "offload_param_device"):
+            value = str(getattr(self, name)).lower()
+            if value not in _DEVICES:
+                raise ConfigError(
+                    f"{name}={value!r} is not known",
+                    where=str(self._given.get(name, "")),
+                    do=f"give one of {', '.join(_DEVICES)}",
+                )
+            setattr(self, name, value)
+
+    def _own_config(self) -> dict[str, Any]:
+        """Return a config of the arguments alone."""
+        zero: dict[str, Any] = {
+            "stage": self.zero_stage,
+            "stage3_gather_16bit_weights_on_model_save": self.zero3_save_16bit_model,
+        }
+        for what in ("optimizer", "param"):
+            device, path = (getattr(self, f"offload_{what}_{name}") for name in ("device", "nvme_path"))
+            zero[f"offload_{what}"] = {"device": device, "nvme_path": path if device == "nvme" else None}
+        config: dict[str, Any] = {
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            _ZERO: zero,
+        }
+        if self.gradient_clipping:
+            config["gradient_clipping"] = self.gradient_clipping
+        return config
+
+    def _take_config(self, given: Any) -> None:
+        """Use ``given``, and show its values as the fields."""
+        config = given if isinstance(given, HfDeepSpeedConfig) else HfDeepSpeedConfig(given)
+        self.hf_ds_config = config
+        if _ZERO not in config.config:
+            raise ConfigError(
+                f"DeepSpeed's config ({config.origin}) has no {_ZERO!r}",
+                where="DeepSpeedPlugin(hf_ds_config=)",
+                do='add "zero_optimization": {"stage": 0}, or another stage',
+            )
+        for name, key in _KEYS.items():
+            value, own = config.get_value(key), getattr(self, name)
+            origin = self._given.get(name)
+            if value is None:
+                continue
+            if value == "auto":
+                if own != "auto":
+                    node, last = config.find_config_node(key)
+                    assert node is not None
+                    node[last] = own
+            elif origin is not None and origin.source is Source.CODE and own not in ("auto", value):
+                raise ConfigError(
+                    f"{name}={own!r} (from {origin}) and {key}={value!r} (from {config.origin}) cannot both hold",
+                    where="DeepSpeedPlugin",
+                    do=f'leave {name} out, or write "auto" in DeepSpeed\'s config',
+                )
+            else:
+                setattr(self, name, value)
+        config.config.setdefault("gradient_accumulation_steps", self.gradient_accumulation_steps)
+        config.set_stage_and_offload()
+
+    # ---- what Accelerate's scripts call -------------------------------------------------------------------------------
+
+    def fill_match(
+        self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
+    ) -> None:
+        """Fill the key with the value of that name in ``kwargs`` if it is "auto"; else note in ``mismatches`` if they differ.
+
+        Raises:
+            ConfigError: it is "auto", and not in ``kwargs``.
+        """
+        node, last = self.hf_ds_config.find_config_node(ds_key_long)
+        if node is None:
+            return
+        if node.get(last) == "auto":
+            if ds_key_long not in kwargs:
+                raise ConfigError(
+                    f'{ds_key_long} is "auto", and no value is given for it', do="give one, or write it there"
+                )
+            node[last] = kwargs[ds_key_long]
+        elif (
+            must_match
+            and mismatches is not None
+            and node.get(last) not in (None, kwargs.get(ds_key_long, node.get(last)))
+        ):
+            mismatches.append(f"- ds {ds_key_long}={node[last]} vs arg {ds_key_long}={kwargs[ds_key_long]}")
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Tell whether the value of the key is to be found out."""
+        return bool(self.hf_ds_config.get_value(ds_key_long) == "auto")
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """Return the value of the key in DeepSpeed's config, or ``default``."""
+        return self.hf_ds_config.get_value(ds_key_long, default)
+
+    def deepspeed_config_process(
+        self,
+        prefix: str = "",
+        mismatches: list[str] | None = None,
+        config: dict[str, Any] | None = None,
+        must_match: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Fill every "auto" of the config (or of a part of it, at ``prefix``) from ``kwargs``, by dotted key.
+
+        Raises:
+            ConfigError: a value is missing, or (``must_match``) contradicts the config.
+        """
+        found = [] if mismatches is None else mismatches
+        for key, value in (self.deepspeed_config if config is None else config).items():
+            if isinstance(value, dict):
+                self.deepspeed_config_process(f"{prefix}{key}.", found, value, must_match, **kwargs)
+            else:
+                self.fill_match(prefix + key, found, must_match=must_match, **kwargs)
+        if found and not prefix:
+            raise ConfigError(
+                "DeepSpeed's config and the arguments differ:\n" + "\n".join(found), do='write "auto" for these keys'
+            )
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Let DeepSpeed compute in ``mixed_precision``.
+
+        Raises:
+            ConfigError: its config asks for the other 16-bit dtype.
+        """
+        config = self.deepspeed_config
+        dtype = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}.get(mixed_precision)
+        for name in ("fp16", "bf16"):
+            if dtype == name and name not in config:
+                config[name] = {"enabled": True}
+            config.setdefault(name, {"enabled": False})
+            enabled = config[name].get("enabled")
+            if enabled == "auto":
+                config[name]["enabled"] = dtype == name
+            elif dtype is not None and dtype != name and str(enabled).lower() == "true":
+                raise ConfigError(
+                    f"mixed_precision={mixed_precision!r} and {name}.enabled=true (from {self.hf_ds_config.origin}) cannot both "
+                    "hold",
+                    where=f"DeepSpeed config {name}.enabled",
+                    do=f'write "auto" there, or use mixed_precision={name!r}',
+                )
+
+    def set_moe_leaf_modules(self, model: nn.Module) -> None:
+        """Let stage 3 gather the layers of experts of ``model`` whole; ``prepare`` does it by itself."""
+        classes = self.leaf_classes
+        if classes:
+            import_module("deepspeed.utils").set_z3_leaf_modules(model, list(classes))
+
+    @property
+    def leaf_classes(self) -> tuple[str, ...]:
+        """The classes of layers of experts."""
+        return tuple(name.strip() for name in (self.transformer_moe_cls_names or "").split(",") if name.strip())
+
+    def is_zero3_init_enabled(self) -> bool:
+        """Tell whether transformers makes models in shards."""
+        return self.zero3_init_flag
+
+    def set_deepspeed_weakref(self) -> None:
+        """Tell transformers, where the program has imported it, of this config: its models are then made in shards."""
+        self.dschf = None
+        if "transformers" not in sys.modules:
+            return
+        integration: Any = import_module("transformers.integrations.deepspeed")
+        integration.unset_hf_deepspeed_config()
+        if not self.zero3_init_flag:
+            return
+        # It reads the stage, the dtypes and the offloading; batches need only be numbers.
+        config = {
+            name: value
+            for name, value in self.deepspeed_config.items()
+            if not (name == "train_batch_size" and value == "auto")
+        }
+        for name in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):
+            if config.get(name, "auto") == "auto":
+                config[name] = 1
+        self.dschf = integration.HfDeepSpeedConfig(config)  # it is known as long as this lives
+
+    @contextmanager
+    def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
+        """Make models in shards in the block, or (``enable=False``) whole."""
+        before = self.zero3_init_flag
+        self.zero3_init_flag = enable
+        self.set_deepspeed_weakref()
+        try:
+            yield
+        finally:
+            self.zero3_init_flag = before
+            self.set_deepspeed_weakref()
+
+    def select(self, _from_accelerator_state: bool = False) -> None:
+        """Make this the plugin in use; ``AcceleratorState().select_deepspeed_plugin(name)`` calls it.
+
+        Raises:
+            UsageError: it was called by hand.
+        """
+        if not _from_accelerator_state:
+            raise UsageError(
+                "a DeepSpeedPlugin is not selected by itself",
+                do="call AcceleratorState().select_deepspeed_plugin(name)",
+            )
+        self.set_deepspeed_weakref()
+        self._selected = True
+
+    def select_for_torch(self) -> None:
+        """Make this the plugin in use, for an engine that takes whole models: transformers makes them so."""
+        self.zero3_init_flag = False
+        self.set_deepspeed_weakref()
+        self._selected = True
+
+    def unselect(self) -> None:
+        """Make this a plugin that is not in use."""
+        self._selected = False
+
+    @property
+    def selected(self) -> bool:
+        """Is this the plugin in use?"""
+        return self._selected
+
+    # ---- what the Accelerator asks ------------------------------------------------------------------------------------
+
+    @property
+    def clips_by_default(self) -> bool:
+        """Is the norm of clipping a default, which gives way to the loop's own?"""
+        return self.is_auto("gradient_clipping")
+
+    def precision(self) -> Setting | None:
+        """Return the 16-bit dtype that the config asks for; None: it says nothing."""
+        for name in ("fp16", "bf16"):
+            if str(self.get_value(f"{name}.enabled")).lower() == "true":
+                return Setting(
+                    name, Origin(self.hf_ds_config.origin.source, f"{self.hf_ds_config.origin.detail} {name}.enabled")
+                )
+        return None
+
+    def accumulation(self) -> Setting | None:
+        """Return the accumulation that the config or an argument asks for; None: it says nothing."""
+        value = self.get_value("gradient_accumulation_steps", "auto")
+        if value == "auto":
+            return None
+        origin = self._given.get("gradient_accumulation_steps", self.hf_ds_config.origin)
+        return Setting(int(value), origin)
+
+
+def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
+    """Return the plugin in use.
+
+    Raises:
+        UsageError: DeepSpeed is not used.
+    """
+    plugin: DeepSpeedPlugin | None = state.deepspeed_plugin
+    if plugin is None:
+        raise UsageError(
+            "there is no DeepSpeedPlugin in use",
+            do="give Accelerator(deepspeed_plugin=), or start with --use_deepspeed",
+        )
+    return plugin
+
+
+def map_pytorch_optim_to_deepspeed(optimizer: Optimizer) -> Optimizer:
+    """Return DeepSpeed's optimizer for the host that does what ``optimizer`` does; ``prepare`` calls it where it is needed."""
+    return host_optimizer(optimizer)
+
+
+class DeepSpeedSchedulerWrapper(DrivenScheduler):
+    """A schedule that DeepSpeed advances; Accelerate's name."""
+
+    def __init__(self, scheduler: Any, optimizers: Any) -> None:
+        super().__init__(scheduler)
+        self.optimizers = optimizers
+
+
+class DeepSpeedOptimizerWrapper:
+    """An optimizer that DeepSpeed steps: ``step`` and ``zero_grad`` do nothing. For engines that were made by hand."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def zero_grad(self, set_to_none: Any = None) -> None:
+        """Do nothing: DeepSpeed's step has."""
+
+    def step(self) -> None:
+        """Do nothing: ``DeepSpeedEngineWrapper.backward`` has."""
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Were the gradients infinite?"""
+        return bool(getattr(self.optimizer, "overflow", False))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":
+            raise AttributeError(name)  # not there yet (unpickling)
+        return getattr(self.optimizer, name)
+
+
+class DeepSpeedEngineWrapper:
+    """Calls backward and step of a DeepSpeed engine that was made by hand, as Accelerate does; ``prepare`` needs none."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
+        """Backpropagate ``loss``, and step if it is the last of its update. Collective: then."""
+        self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
+        self.engine.backward(loss, **kwargs)
+        if sync_gradients:
+            self.engine.step()
+
+    def get_global_grad_norm(self) -> Any:
+        """Return the norm of the gradients of the last update."""
+        norm = self.engine.get_global_grad_norm()
+        return norm.item() if isinstance(norm, torch.Tensor) else norm

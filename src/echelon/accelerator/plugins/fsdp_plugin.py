@@ -1,0 +1,533 @@
+"""``FullyShardedDataParallelPlugin``: how a model is sharded, in Accelerate's words, translated for the engine."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+from echelon.accelerator.setup.transformers_environment import is_echelons_own
+from echelon.base import environ
+from echelon.base.errors import ConfigError, UsageError
+from echelon.base.logging import get_logger
+from echelon.compat.constants import FSDP_AUTO_WRAP_POLICY, FSDP_SHARDING_STRATEGY, FSDP_STATE_DICT_TYPE
+from echelon.compat.variables import parse_flag_from_env, refuse_misspelled, str_to_bool
+from echelon.engines.fsdp.options import ShardingOptions, wrap_nothing
+from echelon.world.world import World
+
+__all__ = ["FullyShardedDataParallelPlugin"]
+
+_logger = get_logger(__name__)
+
+_PREFIX = "FSDP_"
+_OTHER_NAMES = {"cpu_offload": "OFFLOAD_PARAMS", "transformer_cls_names_to_wrap": "TRANSFORMER_CLS_TO_WRAP"}
+_WITHOUT_VARIABLE = frozenset(
+    {"mixed_precision_policy", "state_dict_config", "optim_state_dict_config", "limit_all_gathers", "param_init_fn"}
+)
+_FLAGS = (
+    "cpu_offload",
+    "use_orig_params",
+    "sync_module_states",
+    "forward_prefetch",
+    "activation_checkpointing",
+    "activation_checkpointing_offload",
+    "cpu_ram_efficient_loading",
+)
+# What has no meaning any more: the value that asks for nothing, and why the others do nothing.
+_OBSOLETE = {
+    "backward_prefetch": ("NO_PREFETCH", "the next unit is always gathered during the backward pass of this one"),
+    "forward_prefetch": (False, "gathering overlaps with the forward pass by itself"),
+    "limit_all_gathers": (True, "memory is freed in time without a limit"),
+    "use_orig_params": (True, "parameters keep their names and shapes"),
+    "sync_module_states": (False, "prepare() always sends rank zero's weights to all"),
+    "param_init_fn": (None, "parameters on the meta device get their weights from rank zero"),
+    "state_dict_config": (None, "whole state dicts are on the host of rank zero"),
+    "optim_state_dict_config": (None, "whole state dicts are on the host of rank zero"),
+}
+# These may change after the Accelerator was made: they say how to save, not how to train.
+_CHANGEABLE = frozenset({"state_dict_type", "state_dict_config", "optim_state_dict_config", "_is_used"})
+
+_DTYPES = {"fp8": torch.bfloat16, "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_STRATEGIES = tuple(ShardingStrategy)  # in the order of FSDP_SHARDING_STRATEGY, numbered from 1 on
+_RESHARDING = frozenset({ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD})
+_HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2})
+
+
+@dataclass
+class FullyShardedDataParallelPlugin:
+    """How the model is sharded over the ranks. None: from the environment (``FSDP_*``), else as said below.
+
+    All of it runs on ``torch.distributed.fsdp.fully_shard``; arguments of the older FSDP are translated, and what has no
+    meaning any more is told in one line of the log.
+
+    Raises:
+        ConfigError: a value that is not known, settings that contradict each other, or a misspelled variable.
+    """
+
+    fsdp_version: int = None  # type: ignore[assignment]
+    """Whose arguments these are (1, the default, or 2): the defaults of ``state_dict_type`` and the meaning of numbers in
+    ``reshard_after_forward`` differ."""
+    sharding_strategy: Any = None
+    """``FULL_SHARD``, ``SHARD_GRAD_OP``, ``NO_SHARD``, ``HYBRID_SHARD``, ``HYBRID_SHARD_ZERO2``, their numbers from 1 on, or
+    torch's enum. Hybrid: sharded inside each machine."""
+    reshard_after_forward: Any = None
+    """Free the whole parameters after the forward pass (the default); False: keep them until the backward pass; a number
+    (version 2): keep them sharded over so many ranks. In version 1 also what ``sharding_strategy`` takes."""
+    backward_prefetch: Any = None
+    """Without meaning any more, as what has no words here."""
+    mixed_precision_policy: Any = None
+    """A name (``bf16``, ``fp16``, ``fp8``, ``fp32``), a dict of dtypes, torch's ``MixedPrecisionPolicy`` or
+    ``MixedPrecision``; None: as the Accelerator's ``mixed_precision``. A name is the dtype of parameters and inputs; gradients
+    are summed in float32, as in DDP (Accelerate: in the low dtype), and outputs are not cast."""
+    auto_wrap_policy: Any = None
+    """``transformer_based_wrap``, ``size_based_wrap``, ``no_wrap``, a function of a module, or one of torch's policies; None:
+    the classes in the model's ``_no_split_modules`` (Accelerate: ``no_wrap``)."""
+    cpu_offload: Any = None
+    """True, or torch's ``CPUOffload`` or ``CPUOffloadPolicy``."""
+    ignored_modules: Any = None
+    """Modules, or a regular expression for full names of modules or parameters: they stay whole on every rank."""
+    state_dict_type: Any = None
+    """``FULL_STATE_DICT`` (default of version 1) or ``SHARDED_STATE_DICT`` (of version 2). Both write whole tensors: shards
+    are not offered yet."""
+    state_dict_config: Any = None
+    optim_state_dict_config: Any = None
+    limit_all_gathers: bool = True
+    use_orig_params: bool | None = None
+    param_init_fn: Callable[[nn.Module], None] | None = None
+    sync_module_states: bool | None = None
+    forward_prefetch: bool = None  # type: ignore[assignment]
+    activation_checkpointing: bool = None  # type: ignore[assignment]
+    activation_checkpointing_offload: bool = None  # type: ignore[assignment]
+    """Not offered yet."""
+    cpu_ram_efficient_loading: bool = None  # type: ignore[assignment]
+    """Only rank zero's weights are used, and sent in pieces: those of the other ranks need not be there, and each rank's are
+    freed on the way. transformers is told so, too, by the variables that it reads."""
+    transformer_cls_names_to_wrap: list[str] | None = None
+    """For ``transformer_based_wrap``, which they stand for where no policy is given; None: ``_no_split_modules``."""
+    min_num_params: int | None = None
+    """For ``size_based_wrap``, which it stands for where no policy is given."""
+
+    def __post_init__(self) -> None:
+        self._is_used = False
+        given = frozenset(f.name for f in fields(self) if getattr(self, f.name) is not None)
+        refuse_misspelled(_PREFIX, [_variable(f.name) for f in fields(self) if f.name not in _WITHOUT_VARIABLE])
+        if self.fsdp_version is None:
+            self.fsdp_version = _integer("fsdp_version", environ.get(_variable("fsdp_version")) or 1)
+        if self.fsdp_version not in (1, 2):
+            raise ConfigError(f"fsdp_version={self.fsdp_version!r} is not known", do="give 1 or 2")
+        for name in _FLAGS:
+            variable = _variable(name)
+            if getattr(self, name) is None and environ.get(variable) is not None and not is_echelons_own(variable):
+                setattr(self, name, parse_flag_from_env(variable))
+        if self.backward_prefetch is None:
+            self.backward_prefetch = _text("backward_prefetch")
+        if self.ignored_modules is None:
+            self.ignored_modules = _text("ignored_modules")
+        self._check_units(given)
+        without_meaning = self._settle()
+        self.set_state_dict_type()
+        self._tell(without_meaning)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if self.__dict__.get("_is_used") and name not in _CHANGEABLE:
+            raise UsageError(
+                f"fsdp_plugin.{name} was set after the Accelerator had been made with the plugin: it would have no effect",
+                do=f"give it to FullyShardedDataParallelPlugin({name}=)",
+            )
+        super().__setattr__(name, value)
+
+    # ---- the steps of the constructor ---------------------------------------------------------------------------------
+
+    def _settle(self) -> list[str]:
+        """Give the fields the types in which they are shown and used; return the parts that have no meaning any more."""
+        self._settle_strategy()
+        self._settle_units()
+        self._settle_offload()
+        if not (self.ignored_modules is None or isinstance(self.ignored_modules, str)):
+            self.ignored_modules = list(self.ignored_modules)
+        self.activation_checkpointing = bool(self.activation_checkpointing)
+        self.cpu_ram_efficient_loading = bool(self.cpu_ram_efficient_loading)
+        self.activation_checkpointing_offload = bool(self.activation_checkpointing_offload)
+        if self.activation_checkpointing_offload:
+            raise ConfigError(
+                "activation_checkpointing_offload is not offered yet by this version of echelon",
+                do="leave it out: activation_checkpointing=True alone keeps one activation of each unit on the device",
+            )
+        return self._settle_precision()
+
+    def _settle_strategy(self) -> None:
+        strategy, reshard = self.sharding_strategy, self.reshard_after_forward
+        if strategy is None and reshard is None:
+            first, second = ("sharding_strategy", "reshard_after_forward")[:: 1 if self.fsdp_version == 1 else -1]
+            # A launcher exports both; each version looks at its own.
+            name = first if _text(first) or not _text(second) else second
+            default = "FULL_SHARD" if self.fsdp_version == 1 else "true"
+            value = _text(name) or default
+            strategy, reshard = (value, None) if name == "sharding_strategy" else (None, value)
+        if strategy is not None:
+            strategy = _strategy("sharding_strategy", strategy)
+        if reshard is not None:
+            reshard = _resharding(reshard, version=self.fsdp_version)
+            if isinstance(reshard, ShardingStrategy):
+                if strategy not in (None, reshard):
+                    raise _contradiction(strategy, reshard.name)
+                strategy, reshard = reshard, None
+        if strategy is not None:
+            implied = strategy in _RESHARDING
+            if reshard is not None and bool(reshard) is not implied:
+                raise _contradiction(strategy, reshard)
+            reshard = implied if reshard is None else reshard
+        self.sharding_strategy, self.reshard_after_forward = strategy, reshard
+
+    def _check_units(self, given: frozenset[str]) -> None:
+        """Check that the code does not say in two ways what is a unit; ``given``: the fields that it gave."""
+        policy = self.auto_wrap_policy if self.auto_wrap_policy is not None else _text("auto_wrap_policy")
+        belongs = {"transformer_cls_names_to_wrap": "TRANSFORMER_BASED_WRAP", "min_num_params": "SIZE_BASED_WRAP"}
+        kind = _shown(policy).upper()
+        if policy is transformer_auto_wrap_policy:  # as the field shows it
+            kind = belongs["transformer_cls_names_to_wrap"]
+        elif policy is size_based_auto_wrap_policy:
+            kind = belongs["min_num_params"]
+        used = [name for name in belongs if name in given and getattr(self, name)]
+        if policy is None and len(used) > 1:
+            raise ConfigError(f"{' and '.join(used)} both say what is a unit", do="give one of them")
+        for name in used:
+            if policy is not None and kind != belongs[name]:
+                raise ConfigError(
+                    f"{name} has no meaning with auto_wrap_policy={kind}",
+                    do=f"leave {name} out, or give auto_wrap_policy={belongs[name]!r}",
+                )
+
+    def _settle_units(self) -> None:
+        policy = self.auto_wrap_policy if self.auto_wrap_policy is not None else _text("auto_wrap_policy")
+        classes: Any = self.transformer_cls_names_to_wrap
+        size = self.min_num_params
+        if policy is None and not size and classes is None:
+            classes = _text("transformer_cls_names_to_wrap")
+        if policy is None and (classes or size):
+            policy = "TRANSFORMER_BASED_WRAP" if classes else "SIZE_BASED_WRAP"
+        if isinstance(policy, str):
+            policy = self._policy(policy)
+        elif not (policy is None or callable(policy)):
+            raise ConfigError(
+                f"auto_wrap_policy is a {type(policy).__name__}, which cannot be called",
+                do="give the function in it, from a module to a bool",
+            )
+        if policy is transformer_auto_wrap_policy:
+            classes = classes if classes is not None else _text("transformer_cls_names_to_wrap")
+            if isinstance(classes, str):
+                classes = [name.strip() for name in classes.split(",") if name.strip()]
+            self.transformer_cls_names_to_wrap = None if classes is None else list(classes)
+        self.auto_wrap_policy = policy
+
+    def _policy(self, name: str) -> Callable[..., bool]:
+        """Return torch's policy of that name."""
+        if name.upper() not in FSDP_AUTO_WRAP_POLICY:
+            raise _unknown("auto_wrap_policy", name, FSDP_AUTO_WRAP_POLICY)
+        if name.upper() == "NO_WRAP":
+            return wrap_nothing
+        if name.upper() == "TRANSFORMER_BASED_WRAP":
+            return transformer_auto_wrap_policy
+        size = self.min_num_params if self.min_num_params is not None else _text("min_num_params")
+        self.min_num_params = _integer("min_num_params", size or 0)
+        if not self.min_num_params:
+            raise ConfigError(
+                "auto_wrap_policy='size_based_wrap' without a size",
+                do="give min_num_params, from how many parameters on a module is gathered by itself (say 1_000_000)",
+            )
+        return size_based_auto_wrap_policy
+
+    def _settle_offload(self) -> None:
+        offload = self.cpu_offload or False
+        if isinstance(offload, bool):
+            if self.fsdp_version == 1:
+                offload = CPUOffload(offload_params=offload)
+            else:
+                offload = CPUOffloadPolicy() if offload else OffloadPolicy()
+        if not isinstance(offload, CPUOffload | OffloadPolicy):
+            raise ConfigError(
+                f"cpu_offload={offload!r} says nothing about offloading", do="give True, CPUOffload or CPUOffloadPolicy"
+            )
+        self.cpu_offload = offload
+
+    def _settle_precision(self) -> list[str]:
+        """Make the policy one of torch's; return the parts of it that have no meaning any more."""
+        policy = self.mixed_precision_policy
+        without_meaning = []
+        if isinstance(policy, str):
+            self.set_mixed_precision(policy, override=True)
+        elif isinstance(policy, Mapping):
+            known = {"param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"}
+            for name in policy:
+                if name not in known | {"buffer_dtype"}:
+                    raise _unknown("mixed_precision_policy", name, sorted(known))
+            if policy.get("buffer_dtype") is not None:
+                without_meaning.append("mixed_precision_policy['buffer_dtype'] (buffers keep their dtype)")
+            values = {name: _dtype(name, value) for name, value in policy.items() if name.endswith("_dtype")}
+            param, output = values.get("param_dtype"), values.get("output_dtype")
+            reduce = values["reduce_dtype"] if "reduce_dtype" in values else _summed_in(param)
+            cast = bool(policy.get("cast_forward_inputs", True))
+            self.mixed_precision_policy = MixedPrecisionPolicy(param, reduce, output, cast)
+        elif isinstance(policy, MixedPrecision):
+            if policy.buffer_dtype is not None:
+                without_meaning.append("mixed_precision_policy.buffer_dtype (buffers keep their dtype)")
+            if policy.keep_low_precision_grads:
+                without_meaning.append(
+                    "mixed_precision_policy.keep_low_precision_grads (gradients have the parameter's)"
+                )
+        elif policy is not None and not isinstance(policy, MixedPrecisionPolicy):
+            raise ConfigError(
+                f"mixed_precision_policy is a {type(policy).__name__}",
+                do="give a name such as 'bf16', a dict of dtypes, or a MixedPrecisionPolicy",
+            )
+        return without_meaning
+
+    def _tell(self, without_meaning: list[str]) -> None:
+        """Say in one line what was asked for and does nothing."""
+        for name, (nothing, why) in _OBSOLETE.items():
+            value = getattr(self, name)
+            if value is not None and value != nothing and str(value).upper() != nothing:
+                without_meaning.append(f"{name} ({why})")
+        if without_meaning:
+            _logger.warning(
+                "FullyShardedDataParallelPlugin: without effect in torch's fully_shard: %s", "; ".join(without_meaning)
+            )
+
+    # ---- what scripts call --------------------------------------------------------------------------------------------
+
+    def set_state_dict_type(self, state_dict_type: Any = None) -> None:
+        """Choose how state is saved: whole or in shards; None: what was given, from the environment, or by the version."""
+        asked = state_dict_type if state_dict_type is not None else self.state_dict_type
+        asked = _text("state_dict_type") if asked is None else asked
+        value = asked or ("FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT")
+        kind = value
+        if not isinstance(value, StateDictType):
+            kind = _numbered("state_dict_type", value, FSDP_STATE_DICT_TYPE, tuple(StateDictType))
+        if kind is StateDictType.LOCAL_STATE_DICT:
+            raise ConfigError(
+                "state_dict_type='LOCAL_STATE_DICT' has no meaning in torch's fully_shard",
+                do="give SHARDED_STATE_DICT or FULL_STATE_DICT",
+            )
+        if asked is not None and kind is StateDictType.SHARDED_STATE_DICT:
+            _logger.warning(
+                "state_dict_type=SHARDED_STATE_DICT: this version writes whole tensors, which rank zero gathers one at a time "
+                "and which load on any number of ranks"
+            )
+        self.state_dict_type = kind
+
+    def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
+        """Compute in ``mixed_precision`` (a name or a dtype) where no policy was given, or over it with ``override``.
+
+        Args:
+            mixed_precision: the dtype of parameters and inputs; gradients are summed in float32.
+            buffer_autocast: without effect: buffers keep their dtype.
+            override: replace a policy that was given.
+        """
+        if override or self.mixed_precision_policy is None:
+            dtype = _dtype("mixed_precision", mixed_precision)
+            self.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=_summed_in(dtype))
+
+    # ---- what the engine gets -----------------------------------------------------------------------------------------
+
+    def sharding_options(self, world: World, *, mixed_precision: str, replicas: int | None = None) -> ShardingOptions:
+        """Return the options of the engine; from then on, only what says how to save may be changed.
+
+        Args:
+            world: its machines are the groups of a hybrid strategy.
+            mixed_precision: of the run; it counts where the plugin has no policy.
+            replicas: from ``ParallelismConfig``; None: by the strategy.
+
+        Raises:
+            ConfigError: the ranks cannot be divided so.
+        """
+        if not self._is_used:
+            self._settle()  # fields may have been set since
+        self._is_used = True
+        policy = self.mixed_precision_policy
+        dtype = None if mixed_precision == "no" else _DTYPES[mixed_precision]
+        if policy is None:
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=_summed_in(dtype))
+        if isinstance(policy, MixedPrecision):
+            cast = policy.cast_forward_inputs or policy.cast_root_forward_inputs
+            policy = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, None, cast)
+        offload, ignored = self.cpu_offload, self.ignored_modules
+        replicas = self._replicas(world, replicas)
+        if world.world_size > 1:
+            _check_group(self.reshard_after_forward, world.world_size // replicas)
+        return ShardingOptions(
+            reshard_after_forward=self.reshard_after_forward,
+            replicas=replicas,
+            cpu_offload=offload.offload_params
+            if isinstance(offload, CPUOffload)
+            else isinstance(offload, CPUOffloadPolicy),
+            # True is torch's default and fails on a machine without an accelerator: only False was surely meant.
+            pin_memory=False if isinstance(offload, CPUOffloadPolicy) and not offload.pin_memory else None,
+            param_dtype=policy.param_dtype,
+            reduce_dtype=policy.reduce_dtype,
+            output_dtype=policy.output_dtype,
+            cast_forward_inputs=policy.cast_forward_inputs,
+            activation_checkpointing=self.activation_checkpointing,
+            ignored=ignored if isinstance(ignored, str) else tuple(ignored or ()),
+            ram_efficient_loading=self.cpu_ram_efficient_loading,
+            **self._units(),
+        )
+
+    def _replicas(self, world: World, given: int | None) -> int:
+        strategy = self.sharding_strategy
+        own = 1
+        if strategy is ShardingStrategy.NO_SHARD:
+            own = world.world_size
+        elif strategy in _HYBRID:
+            own, left = divmod(world.world_size, world.local_world_size)
+            if left:
+                raise ConfigError(
+                    f"{_shown(strategy)} shards inside each machine, and {world.world_size} processes are not a multiple of "
+                    f"the {world.local_world_size} of this one",
+                    do="start as many processes on every machine, or give ParallelismConfig(dp_replicate_size=, dp_shard_size=)",
+                )
+        if given is None:
+            return own
+        # A hybrid strategy and sizes: the sizes say over how many ranks.
+        if own != given and (strategy is ShardingStrategy.NO_SHARD or given in (1, world.world_size)):
+            raise ConfigError(
+                f"fsdp_plugin with sharding_strategy={_shown(strategy)} means {own} replicas of the model on {world.world_size} "
+                f"processes, and parallelism_config says dp_replicate_size={given}",
+                where="code Accelerator(fsdp_plugin=, parallelism_config=)",
+                do="leave one of them out, or make them fit",
+            )
+        return given
+
+    def _units(self) -> dict[str, Any]:
+        """Return which of the three ways says what is a unit, as fields of ``ShardingOptions``."""
+        policy: Any = self.auto_wrap_policy
+        keywords: dict[str, Any] = {}
+        if isinstance(policy, functools.partial) and not policy.args:
+            policy, keywords = policy.func, policy.keywords
+        if policy is None:
+            return {}
+        if policy is transformer_auto_wrap_policy:
+            classes = keywords.get("transformer_layer_cls", self.transformer_cls_names_to_wrap or ())
+            return {"wrap_classes": tuple(sorted(classes, key=str))}
+        if policy is size_based_auto_wrap_policy and keywords.keys() <= {"min_num_params"}:
+            default = inspect.signature(size_based_auto_wrap_policy).parameters["min_num_params"].default
+            return {"min_num_params": max(1, keywords.get("min_num_params", self.min_num_params or default))}
+        return {"wrap_fn": _of_one_module(self.auto_wrap_policy)}
+
+
+def _variable(name: str) -> str:
+    return _PREFIX + _OTHER_NAMES.get(name, name.removeprefix("fsdp_").upper())
+
+
+def _text(name: str) -> str | None:
+    """Return the variable of the field; what a launcher writes for None is None."""
+    text = environ.get(_variable(name))
+    return None if text is None or text.lower() == "none" else text
+
+
+def _integer(name: str, value: object) -> int:
+    try:
+        number = float(str(value))  # accelerate's launcher exports FSDP_MIN_NUM_PARAMS=100000000.0
+    except ValueError:
+        number = 0.5
+    if number != int(number) or number < 0:
+        raise ConfigError(f"{name}={value!r} is not a number of things", do="give an integer from 0 on")
+    return int(number)
+
+
+def _numbered(name: str, value: object, names: list[str], members: tuple[Any, ...]) -> Any:
+    """Return the member that ``value`` names, in any case, or numbers from 1 on."""
+    text = str(value).upper().lstrip("_")
+    if text.isdigit() and 0 < int(text) <= len(members):
+        return members[int(text) - 1]
+    if text in names:
+        return members[names.index(text)]
+    raise _unknown(name, value, names)
+
+
+def _strategy(name: str, value: object) -> ShardingStrategy:
+    if isinstance(value, ShardingStrategy):
+        return value
+    found: ShardingStrategy = _numbered(name, value, FSDP_SHARDING_STRATEGY, _STRATEGIES)
+    return found
+
+
+def _resharding(value: object, *, version: int) -> bool | int | ShardingStrategy:
+    if isinstance(value, bool | ShardingStrategy):
+        return value
+    text = str(value).lower()
+    if text in ("true", "false", "yes", "no", "on", "off"):
+        return bool(str_to_bool(text))
+    if version == 1 or not text.isdigit():
+        return _strategy("reshard_after_forward", value)
+    is_word = isinstance(value, str) and int(text) < 2  # "1" and "0" of the environment
+    return text == "1" if is_word else int(text)
+
+
+def _check_group(reshard: bool | int, shards: int) -> None:
+    if not isinstance(reshard, bool) and (reshard < 1 or shards % reshard):
+        raise ConfigError(
+            f"reshard_after_forward={reshard}: {shards} ranks, over which the model is sharded, are no multiple of it",
+            do="give a divisor of their number, True or False",
+        )
+
+
+def _dtype(name: str, value: object) -> torch.dtype | None:
+    dtype = _DTYPES.get(value) if isinstance(value, str) else value
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if value is None and name != "mixed_precision":
+        return None
+    raise _unknown(name, value, list(_DTYPES))
+
+
+def _summed_in(dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype for the sum of gradients: in bf16, hundreds of ranks would lose most of its eight bits."""
+    return None if dtype is None else torch.float32
+
+
+def _of_one_module(policy: Callable[..., Any]) -> Callable[[nn.Module], bool]:
+    """Return ``policy`` as a function of a module alone; the older FSDP's take three arguments."""
+    try:
+        inspect.signature(policy).bind(module=None, recurse=False, nonwrapped_numel=0)
+    except (TypeError, ValueError):  # other arguments; or written in C, without a signature
+        return policy
+    return functools.partial(_asked, policy)
+
+
+def _asked(policy: Callable[..., Any], module: nn.Module) -> bool:
+    numel = sum(parameter.numel() for parameter in module.parameters())
+    return bool(policy(module=module, recurse=False, nonwrapped_numel=numel))
+
+
+def _shown(value: object) -> str:
+    return str(getattr(value, "name", getattr(value, "__name__", value))).lstrip("_")
+
+
+def _contradiction(strategy: ShardingStrategy, reshard: object) -> ConfigError:
+    return ConfigError(
+        f"sharding_strategy={_shown(strategy)} and reshard_after_forward={reshard} contradict each other",
+        where="code FullyShardedDataParallelPlugin(sharding_strategy=, reshard_after_forward=)",
+        do="give one of them; FULL_SHARD is True, SHARD_GRAD_OP is False",
+    )
+
+
+def _unknown(name: str, value: object, known: list[str]) -> ConfigError:
+    near = get_close_matches(str(value).upper(), [one.upper() for one in known], n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return ConfigError(f"{name}={value!r} is not known", do=f"{hint}give one of {', '.join(known)}")

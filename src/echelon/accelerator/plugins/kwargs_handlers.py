@@ -1,0 +1,216 @@
+"""Options for the parts of torch that the Accelerator calls, under Accelerate's names and defaults."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from typing import Any, Literal, get_args
+
+import torch
+
+from echelon.base.errors import ConfigError
+from echelon.base.optional import require
+from echelon.compat.enums import DDPCommunicationHookType
+from echelon.compat.variables import clear_environment, parse_choice_from_env, parse_flag_from_env
+from echelon.engines.comm_hooks import register_comm_hook
+from echelon.precision.float8 import check_fp8_device
+
+__all__ = [
+    "AORecipeKwargs",
+    "AutocastKwargs",
+    "DistributedDataParallelKwargs",
+    "GradScalerKwargs",
+    "InitProcessGroupKwargs",
+    "KwargsHandler",
+    "ProfileKwargs",
+    "ProfilerActivity",
+    "fp8_recipe",
+]
+
+ProfilerActivity = Literal["cpu", "xpu", "mtia", "cuda", "hpu"]
+
+
+@dataclass
+class KwargsHandler:
+    """Base of the handlers: fields are keyword arguments."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a deep copy of the fields."""
+        return copy.deepcopy({f.name: getattr(self, f.name) for f in fields(self)})
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults (from what they are without environment variables)."""
+        with clear_environment():
+            default = type(self)().to_dict()
+        return {name: value for name, value in self.to_dict().items() if value != default[name]}
+
+
+@dataclass
+class AutocastKwargs(KwargsHandler):
+    """Options of ``torch.autocast``."""
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+
+
+@dataclass
+class DistributedDataParallelKwargs(KwargsHandler):
+    """Options of ``torch.nn.parallel.DistributedDataParallel``."""
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    """Send gradients compressed."""
+    comm_wrapper: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    """Cast what ``comm_hook`` sends; FP16 or BF16."""
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
+    """Arguments of ``PowerSGDState``."""
+
+    def to_dict(
+        self, ignore_keys: tuple[str, ...] = ("comm_hook", "comm_wrapper", "comm_state_option")
+    ) -> dict[str, Any]:
+        """Return a deep copy of the fields that DDP itself takes."""
+        return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
+
+    def register_comm_hook(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
+        """Make ``model`` send its gradients as ``comm_hook`` says; nothing to do for NO.
+
+        Raises:
+            ConfigError: a combination that cannot work.
+        """
+        register_comm_hook(
+            model,
+            hook=str(DDPCommunicationHookType(self.comm_hook)),
+            wrapper=str(DDPCommunicationHookType(self.comm_wrapper)),
+            state_options=self.comm_state_option,
+        )
+
+
+@dataclass
+class GradScalerKwargs(KwargsHandler):
+    """Options of ``torch.amp.GradScaler``."""
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+
+@dataclass
+class InitProcessGroupKwargs(KwargsHandler):
+    """Options of the process group."""
+
+    backend: str | None = "nccl"
+    """The default means the backend of the device: gloo on a CPU."""
+    init_method: str | None = None
+    timeout: timedelta | None = None
+    """Of each collective. The default (shown as 10 minutes with nccl, else 30) means that of ``setup``."""
+
+    def __post_init__(self) -> None:
+        if self.timeout is None:
+            self.timeout = timedelta(minutes=10 if self.backend == "nccl" else 30)
+
+
+@dataclass
+class AORecipeKwargs(KwargsHandler):
+    """How torchao trains in fp8; making one needs the extra ``fp8``."""
+
+    config: Any = None
+    """A ``torchao.float8.Float8LinearConfig``; None: from the two fields below."""
+    module_filter_func: Callable[[torch.nn.Module, str], bool] | None = None
+    """Which modules to convert, by module and name; None: every Linear but the first and the last."""
+    pad_inner_dim: bool | None = None
+    """None: from the environment, else True."""
+    enable_fsdp_float8_all_gather: bool | None = None
+    """None: from the environment, else True."""
+
+    def __post_init__(self) -> None:
+        float8 = require("torchao.float8", extra="fp8", purpose="mixed_precision='fp8' (AORecipeKwargs)")
+        if self.config is not None:
+            return
+        if self.pad_inner_dim is None:
+            self.pad_inner_dim = parse_flag_from_env("ACCELERATE_FP8_PAD_INNER_DIM", default=True)
+        if self.enable_fsdp_float8_all_gather is None:
+            name = "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"
+            self.enable_fsdp_float8_all_gather = parse_flag_from_env(name, default=True)
+        self.config = float8.Float8LinearConfig(
+            pad_inner_dim=self.pad_inner_dim, enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather
+        )
+
+
+def fp8_recipe(given: AORecipeKwargs | None, *, precision: str, device: torch.device) -> AORecipeKwargs | None:
+    """Return the recipe of a run in ``precision`` on ``device``: ``given``, torchao's default for fp8, else None.
+
+    Raises:
+        ConfigError: a recipe without fp8, another library than torchao, or a device that has no fp8.
+        MissingExtraError: torchao is not installed.
+    """
+    if precision != "fp8":
+        if given is not None:
+            raise ConfigError(
+                f"kwargs_handlers holds an AORecipeKwargs, and mixed_precision={precision!r}",
+                where="code Accelerator(kwargs_handlers=)",
+                do="give mixed_precision='fp8', or leave the recipe out",
+            )
+        return None
+    backend = parse_choice_from_env("ACCELERATE_FP8_BACKEND", "AO")
+    if given is None and backend.upper() not in ("AO", "NO"):
+        raise ConfigError(
+            f"fp8 through {backend} is not offered: echelon computes in fp8 through torchao",
+            where="env ACCELERATE_FP8_BACKEND",
+            do="set it to AO, or unset it",
+        )
+    recipe = given or AORecipeKwargs()
+    check_fp8_device(recipe.config, device=device)
+    return recipe
+
+
+@dataclass
+class ProfileKwargs(KwargsHandler):
+    """Options of ``torch.profiler.profile``."""
+
+    activities: list[ProfilerActivity] | None = None
+    """None: all that this machine has."""
+    schedule_option: dict[str, int] | None = None
+    """Arguments of ``torch.profiler.schedule``; None: record everything."""
+    on_trace_ready: Callable[..., Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | None = None
+    """Where ``Accelerator.profile`` writes one trace a rank."""
+
+    def build(self) -> torch.profiler.profile:
+        """Return the profiler, not started.
+
+        Raises:
+            ConfigError: an activity that torch does not know.
+        """
+        return torch.profiler.profile(
+            activities=None if self.activities is None else [_activity(name) for name in self.activities],
+            schedule=None if self.schedule_option is None else torch.profiler.schedule(**self.schedule_option),
+            on_trace_ready=self.on_trace_ready,
+            record_shapes=self.record_shapes,
+            profile_memory=self.profile_memory,
+            with_stack=self.with_stack,
+            with_flops=self.with_flops,
+            with_modules=self.with_modules,
+        )
+
+
+def _activity(name: str) -> torch.profiler.ProfilerActivity:
+    known = [one for one in get_args(ProfilerActivity) if hasattr(torch.profiler.ProfilerActivity, one.upper())]
+    if name not in known:
+        raise ConfigError(f"{name!r} is no activity of the profiler", do=f"give one of {', '.join(known)}")
+    activity: torch.profiler.ProfilerActivity = getattr(torch.profiler.ProfilerActivity, name.upper())
+    return activity

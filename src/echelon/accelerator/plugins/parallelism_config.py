@@ -1,0 +1,222 @@
+"""``ParallelismConfig``: how many ranks are on each axis, under Accelerate's names."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from echelon.base import environ
+from echelon.base.errors import ConfigError, UsageError
+from echelon.compat.variables import refuse_misspelled
+
+__all__ = ["ParallelismConfig"]
+
+_PREFIX = "PARALLELISM_CONFIG_"
+_AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")  # in the order of the mesh, outermost first
+_BACKENDS = {"cp_backend": "torch", "sp_backend": "deepspeed"}
+_VARIABLES = (
+    *(f"{_PREFIX}{axis.upper()}_SIZE" for axis in _AXES),
+    *(f"{_PREFIX}{name.upper()}" for name in _BACKENDS),
+    # Of the handlers for axes that are refused.
+    f"{_PREFIX}CP_COMM_STRATEGY",
+    f"{_PREFIX}SP_SEQ_LENGTH",
+    f"{_PREFIX}SP_SEQ_LENGTH_IS_VARIABLE",
+    f"{_PREFIX}SP_ATTN_IMPLEMENTATION",
+)
+
+
+@dataclass
+class ParallelismConfig:
+    """The number of ranks on each axis of the device mesh; None: from the environment (``PARALLELISM_CONFIG_*``), else 1.
+
+    ``dp_replicate_size`` groups hold the model, each in ``dp_shard_size`` shards. The other axes are known, shown, and
+    refused by the Accelerator of this version.
+
+    Raises:
+        ConfigError: sizes below 1, an unknown backend, or axes that exclude each other.
+    """
+
+    dp_replicate_size: int = None  # type: ignore[assignment]
+    dp_shard_size: int = None  # type: ignore[assignment]
+    tp_size: int = None  # type: ignore[assignment]
+    cp_size: int = None  # type: ignore[assignment]
+    cp_backend: str = None  # type: ignore[assignment]
+    sp_size: int = None  # type: ignore[assignment]
+    sp_backend: str = None  # type: ignore[assignment]
+    tp_handler: Any = None
+    cp_handler: Any = None
+    sp_handler: Any = None
+
+    def __post_init__(self) -> None:
+        self.device_mesh: DeviceMesh | None = None  # no field: settings are compared and shown without it
+        refuse_misspelled(_PREFIX, _VARIABLES)
+        for axis in _AXES:
+            self._settle_size(f"{axis}_size")
+        for name, only in _BACKENDS.items():
+            backend = getattr(self, name) or environ.get(_PREFIX + name.upper()) or only
+            if backend != only:
+                raise ConfigError(f"{name}={backend!r} is not known", do=f"give {only!r}, or leave it out")
+            setattr(self, name, backend)
+        if self.cp_enabled and self.sp_enabled:
+            raise ConfigError(
+                f"cp_size={self.cp_size} and sp_size={self.sp_size}: both cut the sequences", do="set one of them to 1"
+            )
+
+    def _settle_size(self, name: str) -> None:
+        given = getattr(self, name)
+        variable = _PREFIX + name.upper()
+        value = (environ.get(variable) or 1) if given is None else given
+        where = f"env {variable}" if given is None else f"code ParallelismConfig({name}=)"
+        try:
+            size = int(value)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{name}={value!r} is not an integer", where=where, do="give a number of ranks") from None
+        if size < 1:
+            raise ConfigError(f"{name}={size} is below 1", where=where, do="give 1 to leave this axis out")
+        setattr(self, name, size)
+
+    def __repr__(self) -> str:
+        shown = {**asdict(self), "total_size": self.total_size}
+        return f"ParallelismConfig({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+    def to_json(self) -> str:
+        """Return the settings as JSON (Accelerate: None)."""
+        return json.dumps(asdict(self), default=vars)
+
+    def check_covers(self, world_size: int) -> None:
+        """Check that this layout is one for ``world_size`` ranks; one that says nothing (all sizes are 1) always is.
+
+        Raises:
+            ConfigError: an axis that is not offered, or sizes whose product is another number.
+        """
+        if refused := [f"{axis}_size={self._size(axis)}" for axis in self.non_dp_dim_names]:
+            raise ConfigError(
+                f"ParallelismConfig({', '.join(refused)}) is not offered yet by this version of echelon: layers are not split, "
+                "and sequences are not cut",
+                where="code Accelerator(parallelism_config=)",
+                do="set it to 1, and spread the model by dp_shard_size",
+            )
+        if self.total_size not in (1, world_size):
+            rest, left = divmod(world_size, self.dp_replicate_size)
+            fitting = "" if left else f"set dp_shard_size={rest}, or "
+            raise ConfigError(
+                f"parallelism_config dp_replicate_size={self.dp_replicate_size} x dp_shard_size={self.dp_shard_size} = "
+                f"{self.total_size} does not cover {world_size} processes",
+                where="code Accelerator(parallelism_config=)",
+                do=f"{fitting}start {self.total_size} processes",
+            )
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
+        """Return the mesh of the axes above 1, with the joint ones ``dp``, ``dp_shard_cp`` and ``dp_cp``; None: there are none.
+
+        Collective: every rank.
+        """
+        axes = [axis for axis in _AXES if self._size(axis) > 1]
+        if not axes:
+            return None
+        mesh: Any = init_device_mesh(device_type, tuple(map(self._size, axes)), mesh_dim_names=tuple(axes))
+        joint = {"dp": self.dp_dim_names, "dp_shard_cp": self.dp_shard_cp_dim_names, "dp_cp": self.dp_cp_dim_names}
+        for name, parts in joint.items():
+            if parts:
+                mesh[tuple(parts)]._flatten(name)
+        found: DeviceMesh = mesh
+        return found
+
+    def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
+        """Return the mesh, made by the first call with a device type.
+
+        Collective: the first call.
+
+        Raises:
+            UsageError: there is none yet and no device type, or it was made for another one.
+        """
+        if self.device_mesh is None:
+            if device_type is None:
+                raise UsageError("there is no device mesh yet", do="give the device type, such as 'cuda'")
+            self.device_mesh = self.build_device_mesh(device_type)
+        elif device_type not in (None, self.device_mesh.device_type):
+            raise UsageError(
+                f"the device mesh was made for {self.device_mesh.device_type!r}, not {device_type!r}",
+                do="ask for the type that it was made for",
+            )
+        return self.device_mesh
+
+    def _size(self, axis: str) -> int:
+        size: int = getattr(self, f"{axis}_size")
+        return size
+
+    def _above_one(self, *axes: str) -> list[str]:
+        return [axis for axis in axes if self._size(axis) > 1]
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Do several groups hold the model?"""
+        return self.dp_replicate_size > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Is the model sharded?"""
+        return self.dp_shard_size > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Are layers split?"""
+        return self.tp_size > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Are sequences cut, for attention in rings?"""
+        return self.cp_size > 1
+
+    @property
+    def sp_enabled(self) -> bool:
+        """Are sequences cut, for attention by heads?"""
+        return self.sp_size > 1
+
+    @property
+    def dp_dim_names(self) -> list[str]:
+        """The axes above 1 on which ranks have data of their own."""
+        return self._above_one("dp_replicate", "dp_shard")
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """The axes above 1 on which ranks have the same samples."""
+        return self._above_one("tp", "cp", "sp")
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """The axes above 1 over which parameters are sharded."""
+        return self._above_one("dp_shard", "cp")
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """The axes above 1 over which the loss is averaged."""
+        return self._above_one("dp_replicate", "dp_shard", "cp")
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """The axes of the mesh that ``fully_shard`` gets: the joint one of the shards is always there."""
+        return [*self._above_one("dp_replicate"), "dp_shard_cp"]
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """All axes above 1."""
+        return self.dp_dim_names + self.non_dp_dim_names
+
+    @property
+    def total_size(self) -> int:
+        """The number of ranks: the product of all sizes."""
+        return self.data_parallel_size * self.non_data_parallel_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many ranks have data of their own."""
+        return self.dp_replicate_size * self.dp_shard_size
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """How many ranks have the same samples."""
+        return self.tp_size * self.cp_size * self.sp_size

@@ -1,0 +1,1 @@
+"""``prepare``: models, loaders and what is compiled."""

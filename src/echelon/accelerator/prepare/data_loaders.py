@@ -1,0 +1,136 @@
+"""Loaders outside the Accelerator, under Accelerate's names: preparing one, skipping its first batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from echelon.accelerator.gradient_state import GradientState
+from echelon.data.active_loaders import LoaderOptions, Reading
+from echelon.data.loader import PreparedLoader
+from echelon.data.prepare_loader import prepare_loader
+from echelon.data.skip_batches import skip_in_plain_loader
+from echelon.world.world import World
+
+if TYPE_CHECKING:
+    from echelon.accelerator.accelerator import Accelerator
+
+__all__ = ["forget_loader", "get_sampler", "prepare_data_loader", "skip_first_batches"]
+
+
+def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+    """Return a loader as ``dataloader``, without its first ``num_batches`` batches, in every pass.
+
+    Data with an index is not read for nothing: the batch sampler is advanced. Iterable data is read and thrown away.
+
+    Args:
+        dataloader: prepared (then batches of this rank are counted) or not. It stays as it is.
+        num_batches: how many.
+    """
+    if isinstance(dataloader, PreparedLoader):
+        return dataloader.skipping(num_batches)
+    return skip_in_plain_loader(dataloader, num_batches)
+
+
+def prepare_data_loader(
+    dataloader: DataLoader[Any],
+    device: torch.device | None = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    split_batches: bool = False,
+    put_on_device: bool = False,
+    rng_types: list[Any] | None = None,
+    dispatch_batches: bool | None = None,
+    even_batches: bool = True,
+    slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    use_seedable_sampler: bool = False,
+    data_seed: int | None = None,
+    non_blocking: bool = False,
+    use_stateful_dataloader: bool = False,
+    torch_device_mesh: Any = None,
+    *,
+    already_sharded: bool | None = None,
+    reading: Reading | None = None,
+) -> PreparedLoader:
+    """Cut ``dataloader`` for the processes by hand; the Accelerator built last, if there is one, knows when it is read.
+
+    Args:
+        dataloader: the user's.
+        device: of this process; None: the current one.
+        num_processes: None: as the process group.
+        process_index: the same.
+        split_batches: as in ``DataLoaderConfiguration``, and so the next ones.
+        put_on_device: move batches to the device.
+        rng_types: random states that every rank takes from rank zero at the beginning of each pass.
+        dispatch_batches: rank zero alone reads; None: for iterable datasets with ``put_on_device``.
+        even_batches: fill the last round, so that every process makes the same number of steps.
+        slice_fn_for_dispatch: cuts a dispatched batch.
+        use_seedable_sampler: shuffle by (seed, epoch).
+        data_seed: that seed.
+        non_blocking: copy to the device without waiting.
+        use_stateful_dataloader: by torchdata.
+        torch_device_mesh: with axes along which batches are not split (``tp``, ``cp``, ``sp``).
+        already_sharded: it gives each process its own part already; None: as it is recognised.
+        reading: where the loader notes that it is being read; None: that of ``GradientState()``.
+
+    Collective: every process of the group, where there are several.
+    """
+    world = World.current()
+    rank = world.rank if process_index is None else process_index
+    world_size = world.world_size if num_processes is None else num_processes
+    if torch_device_mesh is not None:
+        rank, world_size = _along_batch_axes(torch_device_mesh, rank, world_size)
+    world = replace(world, rank=rank, world_size=world_size, device=world.device if device is None else device)
+    options = LoaderOptions(
+        split_batches=split_batches,
+        dispatch_batches=dispatch_batches,
+        even_batches=even_batches,
+        use_seedable_sampler=use_seedable_sampler,
+        data_seed=data_seed,
+        non_blocking=non_blocking,
+        use_stateful_dataloader=use_stateful_dataloader,
+        already_sharded=already_sharded,
+        rng_types=rng_type_names(rng_types),
+    )
+    return prepare_loader(
+        dataloader,
+        world=world,
+        options=options,
+        reading=reading or GradientState().reading,
+        place=put_on_device,
+        slice_fn=slice_fn_for_dispatch,
+    )
+
+
+def rng_type_names(rng_types: Iterable[Any] | None) -> tuple[str, ...]:
+    """Return the names of ``rng_types``, which may be members of ``RNGType``."""
+    return tuple(str(getattr(kind, "value", kind)) for kind in rng_types or ())
+
+
+def forget_loader(accelerator: Accelerator, loader: Any) -> None:
+    """Let ``accelerator`` know nothing of a loader that it has prepared, and save nothing of it."""
+    accelerator._dataloaders[:] = [one for one in accelerator._dataloaders if one is not loader]
+    for key, (_, became) in list(accelerator._originals.items()):
+        if became is loader:
+            del accelerator._originals[key]
+
+
+def get_sampler(dataloader: DataLoader[Any]) -> Any:
+    """Return the sampler that draws the order of ``dataloader``."""
+    if isinstance(dataloader, PreparedLoader):
+        return dataloader.get_sampler()
+    batches: Any = dataloader.sampler if hasattr(dataloader.sampler, "batch_size") else dataloader.batch_sampler
+    return getattr(batches, "sampler", None)
+
+
+def _along_batch_axes(mesh: Any, rank: int, world_size: int) -> tuple[int, int]:
+    """Count only the axes along which batches are split; ranks that differ in the others read the same."""
+    same = 1
+    for axis in ("tp", "cp", "sp"):
+        if axis in (mesh.mesh_dim_names or ()):
+            same *= mesh[axis].size()
+    return rank // same, world_size // same

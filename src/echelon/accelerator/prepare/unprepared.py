@@ -1,0 +1,96 @@
+"""The mistakes of training on several ranks with a loader or a model that was never prepared: equal data, gradients of one rank."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from echelon.base.errors import UsageError
+from echelon.base.warnings import UserLine, user_line, warn
+from echelon.data.loader import PreparedLoader
+from echelon.distributed.checks.already_sharded import find_own_cut
+from echelon.distributed.shard import ShardedLoader
+
+__all__ = ["refuse_unprepared_loader", "warn_of_unprepared_model"]
+
+
+def refuse_unprepared_loader(*, num_processes: int, unsharded: list[Any]) -> None:
+    """Look at the variables of the user's frames for a DataLoader that gives every rank the same data.
+
+    Called at the first backward pass that happens outside every prepared loader's loop.
+
+    Raises:
+        UsageError: there is one; its name and the user's line are given.
+    """
+    place = user_line()
+    for name, value in _variables_of_script(place):
+        if _gives_all_ranks_the_same(value) and not any(value is allowed for allowed in unsharded):
+            raise _error(name, place, num_processes)
+
+
+def warn_of_unprepared_model(*, num_processes: int) -> None:
+    """Warn where the user's frames have a model that is trained, and none of which the gradients are averaged.
+
+    Called at the first backward pass of an Accelerator that has prepared no model.
+    """
+    place = user_line()
+    models = [(name, value) for name, value in _variables_of_script(place) if isinstance(value, nn.Module)]
+    if any(map(_averages_gradients, (model for _, model in models))):
+        return
+    trained = [name for name, model in models if any(p.requires_grad for p in model.parameters())]
+    if trained:
+        warn(
+            f"backward() runs on {num_processes} processes, and no model was prepared by this Accelerator: each process trains "
+            f"a model of its own, because nobody averages the gradients. Write {trained[0]} = accelerator.prepare({trained[0]})"
+        )
+
+
+def _averages_gradients(model: nn.Module) -> bool:
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        return True
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - one process does without
+
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def _variables_of_script(place: UserLine) -> Iterator[tuple[str, Any]]:
+    """Yield what the frames of the user's script can name, the innermost frame first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == place[0]:
+            variables = _variables(frame)
+            yield from variables.items()
+            yield from getattr(variables.get("self"), "__dict__", {}).items()
+        frame = frame.f_back
+
+
+def _variables(frame: FrameType) -> dict[str, Any]:
+    """Return what the code of ``frame`` can name."""
+    of_frame = frame.f_locals
+    variables = {**frame.f_globals, **of_frame}
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        of_frame.clear()  # a copy that stays with the frame: it would keep a model after the user's del
+    return variables
+
+
+def _gives_all_ranks_the_same(value: Any) -> bool:
+    if not isinstance(value, DataLoader) or isinstance(value, (PreparedLoader, ShardedLoader)):
+        return False
+    cut = find_own_cut(value)
+    return cut is None or cut.num_parts == 1
+
+
+def _error(name: str, place: UserLine, num_processes: int) -> UsageError:
+    return UsageError(
+        f"backward() runs on {num_processes} processes outside of every prepared loader, and {name!r} is a DataLoader that "
+        "was not prepared: every process would train on the same samples",
+        where=str(place),
+        do=f"{name} = accelerator.prepare({name}), or accelerator.allow_unsharded({name}) if every process shall read all of it",
+    )

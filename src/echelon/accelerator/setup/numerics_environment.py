@@ -1,0 +1,291 @@
+"""What the bits of ``parity="bitwise"`` depend on beside the program: recorded, compared, and refused where they cannot hold."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.optim import Optimizer
+
+from echelon.accelerator.prepare.compile import is_compiled_module
+from echelon.base import environ
+from echelon.base.errors import CheckpointError, ConfigError, UsageError
+from echelon.base.warnings import warn
+from echelon.compat.variables import get_int_from_env
+from echelon.config.resolve import Resolved
+from echelon.config.schema import RunConfig
+from echelon.config.sources import CHOSEN_THREADS
+from echelon.distributed.collectives import gather_object
+
+__all__ = [
+    "Surroundings",
+    "open_surroundings",
+    "refuse_changed_buffers",
+    "refuse_compilation",
+    "refuse_kernels",
+    "refuse_modules",
+    "refuse_optimizers",
+    "refuse_sparse_gradients",
+]
+
+_EXACT = "or use parity='exact'"
+# Each number of a parameter by itself, whatever part of it a rank has.
+_BY_ELEMENT = frozenset(
+    {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """Of a run that is equal to the last bit wherever these are."""
+
+    canonical_shards: int
+    """Of an update."""
+    threads: int
+    """Of the CPU, of one process: kernels cut their work by them."""
+    torch_build: str
+    """Its version and commit."""
+    processor: str
+    """The type of the CPU or accelerator: kernels are chosen by it."""
+
+    @classmethod
+    def here(cls, canonical_shards: int, device: torch.device) -> Surroundings:
+        """Return those of this process."""
+        return cls(
+            canonical_shards=canonical_shards,
+            threads=torch.get_num_threads(),
+            torch_build=f"{torch.__version__} ({torch.version.git_version[:8]})",
+            processor=_processor(device),
+        )
+
+    def require(self, saved: Mapping[str, Any], folder: object) -> None:
+        """Compare with those of a checkpoint.
+
+        Raises:
+            CheckpointError: the run would go on with other bits.
+        """
+        ways = {
+            "canonical_shards": f"give canonical_shards={saved['canonical_shards']}",
+            "threads": f"set OMP_NUM_THREADS={saved['threads']}",
+            "torch_build": "install that torch",
+            "processor": "go on on that type",
+        }
+        for field in fields(self):
+            there, here = saved[field.name], getattr(self, field.name)
+            if there != here:
+                raise CheckpointError(
+                    f"{folder} was saved by a bitwise run with {field.name} = {there}, and here it is {here}: the bits of the "
+                    "run would not be those that it would have had",
+                    where="parity='bitwise'",
+                    do=f"{ways[field.name]}; or, if other last bits will do, load it with parity='exact' (save_state() then "
+                    "writes a checkpoint from which a new bitwise run may begin)",
+                )
+
+
+def open_surroundings(config: Resolved[RunConfig], device: torch.device) -> Surroundings:
+    """Set the number of threads, and return what all ranks have.
+
+    Collective: every rank.
+
+    Raises:
+        ConfigError: the ranks differ, or kernels are allowed whose bits may differ from one time to the next.
+    """
+    # Torch's own number depends on how a process was started, the launcher's on the machine and the number of processes.
+    is_the_users = environ.get("OMP_NUM_THREADS") != environ.get(CHOSEN_THREADS)
+    torch.set_num_threads(get_int_from_env(["OMP_NUM_THREADS"], 1) if is_the_users else 1)
+    own = Surroundings.here(config.value.canonical_shards, device)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        all_of_them = gather_object([asdict(own)])
+        for name, value in all_of_them[0].items():
+            other = next((rank for rank, one in enumerate(all_of_them) if one[name] != value), None)
+            if other is not None:
+                raise ConfigError(
+                    f"{name} is {value} on rank 0 and {all_of_them[other][name]} on rank {other}: their bits differ",
+                    where="parity='bitwise'",
+                    do=f"make it equal on all processes (threads: OMP_NUM_THREADS), {_EXACT}",
+                )
+    refuse_kernels(device, threads=own.threads)
+    refuse_compilation(config.value)
+    return own
+
+
+def _processor(device: torch.device) -> str:
+    if device.type != "cpu":
+        return str(torch.get_device_module(device).get_device_name(device))
+    info = Path("/proc/cpuinfo")
+    found = dict.fromkeys(("vendor_id", "cpu family", "model", "CPU implementer", "CPU part"), "")
+    for line in info.read_text().splitlines() if info.exists() else ():
+        name, _, value = line.partition(":")
+        if found.get(name.strip()) == "":
+            found[name.strip()] = value.strip()
+    named = " ".join(value for value in found.values() if value) or platform.processor()
+    return f"{platform.machine()} {named} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def refuse_kernels(device: torch.device, *, threads: int) -> None:
+    """Raise where torch may choose kernels whose bits differ from one time to the next.
+
+    Raises:
+        ConfigError: which, and the call that turns it off.
+    """
+    is_deterministic = (
+        torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
+    reasons: dict[str, tuple[bool, str]] = {}
+    if device.type != "cpu" or threads > 1:
+        do = "call torch.use_deterministic_algorithms(True)" + (", or set OMP_NUM_THREADS=1" if threads > 1 else "")
+        reasons["operations that are not deterministic"] = (not is_deterministic, do)
+    if device.type == "cuda":
+        cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+        reasons["tf32 in matrix products"] = (matmul.allow_tf32, "set torch.backends.cuda.matmul.allow_tf32 = False")
+        reasons["tf32 in convolutions"] = (cudnn.allow_tf32, "set torch.backends.cudnn.allow_tf32 = False")
+        reasons["kernels chosen by their speed"] = (cudnn.benchmark, "set torch.backends.cudnn.benchmark = False")
+    for what, (is_allowed, do) in reasons.items():
+        if is_allowed:
+            raise ConfigError(
+                f"torch may use {what}, on {device.type} with {threads} thread{'s' if threads > 1 else ''}",
+                where="parity='bitwise'",
+                do=f"{do} before the Accelerator is made; {_EXACT}",
+            )
+
+
+def refuse_compilation(config: RunConfig) -> None:
+    """Raise where torch.compile would choose kernels by the shapes that a process has met before.
+
+    Raises:
+        ConfigError: the setting that ends it.
+    """
+    if config.dynamo_backend != "no" and config.dynamo_use_dynamic is None:
+        raise ConfigError(
+            "torch.compile takes other kernels for a shape when it has met others before, and which shards a process meets "
+            "depends on the number of processes",
+            where="parity='bitwise', dynamo_backend",
+            do=f"give TorchDynamoPlugin(dynamic=False) (dynamo_use_dynamic: false), {_EXACT}",
+        )
+
+
+def refuse_modules(models: Sequence[nn.Module]) -> None:
+    """Raise where a module sees across the samples of a shard, or keeps something of the shards of its process.
+
+    Raises:
+        UsageError: their names.
+    """
+    found = [(name, type(m).__name__, why) for model in models for name, m, why in _named_reasons(model)]
+    if found:
+        why = found[0][2]
+        named = [f"{name or '(the model)'} ({kind})" for name, kind, reason in found if reason == why]
+        raise UsageError(
+            f"{', '.join(named[:5])}{' and others' if len(named) > 5 else ''}: {why}",
+            where="parity='bitwise'",
+            do=f"{_INSTEAD[why]}, {_EXACT}",
+        )
+
+
+_NORM = (
+    "a BatchNorm in training mode takes its statistics from the samples of one shard, and its running ones from the shards of "
+    "one process"
+)
+_RUNNING = "it keeps running statistics of the shards of one process"
+_POWER = "it makes a step of its power iteration in each forward pass, and a process with fewer shards makes fewer"
+_COMPILED = "torch.compile takes other kernels for a shape when it has met others before"
+_SPARSE = "its gradients are sparse, and those of shards are added up in a fixed order only where they are dense"
+_INSTEAD = {
+    _NORM: "use GroupNorm or LayerNorm, or put these layers in eval mode before prepare()",
+    _RUNNING: "use track_running_stats=False, or put these layers in eval mode before prepare()",
+    _POWER: "use torch.nn.utils.parametrizations.weight_norm or orthogonal",
+    _COMPILED: "compile with dynamic=False",
+    _SPARSE: "give sparse=False",
+}
+
+
+def _named_reasons(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.training:
+            yield name, module, _NORM
+        elif isinstance(module, _InstanceNorm) and module.training and module.track_running_stats:
+            yield name, module, _RUNNING
+        elif isinstance(module, _SpectralNorm) or any(
+            isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values()
+        ):
+            yield name, module, _POWER
+        elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            yield name, module, _SPARSE
+        elif is_compiled_module(module) and getattr(module.dynamo_ctx, "_dynamic", False) is None:
+            yield name, module, _COMPILED
+
+
+def refuse_changed_buffers(models: Sequence[nn.Module], before: Mapping[int, int]) -> None:
+    """Raise where a forward pass of an update has written into a buffer, which then depends on the shards of its process.
+
+    Args:
+        models: of the run.
+        before: by id, the version of each buffer before that pass.
+
+    Raises:
+        UsageError: the names of those buffers.
+    """
+    changed = [
+        name for m in models for name, buffer in m.named_buffers() if before.get(id(buffer), 0) != buffer._version
+    ]
+    if changed:
+        raise UsageError(
+            f"the buffer{'s' if len(changed) > 1 else ''} {', '.join(changed[:5])} changed in a forward pass in training: a "
+            "process with other shards has other values there",
+            where="parity='bitwise'",
+            do=f"compute it without state, freeze it, keep it out of the buffers if nothing depends on it, {_EXACT}",
+        )
+
+
+def refuse_sparse_gradients(models: Sequence[nn.Module]) -> None:
+    """Raise where a backward pass has made gradients that are sparse.
+
+    Raises:
+        UsageError: the names of their parameters.
+    """
+    named = [name for m in models for name, p in m.named_parameters() if p.grad is not None and p.grad.is_sparse]
+    if named:
+        raise UsageError(
+            f"the gradients of {', '.join(named[:5])}{' and others' if len(named) > 5 else ''} are sparse, and those of shards "
+            "are added up in a fixed order only where they are dense",
+            where="parity='bitwise'",
+            do=f"give sparse=False, {_EXACT}",
+        )
+
+
+def refuse_optimizers(optimizers: Sequence[Optimizer], *, is_sharded: bool) -> None:
+    """Raise where the steps of parts of a parameter are not, bit for bit, those of the whole.
+
+    Raises:
+        UsageError: the optimizer, and what to use instead.
+    """
+    for optimizer in optimizers if is_sharded else ():
+        kind = type(optimizer)
+        if any(group.get("fused") for group in optimizer.param_groups):
+            raise UsageError(
+                f"{kind.__name__}(fused=True) rounds differently for other parts of a parameter, and which part a process has "
+                "depends on the number of processes",
+                where="parity='bitwise', sharded parameters",
+                do="give fused=False (transformers: optim='adamw_torch'), use the engine ddp or zero1, " + _EXACT,
+            )
+        if kind.__module__.startswith("torch.optim") and kind.__name__ not in _BY_ELEMENT:
+            raise UsageError(
+                f"{kind.__name__} looks at a parameter as a whole, whose parts are on several processes",
+                where="parity='bitwise', sharded parameters",
+                do="use an optimizer that takes each number by itself (AdamW, SGD), or the engine ddp or zero1, "
+                + _EXACT,
+            )
+        if not kind.__module__.startswith("torch.optim"):
+            warn(
+                f"parity='bitwise' holds for {kind.__name__} on sharded parameters if it takes each number of a parameter by "
+                "itself, and rounds alike wherever it is"
+            )

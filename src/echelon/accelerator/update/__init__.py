@@ -1,0 +1,1 @@
+"""One update: its micro-steps, their weights, the optimizer and the scheduler."""

@@ -1,0 +1,308 @@
+"""``parity="bitwise"``: the book of updates whose bits do not depend on the number of ranks."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from echelon.accelerator.plugins.configuration import DataLoaderConfiguration
+from echelon.accelerator.setup.numerics_environment import (
+    Surroundings,
+    open_surroundings,
+    refuse_changed_buffers,
+    refuse_modules,
+    refuse_optimizers,
+    refuse_sparse_gradients,
+)
+from echelon.accelerator.update.exact_update import CHANGED, HOW_TO_CHANGE, Ledger
+from echelon.accelerator.update.kept_gradients import KeptGradients
+from echelon.base.errors import ConfigError, UsageError
+from echelon.base.logging import get_logger
+from echelon.config.resolve import Resolved
+from echelon.config.schema import RunConfig
+from echelon.data.exact.batch_slices import Contribution
+from echelon.data.exact.exact_batches import ExactOptions, PassPlan
+from echelon.data.loader import PreparedLoader
+from echelon.data.rng.per_sample_rng import key_of
+from echelon.engines.base import Engine
+from echelon.engines.bitwise.tree_sum import ShardedUpdate
+
+__all__ = ["CanonicalLedger", "open_canonical"]
+
+# In the place of a shard: draws after the last backward pass of an update, and those of a process without a shard.
+_AFTER, _IDLE = -1, -2
+_logger = get_logger(__name__)
+
+
+class CanonicalLedger(Ledger):
+    """Cuts each update into the same shards whoever computes them, and keeps what depends on a shard to itself."""
+
+    _takes_turns = False  # with fewer processes an update has several micro-steps
+
+    def __init__(self, *, surroundings: Surroundings, update: ShardedUpdate, is_sharded: bool, **book: Any) -> None:
+        """``is_sharded``: parameters are. ``book``: what a ``Ledger`` takes."""
+        super().__init__(**book)
+        self._kept = KeptGradients("bitwise")
+        self.surroundings = surroundings
+        self.num_shards = surroundings.canonical_shards
+        self.update = update
+        self._is_sharded = is_sharded
+        self._versions: dict[int, int] | None = {}  # of the buffers, before the first update; None: they were looked at
+        self._by_shard: dict[int, list[tuple[torch.Tensor, float]]] = {}  # losses of the update, of this rank
+        self._contribution: Contribution | None = None
+
+    def tell_batch(self, batch_size: int | None) -> None:
+        """Say once what a batch size means now.
+
+        Raises:
+            ConfigError: a shard is larger than a process can take.
+        """
+        if batch_size is None:
+            return
+        largest = -(-batch_size // self.num_shards)
+        limit = self._max_micro_batch_size
+        if limit is not None and largest > limit:
+            raise ConfigError(
+                f"max_micro_batch_size={limit} is less than a shard, of which a batch of {batch_size} has "
+                f"{self.num_shards} with up to {largest} samples each",
+                where="parity='bitwise'",
+                do=f"give canonical_shards={-(-batch_size // limit)}, or a larger max_micro_batch_size",
+            )
+        n = self._world.world_size
+        rounds = -(-self.num_shards // n)
+        used = self.num_shards / (n * rounds)
+        line = (
+            f"batch {batch_size} = {self.num_shards} shards of {batch_size // self.num_shards}"
+            f"{'' if batch_size % self.num_shards == 0 else f' to {largest}'} samples, {rounds} on each of {n} "
+            f"process{'es' if n > 1 else ''}"
+        )
+        if used < 1:
+            line += f" ({100 * used:.0f} % of them busy)"
+        if line not in self._told:
+            self._told.add(line)
+            _logger.warning("parity='bitwise': %s", line)
+
+    def begin_pass(self, loader: PreparedLoader, plan: PassPlan) -> None:
+        """Look again for layers that see across the samples of a shard."""
+        if not plan.trains:
+            return
+        self._progress.epoch = loader.iteration
+        refuse_modules(self._models())
+
+    def _open_micro_step(self, contribution: Contribution) -> None:
+        """Open the micro-step of a shard, with random numbers of its own."""
+        if contribution.micro_step:
+            self._kept.require()  # here they are filed
+        self._kept.forget()
+        super()._open_micro_step(contribution)
+        self.update.begin(contribution)
+        if contribution.micro_step == 0:
+            self._by_shard = {}
+            self._require_threads()
+            if self._versions is not None:
+                self._versions = {id(b): b._version for model in self._models() for b in model.buffers()}
+        self._contribution = contribution
+        self._draw_from(_IDLE if contribution.shard is None else contribution.shard)
+
+    def _draw_from(self, shard: int) -> None:
+        """Let random numbers depend on the seed, the place of the update, and ``shard``."""
+        assert self._contribution is not None
+        key = key_of(self.seed, self._progress.epoch, self._contribution.update.start, shard)
+        torch.default_generator.manual_seed(key)
+        random.seed(key)
+        np.random.seed(key % 2**32)
+        device = self._world.device
+        if device.type != "cpu":
+            torch.get_device_module(device).manual_seed(key)
+
+    def _require_threads(self) -> None:
+        if torch.get_num_threads() != self.surroundings.threads:
+            raise UsageError(
+                f"there are {torch.get_num_threads()} threads now, and the run began with {self.surroundings.threads}: kernels "
+                "round differently",
+                where="parity='bitwise'",
+                do="leave torch.set_num_threads() out, and set OMP_NUM_THREADS before the start",
+            )
+
+    def contribution(self) -> Contribution:
+        """See ``Ledger``.
+
+        Raises:
+            UsageError: a loss of which nobody knows to which shard it belongs.
+        """
+        found = super().contribution()
+        if found is None:
+            raise UsageError(
+                "backward() outside the loop of a prepared DataLoader, which cuts the shards of an update",
+                where="parity='bitwise'",
+                do="prepare the loader, and call backward() in its loop; or use parity='exact'",
+            )
+        return found
+
+    def before_backward(self) -> None:
+        """See ``Ledger``."""
+        self.update.before_backward()
+
+    def after_backward(self) -> None:
+        """See ``Ledger``: in the last micro-step, make the sums, and go on with random numbers that are no shard's."""
+        if self._versions is not None:
+            refuse_sparse_gradients(self._models())
+        self._keep_gradients()
+        if not self._state.sync_gradients:
+            return
+        self.update.finish()
+        self._draw_from(_AFTER)
+        if self._versions is not None:
+            before, self._versions = self._versions, None
+            refuse_changed_buffers(self._models(), before)
+
+    def note_prepared(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        """See ``Ledger``.
+
+        Raises:
+            UsageError: a module or optimizer with which the bits depend on the number of processes.
+        """
+        refuse_modules(models)
+        refuse_optimizers(optimizers, is_sharded=self._is_sharded)
+
+    def finished_models(self, trained: Sequence[nn.Module]) -> Sequence[nn.Module]:
+        """See ``Ledger``: the sums are of all parameters."""
+        return self._models()
+
+    def record(self) -> dict[str, Any]:
+        """See ``Ledger``."""
+        return asdict(self.surroundings)
+
+    def require_record(self, saved: Mapping[str, Any], folder: object) -> None:
+        """See ``Ledger``."""
+        if saved:
+            self.surroundings.require(saved, folder)
+
+    def weigh(self, contribution: Contribution) -> float:
+        """Return the factor of a loss that is a mean over the samples of ``contribution``; gradients are summed."""
+        self._turns.require_alike(contribution)
+        return contribution.num_items / len(contribution.update)
+
+    def note_loss(self, loss: torch.Tensor, num_items: float, *, num_postponed: int, num_taken: int) -> None:
+        """See ``Ledger``.
+
+        Raises:
+            UsageError: a number of items that is not whole, whose sum would depend on the order.
+        """
+        if num_items != int(num_items):
+            raise UsageError(
+                f"num_items={num_items} is not a whole number: its sum would depend on the order of the processes",
+                where="parity='bitwise'",
+                do="give a count, and scale the loss itself",
+            )
+        num_turns = num_postponed + num_taken
+        if self._is_counted and num_turns > self._num_postponed:
+            raise UsageError(
+                "a second loss of a batch came after an optimizer's step(): with one shard on each process it sees the new "
+                "parameters, with several it does not, so the bits would depend on the number of processes",
+                where="parity='bitwise'",
+                do="make both losses before the first step(), give each optimizer a loop of its own, or use parity='exact'",
+            )
+        super().note_loss(loss, num_items, num_postponed=num_turns, num_taken=num_taken)
+        assert self._contribution is not None
+        if num_items and self._contribution.shard is not None:
+            self._by_shard.setdefault(self._contribution.shard, []).append((loss.detach(), num_items))
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """See ``Driver``."""
+        shard = None if self._contribution is None else self._contribution.shard
+        return shard or 0, self.num_shards  # a process without a shard adds zeros
+
+    def _tell_of_changed_parameters(self) -> None:
+        raise UsageError(CHANGED, where="parity='bitwise'", do=HOW_TO_CHANGE)
+
+    @contextmanager
+    def evaluating_again(self, who: str) -> Iterator[None]:
+        """See ``Driver``.
+
+        Raises:
+            UsageError: always: with fewer processes an update has several micro-steps, whose batches are gone.
+        """
+        raise UsageError(
+            f"{who} evaluates its closure again, at other parameters: where a process has several shards of an update, the "
+            "batches of the earlier ones are gone",
+            where="parity='bitwise', optimizer.step(closure)",
+            do="use an optimizer that evaluates its closure once (LBFGS: max_iter=1), or parity='exact' without micro-steps",
+        )
+        yield
+
+    def update_loss(self, sum_over_ranks: Callable[[list[float]], list[float]]) -> float:
+        """Return the mean of the losses noted since the update began, the same bits on any number of ranks. Collective.
+
+        See ``Ledger``.
+        """
+        sums = [0.0] * self.num_shards  # each is one rank's: what is added to it is zero
+        for shard, losses in self._by_shard.items():
+            sums[shard] = math.fsum(float(loss) * num_items for loss, num_items in losses)
+        *sums, num_items = sum_over_ranks([*sums, self._num_items])
+        return self._mean(math.fsum(sums), num_items)
+
+    def options(self, config: DataLoaderConfiguration) -> ExactOptions:
+        """Return how loaders read. Collective: at the first call."""
+        seed = self.seed
+        return ExactOptions(
+            seed=seed if config.data_seed is None else config.data_seed,
+            order=config.order,
+            max_micro_batch_size=self._max_micro_batch_size,
+            replays=config.replay_iterable,
+            canonical_shards=self.num_shards,
+        )
+
+
+def open_canonical(
+    engine: Engine,
+    parameters: Callable[[], Sequence[torch.Tensor]],
+    config: Resolved[RunConfig],
+    *,
+    comm_hook: object,
+    book: Mapping[str, Any],
+) -> CanonicalLedger:
+    """Return the book of ``parity="bitwise"``, and let ``engine`` leave gradients to it.
+
+    Args:
+        engine: of the run.
+        parameters: returns those that get gradients.
+        config: of the run.
+        comm_hook: what the script asks DDP to send in place of gradients.
+        book: what a ``Ledger`` takes.
+
+    Collective: every rank.
+
+    Raises:
+        ConfigError: fewer shards than processes, or settings under which the bits depend on their number.
+        UsageError: an engine that cannot.
+    """
+    num_shards, world = config.value.canonical_shards, book["world"]
+    if num_shards < world.world_size:
+        raise ConfigError(
+            f"canonical_shards={num_shards} for {world.world_size} processes: some would have nothing to do",
+            where=str(config.origins["canonical_shards"]),
+            do=f"give canonical_shards={world.world_size} or more; the same wherever the run is to have the same bits",
+        )
+    if str(getattr(comm_hook, "value", comm_hook)) != "no":
+        raise ConfigError(
+            f"comm_hook={str(comm_hook)!r} changes what DDP sends, and here DDP sends no gradients",
+            where="parity='bitwise'",
+            do="leave comm_hook out, or use parity='exact'",
+        )
+    return CanonicalLedger(
+        surroundings=open_surroundings(config, world.device),
+        update=engine.open_shards(num_shards, parameters),
+        is_sharded=engine.capabilities.shards_parameters,
+        **book,
+    )

@@ -1,0 +1,264 @@
+"""An optimizer that steps only when an update is complete, through the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from echelon.accelerator.gradient_state import GradientState
+from echelon.accelerator.update.closures import Closures
+from echelon.accelerator.update.step_guard import StepGuard
+from echelon.base.errors import UsageError
+from echelon.distributed.monitored_barrier import meet
+from echelon.engines.base import Engine
+from echelon.status.board import Phase
+from echelon.status.notes import notes_of_process
+from echelon.world.world import World
+
+__all__ = ["AcceleratedOptimizer", "Clipping"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clipping:
+    """What DeepSpeed's ``gradient_clipping`` asks of an engine that does not clip by itself."""
+
+    max_norm: float
+    gives_way: bool
+    """A default: where the loop clips, this does not."""
+
+
+class AcceleratedOptimizer(Optimizer):
+    """Wraps an optimizer: ``step`` and ``zero_grad`` do nothing while gradients are being accumulated.
+
+    ``zero_grad`` may stand before the backward pass or after the step: a loop that begins with it clears the gradients of
+    the last update in the first micro-step, and keeps those of the present one in the others.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        engine: Engine,
+        gradient_state: GradientState,
+        scaler: torch.amp.GradScaler | None,
+        clipping: Clipping | None = None,
+        guard: StepGuard | None = None,
+        world: World | None = None,
+    ) -> None:
+        # Optimizer's own __init__ is not called: groups, state and hooks are those of the wrapped one.
+        self.optimizer = optimizer
+        self.engine = engine
+        self.gradient_state = gradient_state
+        self.scaler = scaler
+        self.clipping = clipping
+        self.guard = guard
+        self.is_clipped = False
+        """Has the loop clipped the gradients of this update?"""
+        self.unsynced = False
+        self._skipped = False
+        self._is_used = False  # a step was taken with the gradients that are there
+        self._is_postponed = False  # a step() was left to the end of the window, and so is the next zero_grad()
+        self._closures = Closures(gradient_state, world)
+        self.num_postponed = 0
+        """Calls of ``step`` that were left to the end of a window."""
+        self.num_steps = 0
+        """Steps taken by this object: those that loss scaling left out do not count."""
+
+    @property
+    def state(self) -> Any:
+        """Of the wrapped optimizer."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def param_groups(self) -> Any:
+        """Of the wrapped optimizer."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: Any) -> None:
+        self.optimizer.param_groups = param_groups
+
+    @property
+    def defaults(self) -> Any:
+        """Of the wrapped optimizer."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: Any) -> None:
+        self.optimizer.defaults = defaults
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Did loss scaling leave out the last step, because its gradients were infinite?"""
+        return self._skipped
+
+    def step(self, closure: Any = None) -> Any:
+        """Take a step if the update is complete.
+
+        Args:
+            closure: evaluates the loss of the micro-step in hand, and backpropagates it. It is evaluated in each micro-step,
+                for its own batch; in the last one by the optimizer.
+
+        Returns:
+            Of a closure: what it returned; at the end of an update the mean over its micro-steps and ranks.
+
+        Collective: with a closure, and where the step guard has to reduce.
+
+        Raises:
+            UsageError: a closure that cannot mean what it means in a plain loop (docs/parity.md).
+        """
+        value = None
+        if closure is not None:
+            self._require_closures()
+        if self.gradient_state.sync_gradients:
+            notes = notes_of_process()
+            if notes is not None:
+                notes.phase(Phase.OPTIMIZER)
+            if closure is None:
+                self._finish_gradients()
+                self._skipped = not self._step_by_engine(None)
+            else:
+                value = self._step_by(closure)
+            self.num_steps += not self._skipped
+            self._is_used = True
+            if notes is not None:
+                notes.step(self.num_steps, Phase.TRAIN)
+        else:
+            if closure is not None:
+                value = self._closures.evaluate_for_later(self.optimizer, closure)
+            self.num_postponed += 1
+        self._is_postponed = not self.gradient_state.sync_gradients
+        return value
+
+    def _step_by(self, closure: Any) -> Any:
+        """Step with the closure of the last micro-step; return the loss of the update."""
+        averages = not self.unsynced and not self.gradient_state.reading.joined
+        whole = self._closures.of_update(self.optimizer, closure, finish=self._finish_evaluation, averages=averages)
+        self._skipped = not self._step_by_engine(whole)
+        whole.require_evaluated()
+        return whole.first
+
+    def _finish_evaluation(self) -> None:
+        """After a closure: the step guard looks at its gradients, as it does before a step."""
+        self.engine.unscale(self.optimizer, unsynced=self.unsynced)
+        self._finish_gradients()
+
+    def _require_closures(self) -> None:
+        kind = type(self.optimizer).__name__
+        if not self.engine.capabilities.takes_closures:
+            raise UsageError(
+                f"the engine {self.engine.capabilities.name} cannot step with a closure ({kind})",
+                where="optimizer.step(closure)",
+                do="call backward() and step() without a closure, or use the engine ddp or fsdp2",
+            )
+        if self.scaler is not None or self.engine.capabilities.owns_loss_scaling:
+            raise UsageError(
+                f"step(closure) of {kind} under the loss scaling of fp16: gradients are looked at before the step, and the "
+                "optimizer would make them within it",
+                where="mixed_precision='fp16', optimizer.step(closure)",
+                do="use mixed_precision='bf16', or call backward() and step() without a closure",
+            )
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of an update that is not gone on with."""
+        self.engine.zero_grad(self.optimizer)
+        self._closures.forget()
+
+    def _finish_gradients(self) -> None:
+        if self.clipping is not None:
+            self._clip(self.clipping)
+
+    def _step_by_engine(self, closure: Any) -> bool:
+        if self.guard is None:
+            return self.engine.step(self.optimizer, closure=closure, unsynced=self.unsynced)
+        before, self.guard.is_stepping = self.guard.is_stepping, True
+        try:
+            return self.engine.step(self.optimizer, closure=closure, unsynced=self.unsynced)
+        finally:
+            self.guard.is_stepping = before
+
+    def _clip(self, clipping: Clipping) -> None:
+        if not (clipping.gives_way and self.is_clipped):
+            self.engine.unscale(self.optimizer, unsynced=self.unsynced)
+            parameters = [p for group in self.param_groups for p in group["params"]]
+            self.engine.clip_grad_norm(parameters, clipping.max_norm, 2.0, unsynced=self.unsynced)
+        self.is_clipped = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, unless they are of micro-steps whose update is still to come."""
+        if (clears := self._closures.clears) is not None:  # in a closure
+            if clears:
+                self._clear(set_to_none)
+            return
+        if self._is_used or (self.gradient_state.sync_gradients and not self._holds_micro_steps()):
+            self._clear(set_to_none)
+        self._is_postponed = False
+
+    def _clear(self, set_to_none: bool) -> None:
+        self.engine.zero_grad(self.optimizer, set_to_none=set_to_none)
+        self._is_used = False
+        driver = self.gradient_state.reading.driver
+        if driver is not None:
+            driver.note_cleared()
+
+    def _holds_micro_steps(self) -> bool:
+        """Are the gradients those of micro-steps before this one, and this call the one that begins it?"""
+        state = self.gradient_state
+        driver = state.reading.driver
+        # A loop that steps under `if accelerator.sync_gradients` has postponed nothing.
+        begins = state.micro_step > 1 and not state.has_loss
+        return self._is_postponed or begins or (driver is not None and driver.awaits_loss)
+
+    def add_param_group(self, param_group: Any) -> None:
+        """Add a group to the wrapped optimizer."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> Any:
+        """Return the state of the wrapped optimizer."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load the state of the wrapped optimizer."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def full_state_dict(self) -> Any:
+        """Return the whole state on rank zero; None elsewhere where it is sharded. Collective: where it is sharded."""
+        if self.engine.capabilities.shards_optimizer_state:
+            advice = "It returns the state on rank zero, and None on the others."
+            meet("the optimizer's full_state_dict()", advice=advice)
+        return self.engine.full_optimizer_state(self.optimizer)
+
+    def load_full_state_dict(self, state_dict: Any) -> None:
+        """Load what ``full_state_dict`` returned on rank zero; every rank gives it. Collective: where it is sharded."""
+        if self.engine.capabilities.shards_optimizer_state:
+            meet("the optimizer's load_full_state_dict()")
+        self.engine.load_full_optimizer_state(self.optimizer, state_dict)
+
+    def train(self) -> Any:
+        """For schedule-free optimizers: switch to training weights."""
+        return self.optimizer.train() if hasattr(self.optimizer, "train") else None
+
+    def eval(self) -> Any:
+        """For schedule-free optimizers: switch to evaluation weights."""
+        return self.optimizer.eval() if hasattr(self.optimizer, "eval") else None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":
+            raise AttributeError(name)  # not there yet (unpickling)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "guard": None}  # it knows optimizers by their identity, which no copy has
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)

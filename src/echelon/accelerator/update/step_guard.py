@@ -1,0 +1,176 @@
+"""Steps of optimizers that were not prepared, but hold parameters of a prepared model: made right and named, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from echelon.accelerator.gradient_state import GradientState
+from echelon.base.errors import UsageError
+from echelon.base.warnings import user_line, warn
+from echelon.distributed.ddp.replica import average_loss
+from echelon.distributed.torch_hooks import Closure, is_in_backward, watch_optimizer_steps
+from echelon.engines.base import Engine
+
+__all__ = ["StepGuard"]
+
+
+class StepGuard:
+    """Sees every optimizer step of the process, and lets those of prepared optimizers, and of other models, pass.
+
+    Args:
+        engine: of the run.
+        models: those that were prepared, as the engine returned them.
+        state: of accumulation.
+        parity: of the run.
+        scaler: of an fp16 run.
+        num_processes: of the run.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        models: Sequence[nn.Module],
+        state: GradientState,
+        parity: str,
+        scaler: torch.amp.GradScaler | None,
+        num_processes: int,
+    ) -> None:
+        self._engine = engine
+        self._models = models
+        self._state = state
+        self._parity = parity
+        self._scaler = scaler
+        self._num_processes = num_processes
+        self.is_stepping = False
+        """Is it a prepared optimizer's step?"""
+        self.unsynced = False
+        """Steps use the gradients of one rank, on purpose."""
+        self._inner: WeakSet[Optimizer] = WeakSet()  # those inside prepared optimizers
+        self._known: WeakKeyDictionary[Optimizer, tuple[list[int], bool]] = WeakKeyDictionary()
+        self._warned: set[int] = set()  # ids of the parameters of optimizers that were named
+        watch_optimizer_steps(self, StepGuard._before_step)
+
+    def note_prepared(self, inner: Optimizer) -> None:
+        """Remember the optimizer that a prepared one steps."""
+        self._inner.add(inner)
+
+    def release(self) -> None:
+        """Forget the optimizers."""
+        self._inner.clear()
+        self._known.clear()
+        self._warned.clear()
+
+    def _before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
+        if not self._models:
+            return None
+        if self.is_stepping:
+            if self._num_processes > 1 and is_in_backward():
+                self._refuse_inside_backward(optimizer)
+            return None
+        if self.unsynced or self._engine.steps_by_itself or not self._holds_parameters(optimizer):
+            return None
+        self._require_steppable(optimizer)
+        self._make_right(optimizer)
+        if closure is None:
+            return None
+
+        def evaluate() -> object:
+            loss = closure()
+            self._make_right(optimizer)
+            return loss if self._num_processes == 1 else average_loss(loss)
+
+        return evaluate
+
+    def _holds_parameters(self, optimizer: Optimizer) -> bool:
+        """Tell whether ``optimizer`` holds a parameter of a prepared model."""
+        ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        looked_up = [len(self._models), *ids]
+        known = self._known.get(optimizer)
+        if known is None or known[0] != looked_up:
+            held = {id(p) for model in self._models for p in model.parameters()}
+            held.update(map(id, self._engine.replaced_parameters()))
+            known = self._known[optimizer] = (looked_up, not held.isdisjoint(ids))
+        return known[1]
+
+    def _require_steppable(self, optimizer: Optimizer) -> None:
+        """Raise where the gradients are not, and cannot be made here, those of the step."""
+        if self._num_processes > 1 and is_in_backward():
+            self._refuse_inside_backward(optimizer)
+        if self._parity != "off":
+            raise UsageError(
+                f"{self._name(optimizer)}: its steps are not left to the end of an update, not counted, and not saved",
+                where=f"step() at {user_line()}, parity={self._parity!r}",
+                do=self._advice(optimizer),
+            )
+        if self._scaler is not None and _holds_scaled_gradients(optimizer, self._scaler):
+            raise UsageError(
+                f"{self._name(optimizer)}: the gradients are still multiplied by the fp16 loss scale "
+                f"({self._scaler.get_scale():g}), and infinite ones would be used",
+                where=f"step() at {user_line()}, mixed_precision='fp16'",
+                do=self._advice(optimizer),
+            )
+
+    def _make_right(self, optimizer: Optimizer) -> None:
+        """Average the gradients that the other ranks have not seen; say so once, and where a step comes too early.
+
+        Collective: where there are some.
+        """
+        is_reduced = self._engine.reduce_gradients(optimizer)
+        is_early = not self._state.sync_gradients
+        if not (is_reduced or is_early):
+            return
+        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if ids <= self._warned:  # one inside the other, too
+            return
+        self._warned |= ids
+        parts = [self._name(optimizer)]
+        if is_early:
+            parts.append(
+                f"its step() is not left to the end of the accumulation window of {self._state.num_steps} micro-steps"
+            )
+        if is_reduced:
+            parts.append(
+                "the gradients of its step() had not been averaged over the ranks, and echelon averages them now, before the step"
+            )
+        if optimizer not in self._inner:
+            parts.append("save_state() does not save its state")
+        warn(f"{': '.join((parts[0], ', and '.join(parts[1:])))}. To mend it, {self._advice(optimizer)}.")
+
+    def _refuse_inside_backward(self, optimizer: Optimizer) -> None:
+        if not self._engine.capabilities.replicates:
+            return  # a sharded parameter gets its gradient when it has been reduced
+        if any(hasattr(p, "_in_backward_optimizers") for group in optimizer.param_groups for p in group["params"]):
+            return  # DDP steps these itself, when it has reduced
+        raise UsageError(
+            f"{type(optimizer).__name__} steps inside the backward pass, in a hook of a parameter, before its gradient is "
+            f"averaged over the {self._num_processes} ranks",
+            where=f"step() at {user_line()}, engine {self._engine.capabilities.name}",
+            do="call step() after backward(), or use engine='fsdp2', which calls such hooks with averaged gradients",
+        )
+
+    def _name(self, optimizer: Optimizer) -> str:
+        kind = type(optimizer).__name__
+        if optimizer in self._inner:
+            return f"{kind} was stepped itself, and not the object that accelerator.prepare() made of it"
+        return f"{kind} was not prepared by this Accelerator, and holds parameters of a model that was"
+
+    def _advice(self, optimizer: Optimizer) -> str:
+        if optimizer in self._inner:
+            return "call step() of what accelerator.prepare() returned for it"
+        return "write optimizer = accelerator.prepare(optimizer), and call step() of what it returns"
+
+
+def _holds_scaled_gradients(optimizer: Optimizer, scaler: torch.amp.GradScaler) -> bool:
+    """Tell whether nobody has divided the gradients of ``optimizer`` by the loss scale since the last backward pass."""
+    if not scaler.is_enabled() or getattr(optimizer, "grad_scale", None) is not None:
+        return False  # a fused one, inside GradScaler.step
+    states: Mapping[int, Mapping[str, Any]] = scaler._per_optimizer_states
+    state = states.get(id(optimizer))
+    return state is None or state["stage"].name == "READY"

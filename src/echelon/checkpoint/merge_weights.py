@@ -1,0 +1,307 @@
+"""Whole weights as plain safetensors, from whatever parts they are stored in, a few megabytes at a time.
+
+No tensor is ever whole in memory, and no process group is needed: what is wanted next is read where it is, and written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import torch
+
+from echelon.base.errors import CheckpointError
+from echelon.checkpoint.manifest import chunk_key, tensors_file
+from echelon.checkpoint.read import Checkpoint
+from echelon.checkpoint.regions import Box
+from echelon.checkpoint.storage import LocalStorage
+from echelon.checkpoint.tensor_file import Stored, read_header, stored_form, write_file
+from echelon.compat.constants import SAFE_MODEL_NAME
+
+__all__ = ["PRECISIONS", "Spread", "Weights", "aliases_of", "weights_in", "weights_of", "write_weights"]
+
+_BLOCK_BYTES = 16 << 20
+_FLOATS: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+PRECISIONS: Mapping[str, str] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+"""What floating-point weights can be converted to, as users and as files name it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """A tensor on disk."""
+
+    kind: str
+    """Its dtype, as safetensors names it."""
+    shape: tuple[int, ...]
+    pieces: Sequence[tuple[Box, Path, int]]
+    """Its boxes, each with the file that holds it, and where in bytes it begins there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """The weights of a model on disk."""
+
+    tensors: Mapping[str, Spread]
+    aliases: Mapping[str, str]
+    """Further names of tensors (tied weights)."""
+
+    def num_bytes(self, kind: str | None = None) -> int:
+        """Return the size of all of them, floating-point ones as ``kind``."""
+        return sum(_num_bytes(tensor, kind) for tensor in self.tensors.values())
+
+
+def weights_of(checkpoint: Checkpoint, prefix: str) -> Weights:
+    """Return the tensors of a checkpoint whose names begin with ``prefix``, by the rest of their names.
+
+    Raises:
+        CheckpointError: a file is damaged, or a dtype has no name that all readers of safetensors know.
+    """
+    headers = _Headers()
+    found: dict[str, Spread] = {}
+    aliases: dict[str, str] = {}
+    first: dict[str, str] = {}
+    tied = checkpoint.manifest.aliases
+    for name in sorted((n for n in checkpoint.names() if n.startswith(prefix)), key=lambda name: (name in tied, name)):
+        stored, short = tied.get(name, name), name.removeprefix(prefix)
+        if first.setdefault(stored, short) != short:
+            aliases[short] = first[stored]
+        else:  # of a tensor that is tied to one of another prefix, this is the first name here
+            found[short] = _spread(checkpoint, stored, headers)
+    return Weights(tensors=found, aliases=aliases)
+
+
+def weights_in(files: Sequence[Path]) -> Weights:
+    """Return the tensors of safetensors files.
+
+    Raises:
+        CheckpointError: one is damaged, or a name is in two of them.
+    """
+    headers = _Headers()
+    found: dict[str, Spread] = {}
+    aliases: dict[str, str] = {}
+    for path in files:
+        header = headers.of(path)
+        twice = found.keys() & header.keys()
+        if twice:
+            raise CheckpointError(f"{sorted(twice)[0]} is in {path} and in another file", do="use another checkpoint")
+        found |= {
+            name: Spread(kind=entry.dtype, shape=entry.shape, pieces=[(Box.whole(entry.shape), path, entry.begin)])
+            for name, entry in header.items()
+        }
+        aliases |= aliases_of(path, header)
+    return Weights(tensors=found, aliases=aliases)
+
+
+def aliases_of(path: Path, names: Mapping[str, Any]) -> dict[str, str]:
+    """Return the further names of tensors that stand in the metadata of a safetensors file, as Accelerate writes them."""
+    with safetensors.safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+    return {name: target for name, target in metadata.items() if target in names and name not in names}
+
+
+def write_weights(
+    weights: Weights,
+    folder: Path,
+    *,
+    max_shard_bytes: int | None = None,
+    kind: str | None = None,
+    name: str = SAFE_MODEL_NAME,
+    tell: Callable[[int], None] = lambda _: None,
+) -> list[Path]:
+    """Write ``weights`` into new files in ``folder``, and return them when they are on the disk.
+
+    Args:
+        weights: what to write.
+        folder: it exists.
+        max_shard_bytes: of tensors in one file; one that is larger has a file of its own. Several files have an index, as
+            transformers reads it. None: one file.
+        kind: convert floating-point tensors to this one of ``PRECISIONS``.
+        name: of the file, without suffix.
+        tell: called with the number of bytes that were written since the last call.
+
+    Raises:
+        CheckpointError: a tensor has values that the ``kind`` cannot hold.
+    """
+    shards = _cut(weights, max_shard_bytes, kind)
+    storage = LocalStorage()
+    files = {
+        f"{name}.safetensors" if len(shards) == 1 else f"{name}-{i:05d}-of-{len(shards):05d}.safetensors": names
+        for i, names in enumerate(shards, start=1)
+    }
+    for file, names in files.items():
+        write_file(storage, folder / file, _stream(weights, names, kind, tell))
+    if len(files) == 1:
+        return [folder / file for file in files]
+    index = {
+        "metadata": {"total_size": weights.num_bytes(kind)},
+        "weight_map": {one: file for file, names in files.items() for one in names},
+    }
+    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    write_file(storage, folder / f"{name}.safetensors.index.json", [text.encode()])
+    return [*(folder / file for file in files), folder / f"{name}.safetensors.index.json"]
+
+
+class _Headers:
+    """The headers of files, each read once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, Mapping[str, Stored]] = {}
+
+    def of(self, path: Path) -> Mapping[str, Stored]:
+        if path not in self._known:
+            storage = LocalStorage()
+            try:
+                handle = storage.open(path)
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read: {error}", do="use another checkpoint") from error
+            try:
+                self._known[path] = read_header(storage, handle, source=str(path))
+            finally:
+                storage.close(handle)
+        return self._known[path]
+
+
+def _spread(checkpoint: Checkpoint, name: str, headers: _Headers) -> Spread:
+    layout = checkpoint.layout(name)
+    kind, extra = stored_form(layout.dtype, ())
+    if extra:
+        raise CheckpointError(
+            f"{name} is of dtype {layout.dtype}, which not all readers of safetensors know",
+            do="convert it in the training script, or load the checkpoint there",
+        )
+    pieces = []
+    for chunk in layout.chunks:
+        path = checkpoint.folder / tensors_file(chunk.rank)
+        entry = headers.of(path).get(chunk_key(name, layout, chunk))
+        if entry is None or (entry.dtype, entry.shape) != (kind, chunk.box.lengths):
+            raise CheckpointError(f"{path} does not hold {name} as the manifest says", do="use another checkpoint")
+        pieces.append((chunk.box, path, entry.begin))
+    return Spread(kind=kind, shape=layout.shape, pieces=pieces)
+
+
+def _cut(weights: Weights, limit: int | None, kind: str | None) -> list[list[str]]:
+    """Deal the names to files, in their order."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in weights.tensors.items():
+        more = _num_bytes(tensor, kind)
+        if limit is not None and shards[-1] and size + more > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += more
+    return shards
+
+
+def _stream(weights: Weights, names: Sequence[str], kind: str | None, tell: Callable[[int], None]) -> Iterator[bytes]:
+    """Yield a safetensors file."""
+    # The widest first: then each tensor starts at a multiple of its element's size.
+    ordered = sorted(names, key=lambda name: (-_width(_kind(weights.tensors[name], kind)), name))
+    aliases = {name: target for name, target in weights.aliases.items() if target in names}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **aliases}}
+    end = 0
+    for name in ordered:
+        tensor = weights.tensors[name]
+        begin, end = end, end + _num_bytes(tensor, kind)
+        header[name] = {"dtype": _kind(tensor, kind), "shape": tensor.shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield struct.pack("<Q", len(text)) + text
+    for name in ordered:
+        tensor = weights.tensors[name]
+        for block in _blocks(tensor):
+            data = _converted(block, name, tensor.kind, _kind(tensor, kind))
+            yield data
+            tell(len(data))
+
+
+def _blocks(tensor: Spread) -> Iterator[np.ndarray[Any, Any]]:
+    """Yield the bytes of a tensor in their order, some at a time."""
+    width = _width(tensor.kind)
+    # A scalar is a row of one.
+    shape = tensor.shape or (1,)
+    pieces = [
+        (box if tensor.shape else Box((0,), (1,)), path, begin) for box, path, begin in tensor.pieces if box.volume
+    ]
+    if not math.prod(shape):
+        return
+    # Cut along the first dimension of which one step fits into a block; every step of those before is taken alone.
+    dim = next(d for d in range(len(shape)) if math.prod(shape[d + 1 :]) * width <= _BLOCK_BYTES)
+    step = max(_BLOCK_BYTES // (math.prod(shape[dim + 1 :]) * width), 1)
+    for lead in product(*map(range, shape[:dim])):
+        for start in range(0, shape[dim], step):
+            lengths = (*(1,) * dim, min(step, shape[dim] - start), *shape[dim + 1 :])
+            slab = Box((*lead, start, *(0,) * (len(shape) - dim - 1)), lengths)
+            yield _slab(slab, pieces, dim, width)
+
+
+def _slab(slab: Box, pieces: Sequence[tuple[Box, Path, int]], dim: int, width: int) -> np.ndarray[Any, Any]:
+    """Return the bytes in ``slab``, of which only dimension ``dim`` and those behind it are longer than 1."""
+    values = np.empty((*slab.lengths[dim:], width), np.uint8)
+    for box, path, begin in pieces:
+        common = box.common(slab)
+        if common is None:
+            continue
+        # In the box, the rows that are wanted are together: what is before them is fixed.
+        inside = common.within(box)
+        row = math.prod(box.lengths[dim + 1 :]) * width
+        first = 0
+        for part, length in zip(inside[: dim + 1], box.lengths):
+            first = first * length + part.start
+        buffer = np.empty((common.lengths[dim], *box.lengths[dim + 1 :], width), np.uint8)
+        _read(path, begin + first * row, buffer.reshape(-1).data)
+        values[common.within(slab)[dim:]] = buffer[(slice(None), *inside[dim + 1 :])]
+    return values
+
+
+def _read(path: Path, offset: int, buffer: memoryview) -> None:
+    storage = LocalStorage()
+    try:
+        handle = storage.open(path)
+        try:
+            storage.read(handle, offset, buffer)
+        finally:
+            storage.close(handle)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}", do="use another checkpoint") from error
+
+
+def _converted(block: np.ndarray[Any, Any], name: str, kind: str, wanted: str) -> bytes:
+    if kind == wanted:
+        return block.tobytes()
+    before = torch.from_numpy(block).reshape(-1).view(_FLOATS[kind])
+    after = before.to(_FLOATS[wanted])
+    if bool((after.isinf() & ~before.isinf()).any()):
+        raise CheckpointError(
+            f"{name} has values that {wanted} cannot hold: the largest is {before.abs().max().item():g}",
+            do="keep its precision, or convert to bf16 or fp32",
+        )
+    return after.view(torch.uint8).numpy().tobytes()
+
+
+def _kind(tensor: Spread, wanted: str | None) -> str:
+    return wanted if wanted is not None and tensor.kind in _FLOATS else tensor.kind
+
+
+def _num_bytes(tensor: Spread, kind: str | None) -> int:
+    return math.prod(tensor.shape) * _width(_kind(tensor, kind))
+
+
+def _width(kind: str) -> int:
+    """Return the bytes of an element: the name of a kind has its bits (``F8_E4M3``)."""
+    bits = re.search(r"\d+", kind)
+    return 1 if bits is None else int(bits[0]) // 8  # BOOL

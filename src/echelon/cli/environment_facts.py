@@ -1,0 +1,321 @@
+"""Facts about an installation and a machine that anybody may see: no secrets, no names of people or hosts."""
+
+from __future__ import annotations
+
+import getpass
+import ipaddress
+import os
+import platform
+import re
+import socket
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path, PurePosixPath
+from subprocess import CalledProcessError
+from types import MappingProxyType
+from typing import Literal, get_args, get_origin
+
+from echelon._version import __version__
+from echelon.base import environ
+from echelon.base.cores import usable_cores
+from echelon.base.device import accelerators, nccl_version
+from echelon.base.errors import ConfigError
+from echelon.compat.machine import convert_bytes, get_driver_version
+from echelon.config.origin import Source
+from echelon.config.resolve import Resolved
+from echelon.config.schema import RunConfig, field_names, field_types
+from echelon.world.environment import detect
+
+__all__ = ["devices", "interfaces", "settings", "starters", "system", "variables", "versions", "without_home"]
+
+Facts = dict[str, str]
+
+# Beside what echelon itself requires, or offers as an extra.
+_PACKAGES = (
+    "accelerate",
+    "lightning",
+    "pytorch-lightning",
+    "torchvision",
+    "triton",
+    "nvidia-nccl-cu12",
+    "nvidia-cudnn-cu12",
+)
+_PREFIXES = (
+    *("ECHELON_", "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "DEEPSPEED_", "DS_", "PYTORCH_", "TORCH_"),
+    *(
+        "TORCHELASTIC_",
+        "TORCHINDUCTOR_",
+        "NCCL_",
+        "RCCL_",
+        "UCC_",
+        "UCX_",
+        "FI_",
+        "GLOO_",
+        "SLURM_",
+        "OMPI_",
+        "PMI_",
+        "PMIX_",
+    ),
+    *("KUBERNETES_", "CUDA_", "HIP_", "ROCR_", "HSA_", "XLA_", "OMP_", "MKL_", "KMP_", "GOMP_"),
+)
+_NAMES = frozenset(
+    {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"}
+)
+_NUMBERS = re.compile(r"[\d,]{1,64}")
+_LEVEL = re.compile("off|version|debug|info|detail|trace|warn|warning|error|critical|abort", re.IGNORECASE)
+# The variables whose values are shown, if they look as they should: nobody keeps a secret in one, unless by mistake.
+_SHOWN = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), _NUMBERS
+        ),
+        **dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"), _NUMBERS),
+        **dict.fromkeys(("SLURM_NNODES", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID"), _NUMBERS),
+        **dict.fromkeys(("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"), _NUMBERS),
+        **dict.fromkeys(("NCCL_DEBUG", "TORCH_DISTRIBUTED_DEBUG", "GLOO_LOG_LEVEL", "ECHELON_LOG_LEVEL"), _LEVEL),
+    }
+)
+# Linux's numbers of hardware, of if_arp.h.
+_KINDS = MappingProxyType(
+    {1: "ethernet", 32: "infiniband", 512: "ppp", 768: "tunnel", 772: "loopback", 65534: "point to point"}
+)
+
+
+def versions() -> Facts:
+    """Return the versions of Python, of echelon, and of the packages that it uses."""
+    build = " ".join([platform.python_implementation(), *platform.python_build(), platform.python_compiler()])
+    found = {
+        "echelon": __version__,
+        "python": f"{platform.python_version()} ({build})",
+        "executable": without_home(sys.executable)
+        + (" (virtual environment)" if sys.prefix != sys.base_prefix else ""),
+    }
+    for name in _packages():
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _packages() -> Sequence[str]:
+    """Return the packages that echelon requires, or that an extra brings, but not those of its developers alone."""
+    try:
+        requirements = metadata.requires("echelon") or []
+    except metadata.PackageNotFoundError:  # run from its source
+        requirements = ["torch", "numpy", "safetensors"]
+    names = [
+        match[0]
+        for text in requirements
+        if not re.search(r"extra == .dev", text) and (match := re.match(r"[\w.-]+", text))
+    ]
+    return list(dict.fromkeys([*names, *_PACKAGES]))
+
+
+def system(root: Path = Path("/")) -> Facts:
+    """Return what the system is, and what it lets a process use.
+
+    Args:
+        root: of the file system.
+    """
+    found = {"system": _system_name(), "kernel": f"{platform.release()} {platform.machine()}"}
+    if any(libc := platform.libc_ver()):
+        found["libc"] = " ".join(libc)
+    found["cpu"] = _cpu_model(root)
+    found["cores"] = f"{os.cpu_count()}, of which {usable_cores(root)} can be used"
+    memory = _memory(root)
+    if memory:
+        found["memory"] = memory
+    limits = {
+        name: text
+        for name in ("memory.max", "memory.high", "cpu.max", "pids.max")
+        if (text := _group_limit(root, name))
+    }
+    if limits:
+        found["cgroup limits"] = ", ".join(f"{name} {text}" for name, text in limits.items())
+    for place in ("dev/shm", "tmp"):
+        if (root / place).is_dir():
+            space = os.statvfs(root / place)
+            sizes = (convert_bytes(space.f_frsize * blocks) for blocks in (space.f_blocks, space.f_bavail))
+            found[f"/{place}"] = "{}, {} free".format(*sizes)
+    if (open_files := _open_files()) is not None:
+        found["open files"] = open_files
+    return found
+
+
+def _system_name() -> str:
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, KeyError):  # no Linux
+        return f"{platform.system()} {platform.mac_ver()[0]}".strip()
+
+
+def _cpu_model(root: Path) -> str:
+    found = re.search(r"^model name\s*:\s*(.+)$", _read(root / "proc/cpuinfo"), re.MULTILINE)
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def _memory(root: Path) -> str:
+    found = dict(re.findall(r"^(\w+):\s+(\d+) kB$", _read(root / "proc/meminfo"), re.MULTILINE))
+    sizes = [convert_bytes(int(found[name]) * 1024) for name in ("MemTotal", "MemAvailable") if name in found]
+    return ", ".join(f"{size}{word}" for size, word in zip(sizes, ("", " available")))
+
+
+def _group_limit(root: Path, name: str) -> str:
+    """Return the tightest limit of the groups that this process is in; empty: none is set, or they are not of version 2."""
+    own = re.search(r"^0::(.*)$", _read(root / "proc/self/cgroup"), re.MULTILINE)
+    path = PurePosixPath(own[1] if own else "/")
+    # A container may see its own group as the root.
+    folders = [root / "sys/fs/cgroup" / str(group).lstrip("/") for group in (path, *path.parents)]
+    limits = [text for folder in folders if (text := _read(folder / name).strip()) and not text.startswith("max")]
+    return min(limits, key=lambda text: int(text.split()[0])) if limits else ""
+
+
+def _open_files() -> str | None:
+    if sys.platform == "win32":
+        return None
+    import resource  # noqa: PLC0415 - not on Windows
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f"{soft}, at most {hard}"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def devices() -> Facts:
+    """Return the accelerators, the backends, and how torch was built."""
+    import torch  # noqa: PLC0415 - `echelon env --help` does not need it
+
+    backends = [name for name in ("nccl", "gloo", "mpi", "ucc", "xccl") if torch.distributed.is_backend_available(name)]
+    built = re.search(r"Build settings: (.*)", torch.__config__.show())
+    built_with = [part for part in built[1].split(", ") if "_FLAGS=" not in part and "/" not in part] if built else []
+    found = {
+        "accelerators": "; ".join(accelerators()) or "none",
+        "driver": _driver(),
+        "CUDA": torch.version.cuda or "",
+        "ROCm": torch.version.hip or "",
+        "NCCL": nccl_version() or "",
+        "backends": ", ".join(backends),
+        "cpu threads": str(torch.get_num_threads()),
+        "cpu capability": torch.backends.cpu.get_cpu_capability(),
+        "torch built with": ", ".join(built_with).strip(", "),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def _driver() -> str:
+    try:
+        return get_driver_version()
+    except (OSError, CalledProcessError, IndexError):  # no NVIDIA GPU here
+        return ""
+
+
+def interfaces(*, with_addresses: bool = False, root: Path = Path("/")) -> Facts:
+    """Return for each network interface its kind, state, and where its addresses are from: loopback, private, public.
+
+    Args:
+        with_addresses: also the addresses themselves.
+        root: of the file system.
+    """
+    import psutil  # noqa: PLC0415 - `echelon env --help` does not need it
+
+    found = {}
+    for name, entries in psutil.net_if_addrs().items():
+        folder = root / "sys/class/net" / name
+        number = _read(folder / "type").strip()
+        words = [
+            _KINDS.get(int(number), f"kind {number}") if number else "",
+            *(word for word in ("wireless", "bridge", "bonding", "tun_flags") if (folder / word).exists()),
+            _read(folder / "operstate").strip(),
+        ]
+        speed = _speed(folder)
+        for entry in entries:
+            if entry.family in (socket.AF_INET, socket.AF_INET6):
+                address = ipaddress.ip_address(entry.address.partition("%")[0])
+                words.append(_class_of(address) + (f" {address}" if with_addresses else ""))
+        found[name] = ", ".join(dict.fromkeys(word for word in [*words, speed] if word))
+    return found
+
+
+def _speed(folder: Path) -> str:
+    text = _read(folder / "speed").strip()  # megabits a second; -1, or no file content: unknown
+    return f"{int(text) / 1000:g} Gbit/s" if text.isdigit() else ""
+
+
+def _class_of(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
+    kind = next(
+        (word for word in ("loopback", "link_local", "private") if getattr(address, f"is_{word}")), "public"
+    ).replace("_", "-")
+    return f"IPv{address.version} {kind}"
+
+
+def variables() -> Facts:
+    """Return the variables that steer a run: their names, and the values of a few that are numbers or levels."""
+    found = {}
+    for name, value in sorted(environ.snapshot().items()):
+        if name.startswith(_PREFIXES) or name in _NAMES:
+            pattern = _SHOWN.get(name)
+            found[name] = value if pattern is not None and pattern.fullmatch(value) else "(set)" if value else "(empty)"
+    return found
+
+
+def starters() -> list[str]:
+    """Return what has started this process, or what it runs in."""
+    found = []
+    try:
+        starter = detect().starter
+    except ConfigError as error:  # its text may hold the value of a variable
+        found.append(f"variables that contradict each other ({error.where})")
+    else:
+        found += [] if starter == "single" else [starter]
+    for variable, name in (
+        ("SLURM_JOB_ID", "slurm"),
+        ("KUBERNETES_SERVICE_HOST", "kubernetes"),
+        ("RAY_JOB_ID", "ray"),
+        ("JPY_PARENT_PID", "notebook"),
+        ("COLAB_RELEASE_TAG", "notebook (Colab)"),
+        ("KAGGLE_KERNEL_RUN_TYPE", "notebook (Kaggle)"),
+    ):
+        if environ.get(variable) is not None and name not in found:
+            found.append(name)
+    return found
+
+
+def settings(resolved: Resolved[RunConfig], *, with_addresses: bool = False) -> Facts:
+    """Return the settings that were given, and where; free text (paths, hosts, addresses) is left out.
+
+    Args:
+        resolved: the settings.
+        with_addresses: show text, too.
+    """
+    types, found = field_types(RunConfig), {}
+    for name in field_names(RunConfig):
+        value, origin = getattr(resolved.value, name), resolved.origins[name]
+        if origin.source is Source.DEFAULT:
+            continue
+        is_closed = not isinstance(value, str) or value in _choices(types[name])
+        shown = repr(value) if is_closed or with_addresses else "(text)"
+        found[name] = without_home(f"{shown}  ({origin})")
+    return found
+
+
+def _choices(kinds: Sequence[object]) -> set[object]:
+    return {choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)}
+
+
+def without_home(text: str) -> str:
+    """Return ``text`` with ``~`` for this user's home, and without his name in other paths."""
+    homes = {str(Path.home()), str(Path.home().resolve())} - {"/"}
+    for home in sorted(homes, key=len, reverse=True):
+        text = re.sub(rf"(?<![\w.~-]){re.escape(home)}(?![\w.-])", "~", text)
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container may run under a number that has no name
+        return text
+    return re.sub(rf"(?<=/){re.escape(user)}(?=/|$)", "USER", text)

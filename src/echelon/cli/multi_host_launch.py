@@ -1,0 +1,153 @@
+"""A run on the machines of a hostfile, or of ``--include``: which they are, and the command line that each of them gets."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+import click
+
+from echelon.base.errors import ConfigError
+from echelon.cli.launch_options import ARGV
+from echelon.config.origin import Source
+from echelon.config.resolve import Resolved
+from echelon.config.schema import RunConfig
+from echelon.launch.interrupts import Interrupts
+from echelon.launch.local.slots import is_this_machine
+from echelon.launch.multinode.job_token import find_token
+from echelon.launch.ssh.hostfile import Host, excluding, included, including, read_hostfile
+from echelon.launch.ssh.ssh_launcher import run_on_hosts
+
+__all__ = ["hosts_of", "run_on_other_machines"]
+
+# The flags that say which machines there are: each machine is told its own place instead.
+_REPLACED = frozenset(
+    {"deepspeed_hostfile", "deepspeed_inclusion_filter", "deepspeed_exclusion_filter", "deepspeed_multinode_launcher"}
+    | {"num_machines", "machine_rank"}
+)
+_HOSTFILE, _INCLUDE, _EXCLUDE = "deepspeed_hostfile", "deepspeed_inclusion_filter", "deepspeed_exclusion_filter"
+_LAUNCHER = "deepspeed_multinode_launcher"
+_BY_SSH = frozenset({"pdsh", "ssh"})
+_OF_CLUSTERS = frozenset({"openmpi", "mpich", "impi", "mvapich", "slurm"})
+
+
+def run_on_other_machines(ctx: click.Context, resolved: Resolved[RunConfig], interrupts: Interrupts) -> int | None:
+    """Start the run on the machines that the settings name; return its exit code. None: it is for this machine to run.
+
+    Raises:
+        ConfigError: the hostfile or the filters are wrong, or contradict other settings.
+        LaunchError: a machine cannot be reached.
+    """
+    hosts = hosts_of(resolved)
+    if hosts is None:
+        return None
+    argv: list[str] = ctx.meta[ARGV]
+    num_after = 1 + len(ctx.params["args"])
+    flags, program = argv[:-num_after], argv[-num_after:]
+    nodes = str(len(hosts))
+    least = (ctx.params["num_machines"] or "").partition(":")  # torchrun's 1:4
+    if least[1]:
+        nodes = f"{least[0]}:{nodes}"
+    common = [*_without(flags, ctx.command.params), "--num_machines", nodes]
+    if len(hosts) > 1 and resolved.value.main_process_ip is None and ctx.params["rdzv_endpoint"] is None:
+        common += ["--main_process_ip", hosts[0].name.rpartition("@")[2]]
+    token = find_token() or secrets.token_hex(32).encode()
+    interrupts.hold()
+    return run_on_hosts(
+        hosts, common, program, token=token, interrupts=interrupts, least=int(least[0]) if least[1] else None
+    )
+
+
+def hosts_of(resolved: Resolved[RunConfig]) -> tuple[Host, ...] | None:
+    """Return the machines that the hostfile and the filters name; None: they name none but this one.
+
+    Also None where this launcher is one of several already: ``--machine_rank``, or DeepSpeed's launcher "standard", say so.
+
+    Raises:
+        ConfigError: the hostfile or the filters are wrong, or contradict other settings.
+    """
+    value, origins = resolved.value, resolved.origins
+    said = [name for name in (_HOSTFILE, _INCLUDE, _EXCLUDE) if getattr(value, name) is not None]
+    launcher = value.deepspeed_multinode_launcher
+    if not said or origins["machine_rank"].source >= Source.ENV or launcher == "standard":
+        return None
+    if _HOSTFILE not in said and all(map(is_this_machine, _names(getattr(value, said[0])))):
+        return None  # accelerators of this machine, which named_slots() reads
+    if launcher is not None and launcher not in _BY_SSH:
+        raise ConfigError(
+            f"machines are not started by {launcher!r}",
+            where=str(origins[_LAUNCHER]),
+            do="leave it out: ssh starts them; or start the script by mpirun or srun itself, whose ranks are recognised"
+            if launcher in _OF_CLUSTERS
+            else "leave it out, or give pdsh (by ssh) or standard (you start each machine yourself)",
+        )
+    if _INCLUDE in said and _EXCLUDE in said:
+        raise ConfigError(
+            "an inclusion and an exclusion filter exclude each other",
+            where=f"{origins[_INCLUDE]}, {origins[_EXCLUDE]}",
+            do="give one of the two",
+        )
+    if value.gpu_ids is not None:
+        raise ConfigError(
+            f"gpu_ids={value.gpu_ids!r} are of one machine, and {said[0]} names several",
+            where=f"{origins['gpu_ids']}, {origins[said[0]]}",
+            do="give --include worker-0:0,1@worker-1:0,1",
+        )
+    return _of_num_machines(_filtered(resolved, said), resolved, has_filter=said != [_HOSTFILE])
+
+
+def _filtered(resolved: Resolved[RunConfig], said: Sequence[str]) -> tuple[Host, ...]:
+    value, where = resolved.value, {name: str(resolved.origins[name]) for name in said}
+    hosts = (
+        None if value.deepspeed_hostfile is None else read_hostfile(value.deepspeed_hostfile, where=where[_HOSTFILE])
+    )
+    if value.deepspeed_inclusion_filter is not None:
+        if hosts is None:
+            return included(value.deepspeed_inclusion_filter, where=where[_INCLUDE])
+        return including(hosts, value.deepspeed_inclusion_filter, where=where[_INCLUDE])
+    if value.deepspeed_exclusion_filter is None:
+        assert hosts is not None, said
+        return hosts
+    if hosts is None:
+        raise ConfigError(
+            f"{value.deepspeed_exclusion_filter}: which machines there are besides is not known",
+            where=where[_EXCLUDE],
+            do="give a --hostfile, or --include",
+        )
+    return excluding(hosts, value.deepspeed_exclusion_filter, where=where[_EXCLUDE])
+
+
+def _of_num_machines(hosts: tuple[Host, ...], resolved: Resolved[RunConfig], *, has_filter: bool) -> tuple[Host, ...]:
+    """Return the first ``num_machines`` of ``hosts``, as DeepSpeed does."""
+    origin, number = resolved.origins["num_machines"], resolved.value.num_machines
+    if origin.source is Source.DEFAULT or number == len(hosts):
+        return hosts
+    # accelerate's file says how many there are; a flag, how many are wanted.
+    if number > len(hosts) or has_filter:
+        raise ConfigError(
+            f"num_machines={number}, and the hostfile and the filters name {len(hosts)}",
+            where=str(origin),
+            do=f"give {len(hosts)}, or leave it out",
+        )
+    return hosts[:number]
+
+
+def _names(text: str) -> list[str]:
+    return [part.partition(":")[0] for part in text.split("@")]
+
+
+def _without(flags: Sequence[str], params: Sequence[click.Parameter]) -> list[str]:
+    """Return the flags without those that are replaced, and their values."""
+    by_name = {name: option for option in params if isinstance(option, click.Option) for name in option.opts}
+    left: list[str] = []
+    i = 0
+    while i < len(flags):
+        name, is_one, _ = flags[i].partition("=")
+        is_long = name.startswith("--")
+        option = by_name.get(name.replace("_", "-") if is_long else name[:2])
+        has_value_after = option is not None and not option.is_flag and not is_one and (is_long or len(name) == 2)
+        entry = flags[i : i + 1 + has_value_after]
+        if (option is None or option.name not in _REPLACED) and entry != ["--"]:
+            left += entry
+        i += len(entry)
+    return left

@@ -1,0 +1,173 @@
+"""Facts about this machine: ports, sizes, the NVIDIA driver, the kernel; under Accelerate's names."""
+
+from __future__ import annotations
+
+import platform
+import re
+import shutil
+import socket
+import subprocess
+from dataclasses import dataclass
+from typing import Any
+
+from echelon.base.versions import at_least
+from echelon.base.warnings import warn
+from echelon.compat.probes import (
+    is_hpu_available,
+    is_mlu_available,
+    is_musa_available,
+    is_neuron_available,
+    is_npu_available,
+    is_sdaa_available,
+    is_xpu_available,
+)
+from echelon.compat.variables import get_int_from_env
+
+__all__ = [
+    "CPUInformation",
+    "check_cuda_fp8_capability",
+    "check_cuda_p2p_ib_support",
+    "check_os_kernel",
+    "convert_bytes",
+    "get_cpu_distributed_information",
+    "get_current_device_type",
+    "get_driver_version",
+    "get_free_port",
+    "get_gpu_info",
+    "get_pretty_name",
+    "is_port_in_use",
+    "merge_dicts",
+]
+
+
+@dataclass
+class CPUInformation:
+    """The place of this process, as MPI or torchrun wrote it into the environment."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+def get_cpu_distributed_information() -> CPUInformation:
+    """Return the place of this process as the environment says it."""
+    return CPUInformation(
+        rank=get_int_from_env(["RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"], 0),
+        world_size=get_int_from_env(["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"], 1),
+        local_rank=get_int_from_env(
+            ["LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK"], 0
+        ),
+        local_world_size=get_int_from_env(
+            ["LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"], 1
+        ),
+    )
+
+
+def get_current_device_type() -> tuple[str, str]:
+    """Return the kind of accelerator and the name of a distributed run on it; ``("cuda", "MULTI_GPU")`` without any."""
+    probes = (
+        ("mlu", is_mlu_available),
+        ("sdaa", is_sdaa_available),
+        ("musa", is_musa_available),
+        ("npu", is_npu_available),
+        ("hpu", is_hpu_available),
+        ("xpu", is_xpu_available),
+        ("neuron", is_neuron_available),
+    )
+    return next(((kind, f"MULTI_{kind.upper()}") for kind, there in probes if there()), ("cuda", "MULTI_GPU"))
+
+
+def is_port_in_use(port: int | None = None) -> bool:
+    """Tell whether something listens on ``port`` (29500) of this machine."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(("127.0.0.1", 29500 if port is None else port)) == 0
+
+
+def get_free_port() -> int:
+    """Return a port of the loopback interface that nothing uses at this moment."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def convert_bytes(size: float) -> str:
+    """Return a size for people, in units of 1024: ``1.5 KB``."""
+    for unit in ("bytes", "KB", "MB", "GB", "TB"):
+        if size < 1024:
+            return f"{round(size, 2)} {unit}"
+        size /= 1024
+    return f"{round(size, 2)} PB"
+
+
+def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
+    """Write ``source`` into ``destination``, dicts in it key by key; also return that."""
+    for key, value in source.items():
+        if isinstance(value, dict):
+            merge_dicts(value, destination.setdefault(key, {}))
+        else:
+            destination[key] = value
+    return destination
+
+
+def get_pretty_name(obj: Any) -> str:
+    """Return the name of a class or function; of another object, that of its class."""
+    named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
+    return str(getattr(named, "__qualname__", None) or named.__name__)
+
+
+def get_gpu_info() -> tuple[list[str], int]:
+    """Return the names of the NVIDIA GPUs and how many there are.
+
+    Raises:
+        FileNotFoundError: there is no nvidia-smi.
+        CalledProcessError: it failed.
+    """
+    names = [line.partition(",")[2].strip() for line in _nvidia_smi("count,name")]
+    return names, len(names)
+
+
+def get_driver_version() -> str:
+    """Return the version of the NVIDIA driver.
+
+    Raises:
+        FileNotFoundError: there is no nvidia-smi.
+        CalledProcessError: it failed.
+    """
+    return _nvidia_smi("driver_version")[0]
+
+
+def check_cuda_p2p_ib_support() -> bool:
+    """Return False where NVIDIA GPUs cannot talk to each other: several RTX 40 with a driver before 550.40.07."""
+    try:
+        names, count = get_gpu_info()
+        if count > 1 and any("RTX 40" in name for name in names):
+            return at_least(get_driver_version(), "550.40.07")
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return True  # no NVIDIA GPU here
+    return True
+
+
+def check_cuda_fp8_capability() -> bool:
+    """Tell whether the first NVIDIA GPU computes in fp8 (compute capability 8.9 or more); False without one."""
+    try:
+        capability = _nvidia_smi("compute_cap")[0]
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return False
+    return tuple(int(part) for part in capability.split(".")) >= (8, 9)
+
+
+def check_os_kernel() -> None:
+    """Warn of a Linux kernel before 5.5, on which processes of a group were seen to hang."""
+    info = platform.uname()
+    match = re.match(r"\d+\.\d+(\.\d+)?", info.release)
+    if info.system == "Linux" and match and not at_least(match[0], "5.5.0"):
+        warn(f"the Linux kernel is {match[0]}: before 5.5.0 processes of a group may hang; upgrade it if yours do")
+
+
+def _nvidia_smi(query: str) -> list[str]:
+    command = shutil.which("nvidia-smi") or "nvidia-smi"
+    output = subprocess.run(
+        [command, f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True, check=True
+    )
+    return output.stdout.strip().splitlines()

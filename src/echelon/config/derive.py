@@ -1,0 +1,243 @@
+"""What follows from the settings of a run, and settings that cannot hold together: for the launcher and ``config explain``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from difflib import get_close_matches
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from echelon.base.errors import ConfigError, MissingExtraError
+from echelon.base.optional import is_available
+from echelon.config.documents import Entry, read
+from echelon.config.key_table import BY_FIELD, KEYS
+from echelon.config.origin import Origin, Source
+from echelon.config.resolve import Resolved
+from echelon.config.schema import RunConfig
+
+__all__ = ["SHARDING", "check", "check_installed", "given", "section_in_use", "settle", "with_engine"]
+
+# Whose settings each engine takes; the first is what its name alone asks for.
+_TAKES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "single": (),
+        "dp": (),
+        "ddp": (),
+        "zero1": (),
+        "fsdp2": ("fsdp", "deepspeed"),
+        "deepspeed": ("deepspeed",),
+    }
+)
+# The section of the settings of each.
+_SECTION = MappingProxyType({"fsdp": "fsdp_config", "deepspeed": "deepspeed_config"})
+_HOW = MappingProxyType(
+    {
+        "fsdp_config": "add --use_fsdp, or distributed_type: FSDP",
+        "deepspeed_config": "add --use_deepspeed, or distributed_type: DEEPSPEED",
+    }
+)
+# What an engine needs that is not there with echelon; the extra has the same name.
+_PACKAGES = MappingProxyType({"deepspeed": "deepspeed"})
+_BY_SHARDING = MappingProxyType({"fsdp": "fsdp2", "deepspeed": "deepspeed"})
+SHARDING = frozenset(_HOW)
+"""The sections that say how the model is sharded: one of them counts."""
+# Fields that a DeepSpeed json says, too, and where.
+_IN_JSON = MappingProxyType(
+    {
+        "zero_stage": "zero_optimization.stage",
+        "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+        "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+        "offload_param_device": "zero_optimization.offload_param.device",
+        "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+        "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+        "gradient_accumulation_steps": "gradient_accumulation_steps",
+        "gradient_clipping": "gradient_clipping",
+    }
+)
+
+
+def given(resolved: Resolved[RunConfig], name: str) -> bool:
+    """Tell whether a file, the environment, a flag or code gave the setting ``name``."""
+    return resolved.origins[name].source > Source.DERIVED
+
+
+def section_in_use(resolved: Resolved[RunConfig]) -> str | None:
+    """Return the section of settings that says how the model is sharded."""
+    return _SECTION.get(resolved.value.sharded_by or "")
+
+
+def settle(resolved: Resolved[RunConfig]) -> Resolved[RunConfig]:
+    """Fill in what follows from what was given; the origin of each such value says from what."""
+    derived: dict[str, tuple[Any, str]] = {}
+    value, origins = resolved.value, resolved.origins
+    if value.engine is not None and value.sharded_by is None and _TAKES.get(value.engine):
+        derived["sharded_by"] = (_TAKES[value.engine][0], f"engine, {origins['engine']}")
+    sharded_by = derived["sharded_by"][0] if "sharded_by" in derived else value.sharded_by
+    if _SECTION.get(sharded_by or "") == "fsdp_config":
+        if "sharded_by" in derived and value.fsdp_version is None:
+            derived["fsdp_version"] = (2, f"engine, {origins['engine']}")
+        if value.fsdp_cpu_ram_efficient_loading is None:
+            derived["fsdp_cpu_ram_efficient_loading"] = (True, "sharded_by: as accelerate's launcher")
+    if not value.use_parallelism_config:
+        layout = [name for name in BY_FIELD if name.startswith("parallelism_config_") and given(resolved, name)]
+        if layout:
+            derived["use_parallelism_config"] = (True, f"{layout[0]}, {origins[layout[0]]}")
+    return Resolved(
+        value=replace(value, **{name: found for name, (found, _) in derived.items()}),
+        origins=MappingProxyType(
+            {**origins, **{name: Origin(Source.DERIVED, f"from {why}") for name, (_, why) in derived.items()}}
+        ),
+        shadowed=resolved.shadowed,
+    )
+
+
+def with_engine(resolved: Resolved[RunConfig]) -> Resolved[RunConfig]:
+    """Fill in the engine that the run will get, to show it; the ranks choose by themselves."""
+    value, origins = resolved.value, resolved.origins
+    if value.engine is not None or value.num_processes is None:
+        return resolved
+    alone = value.num_processes == 1
+    why = "num_processes" if alone or value.sharded_by is None else "sharded_by"
+    engine = "single" if alone else _BY_SHARDING.get(value.sharded_by or "", "ddp")
+    origin = Origin(Source.DERIVED, f"from {why}, {origins[why]}")
+    return replace(resolved, value=replace(value, engine=engine), origins={**origins, "engine": origin})
+
+
+def check(resolved: Resolved[RunConfig], *, world_size: int | None = None) -> None:
+    """Refuse what cannot be given, and settings that cannot hold together; ``resolved``: of ``settle``.
+
+    Args:
+        resolved: the settings.
+        world_size: the number of processes; None: not known yet.
+
+    Raises:
+        ConfigError: it names the settings and their origins.
+    """
+    _check_offered(resolved)
+    _check_engine(resolved)
+    _check_sections(resolved)
+    if section_in_use(resolved) == "deepspeed_config" and resolved.value.deepspeed_config_file is not None:
+        _check_json(resolved, resolved.value.deepspeed_config_file, world_size)
+
+
+def check_installed(resolved: Resolved[RunConfig], script: Path | None) -> None:
+    """Refuse a run whose ranks would all lack the package of its engine.
+
+    Args:
+        resolved: of ``settle``.
+        script: what the ranks run; one that names another engine which takes the same settings is left to them.
+
+    Raises:
+        MissingExtraError: it is not installed here.
+    """
+    value = resolved.value
+    engine = value.engine or _BY_SHARDING.get(value.sharded_by or "", "")
+    package = _PACKAGES.get(engine)
+    if package is None or is_available(package):
+        return
+    others = [name for name, takes in _TAKES.items() if name != engine and value.sharded_by in takes]
+    source = "" if script is None else script.read_text(encoding="utf-8", errors="replace")
+    if any(name in source for name in others):
+        return
+    raise MissingExtraError(
+        f"engine={engine!r} needs the package {package!r}, which is not installed",
+        where=str(resolved.origins["engine" if value.engine else "sharded_by"]),
+        do=" or ".join(
+            [f"pip install 'echelon[{package}]'", *(f"add --engine {name} to do the same by torch" for name in others)]
+        ),
+    )
+
+
+def _check_offered(resolved: Resolved[RunConfig]) -> None:
+    value, origins = resolved.value, resolved.origins
+    if value.fp8_backend not in (None, "AO", "NO"):
+        raise ConfigError(
+            f"fp8_backend={value.fp8_backend!r}: fp8 through other libraries than torchao is not offered",
+            where=str(origins["fp8_backend"]),
+            do="set it to AO, and leave the other settings of fp8 out",
+        )
+    if value.engine is not None and value.engine not in _TAKES:
+        others = {point.name for point in entry_points(group="echelon.engines")}
+        if value.engine not in others:
+            near = get_close_matches(value.engine, [*_TAKES, *others], n=1)
+            raise ConfigError(
+                f"there is no engine {value.engine!r}",
+                where=str(origins["engine"]),
+                do=f"did you mean {near[0]!r}?" if near else f"give one of {', '.join([*_TAKES, *sorted(others)])}",
+            )
+
+
+def _check_engine(resolved: Resolved[RunConfig]) -> None:
+    value, origins = resolved.value, resolved.origins
+    takes = _TAKES.get(value.engine or "")
+    if takes is None or value.sharded_by is None or value.sharded_by in takes:
+        return
+    detail = "sharded_by"
+    if value.zero_stage is not None and section_in_use(resolved) == BY_FIELD["zero_stage"].section:
+        detail = "zero_stage"
+    raise ConfigError(
+        f"{detail}={getattr(value, detail)!r} (from {origins[detail]}) and engine={value.engine!r} (from {origins['engine']}) "
+        "cannot both hold",
+        do=f"leave engine out, or take away what shards the model (sharded_by={value.sharded_by!r}, from {origins['sharded_by']})",
+    )
+
+
+def _check_sections(resolved: Resolved[RunConfig]) -> None:
+    """Refuse settings of a way to shard that this run does not take: they would be ignored."""
+    used = section_in_use(resolved)
+    # Of a choice that lost against a stronger one, which has been told.
+    lost = {_SECTION[str(s.value)] for s in resolved.shadowed if s.name == "sharded_by" and s.value is not None}
+    for key in KEYS:
+        how = _HOW.get(key.section or "")
+        if how is None or key.section in {used, *lost} or key.shared or not given(resolved, key.field):
+            continue
+        # A variable without accelerate's prefix may be somebody else's; and they ask for nothing without ACCELERATE_USE_...
+        if resolved.origins[key.field].source is Source.ENV:
+            continue
+        raise ConfigError(
+            f"{key.field}={getattr(resolved.value, key.field)!r} would have no effect: "
+            + ("the model is not sharded" if used is None else f"the model is sharded by {resolved.value.sharded_by}"),
+            where=str(resolved.origins[key.field]),
+            do=f"{how}, or leave {key.field} out",
+        )
+
+
+def _check_json(resolved: Resolved[RunConfig], path: str, world_size: int | None) -> None:
+    origin = resolved.origins["deepspeed_config_file"]
+    if not Path(path).is_file():
+        raise ConfigError(f"there is no file {path}", where=str(origin), do="check deepspeed_config_file")
+    said = {".".join(entry.keys): entry for entry in read(path)}
+    for name, other in _IN_JSON.items():
+        entry, value = said.get(other), getattr(resolved.value, name)
+        if entry is None or entry.value == "auto" or not given(resolved, name) or _same(entry.value, value):
+            continue
+        raise ConfigError(
+            f"{name}={value!r} (from {resolved.origins[name]}) and {other}={entry.value!r} (from file {entry.place}) "
+            "cannot both hold",
+            do=f'leave one of the two out, or set {other} to "auto" in {path}',
+        )
+    if world_size is not None:
+        _check_batch(said, world_size, str(resolved.origins["num_processes"]))
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    return str(ours).lower() == str(theirs).lower() or (
+        isinstance(ours, (int, float)) and isinstance(theirs, (int, float)) and ours == theirs
+    )
+
+
+def _check_batch(said: Mapping[str, Entry], world_size: int, processes: str) -> None:
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    numbers = {name: said[name] for name in names if name in said and isinstance(said[name].value, int)}
+    if len(numbers) < len(names):
+        return
+    whole, micro, steps = (numbers[name].value for name in names)
+    if whole != micro * steps * world_size:
+        raise ConfigError(
+            f"train_batch_size={whole} (from file {numbers[names[0]].place}) is not train_micro_batch_size_per_gpu={micro} x "
+            f"gradient_accumulation_steps={steps} x {world_size} processes (from {processes}) = {micro * steps * world_size}",
+            do='set train_batch_size to "auto", or make them fit',
+        )

@@ -1,0 +1,417 @@
+"""``parity="exact"``: every batch of the user's loader is one global batch, cut for any number of ranks.
+
+The order of a pass depends on (seed, epoch) only, a position in it is one integer, and nothing is repeated or dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
+
+from echelon.base.errors import UsageError
+from echelon.base.lengths import length_of
+from echelon.base.logging import get_logger
+from echelon.base.protocols import SupportsSetEpoch
+from echelon.base.warnings import warn
+from echelon.data.exact.batch_slices import (
+    Contribution,
+    canonical_contributions,
+    contributions,
+    joined,
+    num_micro_steps,
+)
+from echelon.data.exact.permutation import ExplicitPermutation, FeistelPermutation, Permutation
+from echelon.data.rng.per_sample_rng import Piece
+from echelon.data.sharding.order_check import OrderCheck
+from echelon.data.sharding.sample_order import Order, SeedableRandomSampler
+from echelon.distributed.checks.already_sharded import is_divisible_again
+
+__all__ = ["ExactBatches", "ExactOptions", "GlobalOrder", "OrderKind", "PassPlan", "half_an_update", "make_order"]
+
+OrderKind = Literal["randperm", "feistel"]
+_MANY = 50_000_000
+_logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactOptions:
+    """How the exact modes read."""
+
+    seed: int
+    """Of the run; the same on every rank."""
+    order: OrderKind = "randperm"
+    """How (seed, epoch) gives the order of shuffled data: an explicit permutation, or one without memory."""
+    max_micro_batch_size: int | None = None
+    """Samples of one rank in one forward pass; None: as many as there are."""
+    replays: bool = False
+    """Reach a position in iterable data without state by reading everything before it again."""
+    canonical_shards: int | None = None
+    """Into how many shards an update is cut, whoever computes them (bitwise); None: as the ranks need it (exact)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassPlan:
+    """What a pass is for."""
+
+    num_micro_steps: int = 1
+    """Micro-steps of an update, as far as its samples go."""
+    trains: bool = True
+    """It is one of updates: shares are fair. Else an evaluation: results come in the order of the data."""
+
+    def num_micro(
+        self, num_samples: int, batch_size: int | None = None, *, world_size: int, options: ExactOptions
+    ) -> int:
+        """Return the micro-steps of a global batch of ``num_samples``; the loader's have ``batch_size`` (None: any)."""
+        wanted = self.num_micro_steps
+        if options.canonical_shards is not None:
+            return -(-options.canonical_shards // world_size)
+        if not self.trains:  # joined batches: no rank gets more at once than of the user's own, unless one went without
+            largest, usual = (-(-number // world_size) for number in (num_samples, batch_size or num_samples))
+            wanted = max(min(-(-largest // usual), num_samples // world_size), 1)
+        return num_micro_steps(
+            num_samples, world_size=world_size, wanted=wanted, max_micro_batch_size=options.max_micro_batch_size
+        )
+
+    def cut(
+        self, update: range, *, rank: int, world_size: int, batch_size: int | None, options: ExactOptions
+    ) -> Iterator[Contribution]:
+        """Yield what ``rank`` has of a global batch, micro-step by micro-step."""
+        if options.canonical_shards is not None:
+            return canonical_contributions(
+                update,
+                rank=rank,
+                world_size=world_size,
+                num_shards=options.canonical_shards,
+                by_rank=self.trains,
+            )
+        num_micro = self.num_micro(len(update), batch_size, world_size=world_size, options=options)
+        return contributions(update, rank=rank, world_size=world_size, num_micro=num_micro, by_rank=self.trains)
+
+    def joined_size(self, batch_size: int, *, least: int) -> int:
+        """Return the size of a global batch: in an evaluation, as many of the loader's as have ``least`` samples."""
+        return batch_size if self.trains else batch_size * -(-least // batch_size)
+
+    def num_steps(self, num_samples: int, batch_size: int, *, world_size: int, options: ExactOptions) -> int:
+        """Return the micro-steps of a pass over ``num_samples``."""
+        least = options.canonical_shards or world_size
+        size = self.joined_size(batch_size, least=least)
+        whole, rest = divmod(num_samples, size)
+        if not self.trains and whole and 0 < rest < least:
+            whole, rest = whole - 1, size + rest
+        return sum(
+            count * self.num_micro(number, batch_size, world_size=world_size, options=options)
+            for count, number in ((whole, size), (1, rest))
+            if count and number
+        )
+
+    def num_steps_of_batches(self, num_batches: int, *, world_size: int, options: ExactOptions) -> int:
+        """Return the micro-steps of a pass over batches of unknown size.
+
+        Raises:
+            TypeError: it depends on the size.
+        """
+        if options.canonical_shards is not None and num_batches >= 0:
+            return num_batches * -(-options.canonical_shards // world_size)
+        if num_batches < 0 or (self.trains and self.num_micro_steps > 1) or options.max_micro_batch_size is not None:
+            raise TypeError(
+                "nobody knows the number of micro-steps before the batches are drawn: they have sizes of their own, and are "
+                "cut by gradient_accumulation_steps or max_micro_batch_size"
+            )
+        return num_batches
+
+
+class GlobalOrder(ABC):
+    """The global batches of a pass, from any position on."""
+
+    is_seekable: bool
+    """Is any position found without drawing what comes before it?"""
+    may_join: bool
+    """Were the batches cut by number alone, so that an evaluation may join them?"""
+
+    @abstractmethod
+    def batches(self, epoch: int, start: int) -> Iterator[tuple[range, Sequence[int]]]:
+        """Yield (positions, indices) of each global batch of pass ``epoch`` from position ``start`` on.
+
+        Collective: where the order is drawn by a sampler of the user's.
+        """
+
+    @abstractmethod
+    def num_samples(self) -> int:
+        """Return the samples of a pass, without those of a last batch that is dropped; -1 when nobody knows."""
+
+    @abstractmethod
+    def num_batches(self) -> int:
+        """Return the global batches of a pass; -1 when nobody knows."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any] | None:
+        """Return what the order of the pass begun last was drawn from, beside (seed, epoch)."""
+
+    @abstractmethod
+    def pin(self, state: dict[str, Any] | None) -> None:
+        """Let the next pass have the order of the one that ``state`` is of."""
+
+
+def make_order(
+    batches: Any, dataset: Any, options: ExactOptions, *, alone: bool, check: OrderCheck | None = None
+) -> GlobalOrder:
+    """Return the order that the user's batch sampler means.
+
+    Args:
+        batches: it.
+        dataset: what it draws from.
+        options: the seed and the kind of permutation.
+        alone: one process draws for itself.
+        check: looks at the first draw of a sampler of the user's.
+    """
+    if type(batches) is BatchSampler:
+        sampler: Any = batches.sampler
+        if is_divisible_again(sampler):  # cut for the ranks; its whole order is (its own seed, epoch) only
+            whole = replace(options, seed=sampler.seed) if sampler.shuffle else None
+            return _FormulaOrder(sampler.dataset, batches.batch_size, batches.drop_last, whole)
+        shuffles = isinstance(sampler, RandomSampler) and not sampler.replacement and sampler._num_samples is None
+        if type(sampler) is SequentialSampler or (type(sampler) in (RandomSampler, SeedableRandomSampler) and shuffles):
+            return _FormulaOrder(
+                sampler.data_source, batches.batch_size, batches.drop_last, options if shuffles else None
+            )
+    return _DrawnOrder(Order(batches, seed=options.seed, seedable=True, alone=alone, check=check), dataset)
+
+
+class _FormulaOrder(GlobalOrder):
+    """In sequence, or ``randperm(n, generator=Generator().manual_seed(seed + epoch))``: any position is a seek away."""
+
+    is_seekable = True
+    may_join = True
+
+    def __init__(self, data: Any, batch_size: int, drop_last: bool, options: ExactOptions | None) -> None:
+        self._data = data
+        self._num_samples = len(data)
+        self._batch_size = batch_size
+        self._drop_last = drop_last
+        self._options = options
+        self._held: tuple[int, Permutation] | None = None
+        if options is not None and options.order == "randperm" and self._num_samples >= _MANY:
+            _logger.log(
+                logging.INFO,
+                "%d samples are shuffled by an explicit permutation (%.1f GB a process): order='feistel' needs no memory "
+                "and seeks at once",
+                self._num_samples,
+                4 * self._num_samples / 1e9,
+            )
+
+    def batches(self, epoch: int, start: int) -> Iterator[tuple[range, Sequence[int]]]:
+        if len(self._data) != self._num_samples:
+            raise UsageError(
+                f"the dataset had {self._num_samples} samples when its loader was prepared, and has {len(self._data)} now",
+                where="the prepared DataLoader, parity='exact'",
+                do="prepare a new loader when the data changes",
+            )
+        size = self._batch_size
+        block = max(size, 4096 - 4096 % size)
+        permutation = self._permutation(epoch)
+        for first in range(start, self._num_samples, block):
+            positions = range(first, min(first + block, self._num_samples))
+            indices = positions if permutation is None else permutation.indices(positions)
+            for at in range(0, len(positions), size):
+                batch = positions[at : at + size]
+                if len(batch) < size and self._drop_last:
+                    return
+                found = indices[at : at + size]
+                yield batch, found.tolist() if isinstance(found, torch.Tensor) else found
+
+    def _permutation(self, epoch: int) -> Permutation | None:
+        if self._options is None:
+            return None
+        if self._held is None or self._held[0] != epoch:
+            kind = FeistelPermutation if self._options.order == "feistel" else ExplicitPermutation
+            self._held = (epoch, kind(self._num_samples, self._options.seed, epoch))
+        return self._held[1]
+
+    def num_samples(self) -> int:
+        return self._num_samples - (self._num_samples % self._batch_size if self._drop_last else 0)
+
+    def num_batches(self) -> int:
+        return -(-self.num_samples() // self._batch_size)
+
+    def state(self) -> dict[str, Any] | None:
+        return None
+
+    def pin(self, state: dict[str, Any] | None) -> None:
+        assert state is None, state
+
+
+class _DrawnOrder(GlobalOrder):
+    """What a sampler or batch sampler of the user's draws on rank zero; a position is found by counting."""
+
+    is_seekable = False
+
+    def __init__(self, order: Order, dataset: Any) -> None:
+        self._order = order
+        self.may_join = type(order.batches) is BatchSampler
+        self._dataset = dataset
+        self._may_repeat = bool(getattr(order.sampler, "replacement", False))
+
+    def batches(self, epoch: int, start: int) -> Iterator[tuple[range, Sequence[int]]]:
+        self._order.begin()
+        for owner in (self._order.batches, getattr(self._order.batches, "sampler", None)):
+            if isinstance(owner, SupportsSetEpoch):
+                owner.set_epoch(epoch)
+        position, num_samples = 0, length_of(self._dataset)
+        seen = torch.zeros(0 if self._may_repeat else max(num_samples, 0), dtype=torch.bool)
+        num_repeated = 0
+        for batch in self._order.batches:
+            update = range(position, position + len(batch))
+            position = update.stop
+            if num_samples >= 0 and _are_integers(batch):
+                _check_indices(batch, num_samples)
+                if not self._may_repeat:
+                    num_repeated += len(batch) - len(set(batch)) + int(seen[list(set(batch))].sum())
+                    seen[batch] = True
+            if update.start >= start and batch:
+                yield update, batch
+        if num_repeated:
+            warn(
+                f"the sampler gave {num_repeated} of {position} samples again in one pass, so the data is not used equally "
+                "(set replacement=True on the sampler if that is meant)"
+            )
+
+    def num_samples(self) -> int:
+        batches = self._order.batches
+        num_samples = length_of(batches.sampler) if type(batches) is BatchSampler else -1
+        return num_samples - (num_samples % batches.batch_size if num_samples > 0 and batches.drop_last else 0)
+
+    def num_batches(self) -> int:
+        return length_of(self._order.batches)
+
+    def state(self) -> dict[str, Any] | None:
+        return self._order.state()
+
+    def pin(self, state: dict[str, Any] | None) -> None:
+        self._order.pin(state)
+
+
+def _are_integers(batch: Sequence[Any]) -> bool:
+    return all(type(index) is int for index in batch)
+
+
+def _check_indices(batch: Sequence[int], num_samples: int) -> None:
+    for index in (min(batch), max(batch)) if batch else ():
+        if not 0 <= index < num_samples:
+            raise UsageError(
+                f"the sampler gave the index {index}, and the dataset has {num_samples} samples",
+                where="the sampler of the prepared DataLoader",
+                do="let it give indices from 0 to len(dataset) - 1",
+            )
+
+
+class ExactBatches(Sampler[Piece]):
+    """The pieces of one rank, one for each micro-step, and (in ``ahead``) the contribution that each of them is."""
+
+    def __init__(
+        self,
+        order: GlobalOrder,
+        *,
+        rank: int,
+        world_size: int,
+        options: ExactOptions,
+        batch_size: int | None,
+        smallest: int | None = None,
+    ) -> None:
+        self.order = order
+        self.rank = rank
+        self.world_size = world_size
+        self.options = options
+        self.batch_size = batch_size
+        """The user's: of all ranks together; None: they have sizes of their own."""
+        self.smallest = options.canonical_shards or smallest or world_size
+        """Batches of an evaluation are joined up to this size, so that no rank goes without."""
+        self.epoch = 0
+        self.start = 0
+        """The position at which the next pass begins."""
+        self.skip = 0
+        """Micro-steps that the next pass leaves out there."""
+        self.plan = PassPlan()
+        """Of the next pass."""
+        self.ahead: deque[Contribution] = deque()
+        """Of the pieces of the pass begun last that were drawn and not yet taken: a loader with workers draws ahead."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next pass."""
+        self.epoch = epoch
+
+    def num_micro(self, num_samples: int, plan: PassPlan) -> int:
+        """Return the micro-steps of a global batch of ``num_samples``."""
+        return plan.num_micro(num_samples, self.batch_size, world_size=self.world_size, options=self.options)
+
+    def num_steps(self, plan: PassPlan) -> int:
+        """Return the micro-steps of a pass.
+
+        Raises:
+            TypeError: nobody knows.
+        """
+        num_samples = self.order.num_samples()
+        if self.batch_size is None or num_samples < 0:
+            return plan.num_steps_of_batches(self.order.num_batches(), world_size=self.world_size, options=self.options)
+        return plan.num_steps(num_samples, self.batch_size, world_size=self.world_size, options=self.options)
+
+    def __len__(self) -> int:
+        return self.num_steps(self.plan)
+
+    def __iter__(self) -> Iterator[Piece]:
+        # Not a generator: a pass that begins within another one has a queue of its own. A loader with workers calls this
+        # twice and reads the second.
+        self.ahead = deque()
+        return self._pieces(self.ahead, self.plan, self.epoch, self.start, self.skip)
+
+    def _pieces(self, ahead: deque[Contribution], plan: PassPlan, epoch: int, start: int, skip: int) -> Iterator[Piece]:
+        left = skip
+        if self.order.is_seekable and self.batch_size is not None:
+            size = plan.joined_size(self.batch_size, least=self.smallest)
+            num_micro = self.num_micro(size, plan)
+            # The last ones may have another size: they are counted below.
+            whole = min(left // num_micro, max((self.order.num_samples() - start) // size - 1, 0))
+            start, left = start + whole * size, left - whole * num_micro
+        for update, indices in self._batches(plan, epoch, start):
+            num_micro = self.num_micro(len(update), plan)
+            if left >= num_micro:
+                left -= num_micro
+                continue
+            if left:
+                raise half_an_update(skip)
+            for one in plan.cut(
+                update,
+                rank=self.rank,
+                world_size=self.world_size,
+                batch_size=self.batch_size,
+                options=self.options,
+            ):
+                ahead.append(one)
+                first = one.samples.start - update.start
+                found = list(indices[first : first + len(one.samples)])
+                yield Piece(found, seed=self.options.seed, epoch=epoch, start=one.samples.start)
+
+    def _batches(self, plan: PassPlan, epoch: int, start: int) -> Iterator[tuple[range, Sequence[int]]]:
+        batches = self.order.batches(epoch, start)
+        if plan.trains or not self.order.may_join:
+            return batches
+        return joined(batches, _join, smallest=self.smallest, size=lambda batch: len(batch[0]))
+
+
+def _join(batch: tuple[range, Sequence[int]], following: tuple[range, Sequence[int]]) -> tuple[range, Sequence[int]]:
+    return range(batch[0].start, following[0].stop), [*batch[1], *following[1]]
+
+
+def half_an_update(num_steps: int) -> UsageError:
+    """Return the error of a pass that is to begin where no update begins."""
+    return UsageError(
+        f"the first {num_steps} micro-steps of a pass are to be skipped, and that is not a whole number of updates",
+        where="skip_first_batches, parity='exact'",
+        do="skip whole updates, or let save_state() and load_state() find the place",
+    )

@@ -1,0 +1,478 @@
+"""Where the micro-batches of one rank come from in the exact modes, for data with an index, streams and dispatch."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    TensorDataset,
+    default_collate,
+    default_convert,
+    get_worker_info,
+)
+
+from echelon.base.errors import UsageError
+from echelon.base.lengths import length_of
+from echelon.base.protocols import SupportsSetEpoch, SupportsStateDict
+from echelon.data.exact.batch_slices import Contribution, LastStep, joined
+from echelon.data.exact.exact_batches import ExactBatches, ExactOptions, PassPlan, half_an_update, make_order
+from echelon.data.rebuild_loader import like
+from echelon.data.rng.per_sample_rng import OF_COLLATE, OF_WORKERS, KeyedCollate, KeyedDataset, draws_of, key_of
+from echelon.data.sharding.batch_source import Source, Steps, batches_of, with_batches
+from echelon.data.sharding.dispatch import SliceFn, dispatch
+from echelon.data.sharding.order_check import OrderCheck
+from echelon.data.sharding.sample_order import Order
+from echelon.data.sharding.sharded_stream import ShowUsersDataset
+from echelon.distributed.checks.data_fingerprint import ColumnFingerprint, sample_fingerprints
+from echelon.distributed.collectives import broadcast
+from echelon.distributed.small_messages import gather_counts
+from echelon.world.world import World
+
+__all__ = ["ExactDispatchSource", "ExactSource", "ExactStreamSource", "IndexedExactSource"]
+
+
+class ExactSource(Source):
+    """A source whose steps are (micro-batch, Contribution), and whose passes begin at any position."""
+
+    order: Order | None = None
+    batch_size: int | None
+    """Of the global batches; None: they have sizes of their own."""
+
+    @abstractmethod
+    def begin(self, plan: PassPlan, *, epoch: int, position: int, resumed: dict[str, Any] | None) -> None:
+        """Say what the next pass is.
+
+        Args:
+            plan: what it is for.
+            epoch: its number.
+            position: the sample at which it begins.
+            resumed: what ``state`` gave when the pass was saved; None: a fresh pass.
+
+        Raises:
+            UsageError: the data cannot begin there.
+        """
+
+    @abstractmethod
+    def state(self, position: int) -> dict[str, Any]:
+        """Return what a pass that is resumed at ``position`` needs beside it and the epoch.
+
+        Args:
+            position: the beginning or the end of the update in hand.
+        """
+
+    @abstractmethod
+    def num_planned(self, plan: PassPlan) -> int:
+        """Return the micro-steps of a whole pass.
+
+        Raises:
+            TypeError: nobody knows.
+        """
+
+    def at_end(self) -> LastStep | None:
+        return None
+
+    def set_even(self, even: bool) -> None:
+        pass  # nothing is ever repeated
+
+    def num_steps(self) -> int:
+        return self.num_planned(PassPlan())
+
+
+class IndexedExactSource(ExactSource):
+    """A loader over a dataset with an index: each rank reads its pieces of every global batch, from any position on.
+
+    Args:
+        loader: the user's.
+        world: whose part to read.
+        options: how to read.
+        num_ranks: who gets what is read, in the end; None: the ranks of ``world``.
+        check: looks at the first draw of a sampler of the user's.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        world: World,
+        options: ExactOptions,
+        num_ranks: int | None = None,
+        check: OrderCheck | None = None,
+    ) -> None:
+        batches = batches_of(loader)
+        if batches is None:
+            raise UsageError(
+                "a loader without batches (batch_size=None) has no global batch that could be cut",
+                where="parity='exact'",
+                do="give the DataLoader a batch_size or a batch_sampler",
+            )
+        order = make_order(batches, loader.dataset, options, alone=world.world_size == 1, check=check)
+        self.batch_size = getattr(batches, "batch_size", None) if order.may_join else None
+        self.batches = ExactBatches(
+            order,
+            rank=world.rank,
+            world_size=world.world_size,
+            options=options,
+            batch_size=self.batch_size if num_ranks is None else None,
+            smallest=num_ranks,
+        )
+        draws_nothing = type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate
+        dataset = loader.dataset if draws_nothing else KeyedDataset(loader.dataset)
+        self.inner = with_batches(loader, self.batches, dataset=dataset)
+        if not draws_nothing and loader.num_workers:
+            self.inner.worker_init_fn = ShowUsersDataset(loader.worker_init_fn)
+        if loader.collate_fn not in (default_collate, default_convert):
+            self.inner.collate_fn = KeyedCollate(loader.collate_fn)
+        self._is_resumed = False
+
+    def begin(self, plan: PassPlan, *, epoch: int, position: int, resumed: dict[str, Any] | None) -> None:
+        batches = self.batches
+        batches.epoch, batches.start, batches.plan = epoch, position, plan
+        if resumed is not None:
+            batches.order.pin(resumed["order"])
+        self._is_resumed = resumed is not None
+
+    def state(self, position: int) -> dict[str, Any]:
+        return {"order": self.batches.order.state()}
+
+    def steps(self, skip: int) -> Steps:
+        self.batches.skip = skip
+        before = torch.get_rng_state()
+        batches = iter(self.inner)
+        ahead = self.batches.ahead
+        if self._is_resumed:  # the pass drew the seed of its workers when it began, before it was saved
+            torch.set_rng_state(before)
+        for batch in batches:
+            yield batch, ahead.popleft()
+
+    def num_planned(self, plan: PassPlan) -> int:
+        return self.batches.num_steps(plan)
+
+    def lengths(self) -> tuple[int, int]:
+        """Return the samples and the global batches of a pass; -1 when nobody knows."""
+        return self.batches.order.num_samples(), self.batches.order.num_batches()
+
+
+class _Cut:
+    """How an update of any size is cut for this rank; a class, for it travels to loader workers."""
+
+    def __init__(self, world: World, options: ExactOptions, batch_size: int | None) -> None:
+        self.rank, self.world_size = world.rank, world.world_size
+        self.options = options
+        self.batch_size = batch_size
+
+    def __call__(self, num_samples: int, plan: PassPlan) -> Iterator[Contribution]:
+        return plan.cut(
+            range(num_samples),
+            rank=self.rank,
+            world_size=self.world_size,
+            batch_size=self.batch_size,
+            options=self.options,
+        )
+
+    def num_micro(self, num_samples: int, plan: PassPlan) -> int:
+        """Return the micro-steps of a global batch."""
+        return plan.num_micro(num_samples, self.batch_size, world_size=self.world_size, options=self.options)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Read:
+    """A global batch of a stream: what this rank has of it."""
+
+    pieces: list[tuple[Any, Contribution]]
+    """Its micro-batches; in the positions of the batch alone."""
+    state: Any
+    """The dataset's, after these samples and before the next: the loader reads ahead. None: it has none."""
+    columns: dict[str, ColumnFingerprint] | None = None
+    """Of the samples of all ranks, in the first global batch of a pass."""
+
+
+class _Pieces(IterableDataset[Any]):
+    """The pieces of one rank of a stream that every rank reads: one ``_Read`` for each global batch.
+
+    Draws (shuffling, augmentation, masking) depend on (seed, epoch, worker, position), so every rank reads the same, also
+    after a resume, and the stream of dropout does not notice.
+    """
+
+    def __init__(self, loader: DataLoader[Any], cut: _Cut, *, smallest: int) -> None:
+        assert loader.batch_size is not None
+        self.dataset: Any = loader.dataset
+        self.cut = cut
+        self.batch_size: int = loader.batch_size
+        self.drop_last = loader.drop_last
+        self.collate_fn: Callable[[Any], Any] = loader.collate_fn
+        self.smallest = smallest
+        # What the next pass is: number of micro-steps, trains, epoch, position. Workers that outlive a pass see it, too.
+        self._next = torch.tensor([1, 1, 0, 0])
+        if loader.num_workers:
+            self._next.share_memory_()  # type: ignore[no-untyped-call]
+
+    def begin(self, plan: PassPlan, *, epoch: int, position: int) -> None:
+        """Say what the next pass is; it is read from ``position`` on, where the dataset stands."""
+        self._next.copy_(torch.tensor([plan.num_micro_steps, int(plan.trains), epoch, position]))
+
+    def __iter__(self) -> Iterator[_Read]:
+        num_micro_steps, trains, epoch, position = self._next.tolist()
+        plan = PassPlan(num_micro_steps=num_micro_steps, trains=bool(trains))
+        info = get_worker_info()
+        if isinstance(self.dataset, SupportsSetEpoch):
+            self.dataset.set_epoch(epoch)
+        updates = self._updates(epoch, 0 if info is None else info.id, position)
+        if not plan.trains:
+            updates = joined(updates, _join, smallest=self.smallest, size=lambda update: len(update[0]))
+        columns: dict[str, ColumnFingerprint] | None = None
+        for number, (samples, state, key) in enumerate(updates):
+            columns = sample_fingerprints(samples) if number == 0 else None
+            with draws_of(*key, OF_COLLATE):
+                pieces = [
+                    (self.collate_fn(samples[one.samples.start : one.samples.stop]), one)
+                    for one in self.cut(len(samples), plan)
+                ]
+            yield _Read(pieces=pieces, state=state, columns=columns)
+
+    def _updates(self, epoch: int, worker: int, position: int) -> Iterator[tuple[list[Any], Any, tuple[int, ...]]]:
+        """Yield (samples, state after them, key of the draws) of each batch."""
+        source: Iterator[Any] | None = None
+        keeps_state = isinstance(self.dataset, SupportsStateDict) and get_worker_info() is None
+        while True:
+            key = (self.cut.options.seed, epoch, worker, position)
+            with draws_of(*key):
+                source = iter(self.dataset) if source is None else source
+                samples = list(islice(source, self.batch_size))
+            if not samples or (self.drop_last and len(samples) < self.batch_size):
+                return
+            yield samples, self.dataset.state_dict() if keeps_state else None, key
+            position += len(samples)
+
+
+def _join(batch: tuple[list[Any], Any, Any], following: tuple[list[Any], Any, Any]) -> tuple[list[Any], Any, Any]:
+    return [*batch[0], *following[0]], following[1], batch[2]
+
+
+def _as_is(read: _Read) -> _Read:
+    """Collate nothing: that is done."""
+    return read
+
+
+class ExactStreamSource(ExactSource):
+    """A loader over an iterable dataset: every rank reads all of it and keeps its pieces of every global batch.
+
+    Args:
+        loader: the user's.
+        world: whose part to keep.
+        options: how to read.
+        num_ranks: who gets what is read, in the end; None: the ranks of ``world``.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], *, world: World, options: ExactOptions, num_ranks: int | None = None
+    ) -> None:
+        self.batch_size = loader.batch_size
+        if self.batch_size is None:
+            raise UsageError(
+                "a loader without a batch size (batch_size=None) has no global batch that could be cut",
+                where="parity='exact'",
+                do="give the DataLoader a batch_size",
+            )
+        self._cut = _Cut(world, options, self.batch_size if num_ranks is None else None)
+        least = options.canonical_shards or num_ranks or world.world_size
+        self._pieces = _Pieces(loader, self._cut, smallest=least)
+        self._drawn_from = loader.generator
+        self._start = self._num_to_replay = 0
+        self._saved: Any = None
+        self._states: dict[int, Any] = {}
+        self._generator_state: torch.Tensor | None = None
+        self.inner = like(
+            loader,
+            self._pieces,
+            kind=DataLoader,
+            batch_size=None,
+            collate_fn=_as_is,
+            generator=torch.Generator(),
+            worker_init_fn=ShowUsersDataset(loader.worker_init_fn) if loader.num_workers else None,
+        )
+
+    def begin(self, plan: PassPlan, *, epoch: int, position: int, resumed: dict[str, Any] | None) -> None:
+        self._start, self._num_to_replay = position, 0
+        self._saved = None if resumed is None else resumed["dataset"]
+        dataset = self._pieces.dataset
+        # The state of a dataset in a loader worker is not to be had.
+        keeps_state = isinstance(dataset, SupportsStateDict) and not self.inner.num_workers
+        if position and keeps_state and self._saved is not None:
+            dataset.load_state_dict(self._saved)
+        elif position and self._cut.options.replays:
+            self._num_to_replay = position
+        elif position:
+            raise UsageError(
+                f"the pass is to go on after {position} samples, and an iterable dataset without state cannot go there",
+                where="parity='exact'",
+                do="give the dataset state_dict() and load_state_dict() and its loader num_workers=0, or let the first "
+                "samples be read again: DataLoaderConfiguration(replay_iterable=True)",
+            )
+        if resumed is None:
+            torch.empty((), dtype=torch.int64).random_(generator=self._drawn_from)  # as every pass of a DataLoader does
+        # From it the loader draws the seed of its workers.
+        self.inner.generator.manual_seed(key_of(self._cut.options.seed, epoch, OF_WORKERS) >> 1)
+        self._pieces.begin(plan, epoch=epoch, position=position - self._num_to_replay)
+        self._agree_generator(None if resumed is None or not self._num_to_replay else resumed["generator"])
+
+    def _agree_generator(self, saved: torch.Tensor | None) -> None:
+        """Give a generator of the dataset's own the state that it had when the pass began. Collective."""
+        generator = getattr(self._pieces.dataset, "generator", None)
+        if not isinstance(generator, torch.Generator):
+            return
+        if saved is not None:
+            generator.set_state(saved)
+        if self._cut.world_size > 1:
+            generator.set_state(broadcast(generator.get_state()))
+        self._generator_state = generator.get_state()
+
+    def state(self, position: int) -> dict[str, Any]:
+        return {"dataset": self._states.get(position), "generator": self._generator_state}
+
+    def steps(self, skip: int) -> Steps:
+        return _after(self._read(), skip)
+
+    def _read(self) -> Iterator[tuple[Any, Contribution]]:
+        position = self._start - self._num_to_replay
+        states = self._states = {self._start: self._saved}
+        first_pass, self.first_pass = self.first_pass, None
+        for read in self.inner:
+            if first_pass is not None and read.columns is not None:
+                first_pass.note_stream(read.columns)
+                first_pass = None
+            end = position + len(read.pieces[0][1].update)
+            if position >= self._start:
+                states[end] = read.state
+                if len(states) > 3:  # the ends of the update in hand, and of the one that is read ahead
+                    del states[next(iter(states))]
+                for batch, one in read.pieces:
+                    yield batch, one.shifted(position)
+            position = end
+
+    def num_planned(self, plan: PassPlan) -> int:
+        num_samples, _ = self.lengths()
+        if num_samples < 0:
+            raise TypeError(f"object of type {type(self._pieces.dataset).__name__} has no len()")
+        assert self.batch_size is not None
+        cut = self._cut
+        return plan.num_steps(num_samples, self.batch_size, world_size=cut.world_size, options=cut.options)
+
+    def lengths(self) -> tuple[int, int]:
+        """Return the samples and the global batches of a pass; -1 when nobody knows."""
+        num_samples, size = length_of(self._pieces.dataset), self._pieces.batch_size
+        if num_samples < 0:
+            return -1, -1
+        num_samples -= num_samples % size if self._pieces.drop_last else 0
+        return num_samples, -(-num_samples // size)
+
+
+class ExactDispatchSource(ExactSource):
+    """A loader that rank zero alone reads: it gives each rank its pieces of every global batch.
+
+    Collective: making one.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        world: World,
+        options: ExactOptions,
+        slice_fn: SliceFn | None,
+        device: torch.device | None,
+        non_blocking: bool,
+    ) -> None:
+        self.inner = loader
+        self._world = world
+        self._slice_fn = slice_fn
+        self._device = device
+        self._non_blocking = non_blocking
+        self._reader: ExactSource | None = None
+        self._start = 0
+        self._plan = PassPlan()
+        self._reading: Callable[[], Iterator[Any]] | None = None
+        facts = (-1, -1, -1, -1)
+        if world.is_rank_zero:
+            whole = replace(options, max_micro_batch_size=None, canonical_shards=None)
+            least = options.canonical_shards or world.world_size
+            alone = replace(world, rank=0, world_size=1)
+            is_iterable = isinstance(loader.dataset, IterableDataset)
+            kind = ExactStreamSource if is_iterable else IndexedExactSource
+            reader = kind(loader, world=alone, options=whole, num_ranks=least)
+            self._reader, self.inner = reader, reader.inner
+            size = reader.batch_size
+            facts = (length_of(loader.dataset), *reader.lengths(), -1 if size is None else size)
+        of_rank_zero = (counts[0] for counts in gather_counts(*facts))
+        self.total_samples, self._num_samples, self._num_batches, batch_size = of_rank_zero
+        """Of rank zero's dataset, and in a pass; -1 when nobody knows."""
+        self.batch_size = None if batch_size < 0 else batch_size
+        self._cut = _Cut(world, options, self.batch_size)
+
+    def begin(self, plan: PassPlan, *, epoch: int, position: int, resumed: dict[str, Any] | None) -> None:
+        self._plan = plan
+        self._start = position
+        reader = self._reader
+        if reader is None:
+            return
+
+        def read() -> Iterator[Any]:  # begun where the other ranks learn that it fails
+            reader.begin(PassPlan(trains=plan.trains), epoch=epoch, position=position, resumed=resumed)
+            return (batch for batch, _ in reader.steps(0))
+
+        self._reading = read
+
+    def state(self, position: int) -> dict[str, Any]:
+        return {} if self._reader is None else self._reader.state(position)
+
+    def steps(self, skip: int) -> Steps:
+        return _after(self._read(), skip)
+
+    def _read(self) -> Iterator[tuple[Any, Contribution]]:
+        position, plan = self._start, self._plan
+        world = self._world
+        for batch, one in dispatch(
+            None if self._reading is None else _lazily(self._reading),
+            rank=world.rank,
+            world_size=world.world_size,
+            split=True,
+            even=False,
+            drop_last=False,
+            slice_fn=self._slice_fn,
+            device=self._device,
+            non_blocking=self._non_blocking,
+            pieces=lambda num_samples: self._cut(num_samples, plan),
+        ):
+            assert isinstance(one, Contribution), one
+            yield batch, one.shifted(position)
+            position += len(one.update) if one.ends_update else 0
+
+    def num_planned(self, plan: PassPlan) -> int:
+        if self.batch_size is None or self._num_samples < 0:
+            return plan.num_steps_of_batches(
+                self._num_batches, world_size=self._cut.world_size, options=self._cut.options
+            )
+        return plan.num_steps(
+            self._num_samples, self.batch_size, world_size=self._world.world_size, options=self._cut.options
+        )
+
+
+def _lazily(begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    yield from begin()
+
+
+def _after(steps: Iterator[tuple[Any, Contribution]], skip: int) -> Iterator[tuple[Any, Contribution]]:
+    """Read the first ``skip`` steps of data without an index, and throw them away."""
+    for number in range(skip):
+        step = next(steps, None)
+        if step is None:
+            return
+        if number == skip - 1 and not step[1].ends_update:
+            raise half_an_update(skip)
+    yield from steps

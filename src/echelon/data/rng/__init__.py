@@ -1,0 +1,1 @@
+"""Random draws of datasets, loaders and their workers."""

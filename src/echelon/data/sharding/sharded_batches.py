@@ -1,0 +1,150 @@
+"""Batches dealt to ranks: whole ones in turn, or each one cut into as many pieces as there are ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import cycle, islice
+from typing import Any
+
+from torch.utils.data import BatchSampler
+
+from echelon.base.errors import UsageError
+from echelon.base.protocols import SupportsSetEpoch
+from echelon.data.exact.batch_slices import LastStep
+from echelon.data.sharding.sample_order import SharedBatches
+
+__all__ = ["DealtBatches"]
+
+
+class DealtBatches(BatchSampler):
+    """The batches of one rank; its arguments are those of Accelerate's ``BatchSamplerShard``.
+
+    Whole batches (``split=False``): rank r gets the batches r, r + W, r + 2 W, ...; the last round is completed with
+    samples from the beginning of the pass if ``even``, else some ranks get none.
+    Split batches: each batch gives every rank a piece; a short last batch is filled in the same way if ``even``, else
+    cut as evenly as it goes.
+
+    Source: accelerate's BatchSamplerShard, but for the even cut (it gives the first ranks all they can take).
+
+    Args:
+        batch_sampler: the batches of all ranks, in one order; its ``batch_size`` is None or missing where they differ.
+        num_processes: the number of ranks.
+        process_index: the rank.
+        split_batches: cut each batch.
+        even_batches: complete the last round.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: Any,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        # BatchSampler's own __init__ is not called: the batches are those of the other one.
+        batch_size: int | None = getattr(batch_sampler, "batch_size", None)
+        if split_batches and (batch_size is None or batch_size % num_processes):
+            raise UsageError(
+                f"split_batches cuts every batch for {num_processes} processes, and batch_size={batch_size} is not divisible",
+                where="DataLoaderConfiguration(split_batches=)",
+                do=f"choose a batch size that is a multiple of {num_processes}, or leave split_batches out",
+            )
+        self.batches = batch_sampler
+        """Of all ranks, in one order."""
+        self.batch_size = batch_size  # type: ignore[assignment]
+        self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.even_batches = even_batches
+        self.split_batches = split_batches
+        self.last_step: LastStep | None = None
+        """Of the pass that was read to its end; None when every rank had a batch of new samples."""
+
+    @property
+    def batch_sampler(self) -> Any:
+        """The user's batch sampler."""
+        return self.batches.batches if isinstance(self.batches, SharedBatches) else self.batches
+
+    @property
+    def sampler(self) -> Any:  # type: ignore[override]
+        """The sampler below it; None when there is none."""
+        return getattr(self.batch_sampler, "sampler", None)
+
+    @property
+    def total_length(self) -> int:
+        """The number of batches of all ranks."""
+        return len(self.batches)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the sampler below."""
+        for owner in (self.batches, getattr(self.batches, "sampler", None)):
+            if isinstance(owner, SupportsSetEpoch):
+                owner.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        total = len(self.batches)
+        if self.split_batches:
+            # A last batch with fewer samples than ranks leaves the last ranks a step short; its size is not known here.
+            return total
+        whole, rest = divmod(total, self.num_processes)
+        if rest == 0 or self.drop_last:
+            return whole
+        return whole + 1 if self.even_batches or self.process_index < rest else whole
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._pieces() if self.split_batches else self._rounds()
+
+    def _rounds(self) -> Iterator[list[int]]:
+        self.last_step = None
+        first: list[list[int]] = []
+        round_: list[list[int]] = []
+        for batch in self.batches:
+            if len(first) < self.num_processes:
+                first.append(batch)
+            round_.append(batch)
+            if len(round_) == self.num_processes and self._is_full(batch):
+                yield round_[self.process_index]
+                round_ = []
+        if not round_ or (self.drop_last and len(round_) < self.num_processes):
+            return
+        real = [len(batch) for batch in round_] + [0] * (self.num_processes - len(round_))
+        if self.even_batches:
+            round_ = self._fill(round_, first)
+        self.last_step = LastStep([len(batch) for batch in round_] + [0] * (self.num_processes - len(round_)), real)
+        if self.process_index < len(round_):
+            yield round_[self.process_index]
+
+    def _is_full(self, batch: list[int]) -> bool:
+        return self.batch_size is None or len(batch) == self.batch_size
+
+    def _fill(self, round_: list[list[int]], first: list[list[int]]) -> list[list[int]]:
+        """Complete the last round with samples (or, without a batch size, whole batches) from the beginning."""
+        if self.batch_size is None:
+            return [*round_, *islice(cycle(first), self.num_processes - len(round_))]
+        again = cycle([index for batch in first for index in batch])
+        filled = [[*batch, *islice(again, self.batch_size - len(batch))] for batch in round_]
+        return filled + [list(islice(again, self.batch_size)) for _ in range(self.num_processes - len(round_))]
+
+    def _pieces(self) -> Iterator[list[int]]:
+        assert self.batch_size is not None
+        self.last_step = None
+        ranks = range(self.num_processes)
+        piece = self.batch_size // self.num_processes
+        first: list[int] = []
+        for batch in self.batches:
+            first = first or batch
+            if len(batch) == self.batch_size:
+                yield batch[self.process_index * piece : (self.process_index + 1) * piece]
+            elif self.even_batches:
+                filled = [*batch, *islice(cycle(first), self.batch_size - len(batch))]
+                real = [min(max(len(batch) - r * piece, 0), piece) for r in ranks]
+                self.last_step = LastStep([piece] * self.num_processes, real)
+                yield filled[self.process_index * piece : (self.process_index + 1) * piece]
+            else:
+                share, extra = divmod(len(batch), self.num_processes)
+                sizes = [share + (r < extra) for r in ranks]
+                self.last_step = LastStep(sizes, sizes)
+                start = sum(sizes[: self.process_index])
+                if sizes[self.process_index]:
+                    yield batch[start : start + sizes[self.process_index]]

@@ -1,0 +1,258 @@
+"""Samples of an iterable dataset dealt to ranks that all read it: each takes its piece of every global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from echelon.base.errors import UsageError
+from echelon.base.protocols import SupportsSetEpoch
+from echelon.data.batch import num_samples
+from echelon.data.exact.batch_slices import LastStep
+from echelon.data.fork_workers import settle_before_fork
+from echelon.data.rng.per_sample_rng import are_equal_states, rng_states
+from echelon.distributed.checks.data_fingerprint import ColumnFingerprint, sample_fingerprints
+from echelon.distributed.collectives import broadcast
+from echelon.distributed.small_messages import gather_counts
+
+__all__ = ["CollatePiece", "DealtStream", "ShowUsersDataset", "open_like_rank_zero", "read_own_shards"]
+
+Columns = dict[str, ColumnFingerprint]
+
+
+class DealtStream(IterableDataset[Any]):
+    """The pieces of one rank: (list of samples, LastStep or None, columns of all samples or None), one for each step.
+
+    As many samples as all ranks need are read, and each rank keeps its piece. A short rest is completed with samples
+    from the beginning if ``even``, else cut as evenly as it goes, or left out with ``drop_last``.
+
+    With a ``batch_size`` of None the dataset yields batches, and each rank takes one of every ``world_size``.
+
+    Every loader worker deals what it reads, so each may have a rest of its own. The columns are those of the first step:
+    every rank has read the same, unless the dataset divides itself.
+
+    Source: accelerate's IterableDatasetShard, but for the even cut.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int | None,
+        drop_last: bool,
+        rank: int,
+        world_size: int,
+        even: bool,
+        split: bool,
+    ) -> None:
+        if split and (batch_size is None or batch_size % world_size):
+            raise UsageError(
+                f"split_batches cuts every batch for {world_size} processes, and batch_size={batch_size} is not divisible",
+                where="DataLoaderConfiguration(split_batches=)",
+                do=f"choose a batch size that is a multiple of {world_size}, or leave split_batches out",
+            )
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.rank = rank
+        self.world_size = world_size
+        self.even = even
+        self.split = split
+
+    @property
+    def samples_per_step(self) -> int:
+        """What all ranks take in one step: samples, or batches of a dataset that yields batches."""
+        return (self.batch_size or 1) * (1 if self.split else self.world_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the user's dataset, if it wants to know."""
+        if isinstance(self.dataset, SupportsSetEpoch):
+            self.dataset.set_epoch(epoch)
+
+    def num_steps(self) -> int:
+        """Return the number of pieces of this rank.
+
+        Raises:
+            TypeError: the dataset has no length.
+        """
+        whole, rest = divmod(len(self.dataset), self.samples_per_step)
+        if rest == 0 or self.drop_last:
+            return whole
+        return whole + (self.even or self.rank < rest)
+
+    def __iter__(self) -> Iterator[tuple[list[Any], LastStep | None, Columns | None]]:
+        whole, size = self.samples_per_step, self.samples_per_step // self.world_size
+        mine = slice(self.rank * size, (self.rank + 1) * size)
+        first: list[Any] = []
+        samples: list[Any] = []
+        columns: Columns | None = None
+        before = None if get_worker_info() is not None else rng_states()
+        for sample in self.dataset:
+            samples.append(sample)
+            if len(samples) == whole:
+                columns = self._columns(samples, before) if not first else None
+                first = first or samples
+                yield samples[mine], self._facts(samples, whole), columns
+                samples = []
+        if not samples or self.drop_last:
+            return
+        columns = self._columns(samples, before) if not first else None
+        num_real, sizes = len(samples), self._cut(len(samples))
+        # Several loader workers: this may not be the last step of the pass, so every rank must make it.
+        worker = get_worker_info()
+        if self.even or (0 in sizes and worker is not None and worker.num_workers > 1):
+            samples = [*samples, *islice(cycle(first or samples), whole - num_real)]
+            yield samples[mine], self._facts(samples, num_real), columns
+        else:  # a rank without any has an empty piece, which says to its loader that others go on
+            start = sum(sizes[: self.rank])
+            counts = sizes if self.batch_size is not None else _item_sizes(samples, self.world_size)
+            yield samples[start : start + sizes[self.rank]], LastStep(counts, counts), columns
+
+    def _columns(self, samples: list[Any], before: Any) -> Columns:
+        # Ranks draw from streams of their own in the main process: what was drawn may differ.
+        return {} if before is not None and not are_equal_states(before, rng_states()) else sample_fingerprints(samples)
+
+    def _cut(self, num_real: int) -> list[int]:
+        share, extra = divmod(num_real, self.world_size)
+        return [share + (rank < extra) for rank in range(self.world_size)]
+
+    def _facts(self, samples: list[Any], num_real: int) -> LastStep | None:
+        """Describe a step in which every rank has its full piece, of which ``num_real`` samples are new."""
+        size = len(samples) // self.world_size
+        if self.batch_size is None:  # batches of the dataset's own: of any size
+            sizes = _item_sizes(samples, self.world_size)
+            if num_real == self.world_size and len(set(sizes)) == 1:
+                return None
+            return LastStep(sizes, [s if rank < num_real else 0 for rank, s in enumerate(sizes)])
+        if num_real == len(samples):
+            return None
+        real = [min(max(num_real - rank * size, 0), size) for rank in range(self.world_size)]
+        return LastStep([size] * self.world_size, real)
+
+
+def _item_sizes(batches: list[Any], world_size: int) -> list[int]:
+    return [num_samples(batch) or 1 for batch in batches] + [0] * (world_size - len(batches))
+
+
+class CollatePiece:
+    """The user's ``collate_fn`` on the samples of a piece; a class, for it travels to loader workers."""
+
+    def __init__(self, collate_fn: Callable[[Any], Any], *, is_batched: bool) -> None:
+        self.collate_fn = collate_fn
+        self.is_batched = is_batched
+
+    def __call__(
+        self, piece: tuple[list[Any], LastStep | None, Columns | None]
+    ) -> tuple[Any, LastStep | None, Columns | None]:
+        samples, facts, columns = piece
+        if not samples:
+            return None, facts, columns
+        return self.collate_fn(samples[0] if self.is_batched else samples), facts, columns
+
+
+class ShowUsersDataset:
+    """A ``worker_init_fn`` that lets ``get_worker_info().dataset`` be the user's, then calls the user's own."""
+
+    def __init__(self, then: Callable[[int], Any] | None) -> None:
+        self.then = then
+
+    def __call__(self, worker_id: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        ours: Any = info.dataset
+        object.__setattr__(info, "dataset", ours.dataset)  # the class forbids plain assignment
+        if self.then is not None:
+            self.then(worker_id)
+
+
+def open_like_rank_zero(loader: DataLoader[Any], stream: Any) -> Iterator[Any]:
+    """Start a pass in which every rank reads the same samples: generators and worker seeds are those of rank zero.
+
+    Collective: every rank.
+    """
+    generator = getattr(stream.dataset, "generator", None)
+    if isinstance(generator, torch.Generator):
+        generator.set_state(broadcast(generator.get_state()))
+    if loader.num_workers == 0:
+        return iter(loader)
+    # The loader draws the seed of its workers when it starts them. Each rank's own stream goes on by that one draw.
+    source = loader.generator
+    before = torch.get_rng_state() if source is None else source.get_state()
+    _set_state(source, broadcast(before))
+    settle_before_fork()
+    batches = iter(loader)
+    if dist.is_initialized() and dist.get_rank() != 0:
+        _set_state(source, before)
+        torch.empty((), dtype=torch.int64).random_(generator=source)
+    return batches
+
+
+def _set_state(generator: torch.Generator | None, state: torch.Tensor) -> None:
+    if generator is None:
+        torch.set_rng_state(state)
+    else:
+        generator.set_state(state)
+
+
+def read_own_shards(
+    batches: Iterator[Any], *, even: bool, drop_last: bool
+) -> Generator[tuple[Any, LastStep | None], None, bool]:
+    """Read a loader whose dataset has been cut by itself, so that nobody knows how much the other ranks have.
+
+    The ranks tell each other the size of their next batch (a few bytes a step). A rank that has run out repeats its
+    first batch until all have, if ``even``; with ``drop_last`` all end with the first; else each ends by itself.
+
+    Returns:
+        Is this one of the ranks that ended first, while others go on? Of those that end later nobody knows.
+
+    Collective: each step, until a rank has ended.
+
+    Raises:
+        UsageError: a rank has no samples at all, and ``even`` asks it to make steps.
+    """
+    first: Any = _NONE
+    together = True
+    while True:
+        batch = next(batches, _NONE)
+        if first is _NONE:
+            first = batch
+        size = _size(batch)
+        if not together:
+            if batch is _NONE:
+                return False
+            yield batch, LastStep(_others_unknown(size), _others_unknown(size))
+            continue
+        real, again = gather_counts(size, _size(first))
+        if max(real) == 0 or (drop_last and min(real) == 0):
+            return False
+        if min(real) > 0 or not even:
+            together = min(real) > 0
+            if batch is _NONE:
+                return True
+            yield batch, None if len(set(real)) == 1 else LastStep(real, real)
+            continue
+        if min(again) == 0:
+            raise UsageError(
+                f"rank {again.index(0)} has no samples at all in its shards of the dataset, and other ranks have some",
+                do="use DataLoaderConfiguration(dispatch_batches=True), or a dataset without empty shards",
+            )
+        sizes = [have or repeat for have, repeat in zip(real, again)]
+        yield first if batch is _NONE else batch, LastStep(sizes, real)
+
+
+def _size(batch: Any) -> int:
+    return 0 if batch is _NONE else (num_samples(batch) or 1)
+
+
+def _others_unknown(size: int) -> list[int]:
+    """Say that somebody has ended, and this rank has not."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    return [size if other == rank else 0 for other in range(world_size)]
+
+
+_NONE: Any = object()

@@ -1,0 +1,282 @@
+"""One copy of a data set on each machine: its tensors and arrays in memory that all ranks of the machine map."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from echelon.base.errors import DesyncError, SetupError, UsageError
+from echelon.distributed.small_messages import gather_bytes, gather_counts
+from echelon.distributed.tree import rebuild_like
+from echelon.world.world import World
+
+__all__ = ["share_dataset"]
+
+T = TypeVar("T")
+
+_ALIGNMENT = 64
+_MEMORY = Path("/dev/shm")
+
+
+def share_dataset(dataset: T | None) -> T:
+    """Put the columns of ``dataset`` into memory that the ranks of one machine share; other memory is given back.
+
+    Columns are CPU tensors and numpy arrays: in tuples, lists and dicts, and in the attributes of ``dataset`` and of
+    every ``torch.utils.data.Dataset`` in it (``TensorDataset``, ``Subset``, ``ConcatDataset``, ...). Objects, lists and
+    dicts keep their identity, their columns are replaced. Writing to a column is seen by all ranks of the machine.
+
+    Only rank 0 of each machine needs to build the data: the others may give None, and get that rank's object (pickled
+    without its columns).
+
+    Args:
+        dataset: the same on all ranks, or None on all but the first of a machine.
+
+    Returns:
+        ``dataset``, with shared columns.
+
+    Collective: every rank.
+
+    Raises:
+        DesyncError: the ranks of a machine have columns that differ in kind or shape.
+        SetupError: there is not enough shared memory.
+        UsageError: the first rank of a machine has no data.
+    """
+    world = World.current()
+    first = world.rank - world.local_rank
+    if world.world_size == 1:
+        if dataset is None:
+            raise UsageError("share_dataset: there is no data", do="give the data set, at least on local rank 0")
+        return dataset
+    leads = world.rank == first
+    columns: dict[int, _Column] = {}
+    if dataset is not None:
+        _walk(dataset, lambda column: _note(column, columns), set(), is_top=True)
+    wanted = gather_bytes(_describe(columns) if dataset is not None else b"")
+    _check(wanted, gather_counts(first)[0])
+    anybody_waits = b"" in wanted[first : first + world.local_world_size]
+    path = ""
+    try:
+        message, error = b"", None
+        if leads:
+            try:
+                path = _allocate(columns)
+                message = b"F" + os.fsencode(path)
+            except OSError as problem:
+                error, message = problem, b"E" + str(problem).encode()
+        of_first = gather_bytes(message)[first]
+        memory = _map(of_first, wanted[first], error)
+        if leads:
+            _copy(columns, memory)
+        # Everybody has mapped the file before its name goes; the data are there before anybody reads them.
+        skeletons = gather_bytes(_hollow(dataset, columns) if leads and anybody_waits else b"")
+    finally:
+        if path:
+            os.unlink(path)
+    layout = [_Column(*item) for item in json.loads(wanted[first])]
+    views = _views(layout, memory)
+    if dataset is None:
+        # The user's own object, from the user's own process (SECURITY.md).
+        return _put_into(pickle.loads(skeletons[first]), lambda hole: views[hole.number], holes=True)  # type: ignore[no-any-return]
+    by_id = {identity: views[number] for number, identity in enumerate(columns)}
+    return _put_into(dataset, lambda column: by_id[id(column)], holes=False)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    kind: str
+    """``tensor`` or ``array``."""
+    dtype: Any
+    """A name of torch's, or numpy's own description."""
+    shape: list[int]
+    offset: int
+    num_bytes: int
+    value: Any = None
+
+
+class _Hole:
+    """The place of a column in a pickled data set."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def _is_column(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return type(value) is np.ndarray and not value.dtype.hasobject and value.nbytes > 0
+    return (
+        type(value) is torch.Tensor
+        and value.device.type == "cpu"
+        and value.layout == torch.strided
+        and not value.requires_grad
+        and value.numel() > 0
+    )
+
+
+def _children(value: Any, *, is_top: bool) -> list[Any]:
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, Dataset) or (is_top and hasattr(value, "__dict__")):
+        return list(vars(value).values())
+    return []
+
+
+def _walk(value: Any, visit: Callable[[Any], None], seen: set[int], *, is_top: bool) -> None:
+    if _is_column(value):
+        visit(value)
+    elif id(value) not in seen:
+        seen.add(id(value))
+        for child in _children(value, is_top=is_top):
+            _walk(child, visit, seen, is_top=False)
+
+
+def _note(value: Any, columns: dict[int, _Column]) -> None:
+    if id(value) in columns:
+        return
+    end = _end(columns) if columns else 0
+    offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+    if isinstance(value, torch.Tensor):
+        name = str(value.dtype).removeprefix("torch.")
+        column = _Column("tensor", name, list(value.shape), offset, value.numel() * value.element_size(), value)
+    else:
+        column = _Column(
+            "array", np.lib.format.dtype_to_descr(value.dtype), list(value.shape), offset, value.nbytes, value
+        )
+    columns[id(value)] = column
+
+
+def _end(columns: dict[int, _Column]) -> int:
+    last = columns[next(reversed(columns))]
+    return last.offset + last.num_bytes
+
+
+def _describe(columns: dict[int, _Column]) -> bytes:
+    return json.dumps([[c.kind, c.dtype, c.shape, c.offset, c.num_bytes] for c in columns.values()]).encode()
+
+
+def _check(wanted: list[bytes], firsts: list[int]) -> None:
+    """Raise on every rank of every machine alike, so that nobody waits."""
+    for rank, first in enumerate(firsts):
+        if wanted[first] == b"":
+            raise UsageError(
+                f"share_dataset: rank {first}, the first one of its machine, has no data", do="build it there at least"
+            )
+        if wanted[rank] not in (b"", wanted[first]):
+            raise DesyncError(
+                f"share_dataset: ranks {first} and {rank} of one machine have different columns",
+                do="build the same data on every rank of a machine, or give None on all but its first",
+            )
+
+
+def _allocate(columns: dict[int, _Column]) -> str:
+    """Make a file of the size of all columns, in memory where there is such a place; the space is reserved."""
+    size = _end(columns) if columns else 1
+    descriptor, path = tempfile.mkstemp(prefix="echelon-share-", dir=_MEMORY if _MEMORY.is_dir() else None)
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, size)  # too little space is an error here, and would be a SIGBUS later
+        else:
+            os.ftruncate(descriptor, size)
+    except OSError:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(descriptor)
+    return path
+
+
+def _map(of_first: bytes, described: bytes, error: OSError | None) -> torch.Tensor:
+    if of_first[:1] != b"F":
+        raise SetupError(
+            f"share_dataset: no shared memory for the data: {of_first[1:].decode()}",
+            where=str(_MEMORY),
+            do="make /dev/shm larger (docker run --shm-size=...)",
+        ) from error
+    columns = json.loads(described)
+    size = columns[-1][3] + columns[-1][4] if columns else 1
+    return torch.from_file(os.fsdecode(of_first[1:]), shared=True, size=size, dtype=torch.uint8)
+
+
+def _copy(columns: dict[int, _Column], memory: torch.Tensor) -> None:
+    for column, view in zip(columns.values(), _views(list(columns.values()), memory)):
+        if isinstance(view, torch.Tensor):
+            view.copy_(column.value)
+        else:
+            view[...] = column.value
+
+
+def _views(columns: list[_Column], memory: torch.Tensor) -> list[Any]:
+    views: list[Any] = []
+    for column in columns:
+        part = memory[column.offset : column.offset + column.num_bytes]
+        if column.kind == "tensor":
+            views.append(part.view(getattr(torch, column.dtype)).view(column.shape))
+        else:
+            views.append(part.numpy().view(_dtype(column.dtype)).reshape(column.shape))
+    return views
+
+
+def _dtype(description: Any) -> np.dtype[Any]:
+    if isinstance(description, str):
+        return np.dtype(description)
+    return np.dtype([tuple(tuple(p) if isinstance(p, list) else p for p in field) for field in description])
+
+
+def _hollow(dataset: Any, columns: dict[int, _Column]) -> bytes:
+    """Pickle ``dataset`` with holes for its columns."""
+    numbers = {identity: number for number, identity in enumerate(columns)}
+
+    class _Pickler(pickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            return (_Hole, (numbers[id(obj)],)) if id(obj) in numbers else NotImplemented
+
+    with tempfile.SpooledTemporaryFile() as file:
+        _Pickler(file).dump(dataset)
+        file.seek(0)
+        return file.read()
+
+
+def _put_into(value: Any, replacement: Callable[[Any], Any], *, holes: bool) -> Any:
+    return _replace(value, replacement, holes=holes, done={}, is_top=True)
+
+
+def _replace(
+    value: Any, replacement: Callable[[Any], Any], *, holes: bool, done: dict[int, Any], is_top: bool = False
+) -> Any:
+    if isinstance(value, _Hole) if holes else _is_column(value):
+        return replacement(value)
+    if id(value) in done:
+        return done[id(value)]
+    done[id(value)] = value
+
+    def replaced(child: Any) -> Any:
+        return _replace(child, replacement, holes=holes, done=done)
+
+    if isinstance(value, list):
+        value[:] = [replaced(item) for item in value]
+    elif isinstance(value, dict):
+        for key in value:
+            value[key] = replaced(value[key])
+    elif isinstance(value, tuple):
+        items = [replaced(item) for item in value]
+        if any(new is not old for new, old in zip(items, value)):
+            done[id(value)] = rebuild_like(value, items)
+        return done[id(value)]
+    elif isinstance(value, Dataset) or (is_top and hasattr(value, "__dict__")):
+        attributes = vars(value)
+        for name in attributes:
+            attributes[name] = replaced(attributes[name])
+    return value

@@ -1,0 +1,339 @@
+"""Plain loops with DistributedDataParallel: a step on gradients that the other ranks have not seen is a warning, once, at its line."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import weakref
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, final
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from echelon.base.warnings import warn
+from echelon.distributed.checks.unsharded_loader import UnshardedLoaderCheck
+from echelon.distributed.collective_count import num_collectives, num_collectives_of_all_groups
+from echelon.distributed.ddp.replica import BackwardPasses, Replica, Structure
+from echelon.distributed.ddp.sparse_gradients import copy_sparse_gradients
+from echelon.distributed.shard import METRICS
+from echelon.distributed.torch_hooks import Closure, is_in_backward, watch_optimizer_steps
+
+__all__ = ["RawDDPGuard"]
+
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+@final
+class RawDDPGuard:
+    """Sees the DDP models that are made between ``setup()`` and ``cleanup()``, and the optimizer steps.
+
+    Nothing is averaged here, as an Accelerator does: a loop of the user's own may reduce gradients by hand, or train apart for a
+    while on purpose, and a collective that is not in the program can hang it.
+    """
+
+    current: ClassVar[RawDDPGuard | None] = None
+    """Of the open group; the hooks that it stands for are of the whole process."""
+
+    def __init__(self) -> None:
+        group = dist.group.WORLD
+        assert group is not None
+        self._group = weakref.ref(group)
+        self._sights: WeakSet[_Sight] = WeakSet()  # each is kept by the hook on its model
+        self._syncs: WeakSet[_SyncOfBuffers] = WeakSet()
+        self._known: WeakKeyDictionary[Optimizer, tuple[tuple[int, int], list[weakref.ref[_Sight]]]] = (
+            WeakKeyDictionary()
+        )
+        self._loaders = UnshardedLoaderCheck()
+        self._end_steps = watch_optimizer_steps(self, RawDDPGuard._before_step)
+        self._end_models = _watch_models(self)
+
+    @classmethod
+    def begin(cls) -> None:
+        """Watch from now on."""
+        cls.end()
+        cls.current = cls()
+
+    @classmethod
+    def end(cls) -> None:
+        """Watch no more; harmless when nothing is."""
+        guard, cls.current = cls.current, None
+        if guard is not None:
+            guard._end_steps()
+            guard._end_models()
+            guard._loaders.stop()
+            for sight in list(guard._sights):
+                sight.release()
+            for sync in list(guard._syncs):
+                sync.release()
+
+    def note_model(self, wrapper: DistributedDataParallel) -> None:
+        """Watch a model that was just wrapped, and keep DDP from scaling what its sparse gradients share."""
+        if self._is_open() and dist.get_world_size(wrapper.process_group) > 1:
+            copy_sparse_gradients(wrapper.module)
+            for former in [sight for sight in self._sights if sight.is_of(wrapper.module)]:  # it was wrapped anew
+                former.release()
+                self._sights.discard(former)
+            self._sights.add(_Sight(wrapper))
+            if wrapper.broadcast_buffers and next(wrapper.module.buffers(), None) is not None:
+                self._syncs.add(_SyncOfBuffers(wrapper))
+
+    def _before_step(self, optimizer: Optimizer, _closure: Closure | None) -> None:
+        if not self._sights or not self._is_open() or is_in_backward():  # in a hook of DDP, which has reduced
+            return
+        for reference in self._sights_of(optimizer):
+            sight = reference()
+            if sight is not None and sight.judge():
+                self._loaders.look()
+
+    def _is_open(self) -> bool:
+        """Is it still the group of ``begin()``? The user may have ended that by torch's own function."""
+        return dist.is_initialized() and self._group() is dist.group.WORLD
+
+    def _sights_of(self, optimizer: Optimizer) -> list[weakref.ref[_Sight]]:
+        # Looked up again only when there are other models or parameters: a step must not cost a walk over all of them.
+        num_seen = sum(len(sight.ids) for sight in self._sights)
+        count = (num_seen, sum(len(group["params"]) for group in optimizer.param_groups))
+        known = self._known.get(optimizer)
+        if known is None or known[0] != count:
+            ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            found = [weakref.ref(sight) for sight in self._sights if not ids.isdisjoint(sight.ids)]
+            known = self._known[optimizer] = (count, found)
+        return known[1]
+
+
+class _ModelHook(ABC):
+    """A hook that a model's copies do without, and that can be taken off."""
+
+    _handles: list[Any]
+    """Of where it hangs."""
+
+    @abstractmethod
+    def __call__(self, module: Any, inputs: Any) -> None:
+        """Note a forward pass."""
+
+    def __deepcopy__(self, _memo: Any) -> _Unseen:
+        return _Unseen()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Unseen, ()
+
+    def release(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Sight(_ModelHook):
+    """One model under DDP: were the gradients of its last backward pass reduced? It is the hook of its forward passes.
+
+    DDP decides in the forward pass whether the next backward pass reduces.
+    """
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        parameters = [p for p in wrapper.module.parameters() if p.requires_grad]
+        self.ids = frozenset(map(id, parameters))
+        self._wrapper = weakref.ref(wrapper)
+        self._module = weakref.ref(wrapper.module)
+        self._passes = _LastPass()
+        self._structure = Structure(wrapper.module)
+        self._others: list[nn.Parameter] = []
+        """Parameters that do not train, so far; DDP does not know them."""
+        self._late: dict[str, _LastPass] = {}
+        """By name, of those that train since DDP was made."""
+        self._note_others(wrapper)
+        self._will_reduce = False
+        self._is_compiled = False
+        self._is_dirty = False
+        self._is_new = True
+        self._is_prepared = False
+        self._is_done = False
+        handles = [p.register_post_accumulate_grad_hook(self._passes) for p in parameters]
+        self._handles = [wrapper.register_forward_pre_hook(self), *handles]
+
+    def __call__(self, module: Any, inputs: Any) -> None:
+        """Note a forward pass through DDP."""
+        if not torch.is_grad_enabled():
+            return
+        if torch.compiler.is_compiling():
+            self._is_compiled = True  # written, never read: a value that is read in a graph is compiled into it
+        else:
+            self._settle()
+            self._look_for_late(module)
+        if module.require_backward_grad_sync:
+            self._will_reduce = True
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Is ``module`` what DDP has wrapped?"""
+        return self._module() is module
+
+    def _note_others(self, wrapper: DistributedDataParallel) -> None:
+        left_out = wrapper.parameters_to_ignore
+        named = wrapper.module.named_parameters()
+        self._others = [p for name, p in named if id(p) not in self.ids and name not in left_out]
+        self._structure.renew(wrapper.module)
+
+    def _look_for_late(self, wrapper: DistributedDataParallel) -> None:
+        """Watch parameters that were unfrozen, added or replaced: DDP reduces those that trained when it was made."""
+        if self._structure.is_changed:
+            self._note_others(wrapper)
+        if not any(map(_requires_grad, self._others)):
+            return
+        for name, parameter in wrapper.module.named_parameters():
+            if parameter.requires_grad and any(parameter is other for other in self._others):
+                self._late[name] = _LastPass(keeps=True)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._late[name]))
+                self.ids |= {id(parameter)}
+        self._others = [p for p in self._others if not p.requires_grad]
+
+    def judge(self) -> bool:
+        """Warn when a step uses what the other ranks have not seen; return whether it is a model of a plain loop."""
+        wrapper = self._wrapper()
+        if wrapper is None or self._is_prepared:
+            return False
+        if self._is_done:
+            return True
+        if self._is_new:
+            self._is_new = False
+            if any(
+                isinstance(getattr(hook, "__self__", None), Replica) for hook in wrapper._forward_pre_hooks.values()
+            ):
+                self._is_prepared = True  # its engine sees to it
+                self.release()
+                return False
+        self._settle()
+        if self._late and (names := self._late_in_step()):
+            self._is_done = True
+            self.release()
+            more = f" and {len(names) - 3} others" if len(names) > 3 else ""
+            warn(
+                f"this step uses gradients of {type(wrapper.module).__name__} that the other ranks have not seen: those of "
+                f"{', '.join(names[:3])}{more}, which DistributedDataParallel does not know: they were unfrozen, added or replaced "
+                "after it was made, and it does not average them, so the weights of the ranks drift apart. Make it anew after "
+                "the change: model = DistributedDataParallel(model.module)"
+            )
+            return True
+        if not self._is_dirty or self._passes.may_be_reduced_by_hand():
+            return True
+        self._is_done = True
+        self.release()
+        warn(
+            f"this step uses gradients of {type(wrapper.module).__name__} that the other ranks have not seen: its last backward "
+            "pass was not reduced by DistributedDataParallel, and the weights of the ranks drift apart. It was in no_sync(), or "
+            "after a forward pass through the bare module (or an object that holds it), or the second one after one forward pass. "
+            "Forward through the DistributedDataParallel object, and leave no_sync() for the last forward and backward pass "
+            "before step()"
+        )
+        return True
+
+    def _late_in_step(self) -> list[str]:
+        """Return the names of late parameters that got a gradient since the last step which no rank has averaged."""
+        names = [name for name, last in self._late.items() if last.count.is_any and not last.may_be_reduced_by_hand()]
+        for last in self._late.values():
+            last.count.reset()
+        return names
+
+    def _settle(self) -> None:
+        passes = self._passes
+        if passes.count.is_any:
+            # Of several passes after one forward pass, DDP reduces the first. (Those of a compiled one are not told apart.)
+            self._is_dirty = not self._will_reduce or (passes.count.num > 1 and not self._is_compiled)
+            passes.count.reset()
+            self._will_reduce = False
+
+
+class _SyncOfBuffers(_ModelHook):
+    """Counts the collectives that DDP makes between its own forward pass and the module's: in an evaluation they share no result."""
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        self._wrapper = weakref.ref(wrapper)
+        self._before: int | None = None
+        # Before the module's other hooks: one of the user's may share a result.
+        before_module = wrapper.module.register_forward_pre_hook(self, prepend=True)
+        self._handles = [wrapper.register_forward_pre_hook(self), before_module]
+
+    def __call__(self, module: Any, inputs: Any) -> None:
+        """Note a forward pass through DDP, or its module."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        if module is self._wrapper():
+            self._before = num_collectives_of_all_groups()
+        elif self._before is not None:
+            METRICS.ignore((num_collectives_of_all_groups() or 0) - self._before)
+            self._before = None
+
+
+class _Unseen:
+    """What a copy of a model has in the place of a hook."""
+
+    def __call__(self, _wrapper: Any, _inputs: Any) -> None:
+        """Do nothing."""
+
+
+class _LastPass:
+    """Hook of parameters: counts backward passes, and notes of the last one what tells whether its gradients were changed since.
+
+    It must not reach the model (see ``BackwardPasses``).
+    """
+
+    __slots__ = ("_before", "_collectives", "_keeps", "_of", "count")
+
+    def __init__(self, *, keeps: bool = False) -> None:
+        self.count = BackwardPasses()
+        self._collectives: int | None = None
+        self._keeps = keeps
+        self._of: weakref.ref[torch.Tensor] | None = None
+        self._before: torch.Tensor | None = None
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        if not self.count.note():
+            return
+        self._collectives = num_collectives()
+        if self._keeps and parameter.grad is not None and not parameter.grad.is_sparse:
+            self._of, self._before = weakref.ref(parameter), parameter.grad.detach().clone()
+
+    def may_be_reduced_by_hand(self) -> bool:
+        """Tell whether the gradients of the last pass were, perhaps, averaged by the user's own collectives since.
+
+        A logged loss is a collective, too: from then on the first gradient of each pass is kept until the step, and one that is
+        still what it was, cut off at a value, or a multiple of it (clipped by norm, divided), has been averaged with nobody's.
+        """
+        if self._collectives is not None and self._collectives == num_collectives():
+            return False
+        self._keeps = True
+        parameter = None if self._of is None else self._of()
+        before, self._before = self._before, None
+        if parameter is None or before is None or parameter.grad is None or before.numel() < _ENOUGH:
+            return True
+        a, b = before.double().flatten(), parameter.grad.detach().double().flatten()
+        limit = b.abs().max()
+        if torch.equal(a.clamp(-limit, limit), b):  # clipped by value
+            return False
+        likeness = torch.nn.functional.cosine_similarity(a, b, dim=0).abs().item()  # seldom: waits for the device
+        return not likeness > 1 - 1e-9
+
+
+_ENOUGH = 4  # values in which an average of several ranks is no multiple of one rank's by chance
+
+
+def _watch_models(guard: RawDDPGuard) -> Any:
+    """Show ``guard`` each model that is wrapped; return what ends that."""
+    plain, seen_by = DistributedDataParallel.__init__, weakref.ref(guard)
+
+    @functools.wraps(plain)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        found = seen_by()
+        if found is not None and RawDDPGuard.current is found:
+            found.note_model(self)
+
+    def end() -> None:
+        if DistributedDataParallel.__init__ is init:
+            DistributedDataParallel.__init__ = plain  # type: ignore[method-assign]
+
+    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
+    return end

@@ -1,0 +1,383 @@
+"""A model under DistributedDataParallel: have all ranks seen its gradients, and does DDP know its parameters?"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+from torch.nn.parallel import DistributedDataParallel
+
+from echelon.base.errors import DesyncError, UsageError
+from echelon.distributed.monitored_barrier import meet
+from echelon.distributed.small_messages import gather_bytes, gather_counts
+from echelon.distributed.tensor_fingerprint import fingerprint
+from echelon.distributed.torch_hooks import watch_module_changes
+
+__all__ = [
+    "BackwardPasses",
+    "Replica",
+    "Structure",
+    "average_gradients",
+    "average_loss",
+    "require_same_parameters",
+]
+
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+def average_gradients(parameters: Sequence[torch.Tensor]) -> None:
+    """Replace the gradient of each parameter by the mean over the ranks; where no rank has one it stays None.
+
+    Collective: every rank, with the same parameters.
+    """
+    if not parameters:
+        return
+    world_size = dist.get_world_size()
+    device = parameters[0].device
+    present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=device)
+    dist.all_reduce(present, op=dist.ReduceOp.MAX)
+    for parameter, somewhere in zip(parameters, present.tolist()):
+        if not somewhere:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        parameter.grad.div_(world_size)  # before the sum, as DDP does: the same rounding
+        dist.all_reduce(parameter.grad)
+
+
+def average_loss(loss: Any) -> Any:
+    """Return the mean over the ranks of what a closure returned; what is no number stays.
+
+    An optimizer that looks at the loss (LBFGS) must decide alike on all ranks.
+
+    Collective: every rank.
+    """
+    if not isinstance(loss, (torch.Tensor, float)) or (isinstance(loss, torch.Tensor) and loss.numel() != 1):
+        return loss
+    value = loss.detach().clone() if isinstance(loss, torch.Tensor) else torch.tensor(loss, dtype=torch.float64)
+    value.div_(dist.get_world_size())
+    dist.all_reduce(value)
+    return value if isinstance(loss, torch.Tensor) else value.item()
+
+
+def require_same_parameters(module: nn.Module) -> None:
+    """Compare the names, shapes and types of the parameters of ``module``, and which of them train, over the ranks.
+
+    Collective: every rank.
+
+    Raises:
+        DesyncError: a rank has others; the first difference is named.
+    """
+    lines = [
+        f"{name} {list(p.shape)} {p.dtype}, which {'trains' if p.requires_grad else 'is frozen'}"
+        for name, p in module.named_parameters()
+    ]
+    mine = "\n".join(lines).encode()
+    (sums,) = gather_counts(fingerprint(torch.frombuffer(bytearray(mine or b"none"), dtype=torch.uint8)))
+    if len(set(sums)) == 1:
+        return
+    ranks = [theirs.decode().split("\n") for theirs in gather_bytes(mine)]
+    rank = next(rank for rank, theirs in enumerate(ranks) if theirs != ranks[0])
+    count = max(len(ranks[0]), len(ranks[rank]))
+    first, other = (theirs + ["nothing"] * (count - len(theirs)) for theirs in (ranks[0], ranks[rank]))
+    place = next(i for i in range(count) if first[i] != other[i])
+    raise DesyncError(
+        f"the parameters of a prepared model changed, and not alike on all ranks: rank {rank} has {other[place]}, where "
+        f"rank 0 has {first[place]}",
+        do="add, replace, freeze and unfreeze the same parameters on every rank",
+    )
+
+
+class Structure:
+    """Notes that a parameter or a module was set on a module inside ``module``."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules: WeakSet[nn.Module] = WeakSet(module.modules())
+        self.is_changed = False
+        watch_module_changes(self, Structure._note)
+
+    def _note(self, module: nn.Module) -> None:
+        if module in self._modules:
+            self.is_changed = True
+
+    def renew(self, module: nn.Module) -> None:
+        """Begin anew with what is in ``module`` now."""
+        self._modules = WeakSet(module.modules())
+        self.is_changed = False
+
+
+class Replica:
+    """One wrapped model: do its gradients hold something that the other ranks have not seen?
+
+    DDP decides in the forward pass which parameters the next backward pass reduces, once. Backward passes in ``no_sync``,
+    through the bare module, and the second one of two are not reduced; parameters that were added, replaced or unfrozen
+    after DDP was made are not known to it, and one that was frozen is waited for in vain.
+    """
+
+    def __init__(self, wrapper: DistributedDataParallel, *, reduces: bool = True, hooks: Sequence[Any] = ()) -> None:
+        """Watch ``wrapper``.
+
+        Args:
+            wrapper: the model.
+            reduces: DDP is to; False: gradients are left alone, and nothing is missing.
+            hooks: others on the model, to be removed with those of this object.
+        """
+        self.wrapper = wrapper
+        self._reduces = reduces
+        self._all = list(wrapper.module.parameters())
+        self._trained = list(map(_requires_grad, self._all))
+        self.parameters = [p for p in self._all if p.requires_grad]
+        """Those that train."""
+        self.version = 0
+        """Counts the changes of the parameters that were followed."""
+        self.former: list[torch.Tensor] = []
+        """Parameters that the model had, and has no more."""
+        self._structure = Structure(wrapper.module)
+        self._passes = BackwardPasses()  # backward passes since the last settle()
+        self._will_reduce = False  # the forward pass told DDP to reduce in the backward pass that follows
+        self._is_compiled = False
+        self._dirty = False
+        self._is_compared = False  # the parameters were looked at in a forward pass since the last step
+        self._must_prepare = False  # the next backward pass reduces what forward passes in no_sync began
+        self._hooks = [wrapper.register_forward_pre_hook(self._note_forward), *hooks]
+        self._grad_hooks: dict[torch.Tensor, Any] = {}
+        self._watch_gradients()
+
+    def release(self) -> None:
+        """Take the hooks off the user's parameters."""
+        for hook in (*self._hooks, *self._grad_hooks.values()):
+            hook.remove()
+        self._grad_hooks.clear()
+
+    def _watch_gradients(self) -> None:
+        for parameter in self.parameters:
+            if parameter not in self._grad_hooks:
+                self._grad_hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._passes)
+
+    def _note_forward(self, wrapper: nn.Module, _inputs: Any) -> None:
+        # DDP decides here, not in the backward pass: the same condition as its own forward.
+        if not torch.is_grad_enabled():
+            return
+        if not torch.compiler.is_compiling():
+            self.follow()
+            self.settle()
+            self._is_compared = True
+        else:
+            self._is_compiled = True  # written, never read: a value that is read in a graph is compiled into it
+        if self.wrapper.require_backward_grad_sync:
+            self._will_reduce = True
+
+    # ---- the parameters of the model -----------------------------------------------------------------------------------
+
+    def follow_before_step(self) -> None:
+        """Look at the parameters, unless a forward pass has since the last step. Collective: as ``follow``."""
+        if not self._is_compared:
+            self.follow()
+        self._is_compared = False
+
+    def follow(self) -> None:
+        """Make DDP's reducer anew where parameters were added, replaced, removed, frozen or unfrozen; new ones get rank zero's
+        values.
+
+        Collective: where they were.
+
+        Raises:
+            DesyncError: the ranks have changed other parameters.
+            UsageError: an option of DDP that ties it to the parameters with which it was made.
+        """
+        if not self._structure.is_changed and list(map(_requires_grad, self._all)) == self._trained:
+            return
+        module = self.wrapper.module
+        now = list(module.parameters())
+        trained = list(map(_requires_grad, now))
+        is_same = len(now) == len(self._all) and all(map(operator.is_, now, self._all)) and trained == self._trained
+        if not is_same:
+            self._require_rebuildable(now, trained)
+            meet("the first forward pass after the parameters of a prepared model changed")
+            require_same_parameters(module)
+            known, were_trained = set(map(id, self._all)), set(map(id, self.parameters))
+            for parameter in now:
+                if id(parameter) not in known:
+                    dist.broadcast(parameter.data, src=0, group=self.wrapper.process_group)
+            is_there = set(map(id, now))
+            self.former += [p for p in self._all if id(p) not in is_there]
+            self._all, self._trained = now, trained
+            self.version += 1
+            self.parameters = [p for p in now if p.requires_grad]
+            # What a new one has was made by a pass that did not know it.
+            self._dirty |= self._reduces and any(
+                p.grad is not None and id(p) not in were_trained for p in self.parameters
+            )
+            if self._is_compiled and self._passes.is_any:
+                self._distrust_compiled_passes(were_trained)
+            self._watch_gradients()
+            for gone in [p for p in self._grad_hooks if id(p) not in is_there]:
+                self._grad_hooks.pop(gone).remove()
+            if self.parameters:
+                _rebuild_reducer(self.wrapper)
+        self._structure.renew(module)
+
+    def _distrust_compiled_passes(self, were_trained: set[int]) -> None:
+        """A compiled forward pass does not look at the parameters: DDP has reduced by those that it knew, and not all of them.
+
+        Raises:
+            UsageError: one that it still waits for was frozen.
+        """
+        named = self.wrapper.module.named_parameters()
+        frozen = [name for name, p in named if id(p) in were_trained and not p.requires_grad]
+        if frozen or self.wrapper.gradient_as_bucket_view:
+            raise UsageError(
+                f"{', '.join(frozen[:3]) or 'a parameter'}{' and others' if len(frozen) > 3 else ''} changed in a compiled model after "
+                "prepare(): it was frozen, or DDP keeps gradients in its buckets, of which some were reduced and some were not",
+                where="torch.compile and DistributedDataParallel",
+                do="choose what trains before prepare(), or leave torch.compile out (and gradient_as_bucket_view, to unfreeze)",
+            )
+        self.settle()
+        self._dirty = self._reduces
+
+    def _require_rebuildable(self, now: list[nn.Parameter], trained: list[bool]) -> None:
+        wrapper: Any = self.wrapper
+        if not (
+            wrapper._use_python_reducer
+            or wrapper.mixed_precision is not None
+            or getattr(wrapper, "_delay_all_reduce_params", None)
+        ):
+            return
+        before = {id(p): is_trained for p, is_trained in zip(self._all, self._trained)}
+        names = {id(p): name for name, p in wrapper.module.named_parameters()}
+        changed = [names[id(p)] for p, is_trained in zip(now, trained) if before.get(id(p)) is not is_trained]
+        raise UsageError(
+            f"the parameters of a prepared model changed ({', '.join(changed[:3]) or 'some were removed'}), and DDP cannot be told",
+            where="DistributedDataParallel with mixed_precision, delay_all_reduce_named_params or the python reducer",
+            do="change the model before it is prepared, or leave these options out",
+        )
+
+    # ---- its gradients -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def sync_next_backward(self) -> Iterator[None]:
+        """Let the backward pass in the block reduce, as if the forward pass before it had asked for that."""
+        wrapper = self.wrapper
+        before = wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync
+        wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = True
+        self._must_prepare = True
+        if not wrapper.find_unused_parameters:  # else DDP searches the graph of the loss, which is not known yet
+            self.prepare_for_backward([])
+        try:
+            yield
+        finally:
+            wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = before
+            self.settle()
+            self._will_reduce = self._must_prepare = False
+
+    def prepare_for_backward(self, losses: list[torch.Tensor]) -> None:
+        """Do what DDP's forward pass left out in ``no_sync``, where ``sync_next_backward`` asks for it."""
+        if self._must_prepare:
+            self.settle()
+            self.wrapper.reducer.prepare_for_backward(losses)
+            self._must_prepare, self._will_reduce = False, True
+
+    def contribute_zeros(self) -> None:
+        """Take part in the reduction that the forward pass asked for, if no backward pass has."""
+        if self._will_reduce:
+            torch.autograd.backward(self.parameters, [torch.zeros_like(p) for p in self.parameters])
+            self.settle()
+
+    def settle(self) -> None:
+        """After backward passes: were the gradients that they made reduced?"""
+        if not self._passes.is_any:
+            return
+        # Of several passes after one forward pass, DDP reduces the first. (Those of a compiled one are not told apart.)
+        is_second = self._passes.num > 1 and not self._is_compiled
+        self._dirty = self._reduces and (not self._will_reduce or is_second)
+        self._passes.reset()
+        self._will_reduce = False
+
+    def is_dirty(self) -> bool:
+        """Tell whether a gradient holds something that the other ranks have not seen."""
+        self.settle()  # a backward pass that did not go through the engine
+        return self._dirty
+
+    def mark_reduced(self) -> None:
+        """All ranks have seen everything, or it was cleared."""
+        self._dirty = False
+
+
+class BackwardPasses:
+    """Counts backward passes, as a hook that is called for each gradient.
+
+    Such a hook must not reach the wrapper: DDP's reducer keeps the parameters, out of the garbage collector's sight, so
+    that the circle, with the model and the process group, would never be freed.
+    """
+
+    __slots__ = ("_last", "_seen", "is_any", "num")
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.is_any = False
+        self.num = 0
+        """Passes, without those inside the backward of a function (checkpoints of activations make them)."""
+        self._last = -1
+        self._seen: set[int] = set()
+
+    def __call__(self, _parameter: torch.Tensor) -> None:
+        self.note()
+
+    def note(self) -> bool:
+        """Count the pass that runs, unless it was the last one counted; return whether it was counted."""
+        task = torch._C._current_graph_task_id()
+        if task == self._last:
+            return False
+        self.is_any, self._last = True, task
+        if task not in self._seen:
+            self._seen.add(task)
+            self.num += not _is_inside_a_backward()
+        return True
+
+
+_APPLY = torch.autograd.function.BackwardCFunction.apply.__code__
+
+
+def _is_inside_a_backward() -> bool:
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _rebuild_reducer(wrapper: Any) -> None:
+    """Let DDP begin anew with the parameters that its module has now; its options and hooks stay.
+
+    Source: DistributedDataParallel.__setstate__, which does this for a wrapper that was unpickled.
+    """
+    ignored = wrapper.parameters_to_ignore
+    wrapper._module_parameters = [p for name, p in wrapper.module.named_parameters() if name not in ignored]
+    parameters, is_sparse = wrapper._build_params_for_reducer()
+    if not parameters:
+        return
+    names = wrapper._build_debug_param_to_name_mapping(parameters)
+    wrapper._ddp_init_helper(parameters, is_sparse, names, wrapper.static_graph)
+    if wrapper.static_graph:
+        wrapper._static_graph_delay_allreduce_enqueued = False  # the first backward pass finds the graph out
+        wrapper.reducer._set_static_graph()
+        wrapper.logger._set_static_graph()
+    hooks = list(wrapper._comm_hooks)
+    wrapper._comm_hooks.clear()
+    for hook, state in hooks:
+        if isinstance(state, PowerSGDState):  # what it keeps is of the old buckets
+            for kept in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
+                kept.clear()
+        wrapper.register_comm_hook(state, hook)

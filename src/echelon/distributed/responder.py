@@ -1,0 +1,221 @@
+"""A thread that tells the other ranks, when they ask, what this one is doing: its own work may be waiting for them."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import select
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+from torch.distributed.distributed_c10d import _world
+
+from echelon.base.logging import get_logger
+from echelon.distributed.stores import base_of, common_store, store_of
+from echelon.status.call_site import place_of_thread
+
+__all__ = ["WatchedGroups", "Watcher", "all_groups", "begun_collectives", "desk_of"]
+
+WatchedGroups: TypeAlias = Mapping[str, tuple[dist.ProcessGroup, torch.device]]
+"""By a key that is the same on every rank of the group."""
+
+_logger = get_logger(__name__)
+_PERIOD_S = 0.25  # 0.2 ms each, in which the thread mostly waits for the store
+_PERIOD_IN_TALK_S = 0.05
+_TALK_S = 3.0
+_STORE_LIMIT = timedelta(seconds=10)
+
+
+class Watcher:
+    """Answers for the thread that made it, until it is closed or the process group ends.
+
+    It has its own connection to the store of the group (one serves a thread at a time), looks there a few times a second
+    whether somebody asks for this rank, and only then looks at the thread: the training pays nothing for it. In a group
+    whose store has no server (a file), it does not run.
+
+    Args:
+        device: of the collectives that count.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        group = dist.group.WORLD
+        assert group is not None
+        self._group = weakref.ref(group)  # who holds a group that was destroyed keeps its connections open
+        self._rank = dist.get_rank()
+        self._device = device
+        self._watched: WatchedGroups = {}
+        self._subject = threading.get_ident()
+        self._process = os.getpid()
+        self._closing = threading.Event()
+        self._end = {"reason": "it has ended its process group", "failed": False}
+        self._talks_until = 0.0
+        self.on_call: Callable[[], None] | None = None
+        """Called, in a thread of its own, when another rank has called all."""
+        self._since_ns = time.time_ns()
+        self._thread: _Thread | None = None
+        server = _server_of(store_of(group))
+        if server is None:
+            return
+        desk = desk_of(common_store(group, own_connection=True))
+        desk.set_timeout(_STORE_LIMIT)
+        self.watch([group])
+        self._thread = _Thread(self, desk, server)
+        self._thread.start()
+        # A daemon thread that comes back from native code when the interpreter has ended aborts the process.
+        atexit.register(self._close_at_exit)
+
+    @classmethod
+    def of_process(cls, device: torch.device) -> Watcher:
+        """Return the one that answers for this process, or a new one."""
+        running = (thread.watcher for thread in threading.enumerate() if isinstance(thread, _Thread))
+        return next((watcher for watcher in running if watcher.runs), None) or cls(device)
+
+    @property
+    def runs(self) -> bool:
+        """Does it answer, in the group that there is now?"""
+        return self._thread is not None and self._thread.is_alive() and self._group() is dist.group.WORLD
+
+    def watch(self, groups: Iterable[dist.ProcessGroup]) -> None:
+        """Count the collectives of ``groups``, too: groups that the watched thread alone uses, in the program's order."""
+        self._watched = {**self._watched, **{_key(group, self._device): (group, self._device) for group in groups}}
+
+    def close(self, reason: str, *, failed: bool = False) -> None:
+        """Stop; the others are told, if they wait for this rank, that it has ended, why, and whether by an error."""
+        if self._thread is None or self._process != os.getpid():  # a forked child is not this rank
+            return
+        self._end = {"reason": reason, "failed": failed}
+        self._closing.set()
+        self._thread.join(_STORE_LIMIT.total_seconds())
+
+    def _close_at_exit(self) -> None:
+        error = getattr(sys, "last_value", None)  # what the interpreter has shown as the end of the program
+        if error is None:
+            self.close("its program is over")
+        else:
+            self.close(f"{type(error).__name__}: {error}".split("\n", 1)[0], failed=True)
+
+    def _run(self, desk: dist.Store, server: socket.socket) -> None:
+        try:
+            while self._group() is dist.group.WORLD and not self._closing.wait(self._pause()):
+                if _has_ended(server):
+                    break
+                self._look(desk)
+            if not _has_ended(server):
+                desk.set(f"ended/{self._rank}", json.dumps(self._end))
+        except (dist.DistError, RuntimeError) as error:  # it ended in this moment
+            _logger.debug("the watcher ends: %s", error, all_ranks=True)
+        finally:
+            server.close()
+            self._watched = {}
+            atexit.unregister(self._close_at_exit)
+
+    def _pause(self) -> float:
+        return _PERIOD_IN_TALK_S if time.monotonic() < self._talks_until else _PERIOD_S
+
+    def _look(self, desk: dist.Store) -> None:
+        """Answer, if somebody has asked; print what somebody has to say."""
+        if self.on_call is not None and desk.check(["call"]):
+            self.on_call()
+        request = f"ask/{self._rank}"
+        if not desk.check([request]):
+            return
+        message = desk.get(request).decode()
+        self._talks_until = time.monotonic() + _TALK_S
+        place = place_of_thread(self._subject)
+        begun = begun_collectives(self._watched, since_ns=self._since_ns)
+        if place is None or not place.communicates:  # gloo waits in the call: what is pending now is another thread's
+            begun = {key: number for key, number in begun.items() if not key.endswith("gloo")}
+        answer = {"place": None if place is None else str(place), "begun": begun}
+        desk.set(f"place/{self._rank}", json.dumps(answer))
+        desk.delete_key(request)
+        if message:
+            _logger.error("%s", message, all_ranks=True)
+
+
+class _Thread(threading.Thread):
+    def __init__(self, watcher: Watcher, desk: dist.Store, server: socket.socket) -> None:
+        super().__init__(target=watcher._run, args=(desk, server), name="echelon-watcher", daemon=True)
+        self.watcher = watcher
+
+
+def desk_of(store: dist.Store) -> dist.Store:
+    """Return the part of the default group's ``common_store`` in which ranks ask for each other.
+
+    ``call``: somebody calls every rank (``Watcher.on_call``); ``ask/R``: empty, or a message to rank R, which removes the key when it has read it; ``place/R``: its last answer;
+    ``ended/R``: why it answers no more.
+    """
+    return dist.PrefixStore("echelon/desk", store)
+
+
+def all_groups() -> WatchedGroups:
+    """Return every group of this process, for each device that it serves."""
+    pairs = [(group, device) for group in _world.pg_map for device in group._device_types]
+    return {_key(group, device): (group, device) for group, device in pairs}
+
+
+def begun_collectives(groups: WatchedGroups, *, since_ns: int = 0) -> dict[str, int]:
+    """Return how many collectives this process has begun in each of ``groups``, by their keys.
+
+    Args:
+        groups: which.
+        since_ns: of gloo's, what was recorded before is of groups that had the same name (``time.time_ns``).
+
+    Gloo's own number also counts messages between two ranks: torch's flight recorder knows the collectives alone. Where
+    it does not run (TORCH_FR_BUFFER_SIZE=0, older torch) groups of gloo are left out; so are other backends than nccl.
+    """
+    recorded = _recorded(since_ns)
+    begun: dict[str, int] = {}
+    for key, (group, device) in groups.items():
+        if key.endswith("gloo") and group.group_name in recorded:
+            begun[key] = recorded[group.group_name]
+        elif key.endswith("nccl"):
+            backend: Any = group._get_backend(device)
+            begun[key] = backend._get_sequence_number_for_group()
+    return begun
+
+
+def _recorded(since_ns: int) -> dict[str, int]:
+    dump: Any = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
+    entries = json.loads(dump()).get("entries", []) if dump is not None else []
+    # Oldest first, so that the last one of each group stays.
+    return {
+        entry["process_group"][0]: entry["collective_seq_id"]
+        for entry in entries
+        if entry["time_created_ns"] >= since_ns
+    }
+
+
+def _key(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return what names the group and its backend for ``device`` on every rank of it."""
+    backend = group._get_backend(torch.device(device.type)).name()
+    return f"{group.group_name} {dist.get_process_group_ranks(group)} {backend}"
+
+
+def _server_of(store: dist.Store) -> socket.socket | None:
+    """Return a connection to the server of ``store`` that nothing is sent on; None: it has none, or is out of reach.
+
+    When the first process to end has the server, each of the others would have a page of warnings from TCPStore's next
+    answer that does not come. On this connection they see it before they ask.
+    """
+    store = base_of(store)
+    if not isinstance(store, dist.TCPStore):
+        return None
+    try:
+        return socket.create_connection((store.host, store.port), timeout=_STORE_LIMIT.total_seconds())
+    except OSError as error:
+        _logger.warning("no other rank can ask for this one: %s", error, all_ranks=True)
+        return None
+
+
+def _has_ended(server: socket.socket) -> bool:
+    return bool(select.select([server], [], [], 0)[0])

@@ -1,0 +1,76 @@
+"""Small messages between the ranks: counts and bytes, on the CPU where a backend serves it (the host reads them)."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from echelon.distributed.structure_check import wire_device
+
+__all__ = ["broadcast_bytes", "bytes_of", "gather_bytes", "gather_counts", "host_wire"]
+
+_HEAD = 256  # one message carries a short payload whole; a longer one takes a second
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of ``tensor`` as uint8 [number of bytes]: a view where it is contiguous."""
+    flat = tensor.contiguous().reshape(-1)
+    if flat.stride(0) != 1:  # one value of a larger tensor: contiguous to torch, and no view of bytes to it
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
+
+
+def gather_counts(*counts: int) -> list[list[int]]:
+    """Return, for each of ``counts``, the list of the numbers that the ranks bring.
+
+    Collective: every rank, with equally many counts.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [[count] for count in counts]
+    mine = torch.tensor(counts, dtype=torch.int64, device=host_wire())
+    theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(theirs, mine)
+    return torch.stack(theirs).T.tolist()
+
+
+def gather_bytes(payload: bytes) -> list[bytes]:
+    """Return the payloads of all ranks.
+
+    Collective: every rank.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [payload]
+    (lengths,) = gather_counts(len(payload))
+    mine = torch.frombuffer(bytearray(payload.ljust(max(max(lengths), 1), b"\0")), dtype=torch.uint8).to(host_wire())
+    theirs = [torch.empty_like(mine) for _ in lengths]
+    dist.all_gather(theirs, mine)
+    return [their[:length].cpu().numpy().tobytes() for their, length in zip(theirs, lengths)]
+
+
+def broadcast_bytes(payload: bytes | None, *, source: int = 0) -> bytes:
+    """Return the payload of the rank ``source`` on every rank; the others bring None.
+
+    Collective: every rank.
+    """
+    device = host_wire()
+    if payload is not None:
+        head = len(payload).to_bytes(8, "little") + payload[: _HEAD - 8]
+        message = torch.frombuffer(bytearray(head.ljust(_HEAD, b"\0")), dtype=torch.uint8).to(device)
+    else:
+        message = torch.empty(_HEAD, dtype=torch.uint8, device=device)
+    dist.broadcast(message, src=source)
+    received = message.cpu().numpy().tobytes()
+    length = int.from_bytes(received[:8], "little")
+    if length <= _HEAD - 8:
+        return received[8 : 8 + length]
+    if payload is not None:
+        rest = torch.frombuffer(bytearray(payload[_HEAD - 8 :]), dtype=torch.uint8).to(device)
+    else:
+        rest = torch.empty(length - (_HEAD - 8), dtype=torch.uint8, device=device)
+    dist.broadcast(rest, src=source)
+    return received[8:] + rest.cpu().numpy().tobytes()
+
+
+def host_wire() -> torch.device:
+    """Return where messages that the host reads must be: on the CPU where a backend of the group serves it."""
+    return wire_device(torch.device("cpu"), None)

@@ -1,0 +1,1 @@
+"""Gradients and norms whose bits do not depend on the number of ranks."""

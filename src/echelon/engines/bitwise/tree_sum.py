@@ -1,0 +1,309 @@
+"""Gradients whose bits do not depend on the number of ranks: one fixed binary tree of sums over the shards of an update.
+
+The leaves of the tree are the canonical shards, numbered 0 to C - 1; rank r of W has those from ``r * C // W`` to
+``(r + 1) * C // W``. Floating-point addition is not associative, so every sum is made where the tree says, whoever has
+its parts: a rank adds up the largest subtrees that it has whole, and the rest of the tree is finished after an exchange.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from echelon.data.exact.batch_slices import Contribution, shards_of
+
+__all__ = ["Node", "ReplicatedUpdate", "ShardedUpdate", "TreeSum", "roots_of", "top_of"]
+
+_SMALL = 2**18  # numbers: below it one exchange of everything is faster than two of parts
+Values = list[torch.Tensor | None]
+"""Of one leaf, or of a sum: None where nothing was added. An empty list stands for a leaf without any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """The sum over the leaves from ``index * 2**level`` to ``(index + 1) * 2**level``."""
+
+    level: int
+    index: int
+
+    @property
+    def leaves(self) -> range:
+        """What it is the sum of, where there are so many leaves."""
+        return range(self.index << self.level, (self.index + 1) << self.level)
+
+    @property
+    def children(self) -> tuple[Node, Node]:
+        """Its two halves."""
+        return Node(self.level - 1, 2 * self.index), Node(self.level - 1, 2 * self.index + 1)
+
+    @property
+    def parent(self) -> Node:
+        """What it is a half of."""
+        return Node(self.level + 1, self.index // 2)
+
+    @property
+    def sibling(self) -> Node:
+        """The other half of its parent."""
+        return Node(self.level, self.index ^ 1)
+
+
+def top_of(num_leaves: int) -> Node:
+    """Return the node that is the sum of all."""
+    return Node((num_leaves - 1).bit_length(), 0)
+
+
+def roots_of(leaves: range, *, num_leaves: int) -> list[Node]:
+    """Return the largest nodes that have no leaves but ``leaves``, in order: what a rank can add up by itself."""
+    roots: list[Node] = []
+    pending = [top_of(num_leaves)] if leaves else []
+    while pending:
+        node = pending.pop()
+        own = range(node.leaves.start, min(node.leaves.stop, num_leaves))
+        if own.start >= leaves.start and own.stop <= leaves.stop:
+            roots += [node] if own else []
+        elif own.start < leaves.stop and leaves.start < own.stop:
+            pending += reversed(node.children)
+    return roots
+
+
+class TreeSum:
+    """The sum over all leaves of a list of tensors, made again and again; every rank has a leaf at least."""
+
+    def __init__(self, *, num_leaves: int, rank: int, world_size: int) -> None:
+        self._num_leaves = num_leaves
+        self._world_size = world_size
+        self._leaves = [shards_of(r, world_size=world_size, num_shards=num_leaves) for r in range(world_size)]
+        self._roots = [roots_of(leaves, num_leaves=num_leaves) for leaves in self._leaves]
+        self._rank = rank
+        self._next = self._leaves[rank].start
+        self._found: dict[Node, Values] = {}
+
+    def reset(self) -> None:
+        """Begin a new sum."""
+        self._next = self._leaves[self._rank].start
+        self._found = {}
+
+    def add(self, values: Values) -> None:
+        """Add the next leaf of this rank; the tensors belong to the sum from now on."""
+        node, siblings = self._climb(self._next)
+        self._next += 1
+        for sibling in siblings:
+            values = _add(self._found.pop(sibling), values)
+        self._found[node] = values
+
+    def finish(self, last: Values | None, like: Sequence[torch.Tensor]) -> Values:
+        """Return the sum, the same bits on every rank; None where no leaf of any rank had a value.
+
+        Args:
+            last: the last leaf of this rank, which stays as it is: the sum may be finished again with another one. None:
+                it was added.
+            like: tensors of the shapes of the sum, of one dtype and device.
+
+        Collective: every rank.
+        """
+        found = dict(self._found)
+        if last is not None:
+            (node, siblings), total = self._climb(self._next), last
+            for sibling in siblings:
+                total = _sum(found.pop(sibling), total)
+            found[node] = total
+        if self._world_size == 1:
+            return self._own_copies(found[self._roots[0][0]] or [None] * len(like), last)
+        whole = self._exchange([_flat(found[node], like) for node in self._roots[self._rank]])
+        present = whole[-len(like) :].tolist()
+        parts = whole[: -len(like)].split([t.numel() for t in like])  # type: ignore[no-untyped-call]
+        return [part.view_as(one) if there else None for part, one, there in zip(parts, like, present)]
+
+    def _own_copies(self, total: Values, last: Values | None) -> Values:
+        """Return ``total`` with copies of what a later ``finish`` needs as it is."""
+        kept = {id(value) for values in (*self._found.values(), last or ()) for value in values}
+        return [value.clone() if value is not None and id(value) in kept else value for value in total]
+
+    def _climb(self, leaf: int) -> tuple[Node, list[Node]]:
+        """Return where the sum that ``leaf`` completes belongs, and the nodes that it is added to on the way."""
+        node, siblings, own = Node(0, leaf), [], self._roots[self._rank]
+        while node not in own:
+            sibling = node.sibling
+            if sibling.leaves.start > leaf and sibling.leaves.start < self._num_leaves:
+                break  # it comes later
+            if sibling.leaves.start < leaf:
+                siblings.append(sibling)
+            node = node.parent
+        return node, siblings
+
+    def _exchange(self, mine: list[torch.Tensor]) -> torch.Tensor:
+        """Finish the tree: each rank a segment of the numbers, or, where they are few, every rank everything."""
+        size, like = mine[0].numel(), mine[0]
+        counts = [len(roots) for roots in self._roots]
+        nodes = [node for roots in self._roots for node in roots]
+        if size <= _SMALL:
+            most = max(counts)
+            sent = like.new_zeros(most, size)
+            torch.stack(mine, out=sent[: len(mine)])
+            got = like.new_empty(self._world_size * most, size)
+            dist.all_gather(list(got.chunk(self._world_size)), sent)
+            rows = [got[r * most + i] for r, count in enumerate(counts) for i in range(count)]
+            return self._total(dict(zip(nodes, rows)))
+        width = -(-size // self._world_size)
+        padded = like.new_zeros(len(mine), self._world_size * width)
+        padded[:, :size].copy_(torch.stack(mine))
+        segments = padded.view(len(mine), self._world_size, width).transpose(0, 1).contiguous()
+        received = like.new_empty(len(nodes), width)
+        dist.all_to_all_single(
+            received.view(-1), segments.view(-1), [c * width for c in counts], [len(mine) * width] * self._world_size
+        )
+        whole = like.new_empty(self._world_size * width)
+        dist.all_gather(list(whole.chunk(self._world_size)), self._total(dict(zip(nodes, received))))
+        return whole[:size]
+
+    def _total(self, found: Mapping[Node, torch.Tensor]) -> torch.Tensor:
+        def total(node: Node) -> torch.Tensor:
+            if node in found:
+                return found[node]
+            left, right = node.children
+            return total(left) + total(right) if right.leaves.start < self._num_leaves else total(left)
+
+        return total(top_of(self._num_leaves))
+
+
+def _add(left: Values, right: Values) -> Values:
+    """Add ``right`` into ``left``."""
+    both = [i for i, (a, b) in enumerate(zip(left, right)) if a is not None and b is not None]
+    if both:
+        torch._foreach_add_([left[i] for i in both], [right[i] for i in both])  # type: ignore[misc]
+    return _merged(left, right)
+
+
+def _sum(left: Values, right: Values) -> Values:
+    """Return ``left + right``, both unchanged."""
+    both = [i for i, (a, b) in enumerate(zip(left, right)) if a is not None and b is not None]
+    merged = _merged(left, right)
+    if both:
+        sums = torch._foreach_add([left[i] for i in both], [right[i] for i in both])  # type: ignore[misc]
+        for i, total in zip(both, sums):
+            merged[i] = total
+    return merged
+
+
+def _merged(left: Values, right: Values) -> Values:
+    return list(left or right) if not left or not right else [b if a is None else a for a, b in zip(left, right)]
+
+
+def _flat(values: Values, like: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the values in one row, zeros for those that are absent, and at its end which are not."""
+    values = values or [None] * len(like)
+    parts = [torch.zeros_like(one) if value is None else value for value, one in zip(values, like)]
+    present = like[0].new_tensor([value is not None for value in values])
+    return torch.cat([*(part.reshape(-1) for part in parts), present])
+
+
+class ShardedUpdate(ABC):
+    """The gradients of an update whose shards are the same on any number of ranks; an engine's."""
+
+    @abstractmethod
+    def begin(self, contribution: Contribution) -> None:
+        """Begin a micro-step: what the one before it left in the gradients is filed.
+
+        What a ``contribution`` without a shard of its own brings is not for the sum.
+        """
+
+    @abstractmethod
+    def before_backward(self) -> None:
+        """Prepare a backward pass: a second one in the last micro-step adds to the shard, not to the sum."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """After a backward pass in the last micro-step: the gradients become the sum over all shards.
+
+        Collective: every rank.
+        """
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Forget the update."""
+
+
+class ReplicatedUpdate(ShardedUpdate):
+    """Of an engine whose ranks all hold whole gradients, which it must leave alone."""
+
+    def __init__(
+        self, parameters: Callable[[], Sequence[torch.Tensor]], *, num_shards: int, rank: int, world_size: int
+    ) -> None:
+        """``parameters()``: those that get gradients, now; the same in the same order on every rank."""
+        self._parameters = parameters
+        self._new_tree = partial(TreeSum, num_leaves=num_shards, rank=rank, world_size=world_size)
+        self._trees: dict[tuple[torch.dtype, torch.device], TreeSum] = {}
+        self._left = len(shards_of(rank, world_size=world_size, num_shards=num_shards))
+        self._num_own = self._left
+        self._is_counted = False
+        self._local: list[torch.Tensor | None] | None = None  # of the last micro-step, once the sum was made
+        self._before: list[torch.Tensor | None] | None = []  # gradients of before the update, which nobody cleared
+
+    def begin(self, contribution: Contribution) -> None:
+        """See ``ShardedUpdate``."""
+        if contribution.micro_step == 0:
+            for tree in self._trees.values():
+                tree.reset()
+            self._left = self._num_own
+            self._before = None  # the loop may still clear them, in this micro-step
+        else:
+            self._set_aside()
+            if self._left:
+                self._file()
+            for parameter in self._parameters():
+                parameter.grad = None
+        self._is_counted, self._local = not contribution.is_loan, None
+
+    def _set_aside(self) -> None:
+        """Keep what is there of earlier updates when the first gradients of this one come."""
+        if self._before is None:
+            self._before = [p.grad for p in self._parameters()]
+            for parameter in self._parameters():
+                parameter.grad = None
+
+    def _file(self) -> None:
+        """Give the gradients to the trees."""
+        self._left -= 1
+        for kind, parameters in self._by_kind().items():
+            self._tree(kind).add([p.grad for p in parameters] if self._is_counted else [])
+
+    def _by_kind(self) -> dict[tuple[torch.dtype, torch.device], list[torch.Tensor]]:
+        kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for parameter in self._parameters():
+            kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        return kinds
+
+    def _tree(self, kind: tuple[torch.dtype, torch.device]) -> TreeSum:
+        if kind not in self._trees:
+            self._trees[kind] = self._new_tree()
+        return self._trees[kind]
+
+    def before_backward(self) -> None:
+        """See ``ShardedUpdate``."""
+        self._set_aside()
+        if self._local is not None:
+            for parameter, gradient in zip(self._parameters(), self._local):
+                parameter.grad = gradient
+            self._local = None
+
+    def finish(self) -> None:
+        """See ``ShardedUpdate``."""
+        self._local = [p.grad for p in self._parameters()]
+        for kind, parameters in self._by_kind().items():
+            last = ([p.grad for p in parameters] if self._is_counted else []) if self._left else None
+            for parameter, total in zip(parameters, self._tree(kind).finish(last, parameters)):
+                parameter.grad = total
+        assert self._before is not None
+        for parameter, earlier in zip(self._parameters(), self._before):
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else earlier + parameter.grad
+
+    def drop(self) -> None:
+        """See ``ShardedUpdate``."""
+        self._trees.clear()
+        self._local, self._before = None, []

@@ -1,0 +1,1 @@
+"""The engine ``deepspeed``: the DeepSpeed library, called directly."""

@@ -1,0 +1,1 @@
+"""The engine ``fsdp2``: torch's ``fully_shard``."""

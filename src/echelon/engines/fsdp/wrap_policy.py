@@ -1,0 +1,122 @@
+"""Which modules of a model are sharded one by one, which parameters are left alone, and whose activations are recomputed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from echelon.base.errors import ConfigError
+from echelon.engines.fsdp.options import ShardingOptions
+
+__all__ = ["checkpoint_activations", "ignored_in", "modules_to_shard"]
+
+
+def modules_to_shard(model: nn.Module, options: ShardingOptions) -> list[nn.Module]:
+    """Return the modules inside ``model`` that get shards of their own, inner ones first.
+
+    By the given function, else by class, else by size, else by the classes that the model names in ``_no_split_modules``
+    (transformers); else none: the model is one unit. A module whose parameters are tied to some outside it is left to the
+    unit around it, for both must be whole at the same time.
+
+    Raises:
+        ConfigError: a class was named that the model has not.
+    """
+    inner = [module for _, module in model.named_modules() if module is not model]
+    if options.wrap_fn is not None:
+        chosen = [module for module in inner if options.wrap_fn(module)]
+    elif options.wrap_classes:
+        chosen = _of_classes(model, inner, options.wrap_classes)
+    elif options.min_num_params:
+        return _free_of_ties(model, _by_size(model, options.min_num_params))
+    else:
+        names = tuple(getattr(model, "_no_split_modules", None) or ())
+        chosen = [module for module in inner if type(module).__name__ in names]
+    return _free_of_ties(model, chosen[::-1])
+
+
+def _of_classes(model: nn.Module, inner: list[nn.Module], classes: tuple[str | type, ...]) -> list[nn.Module]:
+    kinds = tuple(kind for kind in classes if isinstance(kind, type))
+    names = {kind for kind in classes if isinstance(kind, str)}
+    present = {type(module).__name__ for module in inner}
+    if names - present:
+        raise ConfigError(
+            f"{type(model).__name__} has no module of the class {', '.join(sorted(names - present))}",
+            where="the classes to wrap",
+            do=f"choose among {', '.join(sorted(present))}",
+        )
+    return [module for module in inner if isinstance(module, kinds) or type(module).__name__ in names]
+
+
+def _by_size(model: nn.Module, least: int) -> list[nn.Module]:
+    """Return units of at least ``least`` parameters that no unit inside them has."""
+    chosen: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> int:
+        rest = sum(p.numel() for p in module.parameters(recurse=False)) + sum(map(visit, module.children()))
+        if module is model or rest < least or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            return rest
+        chosen.append(module)
+        return 0
+
+    visit(model)
+    return chosen
+
+
+def _free_of_ties(model: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
+    owners: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(module)
+    tied = [modules for modules in owners.values() if len(modules) > 1]
+    free = []
+    for module in chosen:
+        inside = {id(part) for part in module.modules()}
+        if all(sum(id(owner) in inside for owner in modules) in (0, len(modules)) for modules in tied):
+            free.append(module)
+    return free
+
+
+def ignored_in(model: nn.Module, ignored: Any) -> list[nn.Parameter]:
+    """Return the parameters that are left whole: of the given modules, parameters, or names (a pattern).
+
+    Raises:
+        ConfigError: it names nothing of the model.
+    """
+    if not ignored:
+        return []
+    if isinstance(ignored, str):
+        pattern = re.compile(ignored)
+        found = [p for name, module in model.named_modules() if pattern.fullmatch(name) for p in module.parameters()]
+        found += [p for name, p in model.named_parameters() if pattern.fullmatch(name)]
+    elif callable(ignored) and not isinstance(ignored, nn.Module):
+        found = [p for module in model.modules() if ignored(module) for p in module.parameters()]
+    else:
+        items: Iterable[Any] = [ignored] if isinstance(ignored, (nn.Module, nn.Parameter)) else ignored
+        own = {id(p) for p in model.parameters()}
+        parts = [part.parameters() if isinstance(part, nn.Module) else [part] for part in items]
+        found = [p for part in parts for p in part if id(p) in own]
+    if isinstance(ignored, str) and not found:
+        raise ConfigError(
+            f"no module or parameter of {type(model).__name__} is named {ignored!r}",
+            where="the ignored modules",
+            do="give a regular expression that matches a whole name of named_modules() or named_parameters()",
+        )
+    return list({id(p): p for p in found}.values())
+
+
+def checkpoint_activations(blocks: Iterable[nn.Module]) -> None:
+    """Let each block keep its inputs only, and compute its activations again in the backward pass.
+
+    The names of parameters stay. Source: torch.utils.checkpoint (non-reentrant).
+    """
+    for block in blocks:
+        block.forward = partial(_recomputed, block.forward)
+
+
+def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)

@@ -1,0 +1,1 @@
+"""From how the ranks ended to the first error of the run."""

@@ -1,0 +1,107 @@
+"""Read what the ranks wrote about their own end (``worker.py``); anything unreadable counts as not written."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from echelon.diagnose.collectives import read_history
+from echelon.diagnose.stall import Answer
+from echelon.launch.failures.failure import ErrorRecord, Frame
+from echelon.launch.local.worker import ERROR_FILE, is_user_file
+from echelon.status.call_site import Place
+from echelon.status.reporter import ABORT_FILE
+
+__all__ = ["read_answer", "read_last_words", "read_record", "read_stack"]
+
+_TRAINING = ("/torch/nn/parallel/", "/torch/autograd/")
+
+
+def read_record(path: Path) -> ErrorRecord | None:
+    """Return the error that ended the main thread; or a thread's, when the main thread only followed it by sys.exit."""
+    try:
+        records = [_record(data) for data in _load(path)]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    main = [record for record in records if record.thread is None]
+    threads = [record for record in records if record.thread is not None]
+    if main and not (threads and main[-1].type == "SystemExit"):
+        return main[-1]
+    return threads[0] if threads else None
+
+
+def _record(data: dict[str, Any]) -> ErrorRecord:
+    return ErrorRecord(
+        time_ns=int(data["time_ns"]),
+        type=str(data["type"]),
+        message=str(data["message"]),
+        frames=tuple(Frame(**frame) for frame in data["frames"]),
+        chain=tuple(str(text) for text in data["chain"]),
+        thread=None if data["where"] == "main" else str(data["where"]),
+    )
+
+
+def read_answer(path: Path) -> Answer | None:
+    """Return what a rank answered; None: nothing that can be read."""
+    try:
+        data = _load(path)
+        place = None if data["place"] is None else Place(**data["place"])
+        collectives = data["collectives"]
+        return Answer(
+            place=place,
+            trains=bool(data["trains"]),
+            histories=read_history(collectives),
+            no_histories=str(collectives.get("missing", "")),
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def read_last_words(directory: Path) -> Answer | None:
+    """Return where a rank was, and which collectives it had begun, when it failed; None: it wrote nothing of it."""
+    aborted = read_answer(directory / ABORT_FILE)
+    if aborted is not None:
+        return aborted
+    try:
+        data = next(d for d in reversed(_load(directory / ERROR_FILE)) if d["where"] == "main" and d["collectives"])
+        frames = _record(data).frames
+        users = [frame for frame in frames if frame.user]
+        place = Place(file=users[-1].file, line=users[-1].line, source=users[-1].source) if users else None
+        trains = any(part in frame.file for frame in frames for part in _TRAINING)
+        return Answer(place=place, trains=trains, histories=read_history(data["collectives"]))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, StopIteration):
+        return None
+
+
+def _load(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+_LINE = re.compile(r'  File "(.+)", line (\d+) in (.+)')
+
+
+def read_stack(path: Path) -> tuple[Frame, ...]:
+    """Return the stack that faulthandler wrote of the thread that crashed, innermost first."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ()
+    start = text.find("Current thread")
+    if start < 0:
+        return ()
+    lines = text[start:].split("\n\n")[0].splitlines()[1:]
+    found = [match for match in map(_LINE.match, lines) if match]
+    return tuple(
+        Frame(file=m[1], line=int(m[2]), function=m[3], source=_source(m[1], int(m[2])), user=is_user_file(m[1]))
+        for m in found
+    )
+
+
+def _source(path: str, line: int) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return next((text.strip()[:200] for number, text in enumerate(file, 1) if number == line), "")
+    except OSError:
+        return ""

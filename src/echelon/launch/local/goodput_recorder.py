@@ -1,0 +1,196 @@
+"""The books of a run: what the board had of each attempt when it was over, the ledger of all, and their file."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+from echelon.base.printable import printable
+from echelon.diagnose.goodput import Attempt, Ledger, RankTimes, account, spent_in
+from echelon.diagnose.straggler import Steps, steps_of
+from echelon.launch.failures.failure import RankEnd
+from echelon.status.board import Board, Doing, Part
+
+__all__ = [
+    "ALL_MACHINES_FILE",
+    "GOODPUT_FILE",
+    "Accounts",
+    "Books",
+    "first_sign",
+    "process_start_ns",
+    "read_books",
+    "times_on",
+]
+
+GOODPUT_FILE = "goodput.jsonl"
+"""In the folder of the run: a line for each attempt, then one for the whole run."""
+ALL_MACHINES_FILE = "goodput_all.jsonl"
+"""The same of all machines, where they met."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Books:
+    """What is told of a run."""
+
+    ledger: Ledger
+    steps: Steps | None
+    places: Mapping[int, str] = field(default_factory=dict)
+    """For each rank the name of its machine; empty: there is but one."""
+
+    @property
+    def is_worth_telling(self) -> bool:
+        """Whether a user who did not ask wants to know: it was restarted, or a rank held up the others for long."""
+        slowed = self.steps is not None and self.steps.slowest is not None and self.ledger.wall_s >= _LONG_S
+        return self.ledger.num_restarts > 0 or slowed
+
+    def lines(self) -> list[str]:
+        """Return them in words."""
+        return [printable(line) for line in self._lines()]  # names of machines are theirs to choose
+
+    def _lines(self) -> list[str]:
+        if self.steps is None:
+            return [str(self.ledger)]
+        verdict = self.steps.verdict
+        place = None if self.steps.slowest is None else self.places.get(self.steps.slowest)
+        if place is not None:
+            verdict += f"; it is on {place}"
+        return [str(self.ledger), str(self.steps), *filter(None, [verdict])]
+
+
+_LONG_S = 60.0
+
+
+@final
+class Accounts:
+    """Keeps the books while a run goes on.
+
+    Args:
+        path: of the file.
+        began_ns: when the launcher began, on ``time.monotonic_ns``.
+    """
+
+    def __init__(self, path: Path, *, began_ns: int) -> None:
+        self._path = path
+        self._began_ns = began_ns
+        self._started_ns = 0
+        self._attempts: list[Attempt] = []
+
+    def open(self) -> None:
+        """An attempt begins."""
+        self._started_ns = time.monotonic_ns()
+
+    def close(self, ranks: Sequence[RankTimes], *, failed_ns: int | None = None, noticed_ns: int) -> None:
+        """The attempt is over; nothing happens when that was said before.
+
+        Args:
+            ranks: what the boards had of them.
+            failed_ns: the first sign that it would be; None: it has ended well.
+            noticed_ns: when that was seen.
+        """
+        if not self._started_ns:
+            return
+        attempt = Attempt(
+            started_ns=self._started_ns,
+            failed_ns=min(max(self._started_ns, noticed_ns if failed_ns is None else failed_ns), noticed_ns),
+            noticed_ns=noticed_ns,
+            ranks=ranks,
+        )
+        self._started_ns = 0
+        self._attempts.append(attempt)
+        self._write({"kind": "attempt", "number": len(self._attempts) - 1, **self._attempt_in_json(attempt)})
+
+    def finish(self) -> Books:
+        """Return the books of the whole run."""
+        ended_ns = time.monotonic_ns()
+        spent: dict[int, list[float]] = {}
+        num_steps = 0
+        for attempt in self._attempts:
+            num_steps += max((one.times.num_steps for one in attempt.ranks if one.times is not None), default=0)
+            for one in attempt.ranks:
+                row = spent.setdefault(one.rank, [0.0] * len(Part))
+                for part, ns in zip(Part, spent_in(attempt, one) or []):
+                    row[part] += ns / 1e6
+        books = Books(
+            ledger=account(self._attempts, began_ns=self._began_ns, ended_ns=ended_ns),
+            steps=steps_of(spent, num_steps=num_steps),
+        )
+        steps = None if books.steps is None else books.steps.to_json()
+        self._write({"kind": "run", "goodput": books.ledger.goodput, **books.ledger.to_json(), "steps": steps})
+        return books
+
+    def _attempt_in_json(self, attempt: Attempt) -> dict[str, Any]:
+        def seconds(ns: int) -> float:
+            return round((ns - self._began_ns) / 1e9, 6)
+
+        ranks: list[dict[str, Any]] = []
+        for one in attempt.ranks:
+            times, spent = one.times, spent_in(attempt, one)
+            if times is None or spent is None:
+                ranks.append({"rank": one.rank})
+                continue
+            ranks.append(
+                {
+                    "rank": one.rank,
+                    "loop_s": seconds(times.begun_ns),
+                    "num_steps": times.num_steps,
+                    "spent_s": {part.name.lower(): round(ns / 1e9, 6) for part, ns in zip(Part, spent)},
+                }
+            )
+        loaded = {} if attempt.loaded is None or attempt.loaded < 0 else {"loaded_step": attempt.loaded}
+        edges = {
+            "started_s": seconds(attempt.started_ns),
+            "failed_s": seconds(attempt.failed_ns),
+            "noticed_s": seconds(attempt.noticed_ns),
+        }
+        return {**edges, **loaded, "ranks": ranks}
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def times_on(board: Board, ranks: Sequence[int]) -> list[RankTimes]:
+    """Return what ``board`` has of its ``ranks``, given in the order of the slots."""
+    found = []
+    for index, rank in enumerate(ranks):
+        watch = board.watch(index)
+        ended_ns = watch.time_ns if watch is not None and watch.doing & Doing.ENDED else None
+        found.append(RankTimes(rank=rank, times=board.times(index), marks=board.marks(index), ended_ns=ended_ns))
+    return found
+
+
+def first_sign(ends: Sequence[RankEnd]) -> int | None:
+    """Return when the failure first showed, by an exception or an exit; None: it is not known."""
+    signs = [end.record.time_ns if end.record is not None else end.ended_ns for end in ends if end.failed]
+    return min((ns for ns in signs if ns is not None), default=None)
+
+
+def process_start_ns() -> int:
+    """Return when this process began, on ``time.monotonic_ns``; where the system does not tell, now."""
+    now = time.monotonic_ns()
+    try:
+        ticks = int(
+            Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[19]
+        )
+        since_boot = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+    except (OSError, AttributeError, IndexError, ValueError):  # no Linux
+        return now
+    return min(now, now - since_boot + ticks * 10**9 // os.sysconf("SC_CLK_TCK"))
+
+
+def read_books(run: Path) -> Books | None:
+    """Return the books of a run that is over, of all its machines where they met; None: it has left none."""
+    try:
+        path = run / ALL_MACHINES_FILE
+        last = json.loads((path if path.exists() else run / GOODPUT_FILE).read_text(encoding="utf-8").splitlines()[-1])
+        if last["kind"] != "run":
+            return None
+        steps = None if last["steps"] is None else Steps.from_json(last["steps"])
+        return Books(ledger=Ledger.from_json(last), steps=steps)
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None

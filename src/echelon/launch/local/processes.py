@@ -1,0 +1,258 @@
+"""The processes of one generation of a run: start them, see how each ended, stop them within a deadline."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from echelon.base.errors import LaunchError
+from echelon.launch.failures.failure import RankEnd
+from echelon.launch.failures.rank_errors import read_last_words, read_record, read_stack
+from echelon.launch.local import worker
+from echelon.launch.local.output import Outputs, log_file, relay
+from echelon.launch.local.parents import Guardian, own_identity
+from echelon.launch.local.warm_start import Process, WarmStarter
+from echelon.launch.script import Script
+from echelon.status.board import Board, Doing
+
+__all__ = ["Workers"]
+
+_POLL = timedelta(milliseconds=10)
+_CRASHES = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV})
+
+
+@dataclass(slots=True)
+class _Worker:
+    rank: int
+    local_rank: int
+    directory: Path
+    process: Process
+    ended_ns: int | None = None
+    is_finished: bool = False
+    """Its program had ended well before the process did."""
+    relays: list[threading.Thread] = field(default_factory=list)
+
+
+class Workers:
+    """The running processes; each leads a session of its own, so that a terminal's Ctrl-C reaches the launcher only.
+
+    Args:
+        script: what each runs.
+        directory: gets ``rank_<n>/`` with the error record, the stacks of a crash, and logs.
+        outputs: where stdout and stderr go.
+        board: of these ranks, one slot for each.
+        warm: starts them when it is ready; else they are started as new programs.
+        guardian: ends them, with all their children, if this launcher is killed.
+        check: called between two that are started; it raises when the launcher is to stop.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        directory: Path,
+        outputs: Outputs,
+        board: Board,
+        warm: WarmStarter,
+        guardian: Guardian,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._script = script
+        self._board = board
+        self._warm = warm
+        self._guardian = guardian
+        self._check = check
+        self._directory = directory
+        self._outputs = outputs
+        self._workers: list[_Worker] = []
+        self._lock = threading.RLock()
+
+    def start(self, environments: Mapping[int, Mapping[str, str]]) -> dict[int, int]:
+        """Start one process for each local rank with its whole environment; return their process ids.
+
+        Raises:
+            LaunchError: the system does not start one; those already started are stopped.
+            Interrupted: the launcher is to stop; those already started run.
+        """
+        self._guardian.open()
+        for local_rank, environment in environments.items():
+            self._check()
+            rank = int(environment["RANK"])
+            directory = self._directory / f"rank_{rank}"
+            directory.mkdir(parents=True)
+            self._guardian.note_starting()
+            try:
+                self._workers.append(self._start_one(local_rank, rank, directory, environment))
+            except OSError as error:
+                self.stop(signal.SIGKILL, grace=timedelta())
+                raise LaunchError(
+                    f"cannot start rank {rank}: {error.strerror}: {error.filename}",
+                    do="check that the program can be run, and the limits on processes and open files (ulimit -a)",
+                ) from error
+            self._guardian.note_started(self._workers[-1].process.pid)
+        return {i: w.process.pid for i, w in enumerate(self._workers)}
+
+    def running(self) -> dict[int, tuple[int, int | None]]:
+        """Return for each rank, in the order of the slots, its process id and its exit code so far."""
+        return {w.rank: (w.process.pid, self._exit_code(w)) for w in self._workers}
+
+    def _start_one(self, local_rank: int, rank: int, directory: Path, environment: Mapping[str, str]) -> _Worker:
+        streams: dict[str, int | BinaryIO | None] = {}
+        pipes: list[tuple[int, BinaryIO, Literal["stdout", "stderr"]]] = []
+        childs: list[BinaryIO | int] = []  # ends that only the child needs
+        names: tuple[Literal["stdout", "stderr"], ...] = ("stdout", "stderr")
+        for name in names:
+            place = self._outputs.place(local_rank, name)
+            if place == "terminal":
+                streams[name] = None
+                continue
+            file = log_file(directory, name)
+            if place == "file":
+                streams[name] = file
+                childs.append(file)
+                continue
+            read_end, write_end = os.pipe()
+            streams[name] = write_end
+            childs.append(write_end)
+            pipes.append((read_end, file, name))
+        stdin = None
+        if self._outputs.debugged not in (None, local_rank):
+            stdin, environment = subprocess.DEVNULL, {**environment, "PYTHONBREAKPOINT": "0"}
+        try:
+            process = self._start_process(self._command(directory, local_rank), environment, streams, stdin)
+        finally:
+            for end in childs:
+                os.close(end) if isinstance(end, int) else end.close()
+        relays = [relay(pipe, file, name, prefix=f"[rank{rank}]: ") for pipe, file, name in pipes]
+        return _Worker(rank, local_rank, directory, process, relays=relays)
+
+    def _start_process(
+        self,
+        command: list[str],
+        environment: Mapping[str, str],
+        streams: Mapping[str, int | BinaryIO | None],
+        stdin: int | None,
+    ) -> Process:
+        if self._script.kind != "program" and self._warm.is_ready:
+            stdout, stderr = (_number(streams[name], default) for name, default in (("stdout", 1), ("stderr", 2)))
+            forked = self._warm.start(command[3:], environment, stdout=stdout, stderr=stderr, check=self._check)
+            if forked is not None:
+                return forked
+        return subprocess.Popen(
+            command,
+            env=dict(environment),
+            stdin=stdin,
+            stdout=streams["stdout"],
+            stderr=streams["stderr"],
+            start_new_session=True,
+        )
+
+    def _command(self, directory: Path, local_rank: int) -> list[str]:
+        script = self._script
+        args = script.args_of(local_rank)
+        if script.kind == "program":
+            return [script.target, *args]
+        manner = "line" if self._outputs.place(local_rank, "stdout") == "both" else "default"
+        manner = "debug" if self._outputs.debugged == local_rank else manner
+        # By its path, not `-m`: with `-m` a json.py in the current directory would be found before the real one.
+        place = f"{self._board.path}:{local_rank}"
+        settings = [own_identity(), str(directory), place, manner]
+        return [sys.executable, worker.__file__, *settings, script.kind, script.target, *args]
+
+    def ends(self) -> list[RankEnd]:
+        """Return how each rank ended so far, in the order of the ranks."""
+        return [self._end(w) for w in self._workers]
+
+    def _end(self, one: _Worker) -> RankEnd:
+        code = self._exit_code(one)
+        # The record first appears at the exception, half a second before the exit.
+        record = read_record(one.directory / worker.ERROR_FILE) if code != 0 else None
+        stack = read_stack(one.directory / worker.STACK_FILE) if code is not None and code < 0 else ()
+        words = read_last_words(one.directory) if code != 0 else None
+        return RankEnd(
+            rank=one.rank, exit_code=code, ended_ns=one.ended_ns, record=record, stack=stack, last_words=words
+        )
+
+    def exit_codes(self) -> list[int | None]:
+        """Return the exit codes so far; None: still running. Cheap: looks at no file."""
+        return [self._exit_code(w) for w in self._workers]
+
+    def _exit_code(self, one: _Worker) -> int | None:
+        with self._lock:  # nodes of a run on several machines answer for their ranks in other threads
+            return self._exit_code_alone(one)
+
+    def _exit_code_alone(self, one: _Worker) -> int | None:
+        code = one.process.poll()
+        if code is not None and one.ended_ns is None:
+            one.ended_ns = time.monotonic_ns()
+            watch = self._board.watch(one.local_rank)
+            one.is_finished = watch is not None and bool(watch.doing & Doing.FINISHED)
+            if one.is_finished and -code in _CRASHES:
+                name = signal.Signals(-code).name
+                print(
+                    f"echelon: rank {one.rank} had finished when the interpreter's own end failed ({name}): this is no error",
+                    file=sys.stderr,
+                )
+        return 0 if code is not None and code < 0 and one.is_finished else code
+
+    def stop(self, number: int, *, grace: timedelta, is_impatient: Callable[[], bool] = lambda: False) -> None:
+        """Send the signal ``number``, wait ``grace``, then kill what is left, with all its children.
+
+        Args:
+            number: the signal.
+            grace: how long the processes have.
+            is_impatient: asked again and again; true ends the grace.
+        """
+        running = [w for w in self._workers if self._exit_code(w) is None]
+        for one in running:
+            # A script's own children (DataLoader workers) are its to end; a shell waits for its children, so tell all.
+            _send(one.process.pid, number, to_group=self._script.kind == "program")
+        deadline = time.monotonic() + grace.total_seconds()
+        while any(self._exit_code(w) is None for w in running) and time.monotonic() < deadline and not is_impatient():
+            time.sleep(_POLL.total_seconds())
+        for one in self._workers:
+            # Also of ranks that ended by themselves: what they left behind may hold memory or a device.
+            _send(one.process.pid, signal.SIGKILL, to_group=True)
+        for one in running:
+            try:
+                one.process.wait(timeout=1.0)
+            except subprocess.TimeoutExpired:
+                print(
+                    f"echelon: rank {one.rank} (process {one.process.pid}) hangs inside the system and cannot be killed",
+                    file=sys.stderr,
+                )
+        self.drain()
+        for one in self._workers:
+            self._guardian.note_ended(one.process.pid)
+
+    def drain(self) -> None:
+        """Wait until the output of ended ranks has been shown; a child that keeps the pipe open does not hold us up."""
+        deadline = time.monotonic() + 1.0
+        for one in self._workers:
+            for thread in one.relays:
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _number(stream: int | BinaryIO | None, default: int) -> int:
+    if stream is None:
+        return default
+    return stream if isinstance(stream, int) else stream.fileno()
+
+
+def _send(pid: int, number: int, *, to_group: bool) -> None:
+    try:
+        if to_group:
+            os.killpg(pid, number)
+        else:
+            os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        pass  # it ended in between (macOS says "not permitted" for a group of zombies)

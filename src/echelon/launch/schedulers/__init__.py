@@ -1,0 +1,1 @@
+"""Cluster schedulers: Slurm, Kubernetes, Ray."""

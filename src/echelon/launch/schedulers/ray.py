@@ -1,0 +1,116 @@
+"""``echelon.ray.run``: a training function on the workers of Ray's TorchTrainer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+from echelon.base.errors import LaunchError, UsageError
+from echelon.base.optional import require
+from echelon.base.warnings import warn
+from echelon.launch.failures.failure import ErrorRecord, RankEnd, first_failure
+
+if TYPE_CHECKING:
+    from ray.train import Result, ScalingConfig
+
+__all__ = ["run"]
+
+# gloo beside NCCL: objects and tensors of the CPU are exchanged, too.
+_BACKEND_OF_GPUS = "cpu:gloo,cuda:nccl"
+
+
+def run(
+    fn: Callable[..., object],
+    scaling_config: ScalingConfig | None = None,
+    *,
+    config: Mapping[str, object] | None = None,
+    num_workers: int | None = None,
+    use_gpu: bool = False,
+    resources_per_worker: Mapping[str, float] | None = None,
+    **options: Any,
+) -> Result:
+    """Run ``fn`` on workers of a Ray cluster, as one training, and return Ray's ``Result``.
+
+    Each worker is a rank: an ``Accelerator``, a ``Trainer`` or ``setup()`` in ``fn`` finds its place and the process group, which Ray
+    made. What ``fn`` returns on rank zero is ``result.return_value``. Files are where the script says: relative paths begin in
+    the folder of the program that calls this, on machines that have it.
+
+    Args:
+        fn: the training, called with ``config``, or without an argument when there is none.
+        scaling_config: Ray's; or else ``num_workers``, ``use_gpu`` and ``resources_per_worker`` of one.
+        config: for ``fn``.
+        num_workers: how many ranks.
+        use_gpu: one GPU for each.
+        resources_per_worker: as ``ScalingConfig`` has it.
+        options: for Ray's ``TorchTrainer``: ``run_config``, ``datasets``, ``torch_config``, ...
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        UsageError: the number of workers is given twice, or not at all.
+        LaunchError: a worker failed; it names the rank and its exception.
+    """
+    train = require("ray.train", extra="ray", purpose="echelon.ray.run")
+    torch_face = require("ray.train.torch", extra="ray", purpose="echelon.ray.run")
+    if (scaling_config is None) == (num_workers is None):
+        told = "neither a ScalingConfig nor num_workers" if num_workers is None else "a ScalingConfig and num_workers"
+        raise UsageError(
+            f"echelon.ray.run: {told}",
+            where="code echelon.ray.run()",
+            do="give one of them: run(fn, ScalingConfig(num_workers=2)) or run(fn, num_workers=2)",
+        )
+    if scaling_config is None:
+        resources = None if resources_per_worker is None else dict(resources_per_worker)
+        scaling_config = train.ScalingConfig(num_workers=num_workers, use_gpu=use_gpu, resources_per_worker=resources)
+    elif use_gpu or resources_per_worker is not None:
+        raise UsageError(
+            "echelon.ray.run: a ScalingConfig, and use_gpu or resources_per_worker beside it",
+            where="code echelon.ray.run()",
+            do="put them into the ScalingConfig",
+        )
+    if scaling_config.use_gpu:
+        options.setdefault("torch_config", torch_face.TorchConfig(backend=_BACKEND_OF_GPUS))
+    worker = _Worker(fn=fn, config=None if config is None else dict(config), folder=os.getcwd())
+    trainer = torch_face.TorchTrainer(worker.run, scaling_config=scaling_config, **options)
+    try:
+        result: Result = trainer.fit()
+        return result
+    except train.TrainingFailedError as error:
+        raise _explained(error) from error
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Worker:
+    """What travels to each worker."""
+
+    fn: Callable[..., object]
+    config: dict[str, object] | None
+    folder: str
+
+    def run(self) -> object:
+        """Call the user's function, where its paths mean what they mean in the program that called."""
+        if os.path.isdir(self.folder):
+            os.chdir(self.folder)  # Ray has put the worker into a folder that goes when the session ends
+        else:
+            warn(f"this machine has no {self.folder}: relative paths begin in {os.getcwd()}, which Ray made")
+        return self.fn() if self.config is None else self.fn(self.config)
+
+
+def _explained(error: Any) -> LaunchError:
+    failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
+    ends = [
+        RankEnd(rank=rank, exit_code=1, record=ErrorRecord(time_ns=0, type=type(cause).__name__, message=str(cause)))
+        for rank, cause in sorted(failures.items())
+    ]
+    first = first_failure(ends)
+    if first is None:
+        return LaunchError(f"Ray could not run the training: {error}", where="echelon.ray.run", do="see ray status")
+    assert first.record is not None
+    others = f"; ranks that failed with it: {len(ends) - 1}" if len(ends) > 1 else ""
+    return LaunchError(
+        f"rank {first.rank} failed with {first.record.type}: {first.record.message}{others}",
+        where="echelon.ray.run",
+        do="correct this error; RunConfig(failure_config=FailureConfig(max_failures=N)) starts failed workers again",
+    )

@@ -1,0 +1,1 @@
+"""One command line on the machines of a hostfile, by ssh."""

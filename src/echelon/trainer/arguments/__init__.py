@@ -1,0 +1,1 @@
+"""TrainingArguments: every choice of a training, validated."""

@@ -1,0 +1,70 @@
+"""``TrainingArguments(deepspeed=)``: DeepSpeed's config with the numbers of the arguments, and its optimizer and schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from echelon.accelerator import DeepSpeedPlugin, DummyOptim, DummyScheduler
+from echelon.accelerator.setup.build_deepspeed import plugin_knowing
+
+if TYPE_CHECKING:
+    from echelon.trainer.arguments.training_arguments import TrainingArguments
+
+__all__ = ["deepspeed_optimizer", "deepspeed_plugin", "deepspeed_schedule"]
+
+
+def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin | None:
+    """Return the plugin for ``args.deepspeed``; None: it is not given.
+
+    What goes by the model, and by the number of steps, stays "auto" until these are known.
+
+    Raises:
+        ConfigError: the config and the arguments contradict each other.
+    """
+    if not args.deepspeed:
+        return None
+    assert isinstance(args.deepspeed, dict), args.deepspeed
+    plugin = plugin_knowing(args.deepspeed, _known(args), batch_size=args.train_batch_size, of="TrainingArguments")
+    # The Trainer divides by the batches of an update itself, so to DeepSpeed each of them is one.
+    plugin.gradient_accumulation_steps = plugin.deepspeed_config["gradient_accumulation_steps"] = 1
+    plugin.deepspeed_config.pop("train_batch_size", None)
+    return plugin
+
+
+def _known(args: TrainingArguments) -> dict[str, tuple[str, Any]]:
+    """Return, by the key of the config, the argument and its value."""
+    return {
+        "gradient_accumulation_steps": ("gradient_accumulation_steps", args.gradient_accumulation_steps),
+        "gradient_clipping": ("max_grad_norm", args.max_grad_norm),
+        "fp16.enabled": ("fp16", args.mixed_precision == "fp16"),
+        "bf16.enabled": ("bf16", args.mixed_precision == "bf16"),
+        "optimizer.params.lr": ("learning_rate", args.learning_rate),
+        "optimizer.params.betas": ("adam_beta1, adam_beta2", [args.adam_beta1, args.adam_beta2]),
+        "optimizer.params.eps": ("adam_epsilon", args.adam_epsilon),
+        "optimizer.params.weight_decay": ("weight_decay", args.weight_decay),
+        "scheduler.params.warmup_min_lr": ("(always 0)", 0),
+        "scheduler.params.warmup_max_lr": ("learning_rate", args.learning_rate),
+    }
+
+
+def deepspeed_optimizer(args: TrainingArguments, groups: list[dict[str, Any]]) -> DummyOptim | None:
+    """Return what stands for the optimizer of DeepSpeed's config; None: it has none."""
+    if not isinstance(args.deepspeed, dict) or "optimizer" not in args.deepspeed:
+        return None
+    return DummyOptim(groups, lr=args.learning_rate, weight_decay=args.weight_decay)
+
+
+def deepspeed_schedule(
+    args: TrainingArguments, optimizer: Any, *, num_steps: int, num_shares: int, make: Callable[[Any], Any]
+) -> DummyScheduler | None:
+    """Return what stands for the schedule of DeepSpeed's config, or for ``make`` of its optimizer; None: neither is there.
+
+    ``num_shares``: by how much the steps of a ``DummyScheduler`` are divided.
+    """
+    if not isinstance(args.deepspeed, dict):
+        return None
+    if "scheduler" in args.deepspeed:
+        warmup = args.get_warmup_steps(num_steps)
+        return DummyScheduler(optimizer, total_num_steps=num_steps * num_shares, warmup_num_steps=warmup)
+    return DummyScheduler(optimizer, lr_scheduler_callable=make) if isinstance(optimizer, DummyOptim) else None

@@ -1,0 +1,129 @@
+"""``fsdp``, ``fsdp_config`` and ``parallelism_config`` as the Accelerator's plugin and layout."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from echelon.accelerator.plugins.parallelism_config import ParallelismConfig
+from echelon.base.errors import ConfigError
+from echelon.compat.variables import str_to_bool
+
+if TYPE_CHECKING:
+    from echelon.accelerator.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
+    from echelon.trainer.arguments.training_arguments import TrainingArguments
+
+__all__ = ["fsdp_plugin", "parallelism", "read_fsdp"]
+
+_STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
+_OPTIONS = (*_STRATEGIES, "offload", "auto_wrap")
+# fsdp_config's names -> the plugin's; values as JSON or YAML give them.
+_RENAMED = {"transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap", "version": "fsdp_version"}
+_OF_XLA = ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings")
+_FLAGS = (
+    "activation_checkpointing",
+    "cpu_offload",
+    "cpu_ram_efficient_loading",
+    "forward_prefetch",
+    "limit_all_gathers",
+    "sync_module_states",
+    "use_orig_params",
+)
+
+
+def read_fsdp(given: Any) -> list[str] | None:
+    """Return the options in ``fsdp`` (True, ``"full_shard auto_wrap"``, or a list); None when it asks for nothing.
+
+    Raises:
+        ConfigError: an option that there is not, or two strategies.
+    """
+    if given is None or given is False or given in ("", [], "false", "False"):
+        return None
+    if given is True or given in ("true", "True"):
+        return []
+    options = [str(getattr(option, "value", option)) for option in (given.split() if isinstance(given, str) else given)]
+    for option in options:
+        if option not in _OPTIONS:
+            near = difflib.get_close_matches(option, _OPTIONS, n=1)
+            raise ConfigError(
+                f"fsdp={given!r}: {option!r} is none of {', '.join(_OPTIONS)}",
+                where="TrainingArguments.fsdp",
+                do=f"did you mean {near[0]!r}?" if near else "set fsdp=True, and how in fsdp_config",
+            )
+    if len([option for option in options if option in _STRATEGIES]) > 1:
+        raise ConfigError(f"fsdp={given!r} names two strategies", where="TrainingArguments.fsdp", do="keep one of them")
+    return options
+
+
+def fsdp_plugin(args: TrainingArguments) -> FullyShardedDataParallelPlugin | None:
+    """Return the plugin that ``fsdp`` and ``fsdp_config`` describe; None when the model is not to be sharded.
+
+    Raises:
+        ConfigError: a key or a value that the plugin has not.
+    """
+    options = read_fsdp(args.fsdp)
+    if options is None:
+        return None
+    from echelon.accelerator.plugins.fsdp_plugin import FullyShardedDataParallelPlugin  # noqa: PLC0415 - slow to import
+
+    given = args.fsdp_config or {}
+    assert isinstance(given, Mapping), given
+    settings: dict[str, Any] = {}
+    known = {item.name for item in fields(FullyShardedDataParallelPlugin)}
+    for key, value in given.items():
+        plain = str(key).removeprefix("fsdp_")
+        name = _RENAMED.get(plain, plain)
+        if plain in _OF_XLA:
+            if value not in (False, None, {}):
+                raise ConfigError(
+                    f"fsdp_config[{key!r}] is for TPUs, which echelon does not run on",
+                    where="TrainingArguments.fsdp_config",
+                    do="leave it out",
+                )
+            continue
+        if name not in known:
+            near = difflib.get_close_matches(plain, [*known, *_RENAMED], n=1)
+            raise ConfigError(
+                f"fsdp_config has no key {key!r}",
+                where="TrainingArguments.fsdp_config",
+                do=f"did you mean {near[0]!r}?" if near else f"use some of {', '.join(sorted(known))}",
+            )
+        settings[name] = _flag(value) if name in _FLAGS else value
+    if not settings.get("min_num_params"):
+        settings.pop("min_num_params", None)
+    if isinstance(classes := settings.get("transformer_cls_names_to_wrap"), str):
+        settings["transformer_cls_names_to_wrap"] = [name.strip() for name in classes.split(",")]
+    settings.setdefault("fsdp_version", 2)
+    settings["fsdp_version"] = int(settings["fsdp_version"])
+    for option in options:
+        if option == "offload":
+            settings["cpu_offload"] = True
+        elif option in _STRATEGIES:
+            settings["sharding_strategy"] = option.upper()
+    # A model that names its blocks is cut into them; "auto_wrap" asks for what happens anyway.
+    return FullyShardedDataParallelPlugin(**settings)
+
+
+def parallelism(args: TrainingArguments) -> ParallelismConfig | None:
+    """Return ``parallelism_config`` as the Accelerator takes it: an object of accelerate's, ours, or a dict."""
+    given = args.parallelism_config
+    if given is None or isinstance(given, ParallelismConfig):
+        return given
+    values = (
+        dict(given) if isinstance(given, Mapping) else {k: v for k, v in vars(given).items() if not k.startswith("_")}
+    )
+    known = {item.name for item in fields(ParallelismConfig)}
+    unknown = [name for name in values if name not in known and name != "device_mesh"]
+    if isinstance(given, Mapping) and unknown:
+        raise ConfigError(
+            f"parallelism_config has no key {unknown[0]!r}",
+            where="TrainingArguments.parallelism_config",
+            do=f"use some of {', '.join(sorted(known))}",
+        )
+    return ParallelismConfig(**{name: value for name, value in values.items() if name in known})
+
+
+def _flag(value: Any) -> Any:
+    return bool(str_to_bool(value)) if isinstance(value, str) else value

@@ -1,0 +1,678 @@
+"""TrainingArguments: every choice of a training, under the names, the order and the defaults of transformers."""
+
+# ruff: noqa: RUF009, RUF036 - `setting` is `dataclasses.field` with the help text behind the default; argument parsers of
+# others read the second part of a union
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+
+from echelon.accelerator import PartialState
+from echelon.base.errors import ConfigError
+from echelon.base.logging import get_logger
+from echelon.trainer.arguments.devices import num_devices_of
+from echelon.trainer.arguments.enums import (
+    HubStrategy,
+    IntervalStrategy,
+    OptimizerNames,
+    ParallelMode,
+    SaveStrategy,
+    SchedulerType,
+    choose,
+)
+from echelon.trainer.arguments.renamed import KEPT, translate
+from echelon.trainer.arguments.unsupported import refuse_what_is_not_offered
+from echelon.trainer.arguments.validation import check, complete
+from echelon.trainer.callbacks.time_limit import duration
+from echelon.trainer.callbacks.trackers import read_report_to
+from echelon.trainer.optim.optimizers import refuse_optimizer
+
+__all__ = ["TrainingArguments", "setting"]
+
+logger = get_logger(__name__)
+
+_Value = TypeVar("_Value")
+_LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.CRITICAL,
+    "passive": -1,
+}
+_TOKENS = ("no", "all", "non_padding")
+_SAMPLING = ("random", "sequential", "group_by_length", "batch_rebalance")
+_DICTS = (
+    "accelerator_config",
+    "activation_checkpointing_kwargs",
+    "deepspeed",
+    "fsdp_config",
+    "gradient_checkpointing_kwargs",
+    "lr_scheduler_kwargs",
+    "parallelism_config",
+)
+_SECRETS = ("hub_token",)
+
+
+def setting(default: _Value, meaning: str) -> _Value:
+    """Declare a field; ``meaning`` is also the help text of an argument parser made from the dataclass."""
+    return field(default=default, metadata={"help": meaning})
+
+
+def extra(default: _Value, meaning: str) -> _Value:
+    """Declare a field that transformers has not; it is given by name only."""
+    return field(default=default, kw_only=True, metadata={"help": meaning})
+
+
+class _AcceptsOldNames(type):
+    """Translates keyword arguments that older tutorials use, for TrainingArguments and every class derived from it."""
+
+    if not TYPE_CHECKING:  # editors and type checkers see the dataclass' own signature
+
+        def __call__(cls, *values: Any, **named: Any) -> Any:
+            known = {item.name: _default(item) for item in fields(cls) if item.init}
+            extra = inspect.signature(cls.__init__).parameters.keys() - known.keys()  # a subclass' own __init__
+            renamed = translate(named, fields={**known, **dict.fromkeys(extra)})
+            kept = {name: renamed.pop(name) for name in KEPT if name in renamed and name not in known}
+            arguments = super().__call__(*values, **renamed)
+            for name, value in kept.items():
+                setattr(arguments, name, value)
+            return arguments
+
+        @property
+        def __signature__(cls) -> inspect.Signature:
+            own = inspect.signature(cls.__init__)
+            return own.replace(parameters=list(own.parameters.values())[1:])
+
+
+@dataclass
+class TrainingArguments(metaclass=_AcceptsOldNames):
+    """The choices of a training.
+
+    Names, order and defaults are those of transformers 5; names of its older versions are accepted with a warning. A
+    setting that this version cannot do yet is an error (``not_offered.py``), never ignored. Reading ``device``,
+    ``world_size`` and the like looks at what started the process.
+    """
+
+    # Where the results go, and how long to train.
+    output_dir: str | None = setting(None, "Folder for checkpoints and results; none given: trainer_output.")
+    per_device_train_batch_size: int = setting(8, "Samples of one device in one forward pass of the training.")
+    num_train_epochs: float = setting(3.0, "Passes over the training data; may be a fraction.")
+    max_steps: int = setting(-1, "Optimizer steps in all; if positive, it decides instead of num_train_epochs.")
+    # The optimizer and its schedule.
+    learning_rate: float = setting(5e-5, "The peak of the learning-rate schedule.")
+    lr_scheduler_type: SchedulerType | str = setting("linear", "The shape of the learning-rate schedule.")
+    lr_scheduler_kwargs: dict[str, Any] | str | None = setting(None, "More arguments of the schedule, as a dict.")
+    warmup_steps: float = setting(0, "Steps in which the rate rises from 0; below 1: a part of all steps.")
+    optim: OptimizerNames | str = setting("adamw_torch_fused", "The optimizer, by name.")
+    optim_args: str | None = setting(None, "More arguments of the optimizer, as 'name=value,name=value'.")
+    weight_decay: float = setting(0.0, "Decay of all weights but biases and those of normalisation layers.")
+    adam_beta1: float = setting(0.9, "Decay rate of Adam's average of the gradients.")
+    adam_beta2: float = setting(0.999, "Decay rate of Adam's average of the squared gradients.")
+    adam_epsilon: float = setting(1e-8, "Keeps Adam from dividing by zero.")
+    optim_target_modules: None | str | list[str] = setting(None, "Modules that a low-rank optimizer treats.")
+    # One update.
+    gradient_accumulation_steps: int = setting(1, "Forward and backward passes of one optimizer step.")
+    average_tokens_across_devices: bool = setting(True, "Divide a loss over tokens by the tokens of all processes.")
+    max_grad_norm: float = setting(1.0, "Scale gradients down to this norm; 0: leave them.")
+    label_smoothing_factor: float = setting(0.0, "Part of the target that is spread over all classes.")
+    # Precision.
+    bf16: bool = setting(False, "Compute in bfloat16 where that is safe, keep weights in float32.")
+    fp16: bool = setting(False, "Compute in float16 where that is safe, with loss scaling.")
+    bf16_full_eval: bool = setting(False, "Cast the whole model to bfloat16 for evaluation.")
+    fp16_full_eval: bool = setting(False, "Cast the whole model to float16 for evaluation.")
+    tf32: bool | None = setting(None, "Allow TF32 matrix products; none given: torch's default.")
+    # Memory and speed.
+    activation_checkpointing: bool | None = setting(None, "Compute activations twice in place of keeping them.")
+    activation_checkpointing_kwargs: dict[str, Any] | str | None = setting(None, "How to, as a dict.")
+    gradient_checkpointing: bool | None = setting(None, "Another name of activation_checkpointing.")
+    gradient_checkpointing_kwargs: dict[str, Any] | str | None = setting(
+        None, "Another name of activation_checkpointing_kwargs."
+    )
+    torch_compile: bool = setting(False, "Compile the model.")
+    torch_compile_backend: str | None = setting(None, "The compiler's backend; switches torch_compile on.")
+    torch_compile_mode: str | None = setting(None, "The compiler's mode; switches torch_compile on.")
+    use_liger_kernel: bool = setting(False, "Use the Liger kernels.")
+    liger_kernel_config: dict[str, Any] | None = setting(None, "Which of the Liger kernels, as a dict.")
+    use_cache: bool = setting(False, "Let a language model keep keys and values; of no use in training.")
+    neftune_noise_alpha: float | None = setting(None, "Strength of the noise on embeddings (NEFTune).")
+    torch_empty_cache_steps: int | None = setting(None, "Empty the device's memory cache every so many steps.")
+    auto_find_batch_size: bool = setting(False, "Try smaller batches when the memory is too small.")
+    # Logs.
+    logging_strategy: IntervalStrategy | str = setting("steps", "When to log: no, steps, epoch.")
+    logging_steps: float = setting(500, "Log every so many optimizer steps; below 1: a part of all steps.")
+    logging_first_step: bool = setting(False, "Log the first step, too.")
+    log_on_each_node: bool = setting(True, "One process of every machine speaks, not one in all.")
+    logging_nan_inf_filter: bool = setting(True, "Leave infinite losses out of the logged mean; training sees them.")
+    include_num_input_tokens_seen: str | bool = setting("no", "Count tokens: no, all, non_padding.")
+    log_level: str = setting("passive", "What the main process says: debug ... critical; passive: as it is set.")
+    log_level_replica: str = setting("warning", "What the other processes say.")
+    disable_tqdm: bool | None = setting(None, "No progress bars; none given: by the log level.")
+    report_to: None | str | list[str] = setting("none", "Where the logs go beside the screen.")
+    run_name: str | None = setting(None, "A name of the run for those.")
+    project: str = setting("huggingface", "A project of theirs.")
+    trackio_space_id: str | None = setting(None, "Where Trackio shows the run.")
+    trackio_bucket_id: str | None = setting(None, "Where Trackio keeps the run.")
+    trackio_static_space_id: str | None = setting(None, "Where Trackio keeps a fixed view of the run.")
+    # Evaluation.
+    eval_strategy: IntervalStrategy | str = setting("no", "When to evaluate: no, steps, epoch.")
+    eval_steps: float | None = setting(None, "Evaluate every so many optimizer steps; none given: logging_steps.")
+    eval_delay: float = setting(0, "Epochs or steps (by eval_strategy) before the first evaluation.")
+    per_device_eval_batch_size: int = setting(8, "Samples of one device in one forward pass of an evaluation.")
+    prediction_loss_only: bool = setting(False, "Gather the loss only, no predictions.")
+    eval_on_start: bool = setting(False, "Evaluate before the first step.")
+    eval_do_concat_batches: bool = setting(True, "Join the predictions of all batches; else a list of batches.")
+    eval_use_gather_object: bool = setting(False, "Gather objects that are no tensors.")
+    eval_accumulation_steps: int | None = setting(None, "Move predictions to the CPU every so many batches.")
+    include_for_metrics: list[str] = field(
+        default_factory=list, metadata={"help": "What else compute_metrics gets: inputs, loss."}
+    )
+    batch_eval_metrics: bool = setting(False, "Call compute_metrics for each batch.")
+    # Checkpoints.
+    save_only_model: bool = setting(False, "Save the weights, not what a resumed training needs.")
+    save_strategy: SaveStrategy | str = setting("steps", "When to save: no, steps, epoch, best.")
+    save_steps: float = setting(500, "Save every so many optimizer steps; below 1: a part of all steps.")
+    save_on_each_node: bool = setting(False, "Save on every machine.")
+    save_total_limit: int | None = setting(None, "Keep so many checkpoints: the newest, and the best one always.")
+    enable_jit_checkpoint: bool = setting(False, "Save when the process is asked to end.")
+    # Upload.
+    push_to_hub: bool = setting(False, "Upload the model when it is saved.")
+    hub_token: str | None = setting(None, "The secret for it.")
+    hub_private_repo: bool | None = setting(None, "Whether others may see the upload.")
+    hub_model_id: str | None = setting(None, "Its name there.")
+    hub_strategy: HubStrategy | str = setting("every_save", "What to upload, and when.")
+    hub_always_push: bool = setting(False, "Start an upload while another one runs.")
+    hub_revision: str | None = setting(None, "The branch to upload to.")
+    # The best model.
+    load_best_model_at_end: bool = setting(False, "Go back to the best checkpoint after the training.")
+    metric_for_best_model: str | None = setting(None, "What makes it the best: a name of the evaluation's metrics.")
+    greater_is_better: bool | None = setting(None, "Whether more of it is better; none given: unless it is a loss.")
+    # Going on after a stop, and chance.
+    ignore_data_skip: bool = setting(False, "Start the data anew in a resumed training.")
+    restore_callback_states_from_checkpoint: bool = setting(False, "Give callbacks their saved state back.")
+    full_determinism: bool = setting(False, "Deterministic algorithms only; slower.")
+    seed: int = setting(42, "The seed of everything.")
+    data_seed: int | None = setting(None, "The seed of the data order; none given: seed.")
+    # Where it runs.
+    use_cpu: bool = setting(False, "Use the CPU even where there is an accelerator.")
+    accelerator_config: dict[str, Any] | str | None = setting(None, "Settings of the Accelerator: a dict or a file.")
+    parallelism_config: dict[str, Any] | str | Any | None = setting(None, "How to split the model.")
+    # Data.
+    dataloader_drop_last: bool = setting(False, "Leave a short last batch out.")
+    dataloader_num_workers: int = setting(0, "Processes that read data; 0: this one.")
+    dataloader_pin_memory: bool = setting(True, "Keep batches in pinned memory.")
+    dataloader_persistent_workers: bool = setting(False, "Keep those processes between passes.")
+    dataloader_prefetch_factor: int | None = setting(None, "Batches that each of them reads ahead.")
+    dataloader_multiprocessing_context: str | None = setting(None, "How they are started: fork, spawn, forkserver.")
+    dataloader_in_order: bool = setting(True, "Take batches in order, not as they come.")
+    remove_unused_columns: bool = setting(True, "Leave out columns that the model's forward does not take.")
+    label_names: list[str] | None = setting(None, "The keys of a batch that are labels; none given: by forward.")
+    train_sampling_strategy: str = setting("random", "The order of the data: random, sequential, group_by_length.")
+    length_column_name: str = setting("length", "The column that holds the length of each sample.")
+    # Several processes.
+    ddp_find_unused_parameters: bool | None = setting(None, "As DistributedDataParallel's.")
+    ddp_bucket_cap_mb: int | None = setting(None, "As DistributedDataParallel's.")
+    ddp_broadcast_buffers: bool | None = setting(None, "As DistributedDataParallel's.")
+    ddp_static_graph: bool | None = setting(None, "As DistributedDataParallel's.")
+    ddp_backend: str | None = setting(None, "The backend of torch.distributed.")
+    ddp_timeout: int = setting(1800, "Seconds before a collective fails.")
+    fsdp: None | str | list[str] = setting(
+        None, "Shard the model: True, or full_shard, shard_grad_op, offload, auto_wrap."
+    )
+    fsdp_config: dict[str, Any] | str | None = setting(None, "How: a dict or a file.")
+    deepspeed: dict[str, Any] | str | None = setting(None, "Settings of DeepSpeed: a dict or a file.")
+    # Finding faults.
+    debug: str | list[str] = setting("", "underflow_overflow: find where numbers stop being finite.")
+    skip_memory_metrics: bool = setting(True, "Leave memory out of the metrics.")
+    # Not read by the Trainer; for scripts.
+    do_train: bool = setting(False, "For scripts: whether to train.")
+    do_eval: bool = setting(False, "For scripts: whether to evaluate.")
+    do_predict: bool = setting(False, "For scripts: whether to predict.")
+    resume_from_checkpoint: str | None = setting(None, "A checkpoint to go on from; True or auto: the newest.")
+    local_rank: int = setting(-1, "Of old launchers; see local_process_index.")
+    # Echelon's own.
+    engine: str | None = extra(
+        None, "single, dp, ddp, zero1, fsdp2 or deepspeed; none given: by processes and devices."
+    )
+    max_time: float | str | timedelta | None = extra(None, "End after this time: seconds, 90m, 12h, or h:mm:ss.")
+    fast_dev_run: int = extra(0, "Try everything out: so many steps and batches (True: 1), no checkpoints, no reports.")
+    limit_train_batches: float | None = extra(None, "Batches of a pass; below 1: a part of them.")
+    limit_eval_batches: float | None = extra(None, "Batches of an evaluation; below 1: a part of them.")
+    stop_on_nan: bool = extra(False, "End at the first loss or gradient that is not finite, and name the tensor.")
+    checkpoint_format: str | None = extra(
+        None, "How checkpoints are written: echelon, transformers; none given: echelon."
+    )
+    max_failed_saves: int = extra(3, "So many checkpoints in a row that the disk did not take end the training.")
+    save_on_exception: bool = extra(False, "Save what was trained when an error ends the training.")
+    save_on_signal: bool = extra(False, "On SIGTERM or SIGUSR1 save after the step, and end with exit code 143.")
+    parity: str | None = extra(None, "exact: the same updates on any number of processes; bitwise: the same bits.")
+    global_batch_size: int | None = extra(None, "With parity: samples of one optimizer step, over all processes.")
+    max_micro_batch_size: int | None = extra(None, "With parity: most samples in one pass; none given: per device.")
+    canonical_shards: int | None = extra(None, "With parity='bitwise': parts of an update, summed in a fixed order.")
+    already_sharded: str | None = extra(  # not also bool: transformers' argument parser takes one type and None
+        None, "Each process is given its own share: True, train, eval; False: never; none given: as it is recognised."
+    )
+    allow_changed_data: bool = extra(
+        False, "Go on from the middle of an epoch although the data are others now; from where is told."
+    )
+    log_throughput: bool = extra(False, "Log samples and steps per second of the steps since the last log.")
+
+    logging_dir: ClassVar[str | None] = None
+    _n_gpu: ClassVar[int | None] = None  # set by scripts of others
+
+    def __post_init__(self) -> None:
+        self.output_dir = str(Path(self.output_dir or "trainer_output").expanduser())
+        self._given_in = Path.cwd()
+        self._read_names()
+        self._read_dicts()
+        self._refuse()
+        complete(self)
+        check(self)
+
+    def _read_names(self) -> None:
+        self.eval_strategy = choose(IntervalStrategy, self.eval_strategy, setting="eval_strategy")
+        self.logging_strategy = choose(IntervalStrategy, self.logging_strategy, setting="logging_strategy")
+        self.save_strategy = choose(SaveStrategy, self.save_strategy, setting="save_strategy")
+        self.hub_strategy = choose(HubStrategy, self.hub_strategy, setting="hub_strategy")
+        self.lr_scheduler_type = choose(SchedulerType, self.lr_scheduler_type, setting="lr_scheduler_type")
+        self.optim = choose(OptimizerNames, self.optim, setting="optim")
+        refuse_optimizer(self.optim.value)
+        _one_of("train_sampling_strategy", self.train_sampling_strategy, _SAMPLING)
+        _one_of("log_level", self.log_level, tuple(_LEVELS))
+        _one_of("log_level_replica", self.log_level_replica, tuple(_LEVELS))
+        if isinstance(self.include_num_input_tokens_seen, bool):
+            self.include_num_input_tokens_seen = "all" if self.include_num_input_tokens_seen else "no"
+        _one_of("include_num_input_tokens_seen", self.include_num_input_tokens_seen, _TOKENS)
+        if self.already_sharded is not None:
+            self.already_sharded = str(self.already_sharded).lower()  # True and False, too
+            _one_of("already_sharded", self.already_sharded, ("true", "train", "eval", "false", "none"))
+        given = self.debug or ""  # an argument parser gives None
+        self.debug = given.split() if isinstance(given, str) else [str(_plain("", one)) for one in given]
+        for name in self.debug:
+            _one_of("debug", name, ("underflow_overflow",))
+        for name in self.include_for_metrics:
+            _one_of("include_for_metrics", name, ("inputs", "loss"))
+        self.report_to = read_report_to(self.report_to)
+        self.max_time = None if self.max_time is None else duration(self.max_time)
+
+    def _read_dicts(self) -> None:
+        for name in _DICTS:
+            setattr(self, name, _as_dict(name, getattr(self, name)))
+        for new, old in (
+            ("activation_checkpointing", "gradient_checkpointing"),
+            ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"),
+        ):
+            value = getattr(self, old) if getattr(self, new) is None else getattr(self, new)
+            setattr(self, new, value)
+            setattr(self, old, value)
+
+    def _refuse(self) -> None:
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        defaults = {item.name: _default(item) for item in fields(self)}
+        refuse_what_is_not_offered(values, defaults)
+
+    # What started this process.
+
+    @property
+    def distributed_state(self) -> PartialState:
+        """The place of this process among the others. Collective: on first use with several processes."""
+        options = {"backend": self.ddp_backend, "timeout": self.ddp_timeout_delta}
+        return PartialState(cpu=self.use_cpu, **options)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self.distributed_state.device
+
+    @property
+    def n_gpu(self) -> int:
+        """Accelerators that this process uses: all that it sees, if nothing started it as a rank; else one. 0: the CPU."""
+        return num_devices_of(self) if self._n_gpu is None else self._n_gpu
+
+    @property
+    def place_model_on_device(self) -> bool:
+        """Whether the Trainer moves the model to the device: always, unless it is spread over several."""
+        return True
+
+    @property
+    def parallel_mode(self) -> ParallelMode:
+        """Whether other processes share the work, or other devices of this one."""
+        if self.world_size > 1:
+            return ParallelMode.DISTRIBUTED
+        return ParallelMode.NOT_DISTRIBUTED if self.n_gpu > 1 else ParallelMode.NOT_PARALLEL
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self.distributed_state.num_processes
+
+    @property
+    def process_index(self) -> int:
+        """The rank."""
+        return self.distributed_state.process_index
+
+    @property
+    def local_process_index(self) -> int:
+        """The rank among the processes of this machine."""
+        return self.distributed_state.local_process_index
+
+    @property
+    def train_batch_size(self) -> int:
+        """Samples of this process in one forward pass of the training: those of its devices together."""
+        return self.per_device_train_batch_size * max(1, self.n_gpu)
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Samples of this process in one forward pass of an evaluation: those of its devices together."""
+        return self.per_device_eval_batch_size * max(1, self.n_gpu)
+
+    @property
+    def should_log(self) -> bool:
+        """Whether this process speaks."""
+        return (self.local_process_index if self.log_on_each_node else self.process_index) == 0
+
+    @property
+    def should_save(self) -> bool:
+        """Whether this process writes files."""
+        return (self.local_process_index if self.save_on_each_node else self.process_index) == 0
+
+    @property
+    def mixed_precision(self) -> str:
+        """``no``, ``fp16`` or ``bf16``."""
+        return "fp16" if self.fp16 else "bf16" if self.bf16 else "no"
+
+    @property
+    def ddp_timeout_delta(self) -> timedelta:
+        """``ddp_timeout`` as a duration."""
+        return timedelta(seconds=self.ddp_timeout)
+
+    def get_process_log_level(self) -> int:
+        """Return the level of ``logging`` for this process."""
+        name = self.log_level if self.should_log else self.log_level_replica
+        return logger.getEffectiveLevel() if name == "passive" else _LEVELS[name]
+
+    @contextmanager
+    def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
+        """Run the block on the main process, then on the others: to fill a cache once.
+
+        Collective: every process must enter.
+        """
+        state = self.distributed_state
+        logger.debug("main process first: %s", desc)
+        with state.local_main_process_first() if local else state.main_process_first():
+            yield
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        """Return the number of warm-up steps of a training of ``num_training_steps``."""
+        if self.warmup_steps >= 1:
+            return int(self.warmup_steps)
+        return math.ceil(num_training_steps * self.warmup_steps)
+
+    def batches_of(self, limit: float | None, loader: Any) -> int | None:
+        """Return how many batches of ``loader`` the limit ``limit`` leaves, at least one; None: all.
+
+        Raises:
+            ConfigError: a part of a loader that has no length.
+        """
+        if limit is None:
+            return None
+        if limit >= 1:
+            return int(limit)
+        try:
+            return max(1, int(len(loader) * limit))
+        except TypeError:
+            raise ConfigError(
+                f"a limit of {limit} is a part of all batches, and these data have no length",
+                where="TrainingArguments.limit_train_batches, .limit_eval_batches",
+                do="give a number of batches",
+            ) from None
+
+    def set_training(
+        self,
+        learning_rate: float = 5e-5,
+        batch_size: int = 8,
+        weight_decay: float = 0.0,
+        num_epochs: float = 3.0,
+        max_steps: int = -1,
+        gradient_accumulation_steps: int = 1,
+        seed: int = 42,
+        activation_checkpointing: bool | None = False,
+        gradient_checkpointing: bool | None = None,
+    ) -> TrainingArguments:
+        """Set what belongs to the training, all at once."""
+        checkpointing = activation_checkpointing if gradient_checkpointing is None else gradient_checkpointing
+        return self._set(
+            do_train=True,
+            learning_rate=learning_rate,
+            per_device_train_batch_size=batch_size,
+            weight_decay=weight_decay,
+            num_train_epochs=num_epochs,
+            max_steps=max_steps,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            seed=seed,
+            activation_checkpointing=checkpointing,
+            gradient_checkpointing=checkpointing,
+        )
+
+    def set_evaluate(
+        self,
+        strategy: str | IntervalStrategy = "no",
+        steps: int = 500,
+        batch_size: int = 8,
+        accumulation_steps: int | None = None,
+        delay: float | None = None,
+        loss_only: bool = False,
+    ) -> TrainingArguments:
+        """Set what belongs to evaluations, all at once."""
+        return self._set(
+            eval_strategy=strategy,
+            eval_steps=steps,
+            per_device_eval_batch_size=batch_size,
+            eval_accumulation_steps=accumulation_steps,
+            eval_delay=delay or 0,
+            prediction_loss_only=loss_only,
+        )
+
+    def set_testing(self, batch_size: int = 8, loss_only: bool = False) -> TrainingArguments:
+        """Set what belongs to predictions, all at once."""
+        return self._set(do_predict=True, per_device_eval_batch_size=batch_size, prediction_loss_only=loss_only)
+
+    def set_save(
+        self,
+        strategy: str | SaveStrategy = "steps",
+        steps: int = 500,
+        total_limit: int | None = None,
+        on_each_node: bool = False,
+    ) -> TrainingArguments:
+        """Set what belongs to checkpoints, all at once."""
+        return self._set(
+            save_strategy=strategy, save_steps=steps, save_total_limit=total_limit, save_on_each_node=on_each_node
+        )
+
+    def set_logging(
+        self,
+        strategy: str | IntervalStrategy = "steps",
+        steps: int = 500,
+        report_to: str | list[str] = "none",
+        level: str = "passive",
+        first_step: bool = False,
+        nan_inf_filter: bool = False,
+        on_each_node: bool = False,
+        replica_level: str = "passive",
+    ) -> TrainingArguments:
+        """Set what belongs to logs, all at once."""
+        return self._set(
+            logging_strategy=strategy,
+            logging_steps=steps,
+            report_to=report_to,
+            log_level=level,
+            logging_first_step=first_step,
+            logging_nan_inf_filter=nan_inf_filter,
+            log_on_each_node=on_each_node,
+            log_level_replica=replica_level,
+        )
+
+    def set_push_to_hub(
+        self,
+        model_id: str,
+        strategy: str | HubStrategy = "every_save",
+        token: str | None = None,
+        private_repo: bool | None = None,
+        always_push: bool = False,
+        revision: str | None = None,
+    ) -> TrainingArguments:
+        """Set what belongs to uploads, all at once."""
+        return self._set(
+            push_to_hub=True,
+            hub_model_id=model_id,
+            hub_strategy=strategy,
+            hub_token=token,
+            hub_private_repo=private_repo,
+            hub_always_push=always_push,
+            hub_revision=revision,
+        )
+
+    def set_optimizer(
+        self,
+        name: str | OptimizerNames = "adamw_torch",
+        learning_rate: float = 5e-5,
+        weight_decay: float = 0.0,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        epsilon: float = 1e-8,
+        args: str | None = None,
+    ) -> TrainingArguments:
+        """Set what belongs to the optimizer, all at once."""
+        return self._set(
+            optim=name,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            adam_beta1=beta1,
+            adam_beta2=beta2,
+            adam_epsilon=epsilon,
+            optim_args=args,
+        )
+
+    def set_lr_scheduler(
+        self,
+        name: str | SchedulerType = "linear",
+        num_epochs: float = 3.0,
+        max_steps: int = -1,
+        warmup_steps: float = 0,
+        warmup_ratio: float | None = None,
+    ) -> TrainingArguments:
+        """Set what belongs to the schedule, all at once; ``warmup_ratio`` is an old name of ``warmup_steps``."""
+        return self._set(
+            lr_scheduler_type=name,
+            num_train_epochs=num_epochs,
+            max_steps=max_steps,
+            warmup_steps=warmup_ratio if warmup_ratio is not None else warmup_steps,
+        )
+
+    def set_dataloader(
+        self,
+        train_batch_size: int = 8,
+        eval_batch_size: int = 8,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        pin_memory: bool = True,
+        persistent_workers: bool = False,
+        prefetch_factor: int | None = None,
+        multiprocessing_context: str | None = None,
+        in_order: bool = True,
+        auto_find_batch_size: bool = False,
+        ignore_data_skip: bool = False,
+        sampler_seed: int | None = None,
+    ) -> TrainingArguments:
+        """Set what belongs to the data, all at once."""
+        return self._set(
+            per_device_train_batch_size=train_batch_size,
+            per_device_eval_batch_size=eval_batch_size,
+            dataloader_drop_last=drop_last,
+            dataloader_num_workers=num_workers,
+            dataloader_pin_memory=pin_memory,
+            dataloader_persistent_workers=persistent_workers,
+            dataloader_prefetch_factor=prefetch_factor,
+            dataloader_multiprocessing_context=multiprocessing_context,
+            dataloader_in_order=in_order,
+            auto_find_batch_size=auto_find_batch_size,
+            ignore_data_skip=ignore_data_skip,
+            data_seed=sampler_seed,
+        )
+
+    def _set(self, **values: Any) -> TrainingArguments:
+        """Set fields and what follows from them; whether they agree with the others shows when they are used."""
+        for name, value in values.items():
+            setattr(self, name, value)
+        self._read_names()
+        complete(self)
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values; secrets are masked."""
+        return {name: _plain(name, value) for name, value in asdict(self).items()}
+
+    def to_json_string(self) -> str:
+        """Return ``to_dict`` as JSON."""
+        return json.dumps(self.to_dict(), indent=2, default=str)
+
+    def to_sanitized_dict(self) -> dict[str, bool | int | float | str]:
+        """Return ``to_dict`` with everything but numbers and strings as text, for trackers of hyperparameters."""
+        values = {**self.to_dict(), "train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
+        return {
+            name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in values.items()
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{name}={value!r}," for name, value in sorted(self.to_dict().items())]
+        return f"{type(self).__name__}(\n" + "\n".join(lines) + "\n)"
+
+
+def _default(item: Any) -> Any:
+    if item.default_factory is not MISSING:
+        return item.default_factory()
+    return None if item.default is MISSING else item.default
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(
+            f"{name}={value!r} is none of the choices: {', '.join(choices)}",
+            where=f"TrainingArguments.{name}",
+            do="choose one of them",
+        )
+
+
+def _as_dict(name: str, value: Any) -> Any:
+    """Return a dict from a dict, from JSON text that begins with a brace, or from a JSON file."""
+    if not isinstance(value, (str, Path)) or not str(value):
+        return value
+    text = str(value)
+    try:
+        return json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ConfigError(
+            f"{name}={text!r} is neither JSON nor a file with JSON: {error}",
+            where=f"TrainingArguments.{name}",
+            do="give a dict, text such as '{\"key\": 1}', or the path of a JSON file",
+        ) from error
+
+
+def _plain(name: str, value: Any) -> Any:
+    if name in _SECRETS and value is not None:
+        return f"<{name.upper()}>"
+    if isinstance(value, Enum):
+        return value.value
+    return [_plain("", part) for part in value] if isinstance(value, list) else value

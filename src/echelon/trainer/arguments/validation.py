@@ -1,0 +1,165 @@
+"""What follows from the values of TrainingArguments, and which of them cannot work together."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from echelon.base.errors import ConfigError
+from echelon.base.logging import get_logger
+from echelon.trainer.arguments.enums import IntervalStrategy, SaveStrategy, SchedulerType
+from echelon.trainer.arguments.fsdp import read_fsdp
+
+if TYPE_CHECKING:
+    from echelon.trainer.arguments.training_arguments import TrainingArguments
+
+__all__ = ["check", "complete", "path_of"]
+
+logger = get_logger(__name__)
+
+
+def path_of(args: TrainingArguments, folder: str | Path | None) -> Path:
+    """Return a folder as it was meant when ``args`` were made, whatever the working directory is now.
+
+    None: ``output_dir``, which itself stays as it was given.
+    """
+    return args._given_in / Path(folder or args.output_dir or "trainer_output").expanduser()
+
+
+def complete(args: TrainingArguments) -> None:
+    """Set what follows from the values that were given."""
+    if args.eval_strategy != IntervalStrategy.NO:
+        args.do_eval = True
+    if args.eval_strategy == IntervalStrategy.STEPS and not args.eval_steps:
+        if not args.logging_steps > 0:
+            raise ConfigError(
+                "eval_strategy='steps' needs a number of steps, and neither eval_steps nor logging_steps is positive",
+                where="TrainingArguments.eval_steps",
+                do="set eval_steps",
+            )
+        args.eval_steps = args.logging_steps
+    by_metric = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
+    wants_best = args.load_best_model_at_end or args.lr_scheduler_type in by_metric
+    if wants_best and args.metric_for_best_model is None:
+        args.metric_for_best_model = "loss"
+    if args.greater_is_better is None and args.metric_for_best_model is not None:
+        args.greater_is_better = not args.metric_for_best_model.endswith("loss")
+    if args.use_cpu:
+        args.dataloader_pin_memory = False
+    if args.torch_compile_backend is not None or args.torch_compile_mode is not None:
+        args.torch_compile = True
+    if args.torch_compile and args.torch_compile_backend is None:
+        args.torch_compile_backend = "inductor"
+    if args.fast_dev_run:
+        _try_out(args)
+    if args.disable_tqdm is None:
+        args.disable_tqdm = logger.getEffectiveLevel() > logging.WARNING
+    for name in ("logging_steps", "eval_steps", "save_steps", "warmup_steps"):
+        setattr(args, name, _steps(name, getattr(args, name)))
+
+
+def _try_out(args: TrainingArguments) -> None:
+    steps = int(args.fast_dev_run)
+    args.max_steps = args.limit_train_batches = args.limit_eval_batches = steps
+    args.logging_strategy, args.logging_steps = IntervalStrategy.STEPS, 1
+    args.save_strategy, args.report_to = SaveStrategy.NO, []
+    args.load_best_model_at_end = args.push_to_hub = False
+    if args.eval_strategy == IntervalStrategy.STEPS:
+        args.eval_steps = steps
+
+
+def check(args: TrainingArguments) -> None:
+    """Raise for values that are wrong, or cannot work together.
+
+    Raises:
+        ConfigError: which, and what to do.
+    """
+    if args.fp16 and args.bf16:
+        raise ConfigError("fp16 and bf16 exclude each other", where="TrainingArguments", do="choose one of them")
+    for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+        if getattr(args, name) < 1:
+            raise ConfigError(
+                f"{name}={getattr(args, name)} must be at least 1",
+                where=f"TrainingArguments.{name}",
+                do="set it to 1",
+            )
+    if args.warmup_steps < 0:
+        raise ConfigError(
+            f"warmup_steps={args.warmup_steps} must not be negative", where="TrainingArguments.warmup_steps"
+        )
+    for name in ("limit_train_batches", "limit_eval_batches", "fast_dev_run"):
+        limit = getattr(args, name)
+        if limit is not None and (
+            limit < 0 or (limit > 1 and limit != int(limit)) or (limit == 0 and name != "fast_dev_run")
+        ):
+            raise ConfigError(
+                f"{name}={limit} is no number of batches, and no part of them (below 1)",
+                where=f"TrainingArguments.{name}",
+                do="give a positive whole number, or a part such as 0.1",
+            )
+    if not 0 <= args.label_smoothing_factor < 1:
+        raise ConfigError(
+            f"label_smoothing_factor={args.label_smoothing_factor} is not a part of the target (0 to below 1)",
+            where="TrainingArguments.label_smoothing_factor",
+            do="0.1 is usual",
+        )
+    if args.fp16_full_eval and args.bf16_full_eval:
+        raise ConfigError(
+            "fp16_full_eval and bf16_full_eval exclude each other",
+            where="TrainingArguments",
+            do="choose one of them",
+        )
+    if read_fsdp(args.fsdp) is not None and args.deepspeed:
+        raise ConfigError("fsdp and deepspeed exclude each other", where="TrainingArguments", do="choose one of them")
+    if args.dataloader_prefetch_factor is not None and not args.dataloader_num_workers:
+        raise ConfigError(
+            f"dataloader_prefetch_factor={args.dataloader_prefetch_factor} needs processes that read data",
+            where="TrainingArguments.dataloader_prefetch_factor",
+            do="set dataloader_num_workers to 1 or more",
+        )
+    if args.logging_strategy == IntervalStrategy.STEPS and not args.logging_steps > 0:
+        raise ConfigError(
+            f"logging_strategy='steps' needs a positive number, not logging_steps={args.logging_steps}",
+            where="TrainingArguments.logging_steps",
+            do="set logging_steps, or logging_strategy='no'",
+        )
+    if args.save_strategy == SaveStrategy.BEST and args.metric_for_best_model is None:
+        raise ConfigError(
+            "save_strategy='best' does not know what is best",
+            where="TrainingArguments.metric_for_best_model",
+            do="set metric_for_best_model to a name of the evaluation's metrics, such as 'loss'",
+        )
+    if args.load_best_model_at_end and args.save_strategy != SaveStrategy.BEST:
+        _check_saved_when_evaluated(args)
+
+
+def _check_saved_when_evaluated(args: TrainingArguments) -> None:
+    if str(args.eval_strategy) != str(args.save_strategy):
+        raise ConfigError(
+            f"load_best_model_at_end needs a checkpoint of each evaluation, but eval_strategy={str(args.eval_strategy)!r}"
+            f" and save_strategy={str(args.save_strategy)!r}",
+            where="TrainingArguments.load_best_model_at_end",
+            do="set both to the same, or save_strategy='best'",
+        )
+    if args.eval_strategy == IntervalStrategy.STEPS and args.eval_steps is not None:
+        ratio = args.save_steps / args.eval_steps
+        if abs(ratio - round(ratio)) > 1e-9 or round(ratio) < 1:
+            raise ConfigError(
+                f"load_best_model_at_end needs an evaluation at each checkpoint, but save_steps={args.save_steps} is no"
+                f" multiple of eval_steps={args.eval_steps}",
+                where="TrainingArguments.save_steps",
+                do="choose a multiple, or save_strategy='best'",
+            )
+
+
+def _steps(name: str, value: float | None) -> float | None:
+    if value is None or value < 1:
+        return value
+    if value != int(value):
+        raise ConfigError(
+            f"{name}={value} is no whole number of steps, and no part of all steps (below 1)",
+            where=f"TrainingArguments.{name}",
+            do=f"set it to {round(value)}",
+        )
+    return int(value)

@@ -1,0 +1,1 @@
+"""Callbacks: the events of a training, and those that come with echelon."""

@@ -1,0 +1,1 @@
+"""checkpoint-N: what is saved, and how a training is resumed."""

@@ -1,0 +1,98 @@
+"""What is in a batch: moving it, detaching it, cutting it, joining several, and counting its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from echelon.accelerator.prepare.prepare_arguments import contents, is_record, leaves, map_tensors, rebuild_like
+
+__all__ = ["batch_size", "concatenate", "cut", "detach", "fill", "map_tensors", "to_device", "to_numpy"]
+
+
+def to_device(data: Any, device: torch.device) -> Any:
+    """Return ``data`` on ``device``; itself where it is there already."""
+    return data if _is_on(data, device) else map_tensors(lambda tensor: tensor.to(device), data)
+
+
+def detach(data: Any) -> Any:
+    """Return ``data`` without its graph."""
+    return map_tensors(lambda tensor: tensor.detach(), data)
+
+
+def to_numpy(data: Any) -> Any:
+    """Return ``data`` as numpy arrays; bfloat16, which numpy has not, as float32."""
+    return map_tensors(_array, data)
+
+
+def batch_size(data: Any) -> int | None:
+    """Return the samples in ``data``: the rows of its first tensor; None when it has none."""
+    for leaf in leaves(data):
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            return int(leaf.shape[0])
+    return None
+
+
+def cut(data: Any, *, rows: int, of: int) -> Any:
+    """Return the first ``rows`` samples of a batch of ``of``: of each tensor that has a row for each of them."""
+    return map_tensors(lambda tensor: tensor[:rows] if tensor.dim() and tensor.shape[0] == of else tensor, data)
+
+
+def fill(data: Any, *, rows: int, of: int) -> Any:
+    """Undo ``cut``: repeat the last row of each tensor of ``rows`` until there are ``of``."""
+
+    def _filled(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.dim() or tensor.shape[0] != rows:
+            return tensor
+        return torch.cat([tensor, tensor[-1:].expand(of - rows, *tensor.shape[1:])])
+
+    return map_tensors(_filled, data)
+
+
+def concatenate(parts: list[Any], *, padding: int = -100) -> Any:
+    """Join batches of the same structure along the samples.
+
+    Where tensors differ in their second dim, all are padded to the longest with ``padding``.
+    """
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        if first.dim() > 1 and len({part.shape[1] for part in parts}) > 1:
+            parts = [_lengthen(part, max(part.shape[1] for part in parts), padding) for part in parts]
+        return torch.cat([part.reshape(1) if not part.dim() else part for part in parts])
+    if isinstance(first, Mapping) or is_record(first):
+        columns: list[Any] = [contents(part) for part in parts]
+        return rebuild_like(
+            first, {name: concatenate([one[name] for one in columns], padding=padding) for name in columns[0]}
+        )
+    if isinstance(first, (list, tuple)):
+        return rebuild_like(first, [concatenate(list(column), padding=padding) for column in zip(*parts)])
+    raise TypeError(f"predictions hold a {type(first).__name__}, not a tensor")
+
+
+def _lengthen(tensor: torch.Tensor, length: int, padding: int) -> torch.Tensor:
+    longer = tensor.new_full((tensor.shape[0], length, *tensor.shape[2:]), padding)
+    longer[:, : tensor.shape[1]] = tensor
+    return longer
+
+
+def _is_on(data: Any, device: torch.device) -> bool:
+    if isinstance(data, torch.Tensor):
+        return data.device == device
+    if isinstance(data, Mapping):
+        data = data.values()
+    elif is_record(data):
+        data = leaves(data)
+    elif not isinstance(data, (list, tuple)):
+        return True
+    for part in data:  # noqa: SIM110 - at every step: a generator, and a call for each tensor, cost several times as much
+        if not (part.device == device if type(part) is torch.Tensor else _is_on(part, device)):
+            return False
+    return True
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    tensor = tensor.detach().cpu()
+    return tensor.float().numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()

@@ -1,0 +1,193 @@
+"""Seq2SeqTrainer: evaluations and predictions that generate text with an encoder-decoder model."""
+
+# ruff: noqa: RUF009 - `setting` is `dataclasses.field` with the help text behind the default
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from echelon.base.errors import ConfigError, UsageError
+from echelon.trainer.arguments.training_arguments import TrainingArguments, setting
+from echelon.trainer.results import PredictionOutput
+from echelon.trainer.trainer import Trainer
+
+__all__ = ["Seq2SeqTrainer", "Seq2SeqTrainingArguments"]
+
+
+@runtime_checkable
+class _Generates(Protocol):
+    generation_config: Any
+
+    def generate(self, **inputs: Any) -> torch.Tensor:
+        """Return tokens [samples, length]."""
+        ...
+
+
+@dataclass
+class Seq2SeqTrainingArguments(TrainingArguments):
+    """``TrainingArguments`` and how to generate."""
+
+    sortish_sampler: bool = setting(False, "Sort samples roughly by length; see train_sampling_strategy.")
+    predict_with_generate: bool = setting(False, "Generate in evaluations, so that metrics see text (ROUGE, BLEU).")
+    generation_max_length: int | None = setting(None, "max_length of generate; none given: the model's own.")
+    generation_num_beams: int | None = setting(None, "num_beams of generate; none given: the model's own.")
+    generation_config: str | Path | Any = setting(None, "A generation config: an object, or the folder or file of one.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sortish_sampler:
+            raise ConfigError(
+                "sortish_sampler has no effect in transformers 5, and none here",
+                where="Seq2SeqTrainingArguments.sortish_sampler",
+                do="set train_sampling_strategy='group_by_length'",
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values; secrets are masked, and a generation config is a dict."""
+        values = super().to_dict()
+        if callable(as_dict := getattr(self.generation_config, "to_dict", None)):
+            values["generation_config"] = as_dict()
+        return values
+
+
+class Seq2SeqTrainer(Trainer):
+    """A Trainer whose evaluations generate, where ``predict_with_generate`` is set; else it is a Trainer.
+
+    Collective: as Trainer.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._gen_kwargs: dict[str, Any] = {}
+        config = getattr(self.args, "generation_config", None)
+        if config is not None:
+            self.model.generation_config = self.load_generation_config(config)
+
+    def load_generation_config(self, gen_config_arg: Any) -> Any:
+        """Return a copy of a config, or the one in a folder or file, of the kind that the model has.
+
+        Raises:
+            UsageError: a path, where the model has no config whose kind could read it.
+        """
+        if not isinstance(gen_config_arg, (str, Path)):
+            return copy.deepcopy(gen_config_arg)
+        own = getattr(self.model, "generation_config", None)
+        if own is None:
+            raise UsageError(
+                f"generation_config={str(gen_config_arg)!r} cannot be read: {type(self.model).__name__} has none of its own",
+                where="Seq2SeqTrainingArguments.generation_config",
+                do="give the config itself",
+            )
+        path = Path(gen_config_arg)
+        folder, name = (path.parent, path.name) if path.is_file() else (gen_config_arg, None)
+        return type(own).from_pretrained(folder, name)
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+        **gen_kwargs: Any,
+    ) -> dict[str, float]:
+        """Evaluate; ``gen_kwargs`` are those of ``generate`` (max_length, num_beams, ...).
+
+        Collective: every rank.
+        """
+        self._gen_kwargs = self._generation(gen_kwargs)
+        return super().evaluate(eval_dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
+
+    def predict(
+        self,
+        test_dataset: Any,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "test",
+        **gen_kwargs: Any,
+    ) -> PredictionOutput:
+        """Predict; ``gen_kwargs`` are those of ``generate``.
+
+        Collective: every rank.
+        """
+        self._gen_kwargs = self._generation(gen_kwargs)
+        return super().predict(test_dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **gen_kwargs: Any,
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """Return (loss, generated tokens, labels) of one batch; both padded to the longest that may come."""
+        generates = getattr(self.args, "predict_with_generate", False)
+        if not generates or prediction_loss_only:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+        if not isinstance(self.model, _Generates) or not isinstance(inputs, Mapping):
+            raise UsageError(
+                f"predict_with_generate=True, and {type(self.model).__name__} has no generate() and generation_config",
+                where="Seq2SeqTrainingArguments.predict_with_generate",
+                do="leave it out, or use a model of transformers that generates",
+            )
+        inputs = self._prepare_inputs(inputs)
+        labels = inputs.get("labels")
+        wanted = gen_kwargs or self._gen_kwargs
+        tokens = self.model.generate(**_without_answers(inputs), **wanted)
+        loss = None
+        if labels is not None:
+            loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys=ignore_keys)
+        return loss, self._padded(tokens, wanted), None if labels is None else self._padded(labels.detach(), wanted)
+
+    def _generation(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what is given to ``generate``: by the call, else by the arguments."""
+        wanted = {name: value for name, value in given.items() if value is not None}
+        if not {"max_length", "max_new_tokens"} & wanted.keys():
+            wanted["max_length"] = getattr(self.args, "generation_max_length", None)
+        wanted.setdefault("num_beams", getattr(self.args, "generation_num_beams", None))
+        if self.accelerator.capabilities.shards_parameters:
+            wanted["synced_gpus"] = True  # a rank that is done goes on with the others: its parts are needed
+        return {name: value for name, value in wanted.items() if value is not None}
+
+    def _padded(self, tokens: torch.Tensor, wanted: Mapping[str, Any]) -> torch.Tensor:
+        """Lengthen ``tokens`` to what was asked for at most, so that those of all batches can be joined."""
+        config: Any = self.model.generation_config
+        sizes = [
+            wanted.get("max_length"),
+            None if wanted.get("max_new_tokens") is None else wanted["max_new_tokens"] + 1,
+        ]
+        if sizes == [None, None]:
+            new = getattr(config, "max_new_tokens", None)
+            sizes = [getattr(config, "max_length", None), None if new is None else new + 1]
+        length = max(size or 0 for size in sizes)
+        if tokens.shape[-1] >= length:
+            return tokens
+        longer = tokens.new_full((tokens.shape[0], length), self._padding_token())
+        longer[:, : tokens.shape[-1]] = tokens
+        return longer
+
+    def _padding_token(self) -> int:
+        for owner in (self.processing_class, self.model.generation_config, getattr(self.model, "config", None)):
+            token = getattr(owner, "pad_token_id", None)
+            if token is None:
+                token = getattr(owner, "eos_token_id", None) if owner is self.processing_class else None
+            if token is not None:
+                return int(token)
+        raise UsageError(
+            "generated texts of different lengths need a padding token, and there is none",
+            where="Seq2SeqTrainer.prediction_step",
+            do="set pad_token_id of the tokenizer or of the model's generation_config",
+        )
+
+
+def _without_answers(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is generated from: without decoder inputs that were made of the labels."""
+    labels, decoder = inputs.get("labels"), inputs.get("decoder_input_ids")
+    made_of_labels = labels is not None and decoder is not None and labels.shape == decoder.shape
+    left_out = {"labels"} | ({"decoder_input_ids", "decoder_attention_mask"} if made_of_labels else set())
+    return {name: value for name, value in inputs.items() if name not in left_out}

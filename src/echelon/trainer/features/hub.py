@@ -1,0 +1,224 @@
+"""Uploading a model to the Hugging Face Hub, and the card (README.md) that describes it."""
+
+from __future__ import annotations
+
+import platform
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from echelon._version import __version__
+from echelon.base.logging import get_logger
+from echelon.base.optional import require
+from echelon.trainer.arguments.enums import HubStrategy
+from echelon.trainer.callbacks.loss_table import loss_rows
+
+if TYPE_CHECKING:
+    from echelon.trainer.arguments.training_arguments import TrainingArguments
+    from echelon.trainer.trainer import Trainer
+
+__all__ = ["CARD_FILE", "HubUpload", "model_card", "push", "write_card"]
+
+logger = get_logger(__name__)
+
+CARD_FILE = "README.md"
+# Of the output folder: checkpoints go by hub_strategy, and what begins with _ is nobody's.
+_NOT_UPLOADED = ["_*", "checkpoint-*", ".lock*"]
+# Of a checkpoint: what only a training that goes on needs.
+_OF_TRAINING = re.compile(
+    r"manifest\.json|objects\.json|rank_\d+\.(safetensors|json)|(optimizer|scheduler|scaler)\.pt|rng_state(_\d+)?\.pth"
+)
+_SETTINGS = (
+    "learning_rate",
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+    "seed",
+    "optim",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "num_train_epochs",
+    "max_steps",
+    "mixed_precision",
+    "label_smoothing_factor",
+)
+
+
+class HubUpload:
+    """The repository of one Trainer; its methods are called on the rank that writes files."""
+
+    def __init__(self, args: TrainingArguments, output_dir: Path) -> None:
+        self._args = args
+        self._output_dir = output_dir
+        self._running: list[Any] = []
+        self.repository: str | None = None
+        """Its full name, once it is there."""
+
+    def open(self, token: str | None = None) -> str:
+        """Make the repository if there is none, and return its name.
+
+        Raises:
+            MissingExtraError: huggingface_hub is not installed.
+        """
+        if self.repository is None:
+            hub: Any = require("huggingface_hub", extra="hub", purpose="push_to_hub")
+            name = self._args.hub_model_id or self._output_dir.absolute().name
+            url = hub.create_repo(
+                repo_id=name, token=token or self._args.hub_token, private=self._args.hub_private_repo, exist_ok=True
+            )
+            self.repository = str(url.repo_id)
+        return self.repository
+
+    def upload(self, message: str, *, blocking: bool, token: str | None, revision: str | None) -> Any:
+        """Upload the output folder; return what the library returns: of the commit, or of the upload in the background."""
+        result = self._send(
+            self._output_dir, message, token=token, revision=revision, blocking=blocking, ignore_patterns=_NOT_UPLOADED
+        )
+        if not blocking:
+            self._running.append(result)
+        return result
+
+    def upload_checkpoint(self, checkpoint: Path, *, step: int) -> bool:
+        """Upload what ``hub_strategy`` says after a checkpoint, in the background; tell whether that was begun.
+
+        While an upload is running, the next one is left out, unless ``hub_always_push``.
+        """
+        args = self._args
+        self._running = [one for one in self._running if not one.done()]
+        if args.hub_strategy == HubStrategy.END or (self._running and not args.hub_always_push):
+            return False
+        for path in checkpoint.iterdir():
+            if path.is_file() and not _OF_TRAINING.fullmatch(path.name):
+                shutil.copy2(path, self._output_dir / path.name)
+        message = f"Training in progress, step {step}"
+        self.upload(message, blocking=False, token=None, revision=args.hub_revision)
+        if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+            is_last = args.hub_strategy == HubStrategy.CHECKPOINT
+            folder = "last-checkpoint" if is_last else checkpoint.name
+            self._running.append(
+                self._send(
+                    checkpoint,
+                    f"{message}, checkpoint",
+                    revision=args.hub_revision,
+                    blocking=False,
+                    path_in_repo=folder,
+                )
+            )
+        return True
+
+    def wait(self) -> None:
+        """Wait for the uploads in the background; one that failed raises here."""
+        if self._running:
+            logger.info("waiting for the upload to %s", self.repository)
+        running, self._running = self._running, []
+        for one in running:
+            one.result()
+
+    def _send(
+        self, folder: Path, message: str, *, blocking: bool, revision: str | None, token: str | None = None, **more: Any
+    ) -> Any:
+        hub: Any = require("huggingface_hub", extra="hub", purpose="push_to_hub")
+        return hub.upload_folder(
+            repo_id=self.open(token),
+            folder_path=str(folder),
+            commit_message=message,
+            token=token or self._args.hub_token,
+            run_as_future=not blocking,
+            revision=revision,
+            **more,
+        )
+
+
+def push(
+    trainer: Trainer,
+    message: str | None,
+    *,
+    blocking: bool,
+    token: str | None,
+    revision: str | None,
+    card: Mapping[str, Any],
+) -> Any:
+    """Do what ``Trainer.push_to_hub`` says; ``card``: the arguments of ``create_model_card``.
+
+    Collective: every rank.
+    """
+    trainer.init_hf_repo(token=token)
+    trainer.save_model(_internal_call=True)
+    result = None
+    if trainer.is_world_process_zero():
+        trainer._tell("on_push_begin")
+        trainer.create_model_card(**card)
+        trainer._hub.wait()
+        result = trainer._hub.upload(
+            message or "End of training",
+            blocking=blocking,
+            token=token,
+            revision=revision if revision is not None else trainer.args.hub_revision,
+        )
+    trainer.accelerator.wait_for_everyone()
+    return result
+
+
+def write_card(trainer: Trainer, metadata: Mapping[str, Any], *, name: str | None, data: Any) -> None:
+    """Write the card of a model into the output folder."""
+    base, tags = metadata["base_model"], metadata["tags"]
+    given = {
+        "library_name": "transformers" if hasattr(trainer.model, "push_to_hub") else "pytorch",
+        **metadata,
+        "base_model": base or getattr(getattr(trainer.model, "config", None), "_name_or_path", None),
+        "tags": [*([tags] if isinstance(tags, str) else tags or []), "generated_from_trainer"],
+    }
+    text = model_card(
+        trainer.args,
+        trainer.state.log_history,
+        name=name or trainer._output_dir.absolute().name,
+        metadata=given,
+        data=data,
+        versions={"echelon": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    )
+    trainer._output_dir.mkdir(parents=True, exist_ok=True)
+    (trainer._output_dir / CARD_FILE).write_text(text, encoding="utf-8")
+
+
+def model_card(
+    args: TrainingArguments,
+    log_history: Sequence[Mapping[str, Any]],
+    *,
+    name: str,
+    metadata: Mapping[str, Any],
+    data: Any,
+    versions: Mapping[str, str],
+) -> str:
+    """Return the text of a card: metadata as YAML, then the results, the settings and the versions."""
+    import yaml  # noqa: PLC0415 - not to be paid for by every start of a Trainer
+
+    head = {key: value for key, value in metadata.items() if value}
+    lines = ["---", yaml.safe_dump(head, sort_keys=False, allow_unicode=True).strip() if head else "", "---", ""]
+    lines += [f"# {name}", ""]
+    base, names = metadata.get("base_model"), [data] if isinstance(data, str) else list(data or ())
+    if base or names:
+        lines += [
+            f"{f'A fine-tuned version of {base}' if base else 'Trained'}{' on ' if names else ''}{', '.join(names)}.",
+            "",
+        ]
+    evaluations = [entry for entry in log_history if any(key.startswith("eval_") for key in entry)]
+    if evaluations:
+        lines += ["On the evaluation set:", ""]
+        lines += [
+            f"- {key.removeprefix('eval_')}: {value:.4g}" if isinstance(value, float) else f"- {key}: {value}"
+            for key, value in evaluations[-1].items()
+            if key.startswith("eval_") and not key.endswith(("_runtime", "_per_second", "_time"))
+        ]
+        lines.append("")
+    lines += ["## Training", ""]
+    lines += [f"- {setting}: {getattr(args, setting)}" for setting in _SETTINGS if getattr(args, setting)]
+    lines.append("")
+    if (rows := loss_rows(log_history, by="step")) is not None:
+        table = ["| " + " | ".join(row) + " |" for row in rows]
+        lines += [table[0], "|" + " ---: |" * len(rows[0]), *table[1:], ""]
+    lines += ["## Versions", "", *(f"- {package} {version}" for package, version in versions.items()), ""]
+    return "\n".join(lines)

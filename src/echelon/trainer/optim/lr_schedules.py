@@ -1,0 +1,228 @@
+"""Learning-rate schedules: for each name, a factor on the peak rate as a function of the optimizer step."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+
+from echelon.base.errors import ConfigError
+from echelon.trainer.arguments.enums import SchedulerType, choose
+from echelon.trainer.optim.greedy_lr import GreedyLR
+
+__all__ = ["follows_a_metric", "get_scheduler"]
+
+
+def get_scheduler(
+    name: str | SchedulerType,
+    optimizer: Optimizer,
+    num_warmup_steps: int | None = None,
+    num_training_steps: int | None = None,
+    scheduler_specific_kwargs: dict[str, Any] | None = None,
+) -> LRScheduler:
+    """Return the schedule ``name`` on ``optimizer``; call its ``step`` once per optimizer step.
+
+    Args:
+        name: see ``SchedulerType``.
+        optimizer: its learning rates are the peak.
+        num_warmup_steps: steps in which the rate rises; 0 where none is given.
+        num_training_steps: steps in all, warm-up included; the constant schedules do not need it.
+        scheduler_specific_kwargs: more arguments of that schedule.
+
+    Raises:
+        ConfigError: an unknown name or argument, or a count that is missing.
+    """
+    kind = choose(SchedulerType, name, setting="lr_scheduler_type")
+    more = dict(scheduler_specific_kwargs or {})
+    if kind is SchedulerType.REDUCE_ON_PLATEAU:
+        return ReduceLROnPlateau(optimizer, **more)
+    if kind is SchedulerType.GREEDY:
+        return GreedyLR(optimizer, **more)
+    if num_training_steps is None and kind in _NEED_THE_END:
+        raise ConfigError(
+            f"the schedule {kind.value!r} needs to know where it ends",
+            where="get_scheduler",
+            do="give num_training_steps",
+        )
+    if kind in _WITH_A_FLOOR:
+        more["min_lr_rate"] = _floor(kind, more, peak=float(optimizer.defaults["lr"]))
+    if kind is SchedulerType.POLYNOMIAL:
+        more["end_rate"] = _end_rate(more.pop("lr_end", 1e-7), peak=float(optimizer.defaults["lr"]))
+    factor = partial(_FACTORS[kind], warmup=num_warmup_steps or 0, total=num_training_steps or 0, **more)
+    try:
+        factor(0)
+    except TypeError as error:
+        raise ConfigError(
+            f"the schedule {kind.value!r} does not take these arguments: {error}",
+            where="lr_scheduler_kwargs",
+            do="see the functions of echelon.trainer.optim.lr_schedules",
+        ) from error
+    return LambdaLR(optimizer, factor)
+
+
+def follows_a_metric(scheduler: Any) -> bool:
+    """Tell whether ``scheduler`` is stepped with the value of an evaluation: ReduceLROnPlateau, or whose ``step`` needs one."""
+    if isinstance(scheduler, ReduceLROnPlateau):
+        return True
+    kinds = inspect.Parameter
+    positional = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+    wanted = inspect.signature(scheduler.step).parameters.values()
+    return any(one.kind in positional and one.default is kinds.empty for one in wanted)
+
+
+def _constant(step: int, *, warmup: int, total: int) -> float:
+    return 1.0
+
+
+def _constant_with_warmup(step: int, *, warmup: int, total: int) -> float:
+    return step / max(1, warmup) if step < warmup else 1.0
+
+
+def _linear(step: int, *, warmup: int, total: int) -> float:
+    if step < warmup:
+        return step / max(1, warmup)
+    return max(0.0, (total - step) / max(1, total - warmup))
+
+
+def _cosine(step: int, *, warmup: int, total: int, num_cycles: float = 0.5) -> float:
+    if step < warmup:
+        return step / max(1, warmup)
+    return max(0.0, _half_wave(2.0 * num_cycles * _progress(step, warmup, total)))
+
+
+def _cosine_with_restarts(step: int, *, warmup: int, total: int, num_cycles: int = 1) -> float:
+    if step < warmup:
+        return step / max(1, warmup)
+    progress = _progress(step, warmup, total)
+    return 0.0 if progress >= 1.0 else max(0.0, _half_wave((num_cycles * progress) % 1.0))
+
+
+def _polynomial(step: int, *, warmup: int, total: int, end_rate: float, power: float = 1.0) -> float:
+    if step < warmup:
+        return step / max(1, warmup)
+    if step > total:
+        return end_rate
+    remaining = 1 - (step - warmup) / max(1, total - warmup)
+    return (1 - end_rate) * math.pow(remaining, power) + end_rate
+
+
+def _inverse_sqrt(step: int, *, warmup: int, total: int, timescale: int | None = None) -> float:
+    if step < warmup:
+        return step / max(1, warmup)
+    scale = timescale or warmup or 10_000
+    return 1.0 / math.sqrt((step + scale - warmup) / scale)
+
+
+def _cosine_with_min_lr(step: int, *, warmup: int, total: int, min_lr_rate: float, num_cycles: float = 0.5) -> float:
+    if step < warmup:
+        return step / max(1, warmup)
+    wave = _half_wave(2.0 * num_cycles * _progress(step, warmup, total))
+    return max(0.0, wave * (1 - min_lr_rate) + min_lr_rate)
+
+
+def _cosine_warmup_with_min_lr(
+    step: int,
+    *,
+    warmup: int,
+    total: int,
+    min_lr_rate: float,
+    num_cycles: float = 0.5,
+    warmup_lr_rate: float | None = None,
+) -> float:
+    # The first step already moves: the count begins with 1 here.
+    if step < warmup:
+        if warmup_lr_rate is None:
+            return (step + 1) / max(1, warmup)
+        return warmup_lr_rate + (1.0 - warmup_lr_rate) * step / max(1, warmup - 1)
+    wave = _half_wave(2.0 * num_cycles * (step - warmup + 1) / max(1, total - warmup))
+    return max(0.0, wave * (1 - min_lr_rate) + min_lr_rate)
+
+
+def _warmup_stable_decay(
+    step: int,
+    *,
+    warmup: int,
+    total: int,
+    num_decay_steps: int,
+    num_stable_steps: int | None = None,
+    warmup_type: str = "linear",
+    decay_type: str = "cosine",
+    min_lr_ratio: float = 0.0,
+    num_cycles: float = 0.5,
+) -> float:
+    stable = total - warmup - num_decay_steps if num_stable_steps is None else num_stable_steps
+    if step < warmup:
+        rise = _shape(warmup_type, 1 - step / max(1, warmup), num_cycles=0.5, setting="warmup_type")
+        return max(0.0, rise * (1.0 - min_lr_ratio) + min_lr_ratio)
+    if step < warmup + stable:
+        return 1.0
+    if step < warmup + stable + num_decay_steps:
+        part = (step - warmup - stable) / max(1, num_decay_steps)
+        fall = _shape(decay_type, part, num_cycles=num_cycles, setting="decay_type")
+        return max(0.0, fall * (1.0 - min_lr_ratio) + min_lr_ratio)
+    return min_lr_ratio
+
+
+def _shape(kind: str, part: float, *, num_cycles: float, setting: str) -> float:
+    """Return how much is left when ``part`` of the way down is done."""
+    if kind == "linear":
+        return 1.0 - part
+    if kind == "cosine":
+        return _half_wave(2.0 * num_cycles * part)
+    if kind == "1-sqrt":
+        return 1.0 - math.sqrt(part)
+    raise ConfigError(f"{setting}={kind!r} is none of linear, cosine, 1-sqrt", where="lr_scheduler_kwargs")
+
+
+def _half_wave(turns: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * turns))
+
+
+def _progress(step: int, warmup: int, total: int) -> float:
+    return (step - warmup) / max(1, total - warmup)
+
+
+def _floor(kind: SchedulerType, more: dict[str, Any], *, peak: float) -> float:
+    rate, lr = more.pop("min_lr_rate", None), more.pop("min_lr", None)
+    if (rate is None) == (lr is None):
+        raise ConfigError(
+            f"the schedule {kind.value!r} needs one of min_lr (a rate) and min_lr_rate (a part of the peak)",
+            where="lr_scheduler_kwargs",
+            do="give one of them, for example lr_scheduler_kwargs={'min_lr_rate': 0.1}",
+        )
+    return float(rate) if rate is not None else float(lr) / peak
+
+
+def _end_rate(lr_end: float, *, peak: float) -> float:
+    if not peak > lr_end:
+        raise ConfigError(
+            f"the polynomial schedule falls to lr_end={lr_end}, which is not below the learning rate {peak}",
+            where="lr_scheduler_kwargs",
+            do="choose a smaller lr_end",
+        )
+    return lr_end / peak
+
+
+_FACTORS: Mapping[SchedulerType, Callable[..., float]] = {
+    SchedulerType.LINEAR: _linear,
+    SchedulerType.COSINE: _cosine,
+    SchedulerType.COSINE_WITH_RESTARTS: _cosine_with_restarts,
+    SchedulerType.POLYNOMIAL: _polynomial,
+    SchedulerType.CONSTANT: _constant,
+    SchedulerType.CONSTANT_WITH_WARMUP: _constant_with_warmup,
+    SchedulerType.INVERSE_SQRT: _inverse_sqrt,
+    SchedulerType.COSINE_WITH_MIN_LR: _cosine_with_min_lr,
+    SchedulerType.COSINE_WARMUP_WITH_MIN_LR: _cosine_warmup_with_min_lr,
+    SchedulerType.WARMUP_STABLE_DECAY: _warmup_stable_decay,
+}
+_WITH_A_FLOOR = frozenset({SchedulerType.COSINE_WITH_MIN_LR, SchedulerType.COSINE_WARMUP_WITH_MIN_LR})
+_NEED_THE_END = frozenset(_FACTORS) - {
+    SchedulerType.CONSTANT,
+    SchedulerType.CONSTANT_WITH_WARMUP,
+    SchedulerType.INVERSE_SQRT,
+}

@@ -1,0 +1,280 @@
+"""The optimizer of a training: its class and arguments by name, and the two groups with and without weight decay."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from echelon.base.errors import ConfigError
+from echelon.base.optional import require
+from echelon.trainer.arguments.enums import OptimizerNames
+
+if TYPE_CHECKING:
+    from echelon.trainer.arguments.training_arguments import TrainingArguments
+
+__all__ = [
+    "decay_parameter_names",
+    "optimizer_class_and_arguments",
+    "parameter_groups",
+    "refuse_optimizer",
+    "without_compiler",
+]
+
+_WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+
+# Name -> why it is not offered, and what to do.
+_EARLY = "it steps inside the backward pass, before the gradients of other batches and ranks are there"
+_NOT_OFFERED: Mapping[str, tuple[str, str]] = {
+    **dict.fromkeys(("lomo", "adalomo"), (_EARLY, "adafactor")),
+    **{
+        f"{name}_layerwise": (_EARLY, name)
+        for name in ("galore_adamw", "galore_adamw_8bit", "galore_adafactor", "apollo_adamw")
+    },
+    "adamw_torch_xla": ("echelon does not run on TPUs", "adamw_torch"),
+    "adamw_torch_npu_fused": ("torch's own fused AdamW runs on NPUs, too", "adamw_torch_fused"),
+    "adamw_anyprecision": ("its package, torchdistx, has ended", "adamw_torch with bf16=True"),
+}
+
+
+def refuse_optimizer(name: str) -> None:
+    """Raise for an optimizer of transformers that is not offered.
+
+    Raises:
+        ConfigError: it says why.
+    """
+    if name in _NOT_OFFERED:
+        why, instead = _NOT_OFFERED[name]
+        raise ConfigError(f"optim={name!r} is not offered: {why}", where="TrainingArguments.optim", do=f"use {instead}")
+
+
+def optimizer_class_and_arguments(
+    args: TrainingArguments, model: nn.Module | None = None
+) -> tuple[type[Optimizer], dict[str, Any]]:
+    """Return the class that ``args.optim`` names and its arguments, without the parameters and their decay.
+
+    Optimizers that treat some weights in another way have their groups under ``params``.
+
+    Args:
+        args: ``optim``, ``optim_args``, the learning rate and the settings of Adam.
+        model: for those with groups of their own.
+
+    Raises:
+        MissingExtraError: its package is not installed.
+    """
+    kind = OptimizerNames(args.optim)
+    more = _parse(args.optim_args)
+    common = {"lr": args.learning_rate}
+    adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    of_torch: Mapping[OptimizerNames, tuple[type[Optimizer], dict[str, Any]]] = {
+        OptimizerNames.ADAMW_TORCH: (torch.optim.AdamW, adam),
+        OptimizerNames.ADAMW_TORCH_FUSED: (torch.optim.AdamW, {**adam, "fused": True}),
+        OptimizerNames.ADAFACTOR: (torch.optim.Adafactor, {}),
+        OptimizerNames.SGD: (torch.optim.SGD, {}),
+        OptimizerNames.ADAGRAD: (torch.optim.Adagrad, {}),
+        OptimizerNames.RMSPROP: (torch.optim.RMSprop, {}),
+    }
+    if kind in of_torch:
+        chosen, arguments = of_torch[kind]
+        return chosen, {**common, **arguments, **more}
+    for begins, find in _OF_PACKAGES.items():
+        if re.match(begins, kind.value):
+            chosen, arguments = find(kind.value, args, adam, more, model)
+            return chosen, {**common, **arguments}
+    raise AssertionError(kind)
+
+
+def without_compiler(kind: type[Optimizer]) -> type[Optimizer]:
+    """Return ``kind``, or a class that does the same without importing torch's compiler, where nothing has done so yet.
+
+    The first optimizer of a process imports ``torch._dynamo``, only to mark its own methods as not to be compiled: that takes
+    longer than torch itself. Underneath the marks are the methods as they are, and a process that never compiles needs none.
+    Pickles and copies are of ``kind``.
+
+    Args:
+        kind: any class; those that are not torch's own are returned as they are.
+
+    Source: ``functools.wraps`` ("__wrapped__ ... allows access to the original function for ... bypassing a decorator").
+    """
+    if "torch._dynamo" in sys.modules or not f"{kind.__module__}.".startswith("torch.optim."):
+        return kind
+    marked = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
+    methods: dict[str, Any] = {name: inspect.unwrap(getattr(kind, name), stop=_is_foreign) for name in marked}
+    step: Any = inspect.unwrap(kind.step, stop=_is_foreign)
+    methods["step"] = torch.no_grad()(step)  # torch's mark of steps does this, too
+
+    def reduce(self: Any) -> tuple[Any, ...]:
+        return object.__new__, (kind,), self.__getstate__()
+
+    # By its names it is ``kind``, which error messages and checks of what an optimizer does go by.
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), {**names, **methods, "__reduce__": reduce})
+
+
+def _is_foreign(function: Any) -> bool:
+    """Did somebody else put this around a method of torch's?"""
+    return not getattr(function, "__globals__", {}).get("__name__", "").startswith("torch.")
+
+
+_Found = tuple[type[Optimizer], dict[str, Any]]
+
+
+def _bitsandbytes(name: str, args: TrainingArguments, adam: dict[str, Any], more: dict[str, Any], model: Any) -> _Found:
+    package = require("bitsandbytes.optim", extra="bitsandbytes", purpose=f"optim={name!r}")
+    bits = {"optim_bits": 8 if "8bit" in name else 32}
+    paged = {**bits, "is_paged": "paged" in name}
+    if "ademamix" in name:
+        betas = (more.pop("beta1", args.adam_beta1), more.pop("beta2", args.adam_beta2), more.pop("beta3", 0.9999))
+        return package.AdEMAMix, {"betas": betas, "alpha": 5.0, "eps": args.adam_epsilon, **paged, **more}
+    if "lion" in name:
+        return package.Lion, {"betas": adam["betas"], **paged, **more}
+    if "rmsprop" in name:
+        return package.RMSprop, {**bits, **more}
+    return package.AdamW, {**adam, **paged, **more}
+
+
+def _torchao(name: str, args: TrainingArguments, adam: dict[str, Any], more: dict[str, Any], model: Any) -> _Found:
+    package = require("torchao.optim", extra="fp8", purpose=f"optim={name!r}")
+    kind = package.AdamW4bit if name.endswith("4bit") else package.AdamW8bit
+    return kind, {**adam, "block_size": 256, **more}
+
+
+def _schedule_free(
+    name: str, args: TrainingArguments, adam: dict[str, Any], more: dict[str, Any], model: Any
+) -> _Found:
+    package = require("schedulefree", extra="schedulefree", purpose=f"optim={name!r}")
+    arguments = {"weight_decay": args.weight_decay, "weight_lr_power": 2.0, "r": 0.0}
+    if name == "schedule_free_radam":
+        return package.RAdamScheduleFree, {**adam, **arguments, **more}
+    arguments["warmup_steps"] = args.get_warmup_steps(max(args.max_steps, 0))
+    if name == "schedule_free_sgd":
+        return package.SGDScheduleFree, {**arguments, **more}
+    return package.AdamWScheduleFree, {**adam, **arguments, **more}
+
+
+def _low_rank(name: str, args: TrainingArguments, adam: dict[str, Any], more: dict[str, Any], model: Any) -> _Found:
+    if name.startswith("galore"):
+        package = require("galore_torch", extra="galore", purpose=f"optim={name!r}")
+        projection = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
+        kinds = {
+            "galore_adamw": "GaLoreAdamW",
+            "galore_adamw_8bit": "GaLoreAdamW8bit",
+            "galore_adafactor": "GaLoreAdafactor",
+        }
+        arguments = {} if name != "galore_adafactor" else {"scale_parameter": False, "relative_step": False}
+        kind = getattr(package, kinds[name])
+    else:
+        package = require("apollo_torch", extra="apollo", purpose=f"optim={name!r}")
+        projection = {"rank": 128, "proj": "random", "scale_type": "channel"}
+        projection |= {"update_proj_gap": 200, "scale": 1.0, "proj_type": "std"}
+        kind, arguments = package.APOLLOAdamW, dict(adam)
+    projection |= {key: more.pop(key) for key in list(more) if key in projection}
+    targets = _target_weights(args.optim_target_modules, model, optimizer=name)
+    others = [p for p in model.parameters() if p.requires_grad and all(p is not target for target in targets)]
+    return kind, {**arguments, **more, "params": [{"params": others}, {"params": targets, **projection}]}
+
+
+def _target_weights(wanted: Any, model: nn.Module | None, *, optimizer: str) -> list[torch.Tensor]:
+    """Return the weights of the linear layers that ``optim_target_modules`` names.
+
+    Args:
+        wanted: ``all-linear``, a regular expression for whole names, or a list of ends of names or expressions.
+        model: where they are.
+        optimizer: for the error.
+    """
+    if wanted is None or model is None:
+        raise ConfigError(
+            f"optim={optimizer!r} treats some layers in its own way, and optim_target_modules does not say which",
+            where="TrainingArguments.optim_target_modules",
+            do="set it to 'all-linear', a regular expression, or a list of (ends of) names, such as ['attn', 'mlp']",
+        )
+
+    def _is_wanted(name: str) -> bool:
+        if isinstance(wanted, str):
+            return wanted.replace("_", "-") == "all-linear" or re.fullmatch(wanted, name) is not None
+        return any(part in name or re.fullmatch(part, name) for part in wanted)
+
+    found = [m.weight for name, m in model.named_modules() if isinstance(m, nn.Linear) and _is_wanted(name)]
+    if not found:
+        layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        raise ConfigError(
+            f"optim_target_modules={wanted!r} names no linear layer; there are {', '.join(layers[:8]) or 'none'}",
+            where="TrainingArguments.optim_target_modules",
+            do="name some of them, or set 'all-linear'",
+        )
+    return found
+
+
+def _grokadamw(name: str, args: TrainingArguments, adam: dict[str, Any], more: dict[str, Any], model: Any) -> _Found:
+    package = require("grokadamw", extra="grokadamw", purpose=f"optim={name!r}")
+    arguments = {"alpha_init": 0.98, "lamb": 2.0, "gamma": 0.1, "grokking_signal_decay_rate": 0.1}
+    return package.GrokAdamW, {**arguments, "gradient_clipping": 1.0, **more}
+
+
+def _stable(name: str, args: TrainingArguments, adam: dict[str, Any], more: dict[str, Any], model: Any) -> _Found:
+    package = require("optimi", extra="optimi", purpose=f"optim={name!r}")
+    arguments = {"weight_decay": args.weight_decay, "decouple_lr": False, "max_lr": None, "kahan_sum": None}
+    return package.StableAdamW, {**adam, **arguments, **more}
+
+
+# How the names begin -> who makes the optimizer; the first that fits.
+_OF_PACKAGES: Mapping[str, Callable[..., _Found]] = {
+    "adamw_torch_[48]bit": _torchao,
+    "paged_|lion_|ademamix|adamw_|rmsprop_": _bitsandbytes,
+    "schedule_free_": _schedule_free,
+    "galore_|apollo_": _low_rank,
+    "grokadamw": _grokadamw,
+    "stable_adamw": _stable,
+}
+
+
+def decay_parameter_names(model: nn.Module) -> list[str]:
+    """Return the names of the parameters that decay: all but biases and those of normalisation layers."""
+    in_layer_norm = {
+        f"{module_name}.{name}" if module_name else name
+        for module_name, module in model.named_modules()
+        if isinstance(module, nn.LayerNorm)
+        for name, _ in module.named_parameters(recurse=False)
+    }
+    return [
+        name
+        for name, _ in model.named_parameters()
+        if name not in in_layer_norm and not _WITHOUT_DECAY.search(name.lower())
+    ]
+
+
+def parameter_groups(model: nn.Module, *, decaying: list[str], weight_decay: float) -> list[dict[str, Any]]:
+    """Return the trainable parameters as two groups: with decay, then without; the order that checkpoints keep."""
+    names = set(decaying)
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [
+        {"params": [p for name, p in trainable if name in names], "weight_decay": weight_decay},
+        {"params": [p for name, p in trainable if name not in names], "weight_decay": 0.0},
+    ]
+
+
+def _parse(text: str | None) -> dict[str, Any]:
+    """Read ``name=value,name=value``; commas inside brackets belong to the value."""
+    result = {}
+    for part in re.split(r",(?![^(\[]*[)\]])", text or ""):
+        name, separator, value = part.strip().partition("=")
+        if not name:
+            continue
+        if not separator:
+            raise ConfigError(
+                f"optim_args={text!r}: {part.strip()!r} has no value",
+                where="TrainingArguments.optim_args",
+                do="write name=value,name=value",
+            )
+        try:
+            result[name.strip()] = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError):
+            result[name.strip()] = value.strip()  # a word
+    return result

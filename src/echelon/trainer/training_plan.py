@@ -1,0 +1,146 @@
+"""How long a training is: steps, passes, and the numbers that are announced before it begins."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from echelon.base.errors import UsageError
+from echelon.base.lengths import length_of
+from echelon.base.logging import get_logger
+from echelon.trainer.arguments.training_arguments import TrainingArguments
+
+__all__ = ["Plan", "announce", "make_plan", "no_length"]
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The length of a training, in the units of this rank."""
+
+    max_steps: int
+    """Optimizer steps in all."""
+    num_epochs: int
+    """Passes over the data that are begun; sys.maxsize when only steps count."""
+    steps_per_epoch: int
+    """Optimizer steps of one pass."""
+    batches_per_epoch: int
+    """Batches of this rank in one pass; where the data have no length, those of all steps."""
+    num_examples: int
+    """Samples of one pass; where the data have no length, those of all steps."""
+    num_train_samples: int
+    """Samples of all passes and ranks, for samples per second."""
+    total_train_batch_size: int
+    """Samples of one optimizer step, over all ranks."""
+    batch_size: int
+    """Samples of one batch of this rank; in the exact modes, of all ranks."""
+    is_sized: bool
+    """Whether the data have a length."""
+    is_limited: bool = False
+    """Whether an epoch ends after ``batches_per_epoch``, whatever the data have: a limit of the user's."""
+    ends_with_data: bool = False
+    """Whether the training ends with its last epoch, whose data end it, and not after ``max_steps``."""
+
+
+def make_plan(
+    args: TrainingArguments,
+    loader: Any,
+    *,
+    num_examples: int | None,
+    batch_size: int,
+    accumulation: int,
+    world_size: int,
+) -> Plan:
+    """Return the plan of a training over ``loader``.
+
+    Args:
+        args: max_steps decides before num_train_epochs.
+        loader: of this rank.
+        num_examples: samples of its data set; None where that has no length.
+        batch_size: samples of this rank in one batch.
+        accumulation: batches of one optimizer step.
+        world_size: number of ranks.
+
+    Raises:
+        UsageError: the data have no length and max_steps is not given, or they are empty.
+    """
+    total = batch_size * accumulation * world_size
+    limit = args.batches_of(args.limit_train_batches, loader)
+    batches = length_of(loader)
+    if batches < 0:
+        if args.max_steps <= 0:
+            raise no_length()
+        batches = args.max_steps * accumulation if limit is None else limit
+        return Plan(
+            max_steps=args.max_steps,
+            num_epochs=sys.maxsize,
+            steps_per_epoch=math.ceil(batches / accumulation),
+            batches_per_epoch=batches,
+            num_examples=total * args.max_steps,
+            num_train_samples=total * args.max_steps,
+            total_train_batch_size=total,
+            batch_size=batch_size,
+            is_sized=False,
+            is_limited=limit is not None,
+        )
+    if not batches:
+        raise UsageError(
+            f"there is no batch to train on (samples: {num_examples})",
+            where="Trainer.train",
+            do="check train_dataset; with dataloader_drop_last=True it must hold at least one whole batch",
+        )
+    is_limited = limit is not None and limit < batches
+    if limit is not None and is_limited:
+        batches = limit
+        num_examples = min(num_examples or sys.maxsize, batches * batch_size * world_size)
+    steps_per_epoch = math.ceil(batches / accumulation)  # a last, smaller group of batches is a step, too
+    samples = num_examples if num_examples is not None else batches * batch_size * world_size
+    if args.max_steps > 0:
+        max_steps, num_epochs = args.max_steps, math.ceil(args.max_steps / steps_per_epoch)
+        num_train_samples = max_steps * total
+    else:
+        max_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
+        num_epochs = math.ceil(args.num_train_epochs)
+        num_train_samples = int(samples * args.num_train_epochs)
+    return Plan(
+        max_steps=max_steps,
+        num_epochs=num_epochs,
+        steps_per_epoch=steps_per_epoch,
+        batches_per_epoch=batches,
+        num_examples=samples,
+        num_train_samples=num_train_samples,
+        total_train_batch_size=total,
+        batch_size=batch_size,
+        is_sized=True,
+        is_limited=is_limited,
+        ends_with_data=args.max_steps <= 0 and float(args.num_train_epochs).is_integer(),
+    )
+
+
+def no_length() -> UsageError:
+    """Return the error of data without a length and a training without an end."""
+    return UsageError(
+        "train_dataset has no length, and max_steps is not set: the training would have no end",
+        where="TrainingArguments.max_steps",
+        do="set max_steps, or give the data set a __len__",
+    )
+
+
+def announce(plan: Plan, *, batch_size: int, num_devices: int, accumulation: int, num_parameters: int) -> None:
+    """Log what is about to run; ``batch_size`` is that of this process, over its ``num_devices``."""
+    logger.info("***** Running training *****")
+    logger.info("  Num examples = %s", f"{plan.num_examples:,}")
+    logger.info("  Num Epochs = %s", f"{plan.num_epochs:,}")
+    logger.info("  Num update steps per epoch = %s", f"{plan.steps_per_epoch:,}")
+    logger.info("  Instantaneous batch size per device = %s", f"{batch_size // num_devices:,}")
+    if num_devices > 1:
+        logger.info("  Training with DataParallel so batch size has been adjusted to: %s", f"{batch_size:,}")
+    logger.info(
+        "  Total train batch size (w. parallel, distributed & accumulation) = %s", f"{plan.total_train_batch_size:,}"
+    )
+    logger.info("  Gradient Accumulation steps = %s", accumulation)
+    logger.info("  Total optimization steps = %s", f"{plan.max_steps:,}")
+    logger.info("  Number of trainable parameters = %s", f"{num_parameters:,}")
