@@ -250,7 +250,7 @@ class Slot:
         return int(_WORD.unpack_from(self._memory, _GRACE_AT)[0])
 
     def read_command(self) -> int:
-        """Return what the coordinator of a preemption says (``hold.py``)."""
+        """Return what the coordinator of a preemption says (``stop_barrier.py``)."""
         return int(_WORD.unpack_from(self._memory, _COMMAND_AT)[0])
 
     def write_stand(self, stand: int) -> None:
@@ -298,11 +298,11 @@ class Board:
         _WORD.pack_into(self._memory, _GRACE_AT, grace_ms)
 
     def write_command(self, command: int) -> None:
-        """Give ``command`` to every rank (``hold.py``)."""
+        """Give ``command`` to every rank (``stop_barrier.py``)."""
         _WORD.pack_into(self._memory, _COMMAND_AT, command)
 
     def read_stands(self) -> list[int]:
-        """Return where each rank is (``hold.py``); 0: it takes no part in preemptions yet."""
+        """Return where each rank is (``stop_barrier.py``); 0: it takes no part in preemptions yet."""
         return self._words(_STAND_AT)
 
     def asked(self) -> list[int]:

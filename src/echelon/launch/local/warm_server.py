@@ -30,7 +30,7 @@ MESSAGE_BYTES = 1 << 20
 def main(argv: list[str]) -> None:
     """Serve until the launcher closes its end of the socket."""
     control = socket.socket(fileno=int(argv[0]))
-    worker, environ = _load("launch", "worker"), _load("base", "environ")
+    worker, environ = _load("launch/local", "worker"), _load("base", "environ")
     worker.die_with(argv[1])
     # With whom the ranks end.
     own = f"{os.getpid()}:{worker.start_of(os.getpid())}"
@@ -112,7 +112,7 @@ def _send(control: socket.socket, message: dict[str, Any]) -> None:
 
 def _load(folder: str, name: str) -> ModuleType:
     """Load a file of echelon by its path: the ranks' programs must not find echelon imported."""
-    path = Path(__file__).resolve().parent.parent / folder / f"{name}.py"
+    path = Path(__file__).resolve().parents[2] / folder / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"_echelon_{name}", path)
     assert spec is not None
     assert spec.loader is not None

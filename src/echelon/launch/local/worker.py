@@ -134,7 +134,7 @@ def is_user_file(path: str) -> bool:
         return False
     installed = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
     library = os.path.dirname(os.__file__) + os.sep
-    echelon = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+    echelon = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
     path = os.path.abspath(path)
     return not (any(part in path for part in installed) or path.startswith((library, echelon)))
 
@@ -193,9 +193,9 @@ def _look_into(error: BaseException) -> None:
 
 def _start_reporter(board: str, directory: str, stack_file: IO[str]) -> Any:
     """Start what tells the launcher where this rank is; its files are loaded by their path, as this one was."""
-    folder = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "status")
+    folder = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "status")
     modules = []
-    for name in ("board", "place", "reporter"):
+    for name in ("board", "call_site", "reporter"):
         spec = importlib.util.spec_from_file_location(f"_echelon_{name}", os.path.join(folder, f"{name}.py"))
         assert spec is not None
         assert spec.loader is not None

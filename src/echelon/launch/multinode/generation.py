@@ -151,7 +151,7 @@ class AllRanks:
 
 @final
 class Desk:
-    """The words of all ranks (``hold.py``), on the boards of all nodes."""
+    """The words of all ranks (``stop_barrier.py``), on the boards of all nodes."""
 
     def __init__(self, now: Round) -> None:
         self._now = now

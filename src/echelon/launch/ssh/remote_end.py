@@ -1,4 +1,4 @@
-"""The other end of ``remote.py``'s connections: starts ``echelon launch`` on this machine, and ends it with the connection.
+"""The other end of ``ssh_launcher.py``'s connections: starts ``echelon launch`` on this machine, and ends it with the connection.
 
 It is run by its path, before anything says where echelon is, so it imports the standard library only. Its stdin begins with one
 line of JSON, the greeting: the token and the variables, which in argv everybody on the machine could read. Then come names
@@ -67,7 +67,7 @@ def _hang_up_with(parent: int) -> Callable[[], None]:
 
 def _own_environment() -> dict[str, str]:
     """Call what alone may read the environment; it is loaded by its path, as this file was."""
-    path = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "base", "environ.py")
+    path = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "base", "environ.py")
     spec = importlib.util.spec_from_file_location("_echelon_environ", path)
     assert spec is not None
     assert spec.loader is not None

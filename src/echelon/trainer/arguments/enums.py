@@ -53,7 +53,7 @@ class HubStrategy(_Names):
 
 
 class SchedulerType(_Names):
-    """The learning-rate schedules of ``schedules.py``."""
+    """The learning-rate schedules of ``lr_schedules.py``."""
 
     LINEAR = "linear"
     COSINE = "cosine"

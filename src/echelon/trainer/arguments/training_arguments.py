@@ -102,7 +102,7 @@ class TrainingArguments(metaclass=_AcceptsOldNames):
     """The choices of a training.
 
     Names, order and defaults are those of transformers 5; names of its older versions are accepted with a warning. A
-    setting that this version cannot do yet is an error (``not_offered.py``), never ignored. Reading ``device``,
+    setting that this version cannot do yet is an error (``unsupported.py``), never ignored. Reading ``device``,
     ``world_size`` and the like looks at what started the process.
     """
 
