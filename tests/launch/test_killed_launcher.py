@@ -117,7 +117,7 @@ def test_a_process_that_a_thread_has_started_ends_with_the_process_not_with_the_
     )
     parent = (
         "import subprocess, sys, threading, time\n"
-        "from echelon.launch import worker\n"
+        "from echelon.launch.local import worker\n"
         "from echelon.launch.local.parents import own_identity\n"
         "between = {'1': [], '0': ['sh', '-c', '\"$@\"; true', 'sh']}\n"
         "def start(how):\n"
