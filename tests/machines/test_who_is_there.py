@@ -136,7 +136,7 @@ def test_a_version_that_differs_is_named(command: Command) -> None:
     command.write("train.py", "print('trained')\n")
     older = command.write(
         "older.py",
-        "import sys\nfrom echelon.launch import machines\nmachines.__version__ = '0.0.9'\n"
+        "import sys\nfrom echelon.launch.multinode import machines\nmachines.__version__ = '0.0.9'\n"
         "from echelon.cli.main import main\nmain(sys.argv[1:])\n",
     )
     first = launch(command, *flags[1:], "--node_rank=0")

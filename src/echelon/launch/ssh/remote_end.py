@@ -67,7 +67,9 @@ def _hang_up_with(parent: int) -> Callable[[], None]:
 
 def _own_environment() -> dict[str, str]:
     """Call what alone may read the environment; it is loaded by its path, as this file was."""
-    path = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "base", "environ.py")
+    path = os.path.join(
+        os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "base", "environ.py"
+    )
     spec = importlib.util.spec_from_file_location("_echelon_environ", path)
     assert spec is not None
     assert spec.loader is not None
