@@ -81,7 +81,7 @@ def cut(update: range, world_size: int, x: float, y: float, *, weights: bool) ->
         total = 0
         for one in contributions(update, rank=rank, world_size=world_size, num_micro=num_micro):
             left = x + one.micro_step * (MOST * CELL + GAP)
-            kind = "loan " if one.is_loan else ""
+            kind = "loan " if one.is_padding else ""
             total += one.num_items
             for i, place in enumerate(one.samples):
                 parts.append(cell(left + i * CELL, top, place, f"{kind}r{rank}", f"{kind}t{rank}"))

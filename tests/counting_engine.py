@@ -59,8 +59,8 @@ class CountingEngine(Engine):
     def backward(self, loss: torch.Tensor, model: nn.Module | None = None, **options: Any) -> None:
         self._ddp.backward(loss, model, **options)
 
-    def backward_nothing(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], **options: Any) -> None:
-        self._ddp.backward_nothing(loss, parameters, **options)
+    def backward_zeros(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], **options: Any) -> None:
+        self._ddp.backward_zeros(loss, parameters, **options)
 
     def step(self, optimizer: Optimizer, *, closure: Any = None, unsynced: bool = False) -> bool:
         is_taken = self._ddp.step(optimizer, closure=closure, unsynced=unsynced)

@@ -7,7 +7,7 @@ from echelon.data.loader import DispatchedLoader as DataLoaderDispatcher
 from echelon.data.loader import PreparedLoader as DataLoaderShard
 from echelon.data.sharding.iterable_dataset_shard import IterableDatasetShard
 from echelon.data.sharding.sample_order import SeedableRandomSampler
-from echelon.data.sharding.sharded_batches import DealtBatches as BatchSamplerShard
+from echelon.data.sharding.sharded_batches import RankBatchSampler as BatchSamplerShard
 from echelon.data.skip_batches import SkipBatchSampler, SkipDataLoader
 
 __all__ = [

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
 from echelon import Accelerator, DataLoaderConfiguration
-from echelon.data.sharding.sharded_batches import DealtBatches
+from echelon.data.sharding.sharded_batches import RankBatchSampler
 from tests.harness import run_on_ranks
 
 
@@ -64,7 +64,7 @@ def test_gather_for_metrics_is_exact_however_batches_are_cut(split: bool, even: 
 def _deal(n: int, batch: int, world: int, **choices: Any) -> list[list[list[int]]]:
     source = BatchSampler(SequentialSampler(range(n)), batch, choices.pop("drop_last", False))
     even, split = choices.pop("even", True), choices.pop("split", False)
-    dealt = [DealtBatches(source, world, r, split, even) for r in range(world)]
+    dealt = [RankBatchSampler(source, world, r, split, even) for r in range(world)]
     result = [list(d) for d in dealt]
     if not split:
         assert [len(d) for d in dealt] == [len(r) for r in result]

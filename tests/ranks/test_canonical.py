@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from echelon.data.exact.batch_slices import shards_of
 from echelon.engines.bitwise import tree_sum as canonical
-from echelon.engines.bitwise.tree_sum import Node, TreeSum, roots_of
+from echelon.engines.bitwise.tree_sum import SumNode, TreeSum, roots_of
 from tests.harness import run_on_ranks
 
 WORLD_SIZES = [1, 2, 3, 4]
@@ -95,4 +95,4 @@ def test_every_leaf_is_under_one_root_of_one_rank() -> None:
                 assert len(roots) <= 2 * num_leaves.bit_length()
                 seen += [leaf for root in roots for leaf in root.leaves if leaf < num_leaves]
             assert seen == list(range(num_leaves))
-    assert roots_of(range(2, 5), num_leaves=8) == [Node(1, 1), Node(0, 4)]
+    assert roots_of(range(2, 5), num_leaves=8) == [SumNode(1, 1), SumNode(0, 4)]

@@ -19,7 +19,7 @@ from torch import nn
 
 from echelon import Accelerator
 from echelon.base.errors import DesyncError
-from echelon.distributed.monitored_barrier import meet
+from echelon.distributed.monitored_barrier import monitored_barrier
 from echelon.distributed.setup import cleanup
 from tests.harness import run_on_ranks
 
@@ -193,7 +193,7 @@ def _comes_late(folder: Path) -> tuple[bool, list[str]]:
             while not is_heard.exists():
                 time.sleep(0.01)
             time.sleep(0.5)  # a second reminder would come now
-        meet("a meeting", patience=timedelta(seconds=0.05), reminder=timedelta(seconds=1.5))
+        monitored_barrier("a meeting", patience=timedelta(seconds=0.05), reminder=timedelta(seconds=1.5))
         if beside is None:
             dist.all_reduce(torch.ones(1))
         else:
@@ -261,12 +261,12 @@ def _often(times: int) -> tuple[int, int]:
     Accelerator(engine="fsdp2")
     try:
         store: Any = dist.distributed_c10d._get_default_store()
-        meet("warm")
+        monitored_barrier("warm")
         dist.barrier()
         before = store.num_keys()
         dist.barrier()
         for _ in range(times):
-            meet("a meeting")
+            monitored_barrier("a meeting")
         dist.barrier()
         after = store.num_keys()
         dist.barrier()

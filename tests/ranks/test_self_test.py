@@ -14,13 +14,13 @@ from echelon import Accelerator
 from echelon.base.errors import DesyncError
 from echelon.testing import bandwidth, self_test
 from echelon.testing.bandwidth import COLLECTIVES, Measured, measure
-from echelon.testing.evidence import Found, Teller, told
+from echelon.testing.evidence import CheckFinding, EvidenceWriter, told
 from tests.harness import run_on_ranks
 
 KILOBYTE = 1 << 10
 
 
-def _checks(folder: Path, engine: str, is_wrong: bool) -> list[Found]:
+def _checks(folder: Path, engine: str, is_wrong: bool) -> list[CheckFinding]:
     """Make the checks of one start, ``is_wrong`` with other weights and a sample too few; return what rank zero told."""
     accelerator = Accelerator(
         parity="exact",
@@ -29,7 +29,7 @@ def _checks(folder: Path, engine: str, is_wrong: bool) -> list[Found]:
         max_micro_batch_size=self_test.MAX_MICRO_BATCH_SIZE,
         **self_test._settings(),
     )
-    teller = Teller(folder, is_silent=accelerator.process_index != 0)
+    teller = EvidenceWriter(folder, is_silent=accelerator.process_index != 0)
     with pytest.MonkeyPatch.context() as patch:
         if is_wrong:
             plain = self_test.plain
@@ -38,7 +38,7 @@ def _checks(folder: Path, engine: str, is_wrong: bool) -> list[Found]:
         self_test.check_world(accelerator, teller)
         self_test.check_exact(accelerator, teller)
         self_test.check_bandwidth(accelerator, teller, is_quick=True)
-    return [one for one in next(told(folder)) if isinstance(one, Found)]
+    return [one for one in next(told(folder)) if isinstance(one, CheckFinding)]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def _checks(folder: Path, engine: str, is_wrong: bool) -> list[Found]:
     [("ddp", True), *(pytest.param(engine, False, marks=pytest.mark.soak) for engine in ("ddp", "fsdp2", "zero1"))],
 )
 def test_a_check_fails_when_and_only_when_something_is_wrong(tmp_path: Path, engine: str, is_wrong: bool) -> None:
-    found: list[Found] = run_on_ranks(_checks, tmp_path, engine, is_wrong)[0]
+    found: list[CheckFinding] = run_on_ranks(_checks, tmp_path, engine, is_wrong)[0]
     assert [one.name for one in found] == ["world", "exact", "data", "bandwidth"]
     assert [one.name for one in found if not one.passed] == (["exact", "data"] if is_wrong else []), found
     figures = {one.name: one.figures for one in found}

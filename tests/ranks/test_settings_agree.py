@@ -11,7 +11,7 @@ import torch.distributed as dist
 from echelon import Accelerator
 from echelon.base import environ
 from echelon.base.errors import ConfigError
-from echelon.config.derive import check, settle
+from echelon.config.derive import check, derive
 from echelon.config.files import from_file
 from echelon.config.resolve import resolve
 from echelon.config.schema import RunConfig
@@ -100,7 +100,7 @@ def test_a_script_without_arguments_trains_on_the_engine_that_the_file_and_the_f
 ) -> None:
     given = {**flags, "num_processes": "2", "cpu": "true"}
     layers = [from_flags({field: (value, f"--{field}") for field, value in given.items()}), from_file(CONFIGS / name)]
-    resolved = settle(resolve(RunConfig, layers))
+    resolved = derive(resolve(RunConfig, layers))
     check(resolved)
     variables = rank_variables(resolved, num_processes=2, num_threads=1, has_accelerator=False)
     line = (CONFIGS / name).read_text().splitlines().index("mixed_precision: bf16") + 1

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Accelerator
 from echelon.base import environ
-from echelon.status.board import Board, Part
+from echelon.status.board import Board, StepPart
 from echelon.status.notes import BOARD_VARIABLE
 from tests.harness import run_on_ranks
 from tests.quiet import wait_until_quiet
@@ -56,10 +56,10 @@ def test_a_rank_that_waits_in_the_backward_pass_or_a_gather_spends_that_on_commu
     slept = STEPS * NAP_S
     for found in times:
         assert found is not None
-        spent = {part: found.spent_ns[part] / 1e9 for part in Part}
+        spent = {part: found.spent_ns[part] / 1e9 for part in StepPart}
         assert found.num_steps == STEPS
         # Its own naps, and the other's. The machine may be busy, so that a nap is longer than it was meant; never shorter.
-        assert spent[Part.OTHER] >= slept * 0.9
-        assert 0 < spent[Part.FORWARD] < 0.5 * slept  # a small model; the machine may be busy
-        assert spent[Part.COMMUNICATION] >= slept * 0.9
+        assert spent[StepPart.OTHER] >= slept * 0.9
+        assert 0 < spent[StepPart.FORWARD] < 0.5 * slept  # a small model; the machine may be busy
+        assert spent[StepPart.COMMUNICATION] >= slept * 0.9
         assert sum(found.spent_ns) == found.since_ns - found.begun_ns

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from echelon.base.errors import ConfigError
-from echelon.config.derive import check, settle
+from echelon.config.derive import check, derive
 from echelon.config.files import from_file
 from echelon.config.resolve import resolve
 from echelon.config.schema import RunConfig
@@ -71,7 +71,7 @@ def test_what_accelerate_config_writes_loads_and_tells_the_ranks_the_same(
     for path, theirs in found.items():
         layers = [from_flags({"num_processes": ("2", "--num_processes")})]
         try:
-            resolved = settle(resolve(RunConfig, [*layers, from_file(path)]))
+            resolved = derive(resolve(RunConfig, [*layers, from_file(path)]))
             check(resolved)
         except ConfigError as error:
             refused.append(str(error))

@@ -18,9 +18,9 @@ from echelon.launch.multinode.channel import (
     STORE,
     Channel,
     ChannelError,
-    Lost,
+    ConnectionLost,
+    ConnectionRefused,
     Peer,
-    Refused,
     accept,
     clock_offset_ns,
     connect,
@@ -115,7 +115,7 @@ def test_who_knows_the_token_comes_in_and_both_sides_believe_each_other(door: Do
 
 
 def test_another_token_is_refused_and_learns_nothing(door: Door) -> None:
-    with pytest.raises(Refused, match="its token is another one"):
+    with pytest.raises(ConnectionRefused, match="its token is another one"):
         connect("127.0.0.1", door.port, b"another token altogether", want=NODE, timeout_s=_LIMIT_S)
     with raw(door.port) as sock:
         sock.sendall(secrets.token_bytes(channel._CLAIM_BYTES))
@@ -135,7 +135,7 @@ def test_a_server_that_does_not_know_the_token_is_not_believed() -> None:
     with listen("127.0.0.1", 0) as listener:
         thread = threading.Thread(target=pretend, args=(listener,))
         thread.start()
-        with pytest.raises(Refused, match="it does not know the token"):
+        with pytest.raises(ConnectionRefused, match="it does not know the token"):
             connect("127.0.0.1", listener.getsockname()[1], TOKEN, want=NODE, timeout_s=_LIMIT_S)
         thread.join()
 
@@ -247,7 +247,7 @@ def test_a_peer_is_told_is_asked_and_says_what_it_could_not_answer() -> None:
     assert told == [("say", {"text": "hello"})]
     offset = clock_offset_ns(one, timeout_s=_LIMIT_S)
     assert abs(offset + 10**9) < 5 * 10**8  # the other clock is a second ahead
-    with pytest.raises(Lost, match="ZeroDivisionError"):
+    with pytest.raises(ConnectionLost, match="ZeroDivisionError"):
         one.ask("divide", timeout_s=_LIMIT_S, zero=0)
     assert not lost
     one.close()
@@ -270,7 +270,7 @@ def test_a_flood_of_questions_gets_no_thread_for_each(monkeypatch: pytest.Monkey
     other.start()
     waits = [one.ask_later("slow") for _ in range(channel._MOST_ANSWERING + 100)]
     for wait in waits[channel._MOST_ANSWERING :]:
-        with pytest.raises(Lost, match="earlier questions are being answered"):
+        with pytest.raises(ConnectionLost, match="earlier questions are being answered"):
             wait(_LIMIT_S)
     assert num_begun == channel._MOST_ANSWERING
     may_answer.set()
@@ -288,7 +288,7 @@ def test_a_silent_peer_is_lost_and_says_why() -> None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert lost == ["no answer"]
-    with pytest.raises(Lost):
+    with pytest.raises(ConnectionLost):
         one.ask("clock", timeout_s=0.1)
     other.close()
 
@@ -323,7 +323,7 @@ def test_a_server_that_is_slow_is_not_taken_for_one_with_another_token() -> None
         is_over = threading.Event()
         thread = threading.Thread(target=answer_late)
         thread.start()
-        with pytest.raises(Lost, match="no answer"):
+        with pytest.raises(ConnectionLost, match="no answer"):
             connect("127.0.0.1", listener.getsockname()[1], TOKEN, want=NODE, timeout_s=0.2)
         is_over.set()
         thread.join()
@@ -332,7 +332,7 @@ def test_a_server_that_is_slow_is_not_taken_for_one_with_another_token() -> None
 def test_accept_gives_up_on_who_says_nothing() -> None:
     one, other = socket.socketpair()
     one.settimeout(0.05)
-    with pytest.raises(Lost, match="no answer"):
+    with pytest.raises(ConnectionLost, match="no answer"):
         accept(one, TOKEN)
     one.close()
     other.close()

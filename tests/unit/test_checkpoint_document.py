@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from echelon.checkpoint import typed_json
-from echelon.checkpoint.regions import Part
+from echelon.checkpoint.regions import ShardPart
 from echelon.checkpoint.save import Content, save
 from echelon.checkpoint.tensor_file import _AS_BYTES
 from tests.checkpoint_ranks import on_threads
@@ -62,7 +62,7 @@ def test_another_program_can_read_it(tmp_path: Path) -> None:
     whole = torch.randn(7, 3)
 
     def run(world: Any, gather: Any) -> None:
-        own = Part((7, 3), (4 * world.rank, 0), whole[4 * world.rank : 4 * world.rank + 4])
+        own = ShardPart((7, 3), (4 * world.rank, 0), whole[4 * world.rank : 4 * world.rank + 4])
         content = Content(tensors={"split": own, "whole": whole, "tied": whole, "number": torch.tensor(2.5)})
         save(tmp_path / "c", content, world=world, gather=gather)
 

@@ -8,51 +8,51 @@ import pytest
 import torch
 
 from echelon.base.errors import CheckpointError, DesyncError
-from echelon.checkpoint.regions import Box, Chunk, Piece, TensorLayout, overlaps, share_out, uncovered
+from echelon.checkpoint.regions import Chunk, ChunkBounds, LocalShard, TensorLayout, assign_writers, overlaps, uncovered
 
 SHAPES = {"a": (13, 5), "b": (7,), "c": (2, 3, 4), "d": (1,), "e": (), "f": (0, 4), "g": (16, 2)}
 # (rank, number of ranks, name of the tensor, shape) -> the box that the rank holds, or None
-Layout = Callable[[int, int, str, tuple[int, ...]], Box | None]
+Layout = Callable[[int, int, str, tuple[int, ...]], ChunkBounds | None]
 
 
-def _replicated(rank: int, world_size: int, name: str, shape: tuple[int, ...]) -> Box | None:
-    return Box.whole(shape)
+def _replicated(rank: int, world_size: int, name: str, shape: tuple[int, ...]) -> ChunkBounds | None:
+    return ChunkBounds.whole(shape)
 
 
-def _sharded(rank: int, world_size: int, shape: tuple[int, ...], dim: int) -> Box:
+def _sharded(rank: int, world_size: int, shape: tuple[int, ...], dim: int) -> ChunkBounds:
     """Cut as torch.chunk does: every part as long as the first, but the last ones."""
     if len(shape) <= dim:
-        return Box.whole(shape)
+        return ChunkBounds.whole(shape)
     length = -(-shape[dim] // world_size)
     start = min(rank * length, shape[dim])
     offset, lengths = [0] * len(shape), list(shape)
     offset[dim], lengths[dim] = start, min(length, shape[dim] - start)
-    return Box(tuple(offset), tuple(lengths))
+    return ChunkBounds(tuple(offset), tuple(lengths))
 
 
-def _rows(rank: int, world_size: int, name: str, shape: tuple[int, ...]) -> Box | None:
+def _rows(rank: int, world_size: int, name: str, shape: tuple[int, ...]) -> ChunkBounds | None:
     return _sharded(rank, world_size, shape, 0)
 
 
-def _columns(rank: int, world_size: int, name: str, shape: tuple[int, ...]) -> Box | None:
+def _columns(rank: int, world_size: int, name: str, shape: tuple[int, ...]) -> ChunkBounds | None:
     return _sharded(rank, world_size, shape, 1)
 
 
-def _hybrid(rank: int, world_size: int, name: str, shape: tuple[int, ...]) -> Box | None:
+def _hybrid(rank: int, world_size: int, name: str, shape: tuple[int, ...]) -> ChunkBounds | None:
     replicas = 2 if world_size % 2 == 0 else 1
     return _sharded(rank % (world_size // replicas), world_size // replicas, shape, 0)
 
 
-def _grid(rank: int, world_size: int, name: str, shape: tuple[int, ...]) -> Box | None:
+def _grid(rank: int, world_size: int, name: str, shape: tuple[int, ...]) -> ChunkBounds | None:
     if world_size % 2 or len(shape) < 2:
         return _rows(rank, world_size, name, shape)
     row = _sharded(rank // 2, world_size // 2, shape, 0)
     column = _sharded(rank % 2, 2, shape, 1)
-    return Box((row.offset[0], *column.offset[1:]), (row.lengths[0], *column.lengths[1:]))
+    return ChunkBounds((row.offset[0], *column.offset[1:]), (row.lengths[0], *column.lengths[1:]))
 
 
-def _owned(rank: int, world_size: int, name: str, shape: tuple[int, ...]) -> Box | None:
-    return Box.whole(shape) if ord(name) % world_size == rank else None
+def _owned(rank: int, world_size: int, name: str, shape: tuple[int, ...]) -> ChunkBounds | None:
+    return ChunkBounds.whole(shape) if ord(name) % world_size == rank else None
 
 
 LAYOUTS: list[Layout] = [_replicated, _rows, _columns, _hybrid, _grid, _owned]
@@ -62,13 +62,13 @@ def _global(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
 
 
-def _pieces(layout: Layout, world_size: int) -> dict[int, list[Piece]]:
+def _pieces(layout: Layout, world_size: int) -> dict[int, list[LocalShard]]:
     held = {
         rank: [(name, shape, layout(rank, world_size, name, shape)) for name, shape in SHAPES.items()]
         for rank in range(world_size)
     }
     return {
-        rank: [Piece(name, "float64", shape, box) for name, shape, box in own if box is not None]
+        rank: [LocalShard(name, "float64", shape, box) for name, shape, box in own if box is not None]
         for rank, own in held.items()
     }
 
@@ -77,29 +77,32 @@ def test_every_layout_of_1_to_8_ranks_is_read_by_every_other() -> None:
     layouts = [_pieces(layout, world_size) for layout in LAYOUTS for world_size in range(1, 9)]
     wanted = {piece for pieces in layouts for own in pieces.values() for piece in own}
     for pieces in layouts:
-        stored = share_out(pieces)
+        stored = assign_writers(pieces)
         assert set(stored) == set(SHAPES)
         for piece in wanted:
             whole = _global(piece.shape)
             values = torch.full(piece.box.lengths, -1.0, dtype=torch.float64)
             for part in overlaps(stored[piece.name], piece.box):
-                chunk = whole[part.chunk.box.within(Box.whole(piece.shape))]
+                chunk = whole[part.chunk.box.within(ChunkBounds.whole(piece.shape))]
                 values[part.target] = chunk[part.source]
-            assert torch.equal(values, whole[piece.box.within(Box.whole(piece.shape))]), (stored[piece.name], piece)
+            assert torch.equal(values, whole[piece.box.within(ChunkBounds.whole(piece.shape))]), (
+                stored[piece.name],
+                piece,
+            )
 
 
 def test_what_all_ranks_have_is_written_once_and_spread_evenly() -> None:
-    pieces = [Piece(f"layer{i}", "float32", (8, 8), Box.whole((8, 8))) for i in range(12)]
-    stored = share_out(dict.fromkeys(range(4), pieces))
+    pieces = [LocalShard(f"layer{i}", "float32", (8, 8), ChunkBounds.whole((8, 8))) for i in range(12)]
+    stored = assign_writers(dict.fromkeys(range(4), pieces))
     writers = [layout.chunks[0].rank for layout in stored.values()]
     assert all(len(layout.chunks) == 1 for layout in stored.values())
     assert [writers.count(rank) for rank in range(4)] == [3, 3, 3, 3]
 
 
 def test_ranks_that_write_what_only_they_have_write_less_of_the_rest() -> None:
-    shared = [Piece(f"s{i}", "float32", (4,), Box.whole((4,))) for i in range(4)]
-    own = Piece("own", "float32", (16,), Box.whole((16,)))
-    stored = share_out({0: [own, *shared], 1: shared})
+    shared = [LocalShard(f"s{i}", "float32", (4,), ChunkBounds.whole((4,))) for i in range(4)]
+    own = LocalShard("own", "float32", (16,), ChunkBounds.whole((16,)))
+    stored = assign_writers({0: [own, *shared], 1: shared})
     assert {name: layout.chunks[0].rank for name, layout in stored.items()} == {
         "own": 0,
         "s0": 1,
@@ -111,8 +114,11 @@ def test_ranks_that_write_what_only_they_have_write_less_of_the_rest() -> None:
 
 def test_ranks_that_disagree_are_named() -> None:
     with pytest.raises(DesyncError, match=r"w is float32 \[2\] on rank 0 and float32 \[3\] on rank 1"):
-        share_out(
-            {0: [Piece("w", "float32", (2,), Box((0,), (2,)))], 1: [Piece("w", "float32", (3,), Box((0,), (3,)))]}
+        assign_writers(
+            {
+                0: [LocalShard("w", "float32", (2,), ChunkBounds((0,), (2,)))],
+                1: [LocalShard("w", "float32", (3,), ChunkBounds((0,), (3,)))],
+            }
         )
 
 
@@ -129,6 +135,6 @@ def test_ranks_that_disagree_are_named() -> None:
 def test_boxes_that_do_not_make_a_tensor_are_refused(
     boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], why: str
 ) -> None:
-    layout = TensorLayout("float32", (4,), tuple(Chunk(0, Box(offset, lengths)) for offset, lengths in boxes))
+    layout = TensorLayout("float32", (4,), tuple(Chunk(0, ChunkBounds(offset, lengths)) for offset, lengths in boxes))
     with pytest.raises(CheckpointError, match=why):
         raise CheckpointError(uncovered(layout) or "nothing wrong")

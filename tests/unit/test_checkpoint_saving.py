@@ -27,7 +27,7 @@ from echelon.checkpoint import lock as lock_module
 from echelon.checkpoint.background_save import BackgroundSaver, SaveFailures, TooManyFailedSavesError
 from echelon.checkpoint.lock import Owner, RunLock, is_over
 from echelon.checkpoint.read import Checkpoint, newest
-from echelon.checkpoint.regions import Box
+from echelon.checkpoint.regions import ChunkBounds
 from echelon.checkpoint.rotation import numbered, remove_oldest, surplus
 from echelon.checkpoint.save import Content, begin_save, save
 from echelon.checkpoint.storage import LocalStorage, Storage
@@ -113,14 +113,14 @@ def test_a_part_is_read_without_the_rest(tmp_path: Path) -> None:
     w = torch.randn(1000, 500)
     folder = save(tmp_path / "c", Content(tensors={"w": w}), world=WORLD)
     checkpoint = Checkpoint(folder)
-    checkpoint.read("w", Box((0, 0), (1, 1)))
+    checkpoint.read("w", ChunkBounds((0, 0), (1, 1)))
     tracemalloc.start()
-    rows = checkpoint.read("w", Box((10, 0), (20, 500)))
+    rows = checkpoint.read("w", ChunkBounds((10, 0), (20, 500)))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert torch.equal(rows, w[10:30])
     assert peak < 20 * 500 * 4 + 20_000  # the rows once, beside the tensor itself; the whole has 2 MB
-    assert torch.equal(checkpoint.read("w", Box((3, 7), (4, 5))), w[3:7, 7:12])
+    assert torch.equal(checkpoint.read("w", ChunkBounds((3, 7), (4, 5))), w[3:7, 7:12])
 
 
 def test_what_is_missing_or_has_another_shape_is_named_before_anything_is_copied(tmp_path: Path) -> None:
@@ -227,9 +227,9 @@ def test_every_machine_may_keep_a_checkpoint_of_its_own(tmp_path: Path) -> None:
         assert checkpoint.rank_objects(rank) == {"mine": rank}
 
     def sharded(world: Any, gather: Any) -> str:
-        from echelon.checkpoint.regions import Part
+        from echelon.checkpoint.regions import ShardPart
 
-        content = Content(tensors={"w": Part((4,), (2 * world.rank,), torch.zeros(2))})
+        content = Content(tensors={"w": ShardPart((4,), (2 * world.rank,), torch.zeros(2))})
         with pytest.raises(CheckpointError) as caught:
             save(tmp_path / "d", content, world=place(world), gather=gather, on_each_node=True)
         return str(caught.value)

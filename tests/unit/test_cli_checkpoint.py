@@ -25,7 +25,7 @@ from echelon import Accelerator
 from echelon.base.errors import CheckpointError
 from echelon.base.warnings import EchelonWarning
 from echelon.checkpoint.read import Checkpoint
-from echelon.checkpoint.regions import Part
+from echelon.checkpoint.regions import ShardPart
 from echelon.checkpoint.save import Content, save
 from echelon.checkpoint.storage import LocalStorage
 from echelon.cli.main import _run
@@ -264,7 +264,7 @@ def _save_in_parts(folder: Path, tensors: dict[str, torch.Tensor], *, cut: dict[
                 offset = [0] * tensor.ndim
                 offset[dim] = world.rank * length
                 own = tensor.narrow(dim, world.rank * length, length).contiguous()
-                parts[f"models.0.{name}"] = Part(tuple(tensor.shape), tuple(offset), own)
+                parts[f"models.0.{name}"] = ShardPart(tuple(tensor.shape), tuple(offset), own)
         save(folder, Content(tensors=parts, objects={"any": 1}), world=world, gather=gather)
 
     on_threads(run, 2)
@@ -453,7 +453,7 @@ def _save_two_ranks(folder: Path) -> None:
         rank = world.rank
         tensors: dict[str, Any] = dict(whole)
         for name in ("models.0.w", "optimizers.0.models.0.w.exp_avg"):
-            tensors[name] = Part((4, 3), (2 * rank, 0), whole[name][2 * rank : 2 * rank + 2])
+            tensors[name] = ShardPart((4, 3), (2 * rank, 0), whole[name][2 * rank : 2 * rank + 2])
         random_states = {
             "random_state": random.Random(rank).getstate(),
             "numpy_random_seed": np.random.RandomState(rank).get_state(),

@@ -17,14 +17,14 @@ from echelon.base.errors import LaunchError
 from echelon.launch.failures.failure import ErrorRecord, RankEnd
 from echelon.launch.interrupts import Interrupts
 from echelon.launch.multinode import coordinator as conductor_module
-from echelon.launch.multinode.coordinator import Conductor, Rules
+from echelon.launch.multinode.coordinator import Coordinator, CoordinatorRules
 from echelon.launch.multinode.hub import listen
 from echelon.launch.multinode.messages import encode
-from echelon.launch.multinode.node import Node, Order, RoundOfNode, RunOver
+from echelon.launch.multinode.node import GenerationResult, Node, NodeGeneration, RunOver
 from echelon.launch.multinode.roster import NodeInfo
 from echelon.launch.supervisor import StallRules
-from echelon.status.stop_barrier import EXIT_CODE, State
-from echelon.status.stop_barrier import Order as HoldOrder
+from echelon.status.stop_barrier import EXIT_CODE, RankState
+from echelon.status.stop_barrier import StopCommand as HoldOrder
 
 TOKEN = b"sixteen bytes at least"
 _LIMIT_S = 60.0
@@ -46,7 +46,7 @@ class Ranks:
         if kind == "command":
             order, place = content["word"] >> 56, content["word"] & ((1 << 56) - 1)
             if order in (HoldOrder.TO_WHOLE, HoldOrder.TO_ANY):
-                self.stand = place << 2 | State.STOPPED
+                self.stand = place << 2 | RankState.STOPPED
             elif order == HoldOrder.END:
                 self._node.report(dict.fromkeys(self.ranks, EXIT_CODE))
             return True
@@ -64,7 +64,7 @@ class Stage:
     def __init__(self, tmp_path: Path) -> None:
         self._tmp_path = tmp_path
         self._nodes: list[Node] = []
-        self._conductor: Conductor | None = None
+        self._conductor: Coordinator | None = None
         self._listener = listen("127.0.0.1", 0)
         self._port = self._listener.getsockname()[1]
         self.num_stores = 0
@@ -85,7 +85,7 @@ class Stage:
         return replace(info, **changes)
 
     def open(self, *, least: int = 2, most: int = 2, max_restarts: int = 0, join: timedelta = 60 * SECOND) -> None:
-        self.rules = Rules(
+        self.rules = CoordinatorRules(
             min_nodes=least,
             max_nodes=most,
             join_timeout=join,
@@ -99,7 +99,7 @@ class Stage:
             directory=self._tmp_path,
             began_ns=time.monotonic_ns(),
         )
-        self._conductor = Conductor(
+        self._conductor = Coordinator(
             self.info("head"), listener=self._listener, token=TOKEN, rules=self.rules, new_store=self._store
         )
 
@@ -123,9 +123,9 @@ class Stage:
         node.come_in()
         return node
 
-    def rounds(self, *nodes: Node) -> list[RoundOfNode]:
+    def rounds(self, *nodes: Node) -> list[NodeGeneration]:
         """The next round of each."""
-        found: dict[int, RoundOfNode] = {}
+        found: dict[int, NodeGeneration] = {}
         threads = [
             threading.Thread(target=lambda i=i, n=n: found.update({i: n.next_round()})) for i, n in enumerate(nodes)
         ]
@@ -137,7 +137,7 @@ class Stage:
         for i, node in enumerate(nodes):
             ranks = Ranks(node)
             ranks.ranks = range(found[i].first_rank, found[i].first_rank + node.info.num_processes)
-            ranks.stand = 5 << 2 | State.PAST
+            ranks.stand = 5 << 2 | RankState.PAST
             node.served = ranks
         return [found[i] for i in range(len(nodes))]
 
@@ -163,8 +163,8 @@ def wait_for(condition: Callable[[], Any]) -> Any:
     return found
 
 
-def order(node: Node) -> Order:
-    found: Order = wait_for(node.order)
+def order(node: Node) -> GenerationResult:
+    found: GenerationResult = wait_for(node.order)
     return found
 
 
@@ -183,7 +183,7 @@ def test_two_machines_make_a_round_and_end_together(stage: Stage) -> None:
     other.report({2: None, 3: 0})
     assert head.order() is None
     other.report({2: 0, 3: 0})
-    assert order(head) == order(other) == Order(then="done", code=0)
+    assert order(head) == order(other) == GenerationResult(then="done", code=0)
 
 
 def test_a_failure_is_told_with_its_machine_and_restarts_as_often_as_was_asked(
@@ -199,7 +199,7 @@ def test_a_failure_is_told_with_its_machine_and_restarts_as_often_as_was_asked(
         ranks_of(head).ends = [RankEnd(rank=0, exit_code=1, record=lost), RankEnd(rank=1, exit_code=1, record=lost)]
         ranks_of(other).ends = [RankEnd(rank=2, exit_code=None), RankEnd(rank=3, exit_code=1, record=record)]
         other.report({2: None, 3: 1})
-        assert order(head) == order(other) == Order(then=("restart", "stop")[number], code=number)
+        assert order(head) == order(other) == GenerationResult(then=("restart", "stop")[number], code=number)
     told = capsys.readouterr().err
     assert told.count("rank 3 failed first: ValueError: bad sample 17") == 4  # on both machines, twice
     assert "rank 3 of 4, on other (127.0.0.1)" in told
@@ -226,7 +226,7 @@ def test_a_machine_that_goes_ends_a_run_that_needs_it(stage: Stage) -> None:
     head, other = stage.node("head"), stage.node("other")
     stage.rounds(head, other)
     other.leave("interrupted by SIGINT", 130)
-    assert order(head) == Order(then="stop", code=130)
+    assert order(head) == GenerationResult(then="stop", code=130)
 
 
 def test_one_that_comes_later_is_taken_in_after_all_have_saved(stage: Stage) -> None:
@@ -237,7 +237,7 @@ def test_one_that_comes_later_is_taken_in_after_all_have_saved(stage: Stage) -> 
     joins = threading.Thread(target=other.next_round)
     joins.start()
     assert order(head).then == "restart"
-    assert ranks_of(head).stand & 3 == State.STOPPED
+    assert ranks_of(head).stand & 3 == RankState.STOPPED
     (mine,) = stage.rounds(head)
     joins.join(_LIMIT_S)
     assert mine.world_size == 4
@@ -248,7 +248,7 @@ def test_one_that_is_asked_to_end_leaves_after_all_have_saved_and_the_others_go_
     head, other = stage.node("head"), stage.node("other")
     stage.rounds(head, other)
     other.ask_to_end("SIGTERM")
-    assert order(other) == Order(then="preempted", code=EXIT_CODE)
+    assert order(other) == GenerationResult(then="preempted", code=EXIT_CODE)
     assert order(head).then == "restart"
 
 
@@ -257,7 +257,7 @@ def test_all_end_with_the_head_as_nobody_can_do_without_it(stage: Stage) -> None
     head, other = stage.node("head"), stage.node("other")
     stage.rounds(head, other)
     head.ask_to_end("SIGTERM")
-    assert order(head) == order(other) == Order(then="preempted", code=EXIT_CODE)
+    assert order(head) == order(other) == GenerationResult(then="preempted", code=EXIT_CODE)
 
 
 def test_a_message_that_cannot_be_read_costs_its_sender_and_nobody_else(
@@ -274,7 +274,7 @@ def test_a_message_that_cannot_be_read_costs_its_sender_and_nobody_else(
     assert "install the same version of echelon" in capsys.readouterr().err
     assert head.order() is None
     head.report({0: 0, 1: 0})
-    assert order(head) == Order(then="done")
+    assert order(head) == GenerationResult(then="done")
 
 
 def test_one_that_waits_when_the_run_ends_well_ends_well(stage: Stage) -> None:
@@ -304,7 +304,7 @@ def test_all_end_at_one_step_when_none_can_be_done_without(stage: Stage) -> None
     head, other = stage.node("head"), stage.node("other")
     stage.rounds(head, other)
     other.ask_to_end("SIGTERM")
-    assert order(head) == order(other) == Order(then="preempted", code=EXIT_CODE)
+    assert order(head) == order(other) == GenerationResult(then="preempted", code=EXIT_CODE)
 
 
 def test_who_does_not_fit_is_refused_and_who_is_missing_is_named(
@@ -335,10 +335,10 @@ def test_who_does_not_fit_is_refused_and_who_is_missing_is_named(
 def test_what_ends_the_run_while_torch_is_imported_is_not_lost(stage: Stage) -> None:
     stage.open(join=0.2 * SECOND)
     head = stage.node("head")
-    assert order(head) == Order(then="stop", code=1)  # before it waits for a round
+    assert order(head) == GenerationResult(then="stop", code=1)  # before it waits for a round
     with pytest.raises(RunOver) as caught:
         head.next_round()
-    assert caught.value.order == Order(then="stop", code=1)
+    assert caught.value.order == GenerationResult(then="stop", code=1)
 
 
 def test_machines_that_are_there_and_import_torch_are_waited_for(stage: Stage) -> None:

@@ -11,20 +11,20 @@ from echelon.base import environ
 from echelon.base.errors import ConfigError
 from echelon.config.explain import show
 from echelon.config.files import from_file
-from echelon.config.origin import Origin, Setting, Source
+from echelon.config.origin import Origin, Setting, SettingSource
 from echelon.config.resolve import resolve
 from echelon.config.schema import RunConfig, field_names
 from echelon.config.sources import current, decode, encode, from_code, from_environment, from_flags
 
 
-def _layer(name: str, value: object, source: Source) -> dict[str, Setting]:
+def _layer(name: str, value: object, source: SettingSource) -> dict[str, Setting]:
     return {name: Setting(value, Origin(source, f"from-{source.name}"))}
 
 
 def test_text_and_number_are_the_same_value_and_no_conflict() -> None:
     layers = [
-        _layer("gradient_accumulation_steps", "8", Source.ENV),
-        _layer("gradient_accumulation_steps", 8, Source.CODE),
+        _layer("gradient_accumulation_steps", "8", SettingSource.ENV),
+        _layer("gradient_accumulation_steps", 8, SettingSource.CODE),
     ]
     assert resolve(RunConfig, layers, strict=True).value.gradient_accumulation_steps == 8
 
@@ -32,7 +32,7 @@ def test_text_and_number_are_the_same_value_and_no_conflict() -> None:
 def test_what_nobody_gave_is_a_default() -> None:
     resolved = resolve(RunConfig, [])
     assert resolved.value == RunConfig()
-    assert {origin.source for origin in resolved.origins.values()} == {Source.DEFAULT}
+    assert {origin.source for origin in resolved.origins.values()} == {SettingSource.DEFAULT}
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_what_nobody_gave_is_a_default() -> None:
 )
 def test_a_wrong_setting_is_refused(name: str, value: object, texts: list[str]) -> None:
     with pytest.raises(ConfigError) as raised:
-        resolve(RunConfig, [_layer(name, value, Source.FLAG)])
+        resolve(RunConfig, [_layer(name, value, SettingSource.FLAG)])
     assert "flag from-FLAG" in str(raised.value)
     assert all(text in str(raised.value) for text in texts)
     assert raised.value.do
@@ -75,7 +75,7 @@ def test_code_wins_over_the_environment() -> None:
         resolved = current(from_code("Accelerator", {"gradient_accumulation_steps": 2, "seed": None}))
     assert resolved.value.gradient_accumulation_steps == 2
     assert str(resolved.origins["gradient_accumulation_steps"]) == "code Accelerator(gradient_accumulation_steps=)"
-    assert resolved.origins["seed"].source is Source.DEFAULT
+    assert resolved.origins["seed"].source is SettingSource.DEFAULT
 
 
 def test_the_ranks_know_the_flag_that_the_launcher_read() -> None:
@@ -125,7 +125,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_show_prints_value_origin_and_what_lost() -> None:
-    layers = [_layer("seed", 1, Source.ENV), _layer("seed", 2, Source.FLAG)]
+    layers = [_layer("seed", 1, SettingSource.ENV), _layer("seed", 2, SettingSource.FLAG)]
     lines = show(resolve(RunConfig, layers)).splitlines()
     (line,) = [line for line in lines if line.startswith("seed")]
     assert line.split() == ["seed", "2", "flag", "from-FLAG", "(overrides", "1", "from", "env", "from-ENV)"]

@@ -11,10 +11,10 @@ import pytest
 
 from echelon.base import environ
 from echelon.base.errors import ConfigError
-from echelon.config.derive import check, settle, with_engine
+from echelon.config.derive import check, derive, with_engine
 from echelon.config.explain import differences, show, show_json
 from echelon.config.files import from_file
-from echelon.config.origin import Source
+from echelon.config.origin import SettingSource
 from echelon.config.resolve import Resolved, resolve
 from echelon.config.schema import RunConfig
 from echelon.config.search_paths import find
@@ -29,7 +29,7 @@ OF_DEEPSPEED = [name for name in FILES if name.startswith("ds_")]
 
 def of_file(path: str | Path, **flags: str) -> Resolved[RunConfig]:
     layers = [from_flags({name: (value, f"--{name}") for name, value in flags.items()}), from_file(path)]
-    return settle(resolve(RunConfig, layers))
+    return derive(resolve(RunConfig, layers))
 
 
 def variables_of(resolved: Resolved[RunConfig]) -> dict[str, str]:
@@ -53,7 +53,7 @@ def test_a_file_of_a_tutorial_loads_and_explains_itself(
     check(resolved)
     explained = show(with_engine(resolved))
     for field, origin in resolved.origins.items():
-        if origin.source is Source.FILE:
+        if origin.source is SettingSource.FILE:
             assert re.search(rf"^{field} .* file {re.escape(name)}", explained, flags=re.MULTILINE), field
             if place := re.match(r"(.*):(\d+)( .*)?$", origin.detail):
                 line = (CONFIGS / place[1]).read_text().splitlines()[int(place[2]) - 1]
@@ -157,7 +157,7 @@ def test_a_layout_of_the_ranks_is_exported_and_switches_itself_on() -> None:
 
 
 def test_the_engine_alone_asks_for_its_way_to_shard() -> None:
-    resolved = settle(resolve(RunConfig, [from_flags({"engine": ("fsdp2", "--engine")})]))
+    resolved = derive(resolve(RunConfig, [from_flags({"engine": ("fsdp2", "--engine")})]))
     assert str(resolved.origins["sharded_by"]) == "derived from engine, flag --engine"
     assert {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}.items() <= variables_of(resolved).items()
 
@@ -166,7 +166,7 @@ def test_what_the_environment_says_and_a_flag_takes_back_does_not_reach_the_rank
     with environ.patch({"ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu", "ACCELERATE_USE_FSDP": "true"}):
         flags = {"offload_param_device": "none", "sharded_by": "deepspeed"}
         layers = [from_flags({name: (value, f"--{name}") for name, value in flags.items()}), from_environment()]
-        variables = variables_of(settle(resolve(RunConfig, layers)))
+        variables = variables_of(derive(resolve(RunConfig, layers)))
     assert variables["ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE"] == "none"
     assert variables["ACCELERATE_USE_FSDP"] == "false"
 
@@ -268,7 +268,7 @@ def test_a_json_of_deepspeed_and_a_setting_beside_it_that_says_something_else(tm
 
 
 def test_what_fills_in_an_auto_is_explained() -> None:
-    resolved = settle(resolve(RunConfig, [from_flags({"mixed_precision": ("bf16", "--mixed_precision")})]))
+    resolved = derive(resolve(RunConfig, [from_flags({"mixed_precision": ("bf16", "--mixed_precision")})]))
     rows = {line.split()[0]: line for line in show_json(str(CONFIGS / "ds_zero3_auto.json"), resolved).splitlines()}
     assert rows["bf16.enabled"].endswith("(filled in from mixed_precision='bf16', flag --mixed_precision)")
     assert rows["train_batch_size"].endswith("(filled in from micro batch x accumulation x processes)")

@@ -17,7 +17,7 @@ from echelon.cli.launch_options import flag_layer, typed_flags
 from echelon.cli.main import cli
 from echelon.config.files import from_file
 from echelon.config.key_table import BY_FIELD, KEYS, SECTIONS, USE, Key, own_variable
-from echelon.config.origin import Source
+from echelon.config.origin import SettingSource
 from echelon.config.resolve import Layer, resolve
 from echelon.config.schema import RunConfig, field_docs, field_names, field_types
 from echelon.config.sources import from_code, from_environment
@@ -83,21 +83,21 @@ def by_code(key: Key, value: Any) -> tuple[Layer, str]:
     return from_code("Accelerator", {key.field: value}), f"code Accelerator({key.field}=)"
 
 
-def sources(key: Key, folder: Path) -> list[tuple[Source, Callable[[Any], tuple[Layer, str]]]]:
+def sources(key: Key, folder: Path) -> list[tuple[SettingSource, Callable[[Any], tuple[Layer, str]]]]:
     """Return the places from which ``key`` can come."""
-    found: list[tuple[Source, Callable[[Any], tuple[Layer, str]]]] = [
-        (Source.FILE, lambda value: by_file(key, value, folder)),
-        (Source.FILE, lambda value: by_file(key, value, folder, kind="json")),
-        (Source.ENV, lambda value: by_variable(key, value, own_variable(key.field))),
-        (Source.CODE, lambda value: by_code(key, value)),
+    found: list[tuple[SettingSource, Callable[[Any], tuple[Layer, str]]]] = [
+        (SettingSource.FILE, lambda value: by_file(key, value, folder)),
+        (SettingSource.FILE, lambda value: by_file(key, value, folder, kind="json")),
+        (SettingSource.ENV, lambda value: by_variable(key, value, own_variable(key.field))),
+        (SettingSource.CODE, lambda value: by_code(key, value)),
     ]
     foreign = next(iter(USE)) if key.field == "sharded_by" else key.variable
     if foreign is not None:
-        found.append((Source.ENV, lambda value: by_variable(key, value, foreign)))
+        found.append((SettingSource.ENV, lambda value: by_variable(key, value, foreign)))
     flags = [flag for flag in key.flags if flag.startswith("--")] or (["--use-"] if key.field == "sharded_by" else [])
     for flag in flags:
         spelt = f"--{flag[2:].replace('-', '_')}"
-        found.append((Source.FLAG, lambda value, spelt=spelt: by_flag(key, value, spelt)))
+        found.append((SettingSource.FLAG, lambda value, spelt=spelt: by_flag(key, value, spelt)))
     return found
 
 
@@ -119,13 +119,16 @@ def test_of_two_sources_the_stronger_wins_and_both_are_named(key: Key, tmp_path:
     # A switch can only be switched on: by a flag, True is the only value of those.
     is_switch = any(command_option(flag).is_flag for flag in key.flags)
     given = [
-        (source, [give(value) if value or source is not Source.FLAG or not is_switch else None for value in values])
+        (
+            source,
+            [give(value) if value or source is not SettingSource.FLAG or not is_switch else None for value in values],
+        )
         for source, give in sources(key, tmp_path)
     ]
     for (weak, by_weak), (strong, by_strong) in itertools.permutations(given, 2):
         if weak >= strong:
             continue
-        lower, upper = (0, 1) if strong is not Source.FLAG else (1, 0)
+        lower, upper = (0, 1) if strong is not SettingSource.FLAG else (1, 0)
         assert by_weak[lower] is not None
         assert by_strong[upper] is not None
         (lost, lost_at), (won, won_at) = by_weak[lower], by_strong[upper]

@@ -19,7 +19,7 @@ from echelon.base.errors import ConfigError
 from echelon.base.warnings import EchelonWarning
 from echelon.config.deepspeed_json import DeepSpeedFacts, HfDeepSpeedConfig, read_deepspeed_config, resolve_deepspeed
 from echelon.config.deepspeed_keys import COUNTERPARTS, without_counterpart
-from echelon.config.origin import Origin, Setting, Source
+from echelon.config.origin import Origin, Setting, SettingSource
 from echelon.utils import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
@@ -73,7 +73,7 @@ def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _known(**values: Any) -> dict[str, Setting]:
     return {
-        key.replace("__", "."): Setting(value, Origin(Source.CODE, f"Accelerator({key}=)"))
+        key.replace("__", "."): Setting(value, Origin(SettingSource.CODE, f"Accelerator({key}=)"))
         for key, value in values.items()
     }
 
@@ -123,7 +123,7 @@ def test_every_auto_is_found_out_and_says_from_where() -> None:
         hidden_size=100,
         model="GPT",
     )
-    resolved = resolve_deepspeed(ORDINARY, facts, origin=Origin(Source.FILE, "ds.json"))
+    resolved = resolve_deepspeed(ORDINARY, facts, origin=Origin(SettingSource.FILE, "ds.json"))
     zero = resolved.config["zero_optimization"]
     assert [zero[key] for key in ("reduce_bucket_size", "stage3_prefetch_bucket_size")] == [10_000, 9_000]
     assert zero["stage3_param_persistence_threshold"] == 1_000
@@ -203,7 +203,7 @@ def test_what_cannot_both_hold_is_an_error_with_both_origins(config: dict[str, A
         world_size=2, settings=_known(gradient_accumulation_steps=2, bf16__enabled=False), batch_sizes=(4,)
     )
     with pytest.raises(ConfigError) as caught:
-        resolve_deepspeed(config, facts, origin=Origin(Source.FILE, "ds.json"))
+        resolve_deepspeed(config, facts, origin=Origin(SettingSource.FILE, "ds.json"))
     assert [part for part in parts if part not in str(caught.value)] == []
 
 
@@ -299,7 +299,7 @@ def test_dummies_and_the_model_fill_the_config(caplog: pytest.LogCaptureFixture)
     fill_deepspeed(
         plugin,
         world_size=2,
-        accumulation=Setting(2, Origin(Source.CODE)),
+        accumulation=Setting(2, Origin(SettingSource.CODE)),
         batch_sizes=[8, 4],
         models=[model],
         optimizers=[optimizer],

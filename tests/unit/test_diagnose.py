@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from echelon.diagnose.collectives import Collective, History, first_divergence, read_history
+from echelon.diagnose.collectives import CollectiveCall, History, first_divergence, read_history
 from echelon.diagnose.stall import Answer, Class, RankView, Stall, StallClock, diagnose, disagreement, name_ranks
-from echelon.status.board import Doing, Note, Phase, Watch
-from echelon.status.call_site import Place
+from echelon.status.board import Doing, Phase, StatusNote, Watch
+from echelon.status.call_site import CallSite
 
 ALL = tuple(range(4))
 
@@ -20,20 +20,20 @@ def view(rank: int, *, waits: bool = True, signature: int = 1, seen: float = 100
     return RankView(rank=rank, watch=Watch(int(seen * 1e9), 1, signature, 33, kind, 0, 12, "train.py"))
 
 
-def note(**fields: object) -> Note:
-    return Note(0, 0, 0, 0, Phase.NONE, False, "", "", "", "")._replace(**fields)  # type: ignore[arg-type]
+def note(**fields: object) -> StatusNote:
+    return StatusNote(0, 0, 0, 0, Phase.NONE, False, "", "", "", "")._replace(**fields)  # type: ignore[arg-type]
 
 
 def history(*kinds: str, size: int = 4, pending: bool = True, ranks: tuple[int, ...] = ALL) -> dict[str, History]:
     begun = tuple(
-        Collective(number=i, kind=kind, sizes=((size,),), dtypes=("Float",), is_over=not pending or i < len(kinds))
+        CollectiveCall(number=i, kind=kind, sizes=((size,),), dtypes=("Float",), is_over=not pending or i < len(kinds))
         for i, kind in enumerate(kinds, 1)
     )
     return {"0": History(ranks=ranks, begun=begun)}
 
 
 def answer(*kinds: str, line: int = 12, trains: bool = False, **more: object) -> Answer:
-    place = Place(file="train.py", line=line, source="dist.all_reduce(x)")
+    place = CallSite(file="train.py", line=line, source="dist.all_reduce(x)")
     return Answer(place=place, trains=trains, histories=history(*kinds, **more))  # type: ignore[arg-type]
 
 
@@ -177,7 +177,7 @@ def test_two_ranks_have_no_majority_and_both_are_shown() -> None:
 def test_without_a_flight_recorder_the_lines_decide() -> None:
     views = [seen_now(rank) for rank in ALL]
     places = {
-        rank: Answer(place=Place(file="train.py", line=31 if rank == 2 else 12), no_histories="off") for rank in ALL
+        rank: Answer(place=CallSite(file="train.py", line=31 if rank == 2 else 12), no_histories="off") for rank in ALL
     }
     found = verdict(views, places)
     assert found is not None
@@ -246,7 +246,7 @@ def test_ranks_that_lost_each_other_disagree_only_where_they_are_known_to() -> N
 
 def test_what_a_rank_wrote_is_read_as_data() -> None:
     groups = {"0": {"ranks": [0, 1], "entries": [[1, "all_reduce", [[4, 2]], ["Float"], True]]}}
-    collective = Collective(number=1, kind="all_reduce", sizes=((4, 2),), dtypes=("Float",), is_over=True)
+    collective = CollectiveCall(number=1, kind="all_reduce", sizes=((4, 2),), dtypes=("Float",), is_over=True)
     assert read_history({"groups": groups}) == {"0": History(ranks=(0, 1), begun=(collective,))}
     assert read_history({"missing": "off"}) == {}
 

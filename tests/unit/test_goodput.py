@@ -10,30 +10,30 @@ from pathlib import Path
 import psutil
 import pytest
 
-from echelon.diagnose.goodput import Attempt, Ledger, RankTimes, account, spent_in
+from echelon.diagnose.goodput import Attempt, RankTimes, TimeBreakdown, account, spent_in
 from echelon.diagnose.straggler import Steps, steps_of
 from echelon.launch.failures.failure import ErrorRecord, RankEnd
 from echelon.launch.local.goodput_recorder import (
     GOODPUT_FILE,
-    Accounts,
-    Books,
+    GoodputRecorder,
+    GoodputReport,
     first_sign,
     process_start_ns,
     read_books,
     times_on,
 )
 from echelon.status import notes as status_notes
-from echelon.status.board import Board, Mark, Part, Phase, Slot, Times
+from echelon.status.board import Board, Mark, Phase, Slot, StepPart, Times
 
 S = 10**9
 
 
 def spent(**seconds: float) -> tuple[int, ...]:
-    return tuple(int(seconds.get(part.name.lower(), 0) * S) for part in Part)
+    return tuple(int(seconds.get(part.name.lower(), 0) * S) for part in StepPart)
 
 
 def rank(
-    number: int, *, loop: float, until: float, part: Part, loaded: int = -1, steps: int = 0, **s: float
+    number: int, *, loop: float, until: float, part: StepPart, loaded: int = -1, steps: int = 0, **s: float
 ) -> RankTimes:
     """A rank whose loop began at `loop` and that is in `part` since `until`."""
     times = Times(int(loop * S), int(until * S), loaded, steps, part, spent(**s))
@@ -62,9 +62,18 @@ def ledger(*attempts: Attempt, ended: float) -> dict[str, float]:
 
 def test_a_run_without_a_fault_is_split_into_its_parts_the_mean_of_the_ranks() -> None:
     one = rank(
-        0, loop=2, until=9, part=Part.FORWARD, data=1, forward=2, backward=1, optimizer=1, communication=1, checkpoint=1
+        0,
+        loop=2,
+        until=9,
+        part=StepPart.FORWARD,
+        data=1,
+        forward=2,
+        backward=1,
+        optimizer=1,
+        communication=1,
+        checkpoint=1,
     )
-    two = rank(1, loop=3, until=9, part=Part.DATA, data=1, forward=3, evaluation=2)
+    two = rank(1, loop=3, until=9, part=StepPart.DATA, data=1, forward=3, evaluation=2)
     found = ledger(attempt(1, 12, 12, marked(one, ended=11), marked(two, ended=10)), ended=12.5)
     assert found == {
         "init": 2.5,
@@ -78,12 +87,12 @@ def test_a_run_without_a_fault_is_split_into_its_parts_the_mean_of_the_ranks() -
 
 def test_what_is_made_again_after_a_kill_is_lost_and_the_checkpoint_is_not() -> None:
     first = marked(
-        rank(0, loop=2, until=10, part=Part.FORWARD, steps=25, forward=6, data=1, checkpoint=1),
+        rank(0, loop=2, until=10, part=StepPart.FORWARD, steps=25, forward=6, data=1, checkpoint=1),
         Mark(10, spent(forward=2, data=0.5)),
         Mark(20, spent(forward=4)),
         Mark(20, spent(forward=5, data=0.75, checkpoint=0.5)),  # once more, in the place of the other
     )
-    second = rank(0, loop=13, until=15, part=Part.FORWARD, loaded=20, forward=2)
+    second = rank(0, loop=13, until=15, part=StepPart.FORWARD, loaded=20, forward=2)
     found = ledger(attempt(1, 11, 11.5, first), attempt(12, 15, 15, second), ended=15)
     assert found == {
         "init": 2.0,
@@ -98,21 +107,21 @@ def test_what_is_made_again_after_a_kill_is_lost_and_the_checkpoint_is_not() -> 
 
 def test_an_older_checkpoint_loses_more_than_one_attempt() -> None:
     marks = Mark(10, spent(forward=1)), Mark(20, spent(forward=3))
-    first = marked(rank(0, loop=1, until=5, part=Part.FORWARD, forward=4), *marks)
-    second = marked(rank(0, loop=6, until=8, part=Part.FORWARD, loaded=20, forward=2), Mark(30, spent(forward=1)))
-    third = rank(0, loop=9, until=10, part=Part.FORWARD, loaded=10, forward=1)  # 20 and 30 were damaged
+    first = marked(rank(0, loop=1, until=5, part=StepPart.FORWARD, forward=4), *marks)
+    second = marked(rank(0, loop=6, until=8, part=StepPart.FORWARD, loaded=20, forward=2), Mark(30, spent(forward=1)))
+    third = rank(0, loop=9, until=10, part=StepPart.FORWARD, loaded=10, forward=1)  # 20 and 30 were damaged
     runs = attempt(0, 5, 5, first), attempt(5, 8, 8, second), attempt(8, 10, 10, third)
     assert ledger(*runs, ended=10) == {"init": 1.0, "restart": 2.0, "compute": 1 + 1.0, "lost steps": 3 + 2.0}
     # From the beginning: nothing of what was before remains.
-    fourth = rank(0, loop=11, until=12, part=Part.FORWARD, forward=1)
+    fourth = rank(0, loop=11, until=12, part=StepPart.FORWARD, forward=1)
     found = ledger(*runs, attempt(10, 12, 12, fourth), ended=12)
     assert (found["compute"], found["lost steps"]) == (1.0, 7.0)
 
 
 def test_an_attempt_that_dies_before_it_begins_is_a_restart_and_loses_nothing() -> None:
-    first = marked(rank(0, loop=1, until=4, part=Part.FORWARD, forward=3), Mark(7, spent(forward=2)))
-    never = RankTimes(rank=0, times=Times(0, 0, 7, 0, Part.FORWARD, spent()))
-    third = rank(0, loop=8, until=9, part=Part.FORWARD, loaded=7, forward=1)
+    first = marked(rank(0, loop=1, until=4, part=StepPart.FORWARD, forward=3), Mark(7, spent(forward=2)))
+    never = RankTimes(rank=0, times=Times(0, 0, 7, 0, StepPart.FORWARD, spent()))
+    third = rank(0, loop=8, until=9, part=StepPart.FORWARD, loaded=7, forward=1)
     found = ledger(
         attempt(0, 4, 4.25, first),
         attempt(4.5, 5, 5.5, RankTimes(rank=0)),
@@ -124,15 +133,15 @@ def test_an_attempt_that_dies_before_it_begins_is_a_restart_and_loses_nothing() 
 
 
 def test_a_rank_that_died_when_the_others_began_to_save_has_lost_nothing() -> None:
-    one = marked(rank(0, loop=1, until=3, part=Part.CHECKPOINT, forward=2), Mark(5, spent(forward=2)))
-    two = rank(1, loop=1, until=3, part=Part.FORWARD, forward=2)
-    again = [rank(i, loop=5, until=6, part=Part.FORWARD, loaded=5, forward=1) for i in (0, 1)]
+    one = marked(rank(0, loop=1, until=3, part=StepPart.CHECKPOINT, forward=2), Mark(5, spent(forward=2)))
+    two = rank(1, loop=1, until=3, part=StepPart.FORWARD, forward=2)
+    again = [rank(i, loop=5, until=6, part=StepPart.FORWARD, loaded=5, forward=1) for i in (0, 1)]
     found = ledger(attempt(0, 4, 4, one, two), attempt(4, 6, 6, *again), ended=6)
     assert found == {"init": 1.0, "restart": 1.0, "compute": 2.5 + 1, "checkpoint": 0.5}
 
 
 def test_what_a_rank_noted_after_the_failure_belongs_to_detection() -> None:
-    late = rank(0, loop=1, until=7, part=Part.OPTIMIZER, forward=4, communication=2)
+    late = rank(0, loop=1, until=7, part=StepPart.OPTIMIZER, forward=4, communication=2)
     assert spent_in(attempt(0, 5, 8, late), late) == list(spent(forward=2, communication=2))
     assert ledger(attempt(0, 5, 8, late), ended=8) == {
         "init": 1.0,
@@ -188,7 +197,7 @@ def test_the_time_of_a_loop_is_kept_on_the_board_and_outlives_the_rank(
     with notes.within(Phase.LOAD), notes.communicating():  # before the loop: init
         clock.now += S
     notes.loaded(20)
-    assert board.times(1) == Times(0, 0, 20, 0, Part.OTHER, spent())
+    assert board.times(1) == Times(0, 0, 20, 0, StepPart.OTHER, spent())
 
     notes.phase(Phase.DATA)
     begun = clock.now
@@ -202,7 +211,7 @@ def test_the_time_of_a_loop_is_kept_on_the_board_and_outlives_the_rank(
     notes.end_forward()
     clock.now += S
     notes.end_forward()
-    before = notes.part(Part.BACKWARD)
+    before = notes.part(StepPart.BACKWARD)
     clock.now += 4 * S
     notes.part(before)
     with notes.communicating():
@@ -220,7 +229,7 @@ def test_the_time_of_a_loop_is_kept_on_the_board_and_outlives_the_rank(
     clock.now += 9 * S  # it is killed here
     all_spent = spent(data=2, forward=3, other=0.5 + 8, backward=4, communication=5, optimizer=6, checkpoint=7)
     times = board.times(1)
-    assert times == Times(begun, clock.now - 9 * S, 20, 1, Part.EVALUATION, all_spent)
+    assert times == Times(begun, clock.now - 9 * S, 20, 1, StepPart.EVALUATION, all_spent)
     assert board.marks(1) == [Mark(21, spent(data=2, forward=3, other=0.5, backward=4, communication=5, optimizer=6))]
     end = attempt(0, clock.now / S, clock.now / S, one := RankTimes(rank=1, times=times))
     assert sum(spent_in(end, one) or []) == clock.now - begun
@@ -241,7 +250,7 @@ def test_the_last_eight_marks_are_kept_and_a_torn_one_is_left_out(board: Board) 
 
 def test_times_that_are_cut_off_anywhere_leave_those_before(board: Board) -> None:
     slot = Slot(board.path, 0)
-    old, new = Times(1, 2, -1, 4, Part.DATA, spent(data=1)), Times(1, 3, -1, 5, Part.FORWARD, spent(data=2))
+    old, new = Times(1, 2, -1, 4, StepPart.DATA, spent(data=1)), Times(1, 3, -1, 5, StepPart.FORWARD, spent(data=2))
     slot.times(old)
     before = bytes(slot._memory)
     slot.times(new)
@@ -259,7 +268,9 @@ def test_times_that_are_cut_off_anywhere_leave_those_before(board: Board) -> Non
 
 def steps(**ranks: list[float]) -> Steps:
     """From milliseconds of data, forward, backward, communication in a step."""
-    rows = {int(name[1:]): [100 * ms for ms in (*row, *[0.0] * (len(Part) - len(row)))] for name, row in ranks.items()}
+    rows = {
+        int(name[1:]): [100 * ms for ms in (*row, *[0.0] * (len(StepPart) - len(row)))] for name, row in ranks.items()
+    }
     found = steps_of(rows, num_steps=100)
     assert found is not None
     return found
@@ -285,7 +296,7 @@ def test_slow_data_on_one_of_two_ranks_is_named_and_even_ranks_are_not() -> None
     assert (found.slowest, found.slow_part, found.slow_ms) == (1, "data", 21)
     assert steps(r0=[1, 10, 20, 5], r1=[2, 10, 19, 5]).verdict == ""
     assert steps(r0=[1, 10, 20, 0]).verdict == ""
-    assert steps_of({0: [1.0] * len(Part)}, num_steps=0) is None
+    assert steps_of({0: [1.0] * len(StepPart)}, num_steps=0) is None
     few = steps_of({0: [0, 1, 0, 9, 0, 0, 0, 0], 1: [0, 9, 0, 1, 0, 0, 0, 0]}, num_steps=5)
     assert few is not None
     assert few.verdict == ""  # the first steps say little
@@ -296,12 +307,12 @@ def test_slow_data_on_one_of_two_ranks_is_named_and_even_ranks_are_not() -> None
 
 def test_the_books_are_in_a_file_and_read_again(board: Board, tmp_path: Path) -> None:
     began = time.monotonic_ns()
-    accounts = Accounts(tmp_path / GOODPUT_FILE, began_ns=began)
+    accounts = GoodputRecorder(tmp_path / GOODPUT_FILE, began_ns=began)
     for _ in range(2):
         accounts.open()
         for index in (0, 1):
             now = time.monotonic_ns()
-            Slot(board.path, index).times(Times(now, now, -1, 3, Part.FORWARD, spent()))
+            Slot(board.path, index).times(Times(now, now, -1, 3, StepPart.FORWARD, spent()))
         time.sleep(0.01)
         accounts.close(times_on(board, [0, 1]), failed_ns=time.monotonic_ns(), noticed_ns=time.monotonic_ns())
         accounts.close(times_on(board, [0, 1]), noticed_ns=time.monotonic_ns())  # it was over
@@ -325,7 +336,9 @@ def test_a_short_run_without_a_fault_is_not_told_unasked() -> None:
     slow = steps(r0=[1, 10, 20, 25], r1=[21, 10, 20, 5])
 
     def is_told(wall_s: float, found: Steps | None, restarts: int = 0) -> bool:
-        return Books(ledger=Ledger(wall_s=wall_s, num_restarts=restarts, seconds={}), steps=found).is_worth_telling
+        return GoodputReport(
+            ledger=TimeBreakdown(wall_s=wall_s, num_restarts=restarts, seconds={}), steps=found
+        ).is_worth_telling
 
     assert [is_told(2, slow), is_told(90, slow), is_told(90, None), is_told(2, None, 1)] == [False, True, False, True]
 
@@ -338,11 +351,11 @@ def test_the_start_of_the_process_is_what_the_system_says() -> None:
 
 
 def test_a_slow_rank_of_several_machines_is_told_with_its_machine() -> None:
-    spent = {rank: [0.0] * len(Part) for rank in range(2)}
-    spent[0][Part.FORWARD], spent[1][Part.FORWARD] = 100.0, 400.0
-    spent[0][Part.COMMUNICATION] = 300.0
+    spent = {rank: [0.0] * len(StepPart) for rank in range(2)}
+    spent[0][StepPart.FORWARD], spent[1][StepPart.FORWARD] = 100.0, 400.0
+    spent[0][StepPart.COMMUNICATION] = 300.0
     steps = steps_of(spent, num_steps=20)
-    ledger = Ledger(wall_s=1.0, num_restarts=0, seconds={})
-    (*_, verdict) = Books(ledger=ledger, steps=steps, places={0: "one (10.0.0.1)", 1: "two (10.0.0.2)"}).lines()
+    ledger = TimeBreakdown(wall_s=1.0, num_restarts=0, seconds={})
+    (*_, verdict) = GoodputReport(ledger=ledger, steps=steps, places={0: "one (10.0.0.1)", 1: "two (10.0.0.2)"}).lines()
     assert verdict.startswith("rank 1 is slow")
     assert verdict.endswith("; it is on two (10.0.0.2)")

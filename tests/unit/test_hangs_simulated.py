@@ -16,7 +16,7 @@ import pytest
 
 from echelon.diagnose.stall import Answer, Class, RankView, Stall
 from echelon.launch.supervisor import StallRules, Supervisor
-from echelon.status.board import Doing, Note, Phase, Watch
+from echelon.status.board import Doing, Phase, StatusNote, Watch
 
 STALL_S, SLOW_S = 10.0, 40.0
 TICK_S = 0.5
@@ -106,7 +106,7 @@ class Rank:
     def view(self) -> RankView:
         note = None
         if self.part.phase:
-            note = Note(int(self.noted_s * 1e9), self.at, 0, 12, self.part.phase, False, "", "", "", "train.py")
+            note = StatusNote(int(self.noted_s * 1e9), self.at, 0, 12, self.part.phase, False, "", "", "", "train.py")
         return RankView(
             rank=self.number,
             watch=None if self.at == 0 else self.heartbeat,

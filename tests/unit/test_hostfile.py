@@ -9,7 +9,7 @@ import pytest
 from echelon.base.errors import ConfigError
 from echelon.cli.launch import command
 from echelon.cli.multi_host_launch import _without, hosts_of
-from echelon.config.origin import Origin, Setting, Source
+from echelon.config.origin import Origin, Setting, SettingSource
 from echelon.config.resolve import resolve
 from echelon.config.schema import RunConfig
 from echelon.launch.ssh.hostfile import Host, excluding, included, including, read_hostfile
@@ -109,7 +109,7 @@ def test_without_a_hostfile_the_filter_must_name_the_slots() -> None:
         included("a@b:0", where="flag -i")
 
 
-def _hosts(tmp_path: Path, source: Source = Source.FLAG, **values: object) -> tuple[Host, ...] | None:
+def _hosts(tmp_path: Path, source: SettingSource = SettingSource.FLAG, **values: object) -> tuple[Host, ...] | None:
     if "deepspeed_hostfile" in values:
         values["deepspeed_hostfile"] = _file(tmp_path, "worker-0 slots=4\nworker-1 slots=2\n")
     settings = {name: Setting(value, Origin(source, name)) for name, value in values.items()}
@@ -135,7 +135,7 @@ def test_the_machines_are_those_of_the_hostfile_the_filters_and_the_number(tmp_p
     assert _hosts(tmp_path, deepspeed_hostfile="", deepspeed_multinode_launcher="pdsh") == TWO
     assert _hosts(tmp_path, deepspeed_hostfile="", num_machines=1) == TWO[:1]
     # accelerate's file says machine_rank: 0 on the machine that starts the others.
-    assert _hosts(tmp_path, Source.FILE, deepspeed_hostfile="", machine_rank=0, num_machines=2) == TWO
+    assert _hosts(tmp_path, SettingSource.FILE, deepspeed_hostfile="", machine_rank=0, num_machines=2) == TWO
     chosen = _hosts(tmp_path, deepspeed_hostfile="", deepspeed_exclusion_filter="worker-0:0")
     assert chosen == (Host(name="worker-0", slots=(1, 2, 3)), TWO[1])
     assert _hosts(tmp_path, deepspeed_inclusion_filter="a:0@b:0,1") == (

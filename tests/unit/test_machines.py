@@ -15,7 +15,14 @@ from echelon.config.files import from_file
 from echelon.config.resolve import Resolved, resolve
 from echelon.config.schema import RunConfig
 from echelon.config.sources import from_flags
-from echelon.launch.multinode.machines import Asked, Machines, interface_variables, meet, node_range, rdzv_conf
+from echelon.launch.multinode.machines import (
+    CliOverrides,
+    MultinodePlan,
+    interface_variables,
+    meet,
+    node_range,
+    rdzv_conf,
+)
 from echelon.launch.multinode.network import addresses_of, interface_of, is_loopback, own_address_towards
 from echelon.launch.schedulers.slurm import Step
 
@@ -40,7 +47,7 @@ def settings(**values: object) -> Resolved[RunConfig]:
     return resolve(RunConfig, [from_flags({name: (value, f"--{name}") for name, value in values.items()})])
 
 
-def met(resolved: Resolved[RunConfig], asked: Asked = Asked(), step: Step | None = None) -> Machines:  # noqa: B008 - frozen
+def met(resolved: Resolved[RunConfig], asked: CliOverrides = CliOverrides(), step: Step | None = None) -> MultinodePlan:  # noqa: B008 - frozen
     found = meet(resolved, asked, num_processes=2, step=step)
     if found.listener is not None:
         found.listener.close()
@@ -58,7 +65,9 @@ def test_accelerates_words_say_who_listens_and_where_the_others_go(port: int) ->
 
 
 def test_without_a_rank_the_first_on_a_machine_listens_and_the_second_goes_there(port: int) -> None:
-    asked = Asked(rdzv_endpoint=f"localhost:{port}", nnodes="1:4", rdzv_conf="join_timeout=7,keep_alive_interval=1")
+    asked = CliOverrides(
+        rdzv_endpoint=f"localhost:{port}", nnodes="1:4", rdzv_conf="join_timeout=7,keep_alive_interval=1"
+    )
     first = meet(settings(num_machines=4), asked, num_processes=1, step=None)
     assert first.listener is not None
     with first.listener:
@@ -73,20 +82,20 @@ def test_without_a_rank_the_first_on_a_machine_listens_and_the_second_goes_there
 
 
 def test_is_host_and_listen_on_decide_where_an_address_cannot(port: int) -> None:
-    asked = Asked(rdzv_endpoint=f"127.0.0.1:{port}", rdzv_conf="is_host=0")
+    asked = CliOverrides(rdzv_endpoint=f"127.0.0.1:{port}", rdzv_conf="is_host=0")
     assert met(settings(num_machines=2), asked).listener is None
-    behind = Asked(rdzv_endpoint=f"192.0.2.7:{port}", listen_on="127.0.0.1")
+    behind = CliOverrides(rdzv_endpoint=f"192.0.2.7:{port}", listen_on="127.0.0.1")
     found = met(settings(num_machines=2, machine_rank=0), behind)
     assert found.listener is not None
     assert found.host == "127.0.0.1"
     with pytest.raises(ConfigError, match=r"192.0.2.7 is no address of this machine"):
-        met(settings(num_machines=2, machine_rank=0), Asked(rdzv_endpoint=f"192.0.2.7:{port}"))
+        met(settings(num_machines=2, machine_rank=0), CliOverrides(rdzv_endpoint=f"192.0.2.7:{port}"))
 
 
 def test_a_name_that_hides_a_loopback_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("echelon.launch.multinode.machines.addresses_of", lambda host, where: ["127.0.1.1"])
     with pytest.raises(ConfigError, match=r"node0 is 127.0.1.1 here, a loopback address"):
-        met(settings(num_machines=2), Asked(rdzv_endpoint="node0:29500"))
+        met(settings(num_machines=2), CliOverrides(rdzv_endpoint="node0:29500"))
 
 
 def test_slurm_says_what_the_command_line_leaves_open(port: int) -> None:
@@ -102,20 +111,20 @@ def test_a_file_of_accelerates_counts_the_processes_of_all_machines(tmp_path: Pa
         "num_machines: 2\nmachine_rank: 1\nnum_processes: 8\nmain_process_ip: 10.0.0.1\nmain_process_port: 29500\n"
     )
     resolved = resolve(RunConfig, [from_file(path)])
-    assert _share(resolved, {}, Asked(), 2).value.num_processes == 4
+    assert _share(resolved, {}, CliOverrides(), 2).value.num_processes == 4
     by_flag = settings(num_processes=8, num_machines=2)
-    assert _share(by_flag, {"num_processes": "--nproc_per_node"}, Asked(), 2).value.num_processes == 8
+    assert _share(by_flag, {"num_processes": "--nproc_per_node"}, CliOverrides(), 2).value.num_processes == 8
     with pytest.raises(ConfigError, match="8 processes do not divide by 3 machines"):
-        _share(settings(num_processes=8, num_machines=3), {}, Asked(), 3)
+        _share(settings(num_processes=8, num_machines=3), {}, CliOverrides(), 3)
     with pytest.raises(ConfigError, match="on 1 to 2 machines"):
-        _share(by_flag, {"num_processes": "--num_processes"}, Asked(nnodes="1:2"), 2)
+        _share(by_flag, {"num_processes": "--num_processes"}, CliOverrides(nnodes="1:2"), 2)
 
 
 def test_ranges_and_settings_of_a_rendezvous() -> None:
-    assert node_range(settings(num_machines=4), Asked(nnodes="2:4")) == (2, 4)
+    assert node_range(settings(num_machines=4), CliOverrides(nnodes="2:4")) == (2, 4)
     with pytest.raises(ConfigError, match="no range of machines"):
-        node_range(settings(num_machines=4), Asked(nnodes="5:4"))
-    assert rdzv_conf(Asked(rdzv_conf="timeout=9,read_timeout=3")) == {
+        node_range(settings(num_machines=4), CliOverrides(nnodes="5:4"))
+    assert rdzv_conf(CliOverrides(rdzv_conf="timeout=9,read_timeout=3")) == {
         "timeout": "9",
         "read_timeout": "3",
         "join_timeout": "9",
@@ -126,7 +135,7 @@ def test_ranges_and_settings_of_a_rendezvous() -> None:
         ("join_timeout=-1", "above 0"),
     ):
         with pytest.raises(ConfigError) as caught:
-            rdzv_conf(Asked(rdzv_conf=text))
+            rdzv_conf(CliOverrides(rdzv_conf=text))
         assert what in str(caught.value)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from echelon import Accelerator
-from echelon.accelerator.setup.build_deepspeed import open_deepspeed
+from echelon.accelerator.setup.build_deepspeed import build_deepspeed
 from echelon.base import environ
 from echelon.base.errors import LaunchError, MissingExtraError
 from echelon.cli.main import _run
@@ -74,7 +74,7 @@ def test_zero_3_without_deepspeed_names_both_ways_on(by: str) -> None:
 @pytest.mark.usefixtures("without_deepspeed")
 def test_the_way_without_deepspeed_needs_none() -> None:
     with environ.patch(VARIABLES):
-        use, _ = open_deepspeed(None, None, current(), engine="fsdp2", fsdp_plugin=None)
+        use, _ = build_deepspeed(None, None, current(), engine="fsdp2", fsdp_plugin=None)
     assert use.engine == "fsdp2"
     assert use.fsdp_plugin is not None
 

@@ -53,7 +53,7 @@ def _read_updates(
             assert 1 <= len(piece) == len(contribution.samples)
             assert contribution.ends_update == step[0][1].ends_update
             shares.append(contribution.num_items)
-            if not contribution.is_loan:
+            if not contribution.is_padding:
                 placed += zip(contribution.samples, piece)
             assert set(contribution.samples) <= set(contribution.update), "a loan comes from the same update"
         if contribution.step is None:
@@ -147,7 +147,7 @@ def test_evaluation_gives_the_order_of_the_data_step_by_step(
             assert piece is not None
             contribution = ahead.popleft()
             if most is None:  # batches are joined until every rank has a sample, and no rank gets much more than usual
-                assert contribution.is_loan == (n < world_size and contribution.num_items == 0)
+                assert contribution.is_padding == (n < world_size and contribution.num_items == 0)
                 assert len(piece) <= -(-batch_size // world_size) + 1
             gathered += piece[: contribution.num_items]
     assert gathered == list(range(n))

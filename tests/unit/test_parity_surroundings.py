@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from echelon import Accelerator
 from echelon.accelerator.plugins.configuration import TorchDynamoPlugin
 from echelon.accelerator.setup.numerics_environment import (
-    Surroundings,
+    NumericsEnvironment,
     refuse_kernels,
     refuse_modules,
     refuse_optimizers,
@@ -59,8 +59,8 @@ def test_a_run_goes_on_only_where_its_bits_are_the_same(
 ) -> None:
     _saved(tmp_path)
     _prepared()[0].load_state(tmp_path)
-    here = Surroundings.here
-    monkeypatch.setattr(Surroundings, "here", lambda *given: replace(here(*given), **other))
+    here = NumericsEnvironment.here
+    monkeypatch.setattr(NumericsEnvironment, "here", lambda *given: replace(here(*given), **other))
     accelerator, model, _ = _prepared()
     before = [p.clone() for p in model.parameters()]
     with pytest.raises(CheckpointError, match=f"saved by a bitwise run with {name} = ") as caught:

@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 
 from echelon.launch.interrupts import Interrupted, Interrupts
-from echelon.launch.preemption import Preemption
+from echelon.launch.preemption import PreemptionCoordinator
 from echelon.status.board import Board, Slot
 from echelon.status.stop_barrier import (
-    Coordinator,
-    Member,
-    Order,
-    Outcome,
-    State,
+    BarrierCoordinator,
+    BarrierMember,
+    BarrierOutcome,
+    RankState,
+    StopCommand,
     common_place,
     have_met,
     stop_here,
@@ -35,7 +35,7 @@ from echelon.status.stop_barrier import (
 # Whether each boundary of the loop is a whole one. The last turn is followed by no boundary: the program ends.
 LOOP = (True, False, True)
 SHORT = (False, True)
-_START = State.PAST.value
+_START = RankState.PAST.value
 
 
 @dataclass(frozen=True)
@@ -122,12 +122,12 @@ def _moves_of_leader(world: World, *, holds: bool) -> Iterator[World]:
     step, read = world.leader
     size = len(world.ranks)
     if step in (0, 3) and not read:  # begins at any moment; the second round may begin at any moment of the first
-        yield replace(world, command=word(Order.HOLD) if holds else world.command, leader=(step + 1, ()))
+        yield replace(world, command=word(StopCommand.HOLD) if holds else world.command, leader=(step + 1, ()))
     if step in (1, 4):
         if len(read) < size:
             yield replace(world, leader=(step, (*read, world.stands[len(read)])))
         else:
-            order = Order.TO_WHOLE if step == 1 else Order.TO_ANY
+            order = StopCommand.TO_WHOLE if step == 1 else StopCommand.TO_ANY
             target = common_place(list(read)) + (0 if holds else 1 << 24)
             yield replace(world, command=word(order, target), leader=(3 if step == 1 else 6, ()))
     # A look reads one stand after another, and only then decides: between, the ranks go on. (One that finds nothing is none.)
@@ -135,7 +135,7 @@ def _moves_of_leader(world: World, *, holds: bool) -> Iterator[World]:
         yield replace(world, leader=(step, (*read, world.stands[len(read)])))
     if step in (3, 6) and len(read) == size:
         yield (
-            replace(world, command=word(Order.END), leader=(9, ()))
+            replace(world, command=word(StopCommand.END), leader=(9, ()))
             if have_met(list(read))
             else replace(world, leader=(step, ()))
         )
@@ -204,22 +204,22 @@ class Words:
 
 
 def test_the_coordinator_leads_to_whole_boundaries_then_to_any_and_then_gives_up() -> None:
-    past, stopped = 5 << 2 | State.PAST, 6 << 2 | State.STOPPED
+    past, stopped = 5 << 2 | RankState.PAST, 6 << 2 | RankState.STOPPED
     words = Words(past, stopped)
-    coordinator = Coordinator(words, 10.0, clock=words.clock)
-    assert words.commands[1:] == [word(Order.HOLD), word(Order.TO_WHOLE, 6)]
+    coordinator = BarrierCoordinator(words, 10.0, clock=words.clock)
+    assert words.commands[1:] == [word(StopCommand.HOLD), word(StopCommand.TO_WHOLE, 6)]
     words.now = 4.9
-    assert coordinator.look() is Outcome.PENDING
+    assert coordinator.look() is BarrierOutcome.PENDING
     words.now = 5.0
-    assert coordinator.look() is Outcome.PENDING
-    assert words.commands[3:] == [word(Order.HOLD), word(Order.TO_ANY, 6)]
+    assert coordinator.look() is BarrierOutcome.PENDING
+    assert words.commands[3:] == [word(StopCommand.HOLD), word(StopCommand.TO_ANY, 6)]
     words.now = 10.0
-    assert coordinator.look() is Outcome.LATE
+    assert coordinator.look() is BarrierOutcome.LATE
     words.stands = [stopped, stopped]
-    assert coordinator.look() is Outcome.LATE
-    again = Coordinator(words, 10.0, clock=words.clock)
-    assert again.look() is Outcome.MET
-    assert words.commands[-1] == word(Order.END)
+    assert coordinator.look() is BarrierOutcome.LATE
+    again = BarrierCoordinator(words, 10.0, clock=words.clock)
+    assert again.look() is BarrierOutcome.MET
+    assert words.commands[-1] == word(StopCommand.END)
 
 
 class Signals:
@@ -238,12 +238,12 @@ def test_the_launcher_leads_the_ranks_and_says_who_did_not_come(
 ) -> None:
     signals, board = Signals(), Board(2, folder=str(tmp_path))
     try:
-        preemption = Preemption(signals.interrupts, timedelta(seconds=0.05))
+        preemption = PreemptionCoordinator(signals.interrupts, timedelta(seconds=0.05))
         preemption.watch(board)
         preemption.check()
         seats = [Slot(board.path, rank) for rank in range(2)]
-        Member(seats[0])
-        seats[1].write_stand(7 << 2 | State.STOPPED)
+        BarrierMember(seats[0])
+        seats[1].write_stand(7 << 2 | RankState.STOPPED)
         seats[1].note_asked(signal.SIGUSR1)
         preemption.check()
         assert preemption.is_asked
@@ -272,10 +272,10 @@ def test_a_signal_stops_a_run_that_cannot_be_saved(
 ) -> None:
     signals, board = Signals(), Board(1, folder=str(tmp_path))
     try:
-        preemption = Preemption(signals.interrupts, timedelta(seconds=grace_s))
+        preemption = PreemptionCoordinator(signals.interrupts, timedelta(seconds=grace_s))
         preemption.watch(board)
         if takes_part:
-            Member(Slot(board.path, 0))
+            BarrierMember(Slot(board.path, 0))
         signals.come(signal.Signals[number])
         with pytest.raises(Interrupted):
             preemption.check()

@@ -12,12 +12,12 @@ from click.testing import CliRunner
 from echelon.base.errors import ConfigError, LaunchError
 from echelon.base.printable import printable
 from echelon.cli.doctor import command as doctor
-from echelon.diagnose.goodput import Ledger
+from echelon.diagnose.goodput import TimeBreakdown
 from echelon.diagnose.stall import Class, Stall
 from echelon.diagnose.straggler import steps_of
 from echelon.launch.failures.failure import ErrorRecord, Frame, RankEnd, explain
-from echelon.launch.local.goodput_recorder import Books
-from echelon.status.board import Part
+from echelon.launch.local.goodput_recorder import GoodputReport
+from echelon.status.board import StepPart
 
 # Clears the screen, sets the title, writes over the line, turns the text around.
 EVIL = "\x1b[2J\x1b]0;owned\x07all well\r\x9b31m\u202egnp.exe\u2066\x7f\x00\u2028echelon: fine\ud800"
@@ -61,9 +61,11 @@ def test_every_error_is_printed_so_and_keeps_its_text() -> None:
 
 
 def test_summaries_and_stalls_are_printed_so() -> None:
-    steps = steps_of({0: [1.0] * len(Part), 1: [1.0, 900.0, *[1.0] * 6]}, num_steps=25)
+    steps = steps_of({0: [1.0] * len(StepPart), 1: [1.0, 900.0, *[1.0] * 6]}, num_steps=25)
     assert steps is not None
-    books = Books(ledger=Ledger(wall_s=1.0, num_restarts=0, seconds={}), steps=steps, places={0: EVIL, 1: EVIL})
+    books = GoodputReport(
+        ledger=TimeBreakdown(wall_s=1.0, num_restarts=0, seconds={}), steps=steps, places={0: EVIL, 1: EVIL}
+    )
     assert not STEERS.search("\n".join(books.lines()))
     stall = Stall(kind=Class.MISSING, culprits=(1,), what=EVIL, ranks={0: EVIL, 1: EVIL}, do="", waited_s=1.0)
     assert not STEERS.search(str(LaunchError(stall.what + "".join(stall.lines()))))

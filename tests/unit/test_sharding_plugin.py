@@ -32,7 +32,7 @@ from torch.distributed.fsdp.wrap import (
 
 from echelon import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from echelon.accelerator.plugins.kwargs_handlers import DistributedDataParallelKwargs
-from echelon.accelerator.setup.build import make_engine, open_sharding
+from echelon.accelerator.setup.build import build_sharding, make_engine
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.warnings import EchelonWarning
 from echelon.engines.fsdp.options import ShardingOptions, wrap_nothing
@@ -411,7 +411,7 @@ def test_sizes_come_from_the_code_or_the_environment(monkeypatch: pytest.MonkeyP
 
 def _opened(config: ParallelismConfig | None, plugin: FullyShardedDataParallelPlugin | None, **wanted: Any) -> Any:
     """Return (replicas of the sharding, sizes of the layout) on 8 ranks, without a mesh."""
-    _, sharding, layout = open_sharding(plugin, config, world=_world(), mixed_precision="bf16", **wanted)
+    _, sharding, layout = build_sharding(plugin, config, world=_world(), mixed_precision="bf16", **wanted)
     sizes = layout and (layout.dp_replicate_size, layout.dp_shard_size)
     return sharding and sharding.replicas, sizes
 
@@ -484,7 +484,7 @@ def test_the_engine_gets_the_options_beside_those_of_today(monkeypatch: pytest.M
 
 def test_a_plugin_is_made_where_it_is_asked_for_by_the_environment_or_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(engine: str | None = None) -> Any:
-        return open_sharding(None, None, world=_world(), mixed_precision="bf16", engine=engine)
+        return build_sharding(None, None, world=_world(), mixed_precision="bf16", engine=engine)
 
     assert opened() == (None, None, None)
     (name,) = SHARDING

@@ -8,14 +8,14 @@ import pytest
 
 from echelon.base.errors import ConfigError
 from echelon.cli import launch
-from echelon.config.origin import Origin, Setting, Source
+from echelon.config.origin import Origin, Setting, SettingSource
 from echelon.config.resolve import resolve
 from echelon.config.schema import RunConfig
 from echelon.launch.local.slots import named_slots
 
 
 def _settings(**values: object) -> dict[str, Setting]:
-    return {name: Setting(value, Origin(Source.FLAG, f"--{name}")) for name, value in values.items()}
+    return {name: Setting(value, Origin(SettingSource.FLAG, f"--{name}")) for name, value in values.items()}
 
 
 def _used(values: dict[str, str], num_accelerators: int) -> tuple[tuple[int, ...], str]:
@@ -77,14 +77,14 @@ def test_what_names_no_accelerators_of_this_machine_is_an_error(
 def test_a_list_of_accelerators_is_a_number_of_processes_unless_a_stronger_one_is_given(
     in_file: dict[str, object], by_flag: dict[str, object], num_processes: int
 ) -> None:
-    file = {name: Setting(value, Origin(Source.FILE, "run.yaml:1")) for name, value in in_file.items()}
+    file = {name: Setting(value, Origin(SettingSource.FILE, "run.yaml:1")) for name, value in in_file.items()}
     resolved = resolve(RunConfig, [file, _settings(**by_flag)])
     flags = {"num_processes": by_flag.get("num_processes"), "multi_gpu": False}
     assert launch._num_processes(resolved, flags, {}, 4, named_slots(resolved)) == num_processes
 
 
 def test_a_flag_names_the_accelerators_instead_of_a_file() -> None:
-    file = {"deepspeed_inclusion_filter": Setting("worker-0:0@worker-1:2", Origin(Source.FILE, "run.yaml:1"))}
+    file = {"deepspeed_inclusion_filter": Setting("worker-0:0@worker-1:2", Origin(SettingSource.FILE, "run.yaml:1"))}
     found = named_slots(resolve(RunConfig, [file, _settings(gpu_ids="2")]))
     assert found is not None
     assert found.of(4, on_cpu=False) == (2,)

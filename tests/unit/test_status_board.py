@@ -16,10 +16,10 @@ from echelon.base import environ
 from echelon.status import board as layout
 from echelon.status import call_site, reporter
 from echelon.status import notes as status_notes
-from echelon.status.board import Board, Doing, Note, Phase, Slot, Watch
+from echelon.status.board import Board, Doing, Phase, Slot, StatusNote, Watch
 
 WATCH = Watch(5, 77, 2**63 + 1, 12, Doing.COMMUNICATES | Doing.DUMPS, 3, 41, "/home/me/train.py")
-NOTE = Note(9, 118, 4, 33, Phase.SAVE, True, "gather", "float32[3, 4]", "tokenising", "/home/me/tr\u00e4in.py")
+NOTE = StatusNote(9, 118, 4, 33, Phase.SAVE, True, "gather", "float32[3, 4]", "tokenising", "/home/me/tr\u00e4in.py")
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from echelon.data.batch import join_batches, num_samples, slice_batch
 from echelon.data.exact.batch_slices import LastStep
 from echelon.data.to_device import to_device
 from echelon.distributed.tree import describe, leaves, map_tensors
-from echelon.testing.model_outputs import OUTPUT_KINDS, Note, items_of
+from echelon.testing.model_outputs import OUTPUT_KINDS, OutputNote, items_of
 from echelon.trainer.data import batches
 from echelon.utils import (
     concatenate,
@@ -34,7 +34,7 @@ from echelon.utils import (
 
 def _made(kind: str, *, rows: int = 2) -> Any:
     half = torch.ones(rows, 3, dtype=torch.bfloat16)
-    return OUTPUT_KINDS[kind](logits=half, hidden=(half * 2, half * 3), note=Note(), missing=None)
+    return OUTPUT_KINDS[kind](logits=half, hidden=(half * 2, half * 3), note=OutputNote(), missing=None)
 
 
 @pytest.mark.parametrize("kind", OUTPUT_KINDS)

@@ -43,7 +43,7 @@ from echelon.accelerator.plugins.kwargs_handlers import (
 )
 from echelon.accelerator.plugins.parallelism_config import ParallelismConfig
 from echelon.accelerator.plugins.project_configuration import ProjectConfiguration
-from echelon.accelerator.preemption import Preemption, save_and_end
+from echelon.accelerator.preemption import PreemptionHandler, save_and_end
 from echelon.accelerator.prepare.compile import (
     compile_regions,
     compile_whole,
@@ -58,22 +58,22 @@ from echelon.accelerator.prepare.unprepared import refuse_unprepared_loader, war
 from echelon.accelerator.profiling import ProfileKwargs, profile
 from echelon.accelerator.setup.agreement import agree_on_models, agree_on_settings
 from echelon.accelerator.setup.build import (
+    build_sharding,
+    build_world,
     dynamo_plugin_of,
     dynamo_settings,
     handlers_by_kind,
     make_engine,
-    open_sharding,
-    open_world,
     refuse_what_is_not_offered,
     resolve_settings,
 )
-from echelon.accelerator.setup.build_deepspeed import open_deepspeed, refuse_stand_ins
+from echelon.accelerator.setup.build_deepspeed import build_deepspeed, refuse_stand_ins
 from echelon.accelerator.setup.watch import watched
 from echelon.accelerator.state import AcceleratorState, only_if
 from echelon.accelerator.tracking import Tracking
-from echelon.accelerator.update.accumulation_window import Window
-from echelon.accelerator.update.bitwise_update import open_canonical
-from echelon.accelerator.update.exact_update import Ledger
+from echelon.accelerator.update.accumulation_window import AccumulationWindow
+from echelon.accelerator.update.bitwise_update import build_bitwise_update
+from echelon.accelerator.update.exact_update import ExactUpdate
 from echelon.accelerator.update.micro_step import LocalBackward, MicroStep, checked_loss
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
 from echelon.accelerator.update.scheduler import AcceleratedScheduler
@@ -83,13 +83,13 @@ from echelon.base.errors import ConfigError, UsageError
 from echelon.base.logging import get_logger
 from echelon.base.progress import Progress
 from echelon.base.protocols import HasDeviceMap
-from echelon.config.origin import Setting, Source
+from echelon.config.origin import Setting, SettingSource
 from echelon.data.active_loaders import LoaderOptions
 from echelon.data.loader import PreparedLoader
 from echelon.data.prepare_loader import prepare_loader
 from echelon.data.sharding.split import split_between_processes
 from echelon.distributed import collectives, control
-from echelon.distributed.monitored_barrier import meet
+from echelon.distributed.monitored_barrier import monitored_barrier
 from echelon.distributed.responder import Watcher
 from echelon.distributed.setup import cleanup
 from echelon.engines.base import Engine
@@ -229,7 +229,7 @@ class Accelerator(AcceleratorFacts):
         )
         self._handlers = tuple(kwargs_handlers or ())
         handlers = handlers_by_kind(self._handlers)
-        self._deepspeed, self._config = open_deepspeed(
+        self._deepspeed, self._config = build_deepspeed(
             deepspeed_plugin,
             deepspeed_plugins,
             self._config,
@@ -237,7 +237,7 @@ class Accelerator(AcceleratorFacts):
             fsdp_plugin=fsdp_plugin,
         )
         chosen = self._deepspeed.engine
-        self._world = open_world(self._config.value, handlers[InitProcessGroupKwargs], chosen)
+        self._world = build_world(self._config.value, handlers[InitProcessGroupKwargs], chosen)
         agree_on_settings()
 
         self.device_placement = device_placement
@@ -269,7 +269,7 @@ class Accelerator(AcceleratorFacts):
         self.dynamo_plugin: TorchDynamoPlugin = dynamo_plugin or dynamo_plugin_of(self._config.value)
         scaling = handlers[GradScalerKwargs] if self.scaler_handler else self._deepspeed.scaling or GradScalerKwargs()
         self.scaler = self._precision.make_scaler(scaling.to_kwargs())
-        self.fsdp_plugin, sharding, self._layout = open_sharding(
+        self.fsdp_plugin, sharding, self._layout = build_sharding(
             self._deepspeed.fsdp_plugin,
             parallelism_config,
             world=self._world,
@@ -284,7 +284,7 @@ class Accelerator(AcceleratorFacts):
         if self.capabilities.owns_loss_scaling:
             self.scaler = None
         is_canonical = self.parity == "bitwise"  # gradients are summed, elsewhere averaged
-        self._window = Window(
+        self._window = AccumulationWindow(
             world_size=1 if is_canonical else self.num_processes, total_of=self._total_of, is_redone=is_canonical
         )
         self._progress = Progress()
@@ -302,7 +302,7 @@ class Accelerator(AcceleratorFacts):
         self._dataloaders: list[PreparedLoader] = []
         self._originals: dict[int, tuple[object, Any]] = {}  # id of what was given -> (it, what it became)
         self._ledger = self._open_ledger()
-        self.preemption = Preemption()
+        self.preemption = PreemptionHandler()
         """Where the run may stop when it is asked to end."""
         self._epochs = self._open_epochs()
         self._guard = self._open_guard()
@@ -414,7 +414,7 @@ class Accelerator(AcceleratorFacts):
             self._ledger.before_backward()
         with timed_backward(loss):
             if scale == 0.0:
-                self._engine.backward_nothing(loss, self._parameters(), **kwargs)
+                self._engine.backward_zeros(loss, self._parameters(), **kwargs)
             else:
                 self._engine.backward(loss if scale == 1.0 else loss * scale, **kwargs)
         if self._ledger is not None:
@@ -431,7 +431,7 @@ class Accelerator(AcceleratorFacts):
             if num_items is None:
                 return window.plain(num_steps=state.num_steps, inside=inside, sync=state.sync_gradients)
         else:
-            num_items, is_counted = (0.0 if contribution.is_loan else num_items), num_items is not None
+            num_items, is_counted = (0.0 if contribution.is_padding else num_items), num_items is not None
             items = contribution.num_items if num_items is None else num_items
             postponed = sum(o.num_postponed for o in self._optimizers)
             self._ledger.note_loss(loss, items, num_postponed=postponed, num_taken=self._num_steps())
@@ -469,11 +469,11 @@ class Accelerator(AcceleratorFacts):
     def _num_steps(self) -> int:
         return max((optimizer.num_steps for optimizer in self._optimizers), default=0)
 
-    def _close_books(self) -> dict[str, Any] | None:
+    def _snapshot_progress(self) -> dict[str, Any] | None:
         """Return the random states that belong into a checkpoint made now; None: those of now."""
         return None if self._ledger is None else self._ledger.close()
 
-    def _reopen_books(self, progress: dict[str, Any] | None) -> None:
+    def _restore_progress(self, progress: dict[str, Any] | None) -> None:
         """Go on from the counters of a checkpoint; None: it has none."""
         if self._ledger is not None:
             self._ledger.reopen()
@@ -545,10 +545,10 @@ class Accelerator(AcceleratorFacts):
         state.micro_step, state.has_loss = self._window.num_micro_steps, False
         return state.sync_gradients or state.plugin.sync_each_batch
 
-    def _open_ledger(self) -> Ledger | None:
+    def _open_ledger(self) -> ExactUpdate | None:
         """Make the book of the exact modes."""
         config = self._config.value
-        if config.seed is not None and self._config.origins["seed"].source is Source.CODE:
+        if config.seed is not None and self._config.origins["seed"].source is SettingSource.CODE:
             set_seed(config.seed)
         if config.parity == "off":
             if config.max_micro_batch_size is not None:
@@ -569,10 +569,10 @@ class Accelerator(AcceleratorFacts):
             "max_micro_batch_size": config.max_micro_batch_size,
         }
         if config.parity == "exact":
-            ledger = Ledger(**book)
+            ledger = ExactUpdate(**book)
         else:
             hook = handlers_by_kind(self._handlers)[DistributedDataParallelKwargs].comm_hook
-            ledger = open_canonical(self._engine, self._parameters, self._config, comm_hook=hook, book=book)
+            ledger = build_bitwise_update(self._engine, self._parameters, self._config, comm_hook=hook, book=book)
         self.gradient_state.reading.driver = ledger
         return ledger
 
@@ -1117,7 +1117,7 @@ class Accelerator(AcceleratorFacts):
         if not unwrap:
             return model.state_dict()
         if self.capabilities.shards_parameters:
-            meet("get_state_dict()", advice="It returns the state on rank zero, and None on the others.")
+            monitored_barrier("get_state_dict()", advice="It returns the state on rank zero, and None on the others.")
         return self._engine.full_state_dict(self._engine_model(model))
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
@@ -1147,7 +1147,7 @@ class Accelerator(AcceleratorFacts):
 
         Collective: every rank.
         """
-        meet("save_model()", advice="Rank zero writes.")
+        monitored_barrier("save_model()", advice="Rank zero writes.")
         folder = Path(save_directory).expanduser()
         with within(Phase.SAVE):
             self._checkpoints.save_model(self, model, folder, max_shard_size=max_shard_size, safe=safe_serialization)
@@ -1217,7 +1217,7 @@ class Accelerator(AcceleratorFacts):
                 f"{self.capabilities.name} does not know",
                 do="leave it out",
             )
-        meet("save_state()", advice="Each rank writes its part; rank zero what is one for all.")
+        monitored_barrier("save_state()", advice="Each rank writes its part; rank zero what is one for all.")
         self.gradient_state.reading.metrics.check()
         with saving(self.progress.step):
             return self._checkpoints.save(
@@ -1262,7 +1262,7 @@ class Accelerator(AcceleratorFacts):
                 over other data.
             DesyncError: some ranks failed; they are named.
         """
-        meet("load_state()")
+        monitored_barrier("load_state()")
         options = {
             "allow_missing": allow_missing,
             "allow_changed_data": allow_changed_data,
@@ -1305,7 +1305,7 @@ class Accelerator(AcceleratorFacts):
                 middle of an epoch on another number of processes.
             DesyncError: some ranks failed; they are named.
         """
-        meet("resume()")
+        monitored_barrier("resume()")
         if not self.preemption.is_driven:
             # Of now: the script may change its working directory before it is asked to save there.
             self.preemption.folder = None if path is None else Path(path).expanduser().absolute()

@@ -14,7 +14,7 @@ from echelon.accelerator.checkpoint.rng_states import RandomStates, restore_rand
 from echelon.accelerator.gradient_state import GradientState
 from echelon.base.logging import get_logger
 from echelon.base.progress import Progress
-from echelon.data.active_loaders import Book, PassFacts
+from echelon.data.active_loaders import PassFacts, PassTracker
 from echelon.data.loader import PreparedLoader
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class _Update:
     random_states: dict[str, Any]
 
 
-class Epochs(Book):
+class Epochs(PassTracker):
     """The epochs of one Accelerator.
 
     Args:
@@ -77,7 +77,7 @@ class Epochs(Book):
     # ---- what loaders tell -------------------------------------------------------------------------------------------
 
     def begin_pass(self, loader: PreparedLoader) -> PassFacts:
-        """See ``Book``."""
+        """See ``PassTracker``."""
         trains = torch.is_grad_enabled() and (not self._models or any(model.training for model in self._models))
         epoch = loader.iteration if self._epoch is None else self._epoch
         if trains and not self._is_exact:
@@ -104,7 +104,7 @@ class Epochs(Book):
         )
 
     def end_batch(self, loader: PreparedLoader) -> None:
-        """See ``Book``: the run may stop here, between two updates."""
+        """See ``PassTracker``: the run may stop here, between two updates."""
         state, owner = self._state, self._owner()
         if not state.sync_gradients or owner is None:
             return
@@ -120,7 +120,7 @@ class Epochs(Book):
             owner._at_boundary(False, True)
 
     def begun_update(self, loader: PreparedLoader) -> dict[str, Any] | None:
-        """See ``Book``."""
+        """See ``PassTracker``."""
         update = self._half_an_update()
         return None if update is None else update.records.get(id(loader.source))
 

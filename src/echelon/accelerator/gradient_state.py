@@ -6,7 +6,7 @@ from typing import Any
 
 from echelon.accelerator.current import current_accelerator, has_accelerator
 from echelon.accelerator.plugins.configuration import GradientAccumulationPlugin
-from echelon.data.active_loaders import Reading
+from echelon.data.active_loaders import ActiveLoaders
 from echelon.data.loader import PreparedLoader
 
 __all__ = ["GradientState"]
@@ -32,7 +32,7 @@ class GradientState:
     _shared_state = _SharedState()
 
     plugin: GradientAccumulationPlugin
-    reading: Reading
+    reading: ActiveLoaders
     sync_gradients: bool
     micro_step: int
     """The number of the ``accumulate()`` that we are in, in its window, from 1; 0: in none that ends one."""
@@ -50,7 +50,7 @@ class GradientState:
             self.__dict__ = current_accelerator().gradient_state.__dict__
             return
         self.plugin = gradient_accumulation_plugin or GradientAccumulationPlugin(num_steps=1)
-        self.reading = Reading(self)
+        self.reading = ActiveLoaders(self)
         self.sync_gradients = True
         self.micro_step = 0
         self.has_loss = self.in_closure = self.has_loss_in_closure = False

@@ -19,22 +19,22 @@ from typing import TYPE_CHECKING, NoReturn
 
 from echelon.base.logging import get_logger
 from echelon.distributed.preemption import Preempted, member_of_launch, on_signals
-from echelon.status.stop_barrier import EXIT_CODE, Member
+from echelon.status.stop_barrier import EXIT_CODE, BarrierMember
 
 if TYPE_CHECKING:
     from echelon.accelerator.accelerator import Accelerator
 
-__all__ = ["Preempted", "Preemption", "save_and_end"]
+__all__ = ["Preempted", "PreemptionHandler", "save_and_end"]
 
 _logger = get_logger(__name__)
 _FOLDER = "preempted"
 
 
-class Preemption:
+class PreemptionHandler:
     """Whether this rank takes part in preemptions, and where."""
 
     def __init__(self) -> None:
-        self._member: Member | None = None
+        self._member: BarrierMember | None = None
         self.is_driven = False
         """Somebody above (the Trainer) has boundaries of its own."""
         self.folder: str | os.PathLike[str] | None = None
@@ -62,7 +62,7 @@ class Preemption:
                 self._member = None
 
     def at_boundary(self, *, is_new_step: bool, is_whole: bool) -> bool:
-        """Come to a boundary; return whether all ranks are to save here and end. See ``Member.at_boundary``."""
+        """Come to a boundary; return whether all ranks are to save here and end. See ``BarrierMember.at_boundary``."""
         member = self._member
         return member is not None and member.at_boundary(is_new_step=is_new_step, is_whole=is_whole)
 

@@ -17,7 +17,7 @@ from echelon.checkpoint.layouts import TRAINER_STATE, Layout, json_of, layout_of
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.storage import LocalStorage
 
-__all__ = ["Entry", "Leftover", "Listing", "Reading", "list_folder", "problems_of"]
+__all__ = ["CheckpointEntry", "Leftover", "Listing", "Reading", "list_folder", "problems_of"]
 
 Reading = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 """Shows how far a long work is: given a label and the bytes of all of it, takes the bytes of each part."""
@@ -29,7 +29,7 @@ _IS_CHECKPOINT = re.compile(r"checkpoint[-_]\d+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class CheckpointEntry:
     """A checkpoint in a folder."""
 
     name: str
@@ -59,7 +59,7 @@ class Leftover:
 class Listing:
     """What is in a folder, checkpoints newest first."""
 
-    entries: Sequence[Entry]
+    entries: Sequence[CheckpointEntry]
     leftovers: Sequence[Leftover]
 
 
@@ -105,7 +105,7 @@ def problems_of(checkpoint: Checkpoint, reading: Reading) -> list[str]:
 
 def _entry(
     path: Path, place: Path, layout: Layout | None, verify: Reading | None, *, problem: str | None = None
-) -> Entry:
+) -> CheckpointEntry:
     changed = datetime.fromtimestamp((place.lstat() if problem else place.stat()).st_mtime, timezone.utc)
     step: int | None = None
     epoch: float | None = None
@@ -128,7 +128,7 @@ def _entry(
             state, problems = "damaged", [problem or f"{place} has no manifest, and no weights of a known layout"]
     except (CheckpointError, ValueError, OSError) as error:
         state, problems = "damaged", [error.what if isinstance(error, CheckpointError) else str(error)]
-    return Entry(
+    return CheckpointEntry(
         name=path.name,
         place=place.name,
         layout=layout,

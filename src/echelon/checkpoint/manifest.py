@@ -13,7 +13,7 @@ import xxhash
 
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint import typed_json
-from echelon.checkpoint.regions import Box, Chunk, TensorLayout, uncovered
+from echelon.checkpoint.regions import Chunk, ChunkBounds, TensorLayout, uncovered
 from echelon.checkpoint.storage import Storage
 from echelon.checkpoint.tensor_file import FileFacts, itemsize
 
@@ -204,7 +204,7 @@ def _layout(name: str, entry: Any, files: Mapping[str, FileFacts]) -> TensorLayo
     dtype, shape = _text(entry["dtype"]), _sizes(entry["shape"])
     chunks = []
     for rank, offset, lengths in entry["chunks"]:
-        box = Box(_sizes(offset), _sizes(lengths))
+        box = ChunkBounds(_sizes(offset), _sizes(lengths))
         _require(type(rank) is int and tensors_file(rank) in files, f"the rank {rank!r} of {name}")
         _require(len(box.offset) == len(box.lengths) == len(shape), f"a chunk of {name}")
         _require(box.volume * itemsize(dtype) <= files[tensors_file(rank)].size, f"the size of {name}")

@@ -22,12 +22,12 @@ import torch
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint.manifest import chunk_key, tensors_file
 from echelon.checkpoint.read import Checkpoint
-from echelon.checkpoint.regions import Box
+from echelon.checkpoint.regions import ChunkBounds
 from echelon.checkpoint.storage import LocalStorage
 from echelon.checkpoint.tensor_file import Stored, read_header, stored_form, write_file
 from echelon.compat.constants import SAFE_MODEL_NAME
 
-__all__ = ["PRECISIONS", "Spread", "Weights", "aliases_of", "weights_in", "weights_of", "write_weights"]
+__all__ = ["PRECISIONS", "StoredTensor", "Weights", "aliases_of", "weights_in", "weights_of", "write_weights"]
 
 _BLOCK_BYTES = 16 << 20
 _FLOATS: Mapping[str, torch.dtype] = {
@@ -41,13 +41,13 @@ PRECISIONS: Mapping[str, str] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
+class StoredTensor:
     """A tensor on disk."""
 
     kind: str
     """Its dtype, as safetensors names it."""
     shape: tuple[int, ...]
-    pieces: Sequence[tuple[Box, Path, int]]
+    pieces: Sequence[tuple[ChunkBounds, Path, int]]
     """Its boxes, each with the file that holds it, and where in bytes it begins there."""
 
 
@@ -55,7 +55,7 @@ class Spread:
 class Weights:
     """The weights of a model on disk."""
 
-    tensors: Mapping[str, Spread]
+    tensors: Mapping[str, StoredTensor]
     aliases: Mapping[str, str]
     """Further names of tensors (tied weights)."""
 
@@ -71,7 +71,7 @@ def weights_of(checkpoint: Checkpoint, prefix: str) -> Weights:
         CheckpointError: a file is damaged, or a dtype has no name that all readers of safetensors know.
     """
     headers = _Headers()
-    found: dict[str, Spread] = {}
+    found: dict[str, StoredTensor] = {}
     aliases: dict[str, str] = {}
     first: dict[str, str] = {}
     tied = checkpoint.manifest.aliases
@@ -91,7 +91,7 @@ def weights_in(files: Sequence[Path]) -> Weights:
         CheckpointError: one is damaged, or a name is in two of them.
     """
     headers = _Headers()
-    found: dict[str, Spread] = {}
+    found: dict[str, StoredTensor] = {}
     aliases: dict[str, str] = {}
     for path in files:
         header = headers.of(path)
@@ -99,7 +99,9 @@ def weights_in(files: Sequence[Path]) -> Weights:
         if twice:
             raise CheckpointError(f"{sorted(twice)[0]} is in {path} and in another file", do="use another checkpoint")
         found |= {
-            name: Spread(kind=entry.dtype, shape=entry.shape, pieces=[(Box.whole(entry.shape), path, entry.begin)])
+            name: StoredTensor(
+                kind=entry.dtype, shape=entry.shape, pieces=[(ChunkBounds.whole(entry.shape), path, entry.begin)]
+            )
             for name, entry in header.items()
         }
         aliases |= aliases_of(path, header)
@@ -175,7 +177,7 @@ class _Headers:
         return self._known[path]
 
 
-def _spread(checkpoint: Checkpoint, name: str, headers: _Headers) -> Spread:
+def _spread(checkpoint: Checkpoint, name: str, headers: _Headers) -> StoredTensor:
     layout = checkpoint.layout(name)
     kind, extra = stored_form(layout.dtype, ())
     if extra:
@@ -190,7 +192,7 @@ def _spread(checkpoint: Checkpoint, name: str, headers: _Headers) -> Spread:
         if entry is None or (entry.dtype, entry.shape) != (kind, chunk.box.lengths):
             raise CheckpointError(f"{path} does not hold {name} as the manifest says", do="use another checkpoint")
         pieces.append((chunk.box, path, entry.begin))
-    return Spread(kind=kind, shape=layout.shape, pieces=pieces)
+    return StoredTensor(kind=kind, shape=layout.shape, pieces=pieces)
 
 
 def _cut(weights: Weights, limit: int | None, kind: str | None) -> list[list[str]]:
@@ -229,13 +231,15 @@ def _stream(weights: Weights, names: Sequence[str], kind: str | None, tell: Call
             tell(len(data))
 
 
-def _blocks(tensor: Spread) -> Iterator[np.ndarray[Any, Any]]:
+def _blocks(tensor: StoredTensor) -> Iterator[np.ndarray[Any, Any]]:
     """Yield the bytes of a tensor in their order, some at a time."""
     width = _width(tensor.kind)
     # A scalar is a row of one.
     shape = tensor.shape or (1,)
     pieces = [
-        (box if tensor.shape else Box((0,), (1,)), path, begin) for box, path, begin in tensor.pieces if box.volume
+        (box if tensor.shape else ChunkBounds((0,), (1,)), path, begin)
+        for box, path, begin in tensor.pieces
+        if box.volume
     ]
     if not math.prod(shape):
         return
@@ -245,11 +249,13 @@ def _blocks(tensor: Spread) -> Iterator[np.ndarray[Any, Any]]:
     for lead in product(*map(range, shape[:dim])):
         for start in range(0, shape[dim], step):
             lengths = (*(1,) * dim, min(step, shape[dim] - start), *shape[dim + 1 :])
-            slab = Box((*lead, start, *(0,) * (len(shape) - dim - 1)), lengths)
+            slab = ChunkBounds((*lead, start, *(0,) * (len(shape) - dim - 1)), lengths)
             yield _slab(slab, pieces, dim, width)
 
 
-def _slab(slab: Box, pieces: Sequence[tuple[Box, Path, int]], dim: int, width: int) -> np.ndarray[Any, Any]:
+def _slab(
+    slab: ChunkBounds, pieces: Sequence[tuple[ChunkBounds, Path, int]], dim: int, width: int
+) -> np.ndarray[Any, Any]:
     """Return the bytes in ``slab``, of which only dimension ``dim`` and those behind it are longer than 1."""
     values = np.empty((*slab.lengths[dim:], width), np.uint8)
     for box, path, begin in pieces:
@@ -293,11 +299,11 @@ def _converted(block: np.ndarray[Any, Any], name: str, kind: str, wanted: str) -
     return after.view(torch.uint8).numpy().tobytes()
 
 
-def _kind(tensor: Spread, wanted: str | None) -> str:
+def _kind(tensor: StoredTensor, wanted: str | None) -> str:
     return wanted if wanted is not None and tensor.kind in _FLOATS else tensor.kind
 
 
-def _num_bytes(tensor: Spread, kind: str | None) -> int:
+def _num_bytes(tensor: StoredTensor, kind: str | None) -> int:
     return math.prod(tensor.shape) * _width(_kind(tensor, kind))
 
 

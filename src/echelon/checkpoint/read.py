@@ -23,14 +23,14 @@ from echelon.checkpoint.manifest import (
     read_manifest,
     tensors_file,
 )
-from echelon.checkpoint.regions import Box, Part, TensorLayout, box_of, overlaps
+from echelon.checkpoint.regions import ChunkBounds, ShardPart, TensorLayout, box_of, overlaps
 from echelon.checkpoint.save import Gather
 from echelon.checkpoint.storage import LocalStorage, Storage
 from echelon.checkpoint.tensor_file import Stored, checksum_of, read_header, require_dtype, stored_form
 from echelon.distributed.small_messages import gather_bytes
 from echelon.world.world import World
 
-__all__ = ["Checkpoint", "Found", "newest", "open_verified", "try_open"]
+__all__ = ["Checkpoint", "CheckpointSearch", "newest", "open_verified", "try_open"]
 
 
 class Checkpoint:
@@ -120,15 +120,17 @@ class Checkpoint:
         layout = self.layout(name)
         return math.prod(layout.shape) * require_dtype(layout.dtype).itemsize
 
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+    def read(self, name: str, box: ChunkBounds | None = None) -> torch.Tensor:
         """Return a tensor, or the part of it in ``box``, on the host."""
         layout = self.layout(name)
-        box = box or Box.whole(layout.shape)
+        box = box or ChunkBounds.whole(layout.shape)
         values = torch.empty(box.lengths, dtype=require_dtype(layout.dtype))
         self._fill(name, layout, box, values)
         return values
 
-    def read_into(self, targets: Mapping[str, torch.Tensor | Part], *, optional: Collection[str] = ()) -> list[str]:
+    def read_into(
+        self, targets: Mapping[str, torch.Tensor | ShardPart], *, optional: Collection[str] = ()
+    ) -> list[str]:
         """Copy each tensor into what this rank has of it, and return the names of those that are not there.
 
         Beside the targets, the host holds one chunk at a time.
@@ -169,7 +171,7 @@ class Checkpoint:
                 )
         return missing
 
-    def _fill(self, name: str, layout: TensorLayout, box: Box, values: torch.Tensor) -> None:
+    def _fill(self, name: str, layout: TensorLayout, box: ChunkBounds, values: torch.Tensor) -> None:
         stored_name = self.manifest.aliases.get(name, name)
         dtype = require_dtype(layout.dtype)
         for part in overlaps(layout, box):
@@ -200,7 +202,7 @@ class Checkpoint:
                 f"its header and the manifest name other tensors: {file}", do="use another checkpoint"
             )
 
-    def _require_entry(self, file: str, key: str, layout: TensorLayout, box: Box) -> Stored:
+    def _require_entry(self, file: str, key: str, layout: TensorLayout, box: ChunkBounds) -> Stored:
         entry = self._header(file).get(key)
         if entry is None or (entry.dtype, entry.shape) != stored_form(layout.dtype, box.lengths):
             raise CheckpointError(
@@ -234,7 +236,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class CheckpointSearch:
     """The newest whole checkpoint, and what was passed over on the way to it."""
 
     checkpoint: Checkpoint | None
@@ -267,7 +269,7 @@ def newest(
     storage: Storage | None = None,
     usable: Callable[[Checkpoint], str | None] = lambda _: None,
     gather: Gather = gather_bytes,
-) -> Found:
+) -> CheckpointSearch:
     """Return the first of ``candidates`` (newest first) that every machine has whole, and why others were passed over.
 
     Args:
@@ -287,10 +289,10 @@ def newest(
         if checkpoint is not None:
             problem = usable(checkpoint)
             if problem is None:
-                return Found(checkpoint=checkpoint, skipped=skipped)
+                return CheckpointSearch(checkpoint=checkpoint, skipped=skipped)
         assert problem is not None
         skipped.append((Path(name), problem))
-    return Found(checkpoint=None, skipped=skipped)
+    return CheckpointSearch(checkpoint=None, skipped=skipped)
 
 
 def try_open(

@@ -17,11 +17,22 @@ from echelon.base.errors import CheckpointError, DesyncError
 from echelon.base.sharded import is_dtensor, local_shape_and_offset
 from echelon.checkpoint.tensor_file import itemsize
 
-__all__ = ["Box", "Chunk", "Overlap", "Part", "Piece", "TensorLayout", "box_of", "overlaps", "share_out", "uncovered"]
+__all__ = [
+    "ChunkBounds",
+    "Chunk",
+    "Overlap",
+    "ShardPart",
+    "LocalShard",
+    "TensorLayout",
+    "box_of",
+    "overlaps",
+    "assign_writers",
+    "uncovered",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class ChunkBounds:
     """A part of a tensor: ``offset[d] <= index < offset[d] + lengths[d]`` in every dimension."""
 
     offset: tuple[int, ...]
@@ -33,31 +44,31 @@ class Box:
         return math.prod(self.lengths)
 
     @staticmethod
-    def whole(shape: Sequence[int]) -> Box:
+    def whole(shape: Sequence[int]) -> ChunkBounds:
         """Return the box that is all of a tensor."""
-        return Box((0,) * len(shape), tuple(shape))
+        return ChunkBounds((0,) * len(shape), tuple(shape))
 
-    def common(self, other: Box) -> Box | None:
+    def common(self, other: ChunkBounds) -> ChunkBounds | None:
         """Return what both hold; None when that is nothing."""
         offset = tuple(map(max, self.offset, other.offset))
         ends = [min(a + n, b + m) for a, n, b, m in zip(self.offset, self.lengths, other.offset, other.lengths)]
         lengths = tuple(end - start for start, end in zip(offset, ends))
-        return None if any(length <= 0 for length in lengths) else Box(offset, lengths)
+        return None if any(length <= 0 for length in lengths) else ChunkBounds(offset, lengths)
 
-    def within(self, outer: Box) -> tuple[slice, ...]:
+    def within(self, outer: ChunkBounds) -> tuple[slice, ...]:
         """Return the slices that cut this box out of a tensor that holds ``outer``."""
         starts = [own - base for own, base in zip(self.offset, outer.offset)]
         return tuple(slice(start, start + length) for start, length in zip(starts, self.lengths))
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class LocalShard:
     """What one rank has of one tensor."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    box: Box
+    box: ChunkBounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +76,7 @@ class Chunk:
     """A box of a tensor, and the rank whose file holds it."""
 
     rank: int
-    box: Box
+    box: ChunkBounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +98,7 @@ class Overlap:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ShardPart:
     """A rank's part of a tensor, for state that is no DTensor."""
 
     shape: tuple[int, ...]
@@ -95,16 +106,16 @@ class Part:
     values: torch.Tensor
 
 
-def box_of(tensor: torch.Tensor | Part) -> tuple[tuple[int, ...], Box, torch.Tensor]:
+def box_of(tensor: torch.Tensor | ShardPart) -> tuple[tuple[int, ...], ChunkBounds, torch.Tensor]:
     """Return the global shape of ``tensor``, the box of it that this rank has, and its values (sharing their memory).
 
     Raises:
         CheckpointError: a DTensor that is neither sharded into boxes nor replicated.
     """
-    if isinstance(tensor, Part):
-        return tensor.shape, Box(tensor.offset, tuple(tensor.values.shape)), tensor.values.detach()
+    if isinstance(tensor, ShardPart):
+        return tensor.shape, ChunkBounds(tensor.offset, tuple(tensor.values.shape)), tensor.values.detach()
     if not is_dtensor(tensor):
-        return tuple(tensor.shape), Box.whole(tensor.shape), tensor.detach()
+        return tuple(tensor.shape), ChunkBounds.whole(tensor.shape), tensor.detach()
     from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - who has a DTensor has loaded it
 
     others = [placement for placement in tensor.placements if type(placement) not in (Shard, Replicate)]
@@ -116,10 +127,10 @@ def box_of(tensor: torch.Tensor | Part) -> tuple[tuple[int, ...], Box, torch.Ten
     local = tensor.to_local().detach()
     lengths, offset = local_shape_and_offset(tensor)
     assert tuple(local.shape) == lengths, (local.shape, lengths)
-    return tuple(tensor.shape), Box(offset, lengths), local
+    return tuple(tensor.shape), ChunkBounds(offset, lengths), local
 
 
-def share_out(pieces: Mapping[int, Iterable[Piece]]) -> dict[str, TensorLayout]:
+def assign_writers(pieces: Mapping[int, Iterable[LocalShard]]) -> dict[str, TensorLayout]:
     """Decide which rank writes which box, each once: of equal ones, the rank that has the least to write.
 
     Args:
@@ -129,8 +140,8 @@ def share_out(pieces: Mapping[int, Iterable[Piece]]) -> dict[str, TensorLayout]:
         DesyncError: ranks disagree about the shape or dtype of a tensor.
         CheckpointError: the boxes of a tensor overlap, or do not cover it.
     """
-    first: dict[str, tuple[int, Piece]] = {}
-    holders: dict[tuple[str, Box], list[int]] = {}
+    first: dict[str, tuple[int, LocalShard]] = {}
+    holders: dict[tuple[str, ChunkBounds], list[int]] = {}
     for rank, own in sorted(pieces.items()):
         for piece in own:
             known_rank, known = first.setdefault(piece.name, (rank, piece))
@@ -143,7 +154,7 @@ def share_out(pieces: Mapping[int, Iterable[Piece]]) -> dict[str, TensorLayout]:
             if piece.box.volume:  # ranks with nothing of a tensor are no holders of it
                 holders.setdefault((piece.name, piece.box), []).append(rank)
 
-    def num_bytes(item: tuple[tuple[str, Box], list[int]]) -> int:
+    def num_bytes(item: tuple[tuple[str, ChunkBounds], list[int]]) -> int:
         (name, box), _ = item
         return box.volume * itemsize(first[name][1].dtype)
 
@@ -170,7 +181,7 @@ def share_out(pieces: Mapping[int, Iterable[Piece]]) -> dict[str, TensorLayout]:
 
 def uncovered(layout: TensorLayout) -> str | None:
     """Return what is wrong when the chunks do not hold every element once; None when they do."""
-    shape = Box.whole(layout.shape)
+    shape = ChunkBounds.whole(layout.shape)
     boxes = [chunk.box for chunk in layout.chunks]
     for box in boxes:
         if len(box.offset) != len(layout.shape) or box.common(shape) != box:
@@ -178,7 +189,7 @@ def uncovered(layout: TensorLayout) -> str | None:
     # A sweep along the dimension that is cut most: only boxes that it crosses at once can overlap.
     dims = range(len(layout.shape))
     cut = max(dims, key=lambda dim: len({box.offset[dim] for box in boxes}), default=None)
-    crossed: list[Box] = []
+    crossed: list[ChunkBounds] = []
     for box in boxes if cut is None else sorted(boxes, key=lambda box: box.offset[cut]):
         if cut is not None:
             crossed = [other for other in crossed if other.offset[cut] + other.lengths[cut] > box.offset[cut]]
@@ -189,7 +200,7 @@ def uncovered(layout: TensorLayout) -> str | None:
     return None if held == shape.volume else f"{held} of its {shape.volume} elements are held"
 
 
-def overlaps(layout: TensorLayout, box: Box) -> Iterator[Overlap]:
+def overlaps(layout: TensorLayout, box: ChunkBounds) -> Iterator[Overlap]:
     """Yield what each chunk has of ``box``; together it is all of it."""
     for chunk in layout.chunks:
         common = chunk.box.common(box)

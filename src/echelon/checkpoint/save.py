@@ -29,7 +29,7 @@ from echelon.checkpoint.manifest import (
     read_manifest,
     tensors_file,
 )
-from echelon.checkpoint.regions import Box, Part, Piece, TensorLayout, box_of, share_out
+from echelon.checkpoint.regions import ChunkBounds, LocalShard, ShardPart, TensorLayout, assign_writers, box_of
 from echelon.checkpoint.storage import LocalStorage, Storage
 from echelon.checkpoint.tensor_file import FileFacts, require_dtype, sync_file, write_file, write_tensors
 from echelon.distributed.small_messages import gather_bytes
@@ -44,7 +44,7 @@ __all__ = [
     "begin_save",
     "save",
     "save_folder",
-    "together",
+    "run_on_all_ranks",
 ]
 
 Gather = Callable[[bytes], list[bytes]]
@@ -69,7 +69,7 @@ _PATIENCE_S = 5.0  # what a network file system may need to show a new folder to
 class Content:
     """What is saved."""
 
-    tensors: Mapping[str, torch.Tensor | Part] = field(default_factory=dict)
+    tensors: Mapping[str, torch.Tensor | ShardPart] = field(default_factory=dict)
     """This rank's: whole tensors, DTensors, or parts; equal names are one tensor on all ranks."""
     objects: Mapping[str, Any] = field(default_factory=dict)
     """Plain data and tensors, one for all ranks; those of the first rank count."""
@@ -114,8 +114,8 @@ class Save:
             CheckpointError: a rank could not write; they are named, and what was there before is untouched.
         """
         try:
-            files = together(f"writing {self.target}", self._counted(self._write), gather)
-            together(f"renaming {self.folder}", self._counted(lambda: self._commit(files)), gather)
+            files = run_on_all_ranks(f"writing {self.target}", self._counted(self._write), gather)
+            run_on_all_ranks(f"renaming {self.folder}", self._counted(lambda: self._commit(files)), gather)
         except BaseException:
             self.give_up()
             raise
@@ -265,7 +265,7 @@ def _free_bytes(target: Path) -> str:
         return ""
 
 
-def together(what: str, action: Callable[[], Any], gather: Gather) -> list[Any]:
+def run_on_all_ranks(what: str, action: Callable[[], Any], gather: Gather) -> list[Any]:
     """Do ``action`` on every rank and return the results (plain JSON) of all; where some ranks fail, all raise.
 
     Collective: every rank, by ``gather`` alone; ``action`` must not communicate.
@@ -336,7 +336,7 @@ def begin_save(
     target = storage.real_path(target)
     is_first = world.rank == 0 or (on_each_node and world.is_local_rank_zero)
     own = _Own()
-    announced = together(f"saving {target}", lambda: own.collect(content, world, is_first=is_first), gather)
+    announced = run_on_all_ranks(f"saving {target}", lambda: own.collect(content, world, is_first=is_first), gather)
     nodes = [each["node"] for each in announced]
     crew = [rank for rank, node in enumerate(nodes) if node == world.node_rank or not on_each_node]
     token: str = announced[0]["token"]
@@ -345,7 +345,7 @@ def begin_save(
     folder = target.parent / f"{target.name}.tmp-{token}"
 
     def make_folder() -> None:
-        layouts.update(share_out({rank: _pieces(announced[rank], without=aliases) for rank in crew}))
+        layouts.update(assign_writers({rank: _pieces(announced[rank], without=aliases) for rank in crew}))
         require_replaceable(storage, target)
         if is_first:
             if fence is not None:
@@ -353,7 +353,7 @@ def begin_save(
             begin(storage, target, token)
 
     try:
-        together(f"making {folder}", as_save_failure(make_folder, target), gather)
+        run_on_all_ranks(f"making {folder}", as_save_failure(make_folder, target), gather)
         _require_shared(storage, folder, announced, crew, gather)
     except BaseException:
         if is_first:
@@ -458,7 +458,7 @@ def save_folder(
             commit(storage, folder, target, manifest=None, is_part=is_part, fence=check)
 
     def do(what: str, action: Callable[[], None]) -> None:
-        together(what, as_save_failure(action, target), gather)
+        run_on_all_ranks(what, as_save_failure(action, target), gather)
 
     try:
         do(f"making {folder}", make_folder if world.rank == 0 else lambda: None)
@@ -484,7 +484,7 @@ class _Own:
 
     def collect(self, content: Content, world: World, *, is_first: bool) -> dict[str, Any]:
         """Take ``content`` apart, and return what the other ranks must know of it."""
-        tensors: dict[str, torch.Tensor | Part] = dict(content.tensors)
+        tensors: dict[str, torch.Tensor | ShardPart] = dict(content.tensors)
 
         def put_tensor(name: str, tensor: torch.Tensor) -> None:
             if name in tensors:
@@ -545,9 +545,9 @@ def _common_aliases(announced: Sequence[dict[str, Any]]) -> dict[str, str]:
     }
 
 
-def _pieces(announced: dict[str, Any], *, without: Mapping[str, str]) -> list[Piece]:
+def _pieces(announced: dict[str, Any], *, without: Mapping[str, str]) -> list[LocalShard]:
     return [
-        Piece(name, dtype, tuple(shape), Box(tuple(offset), tuple(lengths)))
+        LocalShard(name, dtype, tuple(shape), ChunkBounds(tuple(offset), tuple(lengths)))
         for name, dtype, shape, offset, lengths in announced["pieces"]
         if name not in without
     ]

@@ -20,7 +20,7 @@ import click
 from echelon.base.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
-    from echelon.checkpoint.listing import Entry, Listing
+    from echelon.checkpoint.listing import CheckpointEntry, Listing
     from echelon.checkpoint.read import Checkpoint
 
 __all__ = ["command"]
@@ -315,7 +315,7 @@ def _listing(folder: Path, found: Listing) -> str:
     return "\n".join([*([text] if text else []), *left])
 
 
-def _state(entry: Entry) -> str:
+def _state(entry: CheckpointEntry) -> str:
     told: str = "complete, has no checksums" if entry.state == "unknown" else entry.state
     told += "".join(f"; {problem}" for problem in entry.problems[:2])
     return told if entry.place == entry.name else f"{told}; lies in {entry.place}"

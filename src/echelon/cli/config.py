@@ -9,7 +9,7 @@ import click
 
 from echelon.base.errors import UsageError
 from echelon.cli.config_questions import ask, yes
-from echelon.config.derive import check, settle, with_engine
+from echelon.config.derive import check, derive, with_engine
 from echelon.config.explain import differences, show, show_json
 from echelon.config.files import from_file
 from echelon.config.resolve import Resolved, resolve
@@ -82,7 +82,7 @@ def explain(config_file: str | None, run: str | None, strict: bool) -> None:
     else:
         path = config_file or find()
         layers = [from_environment(), *([from_file(path)] if path else [])]
-        resolved = settle(resolve(RunConfig, layers, strict=strict))
+        resolved = derive(resolve(RunConfig, layers, strict=strict))
         if path and not config_file:
             click.echo(f"settings from {path}")
     click.echo(show(with_engine(resolved)))
@@ -114,7 +114,7 @@ def diff(ctx: click.Context, first: str, second: str) -> None:
 
 
 def _of_file(path: str | Path) -> Resolved[RunConfig]:
-    return settle(resolve(RunConfig, [from_file(path)]))
+    return derive(resolve(RunConfig, [from_file(path)]))
 
 
 def _write(path: Path, values: dict[str, object]) -> None:

@@ -18,7 +18,7 @@ from echelon.cli.environment_facts import (
     versions,
     without_home,
 )
-from echelon.config.derive import settle
+from echelon.config.derive import derive
 from echelon.config.files import from_file
 from echelon.config.resolve import resolve
 from echelon.config.schema import RunConfig
@@ -64,7 +64,7 @@ def _settings(config_file: str | None, *, with_addresses: bool) -> dict[str, str
     path = config_file or find()
     try:
         layers = [from_environment(), *([from_file(path)] if path else [])]
-        resolved = settle(resolve(RunConfig, layers))
+        resolved = derive(resolve(RunConfig, layers))
     except ConfigError as error:
         # Its text may hold what stands there.
         return without_home(f"wrong ({error.where}); echelon config explain says why")

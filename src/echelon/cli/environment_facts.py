@@ -22,7 +22,7 @@ from echelon.base.cores import usable_cores
 from echelon.base.device import accelerators, nccl_version
 from echelon.base.errors import ConfigError
 from echelon.compat.machine import convert_bytes, get_driver_version
-from echelon.config.origin import Source
+from echelon.config.origin import SettingSource
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig, field_names, field_types
 from echelon.world.environment import detect
@@ -297,7 +297,7 @@ def settings(resolved: Resolved[RunConfig], *, with_addresses: bool = False) -> 
     types, found = field_types(RunConfig), {}
     for name in field_names(RunConfig):
         value, origin = getattr(resolved.value, name), resolved.origins[name]
-        if origin.source is Source.DEFAULT:
+        if origin.source is SettingSource.DEFAULT:
             continue
         is_closed = not isinstance(value, str) or value in _choices(types[name])
         shown = repr(value) if is_closed or with_addresses else "(text)"

@@ -24,9 +24,9 @@ from echelon.base.errors import ConfigError, LaunchError
 from echelon.base.printable import printable
 from echelon.cli.launch_options import NUMBERS, STALLED, LaunchCommand, flag_layer, options, typed_flags
 from echelon.config.derive import check as check_settings
-from echelon.config.derive import check_installed, settle
+from echelon.config.derive import check_installed, derive
 from echelon.config.files import accelerators_asked_for, from_file
-from echelon.config.origin import Source
+from echelon.config.origin import SettingSource
 from echelon.config.resolve import Layer, Resolved, resolve
 from echelon.config.run_record import RUN_FILE, to_run_file
 from echelon.config.schema import RunConfig
@@ -40,7 +40,7 @@ from echelon.launch.local.goodput_recorder import process_start_ns
 from echelon.launch.local.output import Outputs, parse_streams
 from echelon.launch.local.ranks import STALL_FILE
 from echelon.launch.local.slots import Slots, is_this_machine, named_slots, no_accelerator
-from echelon.launch.multinode.machines import Asked, check_meeting, interface_variables, meet, node_range
+from echelon.launch.multinode.machines import CliOverrides, check_meeting, interface_variables, meet, node_range
 from echelon.launch.multinode.multinode_session import rules_of, together
 from echelon.launch.multinode.node import RunOver
 from echelon.launch.schedulers.slurm import current_step
@@ -98,13 +98,13 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
         code = run_on_other_machines(ctx, resolved, interrupts)
         if code is not None:
             return code
-    asked = Asked(
+    asked = CliOverrides(
         nnodes=flags["num_machines"],
         **{name: flags[name] for name in ("rdzv_endpoint", "rdzv_id", "rdzv_conf", "local_addr", "listen_on")},
         is_insecure=flags["insecure_network"],
         typed=typed,
     )
-    is_open = resolved.origins["num_machines"].source is Source.DEFAULT
+    is_open = resolved.origins["num_machines"].source is SettingSource.DEFAULT
     step = current_step() if is_open or resolved.value.num_machines > 1 else None
     num_machines = step.num_nodes if step is not None and is_open else resolved.value.num_machines
     is_alone = num_machines == 1
@@ -221,7 +221,7 @@ def _resolve(layer: Layer, flags: dict[str, Any]) -> tuple[Path | None, Resolved
     found = None if flags["config_file"] else find()
     named = flags["config_file"] or found
     layers = [layer, from_environment(), *([from_file(named)] if named else [])]
-    resolved = settle(resolve(RunConfig, layers, strict=flags["strict"]))
+    resolved = derive(resolve(RunConfig, layers, strict=flags["strict"]))
     check_settings(resolved)
     return found, resolved
 
@@ -255,7 +255,7 @@ def _check_one_machine(resolved: Resolved[RunConfig], flags: dict[str, Any], typ
 
 
 def _share(
-    resolved: Resolved[RunConfig], typed: dict[str, str], asked: Asked, num_machines: int
+    resolved: Resolved[RunConfig], typed: dict[str, str], asked: CliOverrides, num_machines: int
 ) -> Resolved[RunConfig]:
     """Return the settings with ``num_processes`` of this machine: accelerate's is that of all together, torchrun's of each."""
     total = resolved.value.num_processes

@@ -9,7 +9,7 @@ import click
 
 from echelon.base.errors import ConfigError
 from echelon.cli.launch_options import ARGV
-from echelon.config.origin import Source
+from echelon.config.origin import SettingSource
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 from echelon.launch.interrupts import Interrupts
@@ -69,7 +69,7 @@ def hosts_of(resolved: Resolved[RunConfig]) -> tuple[Host, ...] | None:
     value, origins = resolved.value, resolved.origins
     said = [name for name in (_HOSTFILE, _INCLUDE, _EXCLUDE) if getattr(value, name) is not None]
     launcher = value.deepspeed_multinode_launcher
-    if not said or origins["machine_rank"].source >= Source.ENV or launcher == "standard":
+    if not said or origins["machine_rank"].source >= SettingSource.ENV or launcher == "standard":
         return None
     if _HOSTFILE not in said and all(map(is_this_machine, _names(getattr(value, said[0])))):
         return None  # accelerators of this machine, which named_slots() reads
@@ -120,7 +120,7 @@ def _filtered(resolved: Resolved[RunConfig], said: Sequence[str]) -> tuple[Host,
 def _of_num_machines(hosts: tuple[Host, ...], resolved: Resolved[RunConfig], *, has_filter: bool) -> tuple[Host, ...]:
     """Return the first ``num_machines`` of ``hosts``, as DeepSpeed does."""
     origin, number = resolved.origins["num_machines"], resolved.value.num_machines
-    if origin.source is Source.DEFAULT or number == len(hosts):
+    if origin.source is SettingSource.DEFAULT or number == len(hosts):
         return hosts
     # accelerate's file says how many there are; a flag, how many are wanted.
     if number > len(hosts) or has_filter:

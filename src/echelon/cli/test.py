@@ -22,7 +22,7 @@ from echelon.cli import launch
 from echelon.cli.environment_facts import system, versions
 from echelon.compat.machine import convert_bytes
 from echelon.launch.interrupts import Interrupted, Interrupts, watch
-from echelon.testing.evidence import OWNED_FILE, Begun, Found, told, write_evidence
+from echelon.testing.evidence import OWNED_FILE, CheckFinding, TestStart, told, write_evidence
 
 __all__ = ["command"]
 
@@ -173,14 +173,14 @@ class _Results:
     def look(self) -> None:
         """Take in what the ranks have told since."""
         for one in next(self._told):
-            if isinstance(one, Begun):
+            if isinstance(one, TestStart):
                 self._current = one.name
             else:
                 self.add(one)
         self._bar.set_description_str(self.current, refresh=False)
         self._bar.refresh()
 
-    def add(self, one: Found) -> None:
+    def add(self, one: CheckFinding) -> None:
         """Note and show a result."""
         now = time.monotonic()
         seconds, self._since, self._current = now - self._since, now, None
@@ -201,7 +201,9 @@ class _Results:
         lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
         what = f"its processes ended with exit code {code}"
         self.add(
-            Found(name=self.current, passed=False, text=what, do=f"see the report; the whole output is in {output}")
+            CheckFinding(
+                name=self.current, passed=False, text=what, do=f"see the report; the whole output is in {output}"
+            )
         )
         for line in lines[-_SHOWN_LINES:]:
             self._write(f"    | {line}")
@@ -240,7 +242,7 @@ def _run(layout: Sequence[str], folder: Path, results: _Results, interrupts: Int
         return results.add_failure(code, output)
     if not results.records:
         do = "start echelon test on one of its machines"
-        results.add(Found(name="world", passed=False, text="no process of the run was on this machine", do=do))
+        results.add(CheckFinding(name="world", passed=False, text="no process of the run was on this machine", do=do))
     elif "bitwise" not in results.names:
         alone = {
             name: value

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.base.errors import ConfigError
-from echelon.config.derive import settle
+from echelon.config.derive import derive
 from echelon.config.files import from_file
 from echelon.config.resolve import resolve
 from echelon.config.schema import RunConfig
@@ -92,6 +92,6 @@ def load_config_from_file(config_file: str | Path | None) -> ClusterConfig:
     path = config_file if config_file is not None else find()
     if path is None:
         raise ConfigError("there is no config file", do="name one, or make one by echelon config")
-    values = chosen(settle(resolve(RunConfig, [from_file(path)])))
+    values = chosen(derive(resolve(RunConfig, [from_file(path)])))
     known = {field.name for field in fields(ClusterConfig)}
     return ClusterConfig(**{name: value for name, value in for_accelerate(values).items() if name in known})

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from echelon.base.errors import ConfigError
-from echelon.config.origin import Origin, Setting, Source
+from echelon.config.origin import Origin, Setting, SettingSource
 
 __all__ = ["DeepSpeedFacts", "HfDeepSpeedConfig", "ResolvedDeepSpeed", "read_deepspeed_config", "resolve_deepspeed"]
 
@@ -41,11 +41,11 @@ def read_deepspeed_config(source: str | Path | Mapping[str, Any]) -> tuple[dict[
         ConfigError: it is none of these, or no JSON object.
     """
     if isinstance(source, Mapping):
-        return copy.deepcopy(dict(source)), Origin(Source.CODE, "DeepSpeed config")
+        return copy.deepcopy(dict(source)), Origin(SettingSource.CODE, "DeepSpeed config")
     text = str(source)
-    origin = Origin(Source.CODE, "DeepSpeed config")
+    origin = Origin(SettingSource.CODE, "DeepSpeed config")
     if _is_file(text):
-        origin = Origin(Source.FILE, text)
+        origin = Origin(SettingSource.FILE, text)
         text = Path(text).read_text(encoding="utf-8")
     elif not text.lstrip().startswith("{"):
         try:
@@ -182,7 +182,7 @@ def resolve_deepspeed(
     Raises:
         ConfigError: a value that nobody knows, or two that cannot both hold; the key and both origins are named.
     """
-    own = origin or Origin(Source.CODE, "DeepSpeed config")
+    own = origin or Origin(SettingSource.CODE, "DeepSpeed config")
     resolved = copy.deepcopy(dict(config))
     origins: dict[str, Origin] = {}
     known = dict(facts.settings)
@@ -229,7 +229,7 @@ def _know_batches(config: Mapping[str, Any], known: dict[str, Setting], facts: D
     if facts.batch_sizes:
         # One of several loaders: which of them trains cannot be seen.
         size = given if given in facts.batch_sizes else facts.batch_sizes[0]
-        known[_MICRO] = Setting(size, Origin(Source.DERIVED, "DataLoader(batch_size=)"))
+        known[_MICRO] = Setting(size, Origin(SettingSource.DERIVED, "DataLoader(batch_size=)"))
     micro = known[_MICRO].value if _MICRO in known else given
     steps = config.get(_ACCUMULATION, _AUTO)
     if steps == _AUTO and _ACCUMULATION in known:
@@ -237,19 +237,19 @@ def _know_batches(config: Mapping[str, Any], known: dict[str, Setting], facts: D
     if micro != _AUTO and steps != _AUTO:
         product = int(str(micro)) * _integer(_ACCUMULATION, steps, own) * facts.world_size
         formula = f"{_MICRO} {micro} x {_ACCUMULATION} {steps} x {facts.world_size} processes"
-        known.setdefault(_TRAIN, Setting(product, Origin(Source.DERIVED, formula)))
+        known.setdefault(_TRAIN, Setting(product, Origin(SettingSource.DERIVED, formula)))
 
 
 def _know_sizes(known: dict[str, Setting], facts: DeepSpeedFacts) -> None:
     if facts.hidden_size is not None:
         for key, size in _OF_HIDDEN_SIZE.items():
-            origin = Origin(Source.DERIVED, f"hidden size {facts.hidden_size} of {facts.model}")
+            origin = Origin(SettingSource.DERIVED, f"hidden size {facts.hidden_size} of {facts.model}")
             known.setdefault(key, Setting(size(facts.hidden_size), origin))
 
 
 def _require_same(key: str, value: Any, origin: Origin, known: Setting | None) -> None:
     """Raise where the run says something else than the config, and neither is a default."""
-    if key == _TRAIN or known is None or known.value == value or known.origin.source is Source.DEFAULT:
+    if key == _TRAIN or known is None or known.value == value or known.origin.source is SettingSource.DEFAULT:
         return
     if key in _OF_HIDDEN_SIZE or key == _GATHER:
         return  # a choice of speed, and nobody else's

@@ -12,13 +12,13 @@ from typing import Any
 
 from echelon.base.errors import ConfigError, MissingExtraError
 from echelon.base.optional import is_available
-from echelon.config.documents import Entry, read
+from echelon.config.documents import DocumentEntry, read
 from echelon.config.key_table import BY_FIELD, KEYS
-from echelon.config.origin import Origin, Source
+from echelon.config.origin import Origin, SettingSource
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 
-__all__ = ["SHARDING", "check", "check_installed", "given", "section_in_use", "settle", "with_engine"]
+__all__ = ["SHARDING", "check", "check_installed", "given", "section_in_use", "derive", "with_engine"]
 
 # Whose settings each engine takes; the first is what its name alone asks for.
 _TAKES: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -61,7 +61,7 @@ _IN_JSON = MappingProxyType(
 
 def given(resolved: Resolved[RunConfig], name: str) -> bool:
     """Tell whether a file, the environment, a flag or code gave the setting ``name``."""
-    return resolved.origins[name].source > Source.DERIVED
+    return resolved.origins[name].source > SettingSource.DERIVED
 
 
 def section_in_use(resolved: Resolved[RunConfig]) -> str | None:
@@ -69,7 +69,7 @@ def section_in_use(resolved: Resolved[RunConfig]) -> str | None:
     return _SECTION.get(resolved.value.sharded_by or "")
 
 
-def settle(resolved: Resolved[RunConfig]) -> Resolved[RunConfig]:
+def derive(resolved: Resolved[RunConfig]) -> Resolved[RunConfig]:
     """Fill in what follows from what was given; the origin of each such value says from what."""
     derived: dict[str, tuple[Any, str]] = {}
     value, origins = resolved.value, resolved.origins
@@ -88,7 +88,7 @@ def settle(resolved: Resolved[RunConfig]) -> Resolved[RunConfig]:
     return Resolved(
         value=replace(value, **{name: found for name, (found, _) in derived.items()}),
         origins=MappingProxyType(
-            {**origins, **{name: Origin(Source.DERIVED, f"from {why}") for name, (_, why) in derived.items()}}
+            {**origins, **{name: Origin(SettingSource.DERIVED, f"from {why}") for name, (_, why) in derived.items()}}
         ),
         shadowed=resolved.shadowed,
     )
@@ -102,7 +102,7 @@ def with_engine(resolved: Resolved[RunConfig]) -> Resolved[RunConfig]:
     alone = value.num_processes == 1
     why = "num_processes" if alone or value.sharded_by is None else "sharded_by"
     engine = "single" if alone else _BY_SHARDING.get(value.sharded_by or "", "ddp")
-    origin = Origin(Source.DERIVED, f"from {why}, {origins[why]}")
+    origin = Origin(SettingSource.DERIVED, f"from {why}, {origins[why]}")
     return replace(resolved, value=replace(value, engine=engine), origins={**origins, "engine": origin})
 
 
@@ -195,7 +195,7 @@ def _check_sections(resolved: Resolved[RunConfig]) -> None:
         if how is None or key.section in {used, *lost} or key.shared or not given(resolved, key.field):
             continue
         # A variable without accelerate's prefix may be somebody else's; and they ask for nothing without ACCELERATE_USE_...
-        if resolved.origins[key.field].source is Source.ENV:
+        if resolved.origins[key.field].source is SettingSource.ENV:
             continue
         raise ConfigError(
             f"{key.field}={getattr(resolved.value, key.field)!r} would have no effect: "
@@ -229,7 +229,7 @@ def _same(ours: Any, theirs: Any) -> bool:
     )
 
 
-def _check_batch(said: Mapping[str, Entry], world_size: int, processes: str) -> None:
+def _check_batch(said: Mapping[str, DocumentEntry], world_size: int, processes: str) -> None:
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     numbers = {name: said[name] for name in names if name in said and isinstance(said[name].value, int)}
     if len(numbers) < len(names):

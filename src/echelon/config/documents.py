@@ -15,11 +15,11 @@ from echelon.base.errors import ConfigError
 if TYPE_CHECKING:
     from yaml import Node
 
-__all__ = ["Entry", "read"]
+__all__ = ["DocumentEntry", "read"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class DocumentEntry:
     """One value of a file."""
 
     keys: tuple[str, ...]
@@ -30,7 +30,7 @@ class Entry:
     """``path:line``."""
 
 
-def read(path: str | Path) -> list[Entry]:
+def read(path: str | Path) -> list[DocumentEntry]:
     """Return what the file ``path`` holds, in its order; by its suffix TOML, JSON, else YAML.
 
     Raises:
@@ -56,7 +56,7 @@ def read(path: str | Path) -> list[Entry]:
     return entries
 
 
-def _read_yaml(path: Path, text: str) -> list[Entry]:
+def _read_yaml(path: Path, text: str) -> list[DocumentEntry]:
     import yaml  # noqa: PLC0415 - 20 ms that `echelon --help` and a run without a file need not pay
 
     is_json = path.suffix == ".json"
@@ -79,7 +79,7 @@ def _read_yaml(path: Path, text: str) -> list[Entry]:
     return list(_flat(path, root, data, ()))
 
 
-def _flat(path: Path, node: Node, data: dict[Any, Any], keys: tuple[str, ...]) -> Iterator[Entry]:
+def _flat(path: Path, node: Node, data: dict[Any, Any], keys: tuple[str, ...]) -> Iterator[DocumentEntry]:
     # The nodes know the lines and what stands twice; the parser knows the values.
     values = {str(key): value for key, value in data.items()}
     for key, child in node.value:
@@ -93,10 +93,10 @@ def _flat(path: Path, node: Node, data: dict[Any, Any], keys: tuple[str, ...]) -
         if isinstance(value, dict) and value and child.id == "mapping":
             yield from _flat(path, child, value, here)
         else:
-            yield Entry(keys=here, value=value, place=f"{path}:{key.start_mark.line + 1}")
+            yield DocumentEntry(keys=here, value=value, place=f"{path}:{key.start_mark.line + 1}")
 
 
-def _read_toml(path: Path, text: str) -> list[Entry]:
+def _read_toml(path: Path, text: str) -> list[DocumentEntry]:
     if sys.version_info >= (3, 11):
         import tomllib  # noqa: PLC0415 - needed for such a file only
     else:
@@ -107,14 +107,14 @@ def _read_toml(path: Path, text: str) -> list[Entry]:
         raise ConfigError(f"{path} is not valid TOML: {error}", do="mend the file at the place named above") from error
     lines = _lines_of_toml(text)
 
-    def flat(table: dict[str, Any], keys: tuple[str, ...]) -> Iterator[Entry]:
+    def flat(table: dict[str, Any], keys: tuple[str, ...]) -> Iterator[DocumentEntry]:
         for name, value in table.items():
             here = (*keys, name)
             if isinstance(value, dict) and value:
                 yield from flat(value, here)
             else:
                 line = next((lines[here[:n]] for n in range(len(here), 0, -1) if here[:n] in lines), 1)
-                yield Entry(keys=here, value=value, place=f"{path}:{line}")
+                yield DocumentEntry(keys=here, value=value, place=f"{path}:{line}")
 
     return list(flat(data, ()))
 

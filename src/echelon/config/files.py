@@ -9,9 +9,9 @@ from typing import Any
 
 from echelon.base.errors import ConfigError
 from echelon.base.unsupported import tpu_instead
-from echelon.config.documents import Entry, read
+from echelon.config.documents import DocumentEntry, read
 from echelon.config.key_table import BY_FIELD, KEYS, SECTIONS
-from echelon.config.origin import Origin, Setting, Source
+from echelon.config.origin import Origin, Setting, SettingSource
 from echelon.config.resolve import Layer
 
 __all__ = ["accelerators_asked_for", "from_file"]
@@ -74,7 +74,7 @@ def from_file(path: str | Path) -> Layer:
     """
     entries = read(path)
     if Path(path).suffix == ".json" and _DEEPSPEED & {entry.keys[0] for entry in entries}:
-        origin = Origin(Source.FILE, str(path))
+        origin = Origin(SettingSource.FILE, str(path))
         return {"deepspeed_config_file": Setting(str(path), origin), "sharded_by": Setting("deepspeed", origin)}
     layer: dict[str, Setting] = {}
     for entry in sorted(entries, key=lambda entry: entry.keys[0] not in _FIRST):
@@ -96,11 +96,11 @@ def accelerators_asked_for(path: str | Path) -> Setting | None:
     kind = said.get(("distributed_type",))
     if kind is None or str(kind.value).upper() not in _ON_ACCELERATORS or ("num_processes",) not in said:
         return None
-    return Setting(kind.value, Origin(Source.FILE, kind.place))
+    return Setting(kind.value, Origin(SettingSource.FILE, kind.place))
 
 
-def _add(layer: dict[str, Setting], entry: Entry) -> None:
-    origin = Origin(Source.FILE, entry.place)
+def _add(layer: dict[str, Setting], entry: DocumentEntry) -> None:
+    origin = Origin(SettingSource.FILE, entry.place)
     first, value = entry.keys[0], entry.value
     if first in _REFUSED or first in _SILENT:
         _refuse(entry)
@@ -114,10 +114,10 @@ def _add(layer: dict[str, Setting], entry: Entry) -> None:
             raise _impossible(entry, do=do or f"give one of {', '.join(_TYPES)}")
         if (sets := _TYPES[known]) is not None:
             layer.setdefault(
-                sets[0], Setting(sets[1], Origin(Source.FILE, f"{entry.place} (distributed_type: {value})"))
+                sets[0], Setting(sets[1], Origin(SettingSource.FILE, f"{entry.place} (distributed_type: {value})"))
             )
     elif first == "fp16" and len(entry.keys) == 1:  # before there was mixed_precision
-        origin = Origin(Source.FILE, f"{entry.place} (fp16: {value})")
+        origin = Origin(SettingSource.FILE, f"{entry.place} (fp16: {value})")
         layer.setdefault("mixed_precision", Setting("fp16" if value else "no", origin))
     elif (field := _field(entry)) is not None and not _is_nothing(field, value):
         if isinstance(value, (list, tuple)):
@@ -125,7 +125,7 @@ def _add(layer: dict[str, Setting], entry: Entry) -> None:
         layer[field] = Setting(value, origin)
 
 
-def _refuse(entry: Entry) -> None:
+def _refuse(entry: DocumentEntry) -> None:
     do = _REFUSED.get(entry.keys[0])
     if entry.keys[-1] == "mpirun_ccl":  # a detail of mpirun, without a hostfile for it
         return
@@ -134,7 +134,7 @@ def _refuse(entry: Entry) -> None:
         raise _impossible(entry, do=do)
 
 
-def _field(entry: Entry) -> str | None:
+def _field(entry: DocumentEntry) -> str | None:
     """Return the field that the name in a file stands for; None: one that has no meaning here."""
     section, name = _section(entry.keys[0]), entry.keys[-1]
     if len(entry.keys) > (1 if section is None else 2):
@@ -167,7 +167,7 @@ def _is_nothing(field: str, value: Any) -> bool:
     return (field == "num_processes" and value == -1) or (field == "gpu_ids" and str(value).lower() in ("all", ""))
 
 
-def _impossible(entry: Entry, *, do: str) -> ConfigError:
+def _impossible(entry: DocumentEntry, *, do: str) -> ConfigError:
     return ConfigError(
         f"{'.'.join(entry.keys)}: {entry.value} asks for what echelon does not offer",
         where=f"file {entry.place}",
@@ -175,7 +175,7 @@ def _impossible(entry: Entry, *, do: str) -> ConfigError:
     )
 
 
-def _unknown(entry: Entry, names: Any) -> ConfigError:
+def _unknown(entry: DocumentEntry, names: Any) -> ConfigError:
     known = [name for name in names if name not in _REFUSED] if len(entry.keys) == 1 else list(names)
     near = get_close_matches(entry.keys[-1], known, n=1)
     if not near and len(entry.keys) > 1:  # right, in another section

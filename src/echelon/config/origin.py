@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-__all__ = ["Origin", "Setting", "Source"]
+__all__ = ["Origin", "Setting", "SettingSource"]
 
 
-class Source(IntEnum):
+class SettingSource(IntEnum):
     """The layers of configuration; the higher one wins."""
 
     DEFAULT = 0
@@ -24,7 +24,7 @@ class Source(IntEnum):
 class Origin:
     """One place: its layer, and the name of the flag, variable, file line or argument."""
 
-    source: Source
+    source: SettingSource
     detail: str = ""
 
     def __str__(self) -> str:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from echelon.base.errors import ConfigError
-from echelon.config.origin import Origin, Setting, Source
+from echelon.config.origin import Origin, Setting, SettingSource
 from echelon.config.schema import coerce, field_names, field_types
 
 __all__ = ["Layer", "Resolved", "Shadowed", "resolve"]
@@ -73,7 +73,7 @@ def resolve(schema: type[T], layers: Iterable[Layer], *, strict: bool = False) -
             do="remove one of the two, or leave --strict out",
         )
     value = schema(**{name: setting.value for name, setting in best.items()})
-    origins = {name: best[name].origin if name in best else Origin(Source.DEFAULT) for name in names}
+    origins = {name: best[name].origin if name in best else Origin(SettingSource.DEFAULT) for name in names}
     return _resolved(value, origins, tuple(shadowed))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.base.errors import ConfigError
-from echelon.config.origin import Origin, Setting, Source
+from echelon.config.origin import Origin, Setting, SettingSource
 from echelon.config.resolve import Resolved, Shadowed, resolve
 from echelon.config.schema import RunConfig
 
@@ -21,7 +21,7 @@ def to_run_file(resolved: Resolved[RunConfig]) -> str:
     chosen = {
         name: [getattr(resolved.value, name), *_plain(origin)]
         for name, origin in resolved.origins.items()
-        if origin.source is not Source.DEFAULT
+        if origin.source is not SettingSource.DEFAULT
     }
     shadowed = [[lost.name, lost.value, *_plain(lost.origin), *_plain(lost.winner)] for lost in resolved.shadowed]
     return json.dumps({"settings": chosen, "shadowed": shadowed}, indent=2) + "\n"
@@ -60,4 +60,4 @@ def _plain(origin: Origin) -> tuple[str, str]:
 
 
 def _origin(source: str, detail: str) -> Origin:
-    return Origin(Source[source], detail)
+    return Origin(SettingSource[source], detail)

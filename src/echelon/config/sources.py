@@ -14,7 +14,7 @@ from echelon.base.errors import ConfigError
 from echelon.base.warnings import warn
 from echelon.compat.variables import parse_flag_from_env, refuse_misspelled
 from echelon.config.key_table import BY_FIELD, KEYS, OTHER_VARIABLES, USE, own_variable
-from echelon.config.origin import Origin, Setting, Source
+from echelon.config.origin import Origin, Setting, SettingSource
 from echelon.config.resolve import Layer, Resolved, resolve
 from echelon.config.schema import RunConfig, coerce, field_types
 
@@ -63,13 +63,13 @@ _PER_MACHINE = frozenset(
 
 def from_flags(values: Mapping[str, tuple[object, str]]) -> Layer:
     """Make a layer of command-line flags: field -> (value, the flag as it was typed)."""
-    return {name: Setting(value, Origin(Source.FLAG, flag)) for name, (value, flag) in values.items()}
+    return {name: Setting(value, Origin(SettingSource.FLAG, flag)) for name, (value, flag) in values.items()}
 
 
 def from_code(owner: str, values: Mapping[str, object]) -> Layer:
     """Make a layer of the arguments given in code to ``owner``; None means that the argument was not given."""
     return {
-        name: Setting(value, Origin(Source.CODE, f"{owner}({name}=)"))
+        name: Setting(value, Origin(SettingSource.CODE, f"{owner}({name}=)"))
         for name, value in values.items()
         if value is not None
     }
@@ -89,7 +89,7 @@ def from_environment() -> Layer:
         field = _FIELDS.get(variable)
         if field is not None:
             if field not in layer or variable == own_variable(field):  # ours wins over the foreign one
-                layer[field] = Setting(text, Origin(Source.ENV, variable))
+                layer[field] = Setting(text, Origin(SettingSource.ENV, variable))
         elif variable in USE:
             use += [variable] if parse_flag_from_env(variable) else []
         elif variable not in OTHER_VARIABLES:
@@ -100,7 +100,7 @@ def from_environment() -> Layer:
             raise ConfigError(
                 f"{' and '.join(use)} are both true", where=f"env {', '.join(use)}", do="set one of them to false"
             )
-        layer["sharded_by"] = Setting(USE[use[0]], Origin(Source.ENV, use[0]))
+        layer["sharded_by"] = Setting(USE[use[0]], Origin(SettingSource.ENV, use[0]))
     return layer
 
 
@@ -130,7 +130,7 @@ def encode(resolved: Resolved[RunConfig]) -> str:
     chosen = {
         name: [values[name], int(origin.source), origin.detail]
         for name, origin in resolved.origins.items()
-        if origin.source is not Source.DEFAULT
+        if origin.source is not SettingSource.DEFAULT
     }
     return json.dumps(chosen, sort_keys=True)
 
@@ -143,7 +143,7 @@ def decode(text: str) -> Layer:
     """
     try:
         return {
-            str(name): Setting(value, Origin(Source(source), str(detail)))
+            str(name): Setting(value, Origin(SettingSource(source), str(detail)))
             for name, (value, source, detail) in json.loads(text).items()
         }
     except (ValueError, TypeError, AttributeError) as error:
@@ -174,7 +174,9 @@ def is_debug() -> bool:
     handed = decode(text).get("debug") if text else None
     key = BY_FIELD["debug"]
     variables = (own_variable(key.field), str(key.variable))
-    found = [Setting(text, Origin(Source.ENV, name)) for name in variables if (text := environ.get(name)) is not None]
+    found = [
+        Setting(text, Origin(SettingSource.ENV, name)) for name in variables if (text := environ.get(name)) is not None
+    ]
     setting = found[0] if found else handed
     if setting is None:
         return False
@@ -200,7 +202,7 @@ def refuse_launchers_variables(resolved: Resolved[RunConfig]) -> None:
     if environ.get(CONFIG_VARIABLE) is not None:
         return
     for name, origin in resolved.origins.items():
-        if origin.source is Source.ENV and origin.detail == own_variable(name) and name in _BY_LAUNCHER:
+        if origin.source is SettingSource.ENV and origin.detail == own_variable(name) and name in _BY_LAUNCHER:
             other = BY_FIELD[name].variable or ", ".join(USE)
             raise ConfigError(
                 f"{origin.detail} is for echelon launch, and this process was not started by it",

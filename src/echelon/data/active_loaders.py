@@ -14,7 +14,7 @@ from echelon.distributed.checks.ungathered_metrics import UngatheredMetricsCheck
 if TYPE_CHECKING:
     from echelon.data.loader import PreparedLoader
 
-__all__ = ["Book", "Driver", "LoaderOptions", "PassFacts", "Reading"]
+__all__ = ["PassTracker", "PassDriver", "LoaderOptions", "PassFacts", "ActiveLoaders"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class LoaderOptions:
     in any case."""
 
 
-class Driver(ABC):
+class PassDriver(ABC):
     """Whoever makes updates of what loaders give, in the exact modes."""
 
     @abstractmethod
@@ -101,7 +101,7 @@ class Driver(ABC):
         """
 
 
-class Book(ABC):
+class PassTracker(ABC):
     """Whoever notes how far the passes of a run have come."""
 
     @abstractmethod
@@ -133,7 +133,7 @@ class PassFacts:
     """Passes of this loader have gone on from one epoch into the next."""
 
 
-class Reading:
+class ActiveLoaders:
     """Which prepared loaders are being read, innermost last."""
 
     __slots__ = ("book", "driver", "joined", "loaders", "metrics", "owner")
@@ -143,8 +143,8 @@ class Reading:
         """The counters that this belongs to (a ``GradientState``, which lives above); None outside an Accelerator."""
         self.loaders: list[PreparedLoader] = []
         self.metrics = UngatheredMetricsCheck("Use accelerator.reduce(total), or gather_for_metrics(...) in the loop")
-        self.driver: Driver | None = None
-        self.book: Book | None = None
+        self.driver: PassDriver | None = None
+        self.book: PassTracker | None = None
         self.joined = False
         """Inside ``join_uneven_inputs``: ranks that have run out shadow the others' collectives."""
 

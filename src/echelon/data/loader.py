@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from echelon.base.errors import CheckpointError, DesyncError, UsageError
 from echelon.base.protocols import SupportsSetEpoch, SupportsStateDict
 from echelon.base.warnings import warn
-from echelon.data.active_loaders import LoaderOptions, PassFacts, Reading
+from echelon.data.active_loaders import ActiveLoaders, LoaderOptions, PassFacts
 from echelon.data.data_facts import DataFacts, facts_of_data
 from echelon.data.exact.batch_slices import Contribution, LastStep
 from echelon.data.exact.exact_batches import PassPlan
@@ -21,7 +21,7 @@ from echelon.data.exact.exact_sources import ExactDispatchSource, ExactSource
 from echelon.data.fork_workers import settle_before_fork
 from echelon.data.rng.host_rng import HostDraws, OtherDraws, synchronize_rng_states
 from echelon.data.sharding.already_sharded import OwnPartsSource
-from echelon.data.sharding.batch_source import DispatchSource, PlainSource, Source, Steps, batches_of
+from echelon.data.sharding.batch_source import BatchSource, DispatchSource, PlainSource, Steps, batches_of
 from echelon.data.to_device import to_device
 from echelon.distributed.checks.already_sharded import cutters_with_epoch, samplers_of
 from echelon.distributed.checks.ungathered_metrics import DatasetLength
@@ -37,12 +37,12 @@ class PreparedLoader(DataLoader[Any]):
 
     def __init__(
         self,
-        source: Source,
+        source: BatchSource,
         original: DataLoader[Any],
         *,
         world: World,
         options: LoaderOptions,
-        reading: Reading,
+        reading: ActiveLoaders,
         device: torch.device | None,
         skip_batches: int = 0,
     ) -> None:
@@ -79,7 +79,7 @@ class PreparedLoader(DataLoader[Any]):
         )
         self._seen_epochs = self._epochs_of_cutters()
 
-    source: Source
+    source: BatchSource
     original: DataLoader[Any]
     """The user's."""
     skip_batches: int

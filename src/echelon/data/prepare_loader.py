@@ -10,17 +10,17 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from echelon.base.lengths import length_of
 from echelon.base.protocols import SupportsShard, SupportsStateDict
 from echelon.base.warnings import UserLine, user_line
-from echelon.data.active_loaders import LoaderOptions, Reading
+from echelon.data.active_loaders import ActiveLoaders, LoaderOptions
 from echelon.data.exact.exact_sources import ExactDispatchSource, ExactSource, ExactStreamSource, IndexedExactSource
 from echelon.data.loader import DispatchedLoader, PreparedLoader
 from echelon.data.loader_agreement import Agreement, agree_on_data, refuse_cut
 from echelon.data.sharding.already_sharded import OwnPartsSource
 from echelon.data.sharding.batch_source import (
-    DealtSource,
+    BatchSource,
     DispatchSource,
     OwnShardsSource,
     PlainSource,
-    Source,
+    ShardedSource,
     StreamSource,
     batches_of,
 )
@@ -38,7 +38,7 @@ def prepare_loader(
     *,
     world: World,
     options: LoaderOptions,
-    reading: Reading,
+    reading: ActiveLoaders,
     place: bool = True,
     slice_fn: SliceFn | None = None,
 ) -> PreparedLoader:
@@ -66,7 +66,7 @@ def prepare_loader(
     seedable = options.use_seedable_sampler
     target = world.device if place else None
     even, split, seed = options.even_batches, options.split_batches, options.data_seed
-    source: Source
+    source: BatchSource
     line = user_line()
     agreement = agree_on_data(
         loader,
@@ -115,7 +115,7 @@ def prepare_loader(
         )
         return DispatchedLoader(source, loader, world=world, options=options, reading=reading, device=None)
     elif not is_iterable:
-        source = DealtSource(
+        source = ShardedSource(
             loader,
             world=world,
             even=even,
@@ -140,7 +140,7 @@ def _prepare_exact(
     *,
     world: World,
     options: LoaderOptions,
-    reading: Reading,
+    reading: ActiveLoaders,
     target: torch.device | None,
     dispatches: bool,
     slice_fn: SliceFn | None,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["Collective", "Divergence", "History", "first_divergence", "read_history"]
+__all__ = ["CollectiveCall", "Divergence", "History", "first_divergence", "read_history"]
 
 # What each rank brings may differ in these: only the kind is compared.
 _UNLIKE_SIZES = frozenset(
@@ -15,7 +15,7 @@ _UNLIKE_SIZES = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Collective:
+class CollectiveCall:
     """One call, as torch's flight recorder has it."""
 
     number: int
@@ -29,7 +29,7 @@ class Collective:
         tensors = ", ".join(f"{dtype.lower()}{list(size)}" for size, dtype in zip(self.sizes, self.dtypes))
         return f"{self.kind} number {self.number}" + (f" of {tensors}" if tensors else "")
 
-    def brings(self, other: Collective) -> bool:
+    def brings(self, other: CollectiveCall) -> bool:
         """Tell whether this and ``other`` of another rank can be one operation."""
         if self.kind != other.kind:
             return False
@@ -42,7 +42,7 @@ class History:
 
     ranks: tuple[int, ...]
     """The members of the group."""
-    begun: tuple[Collective, ...]
+    begun: tuple[CollectiveCall, ...]
 
     @property
     def number(self) -> int:
@@ -55,7 +55,7 @@ class Divergence:
     """The first place at which the ranks of a group do not do the same."""
 
     kind: Literal["other operation", "other shape", "behind"]
-    at: Mapping[int, Collective | None]
+    at: Mapping[int, CollectiveCall | None]
     """What each rank has begun there; of a rank that is behind, nothing."""
     diverging: tuple[int, ...]
     """The ranks that differ from most of the others; empty: there is no majority."""
@@ -70,7 +70,7 @@ def read_history(data: Any) -> dict[str, History]:
     found = {}
     for name, group in (data or {}).get("groups", {}).items():
         begun = tuple(
-            Collective(
+            CollectiveCall(
                 number=int(number),
                 kind=str(kind),
                 sizes=tuple(tuple(int(n) for n in size) for size in sizes),
@@ -106,7 +106,7 @@ def first_divergence(histories: Mapping[int, Mapping[str, History]]) -> Divergen
 
 
 def _first_difference(histories: Mapping[int, History]) -> Divergence | None:
-    by_number: dict[int, dict[int, Collective]] = {}
+    by_number: dict[int, dict[int, CollectiveCall]] = {}
     for rank, history in histories.items():
         for collective in history.begun:
             by_number.setdefault(collective.number, {})[rank] = collective
@@ -120,7 +120,7 @@ def _first_difference(histories: Mapping[int, History]) -> Divergence | None:
     return None
 
 
-def _minority(at: Mapping[int, Collective]) -> tuple[int, ...]:
+def _minority(at: Mapping[int, CollectiveCall]) -> tuple[int, ...]:
     """Return the ranks that do not do what more than half of them do."""
     camps: list[list[int]] = []
     for rank, collective in at.items():

@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from echelon.status.board import Mark, Part, Times
+from echelon.status.board import Mark, StepPart, Times
 
-__all__ = ["ITEMS", "Attempt", "Ledger", "RankTimes", "account", "spent_in"]
+__all__ = ["ITEMS", "Attempt", "TimeBreakdown", "RankTimes", "account", "spent_in"]
 
 _ITEM_OF = MappingProxyType(
     {
-        Part.DATA: "data wait",
-        Part.FORWARD: "compute",
-        Part.OTHER: "compute",
-        Part.BACKWARD: "compute",
-        Part.OPTIMIZER: "compute",
-        Part.EVALUATION: "compute",
-        Part.COMMUNICATION: "communication",
-        Part.CHECKPOINT: "checkpoint",
+        StepPart.DATA: "data wait",
+        StepPart.FORWARD: "compute",
+        StepPart.OTHER: "compute",
+        StepPart.BACKWARD: "compute",
+        StepPart.OPTIMIZER: "compute",
+        StepPart.EVALUATION: "compute",
+        StepPart.COMMUNICATION: "communication",
+        StepPart.CHECKPOINT: "checkpoint",
     }
 )
 _GOOD = ("compute", "communication", "program")
@@ -63,7 +63,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ledger:
+class TimeBreakdown:
     """Seconds by item, the mean over the ranks; they add up to ``wall_s``."""
 
     wall_s: float
@@ -89,12 +89,12 @@ class Ledger:
         return {"wall_s": self.wall_s, "num_restarts": self.num_restarts, "seconds": seconds}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Ledger:
+    def from_json(cls, data: Mapping[str, Any]) -> TimeBreakdown:
         """Read what ``to_json`` gave."""
         return cls(wall_s=data["wall_s"], num_restarts=data["num_restarts"], seconds=data["seconds"])
 
 
-def account(attempts: Sequence[Attempt], *, began_ns: int, ended_ns: int) -> Ledger:
+def account(attempts: Sequence[Attempt], *, began_ns: int, ended_ns: int) -> TimeBreakdown:
     """Return where the time went.
 
     Args:
@@ -113,7 +113,7 @@ def account(attempts: Sequence[Attempt], *, began_ns: int, ended_ns: int) -> Led
         totals["detection"] += attempt.noticed_ns - attempt.failed_ns
         edge = attempt.noticed_ns
     totals["end"] += ended_ns - edge
-    return Ledger(
+    return TimeBreakdown(
         wall_s=(ended_ns - began_ns) / 1e9,
         num_restarts=max(0, len(attempts) - 1),
         seconds={item: ns / 1e9 for item, ns in totals.items() if ns},
@@ -133,8 +133,8 @@ def _row(
     row[before] = one.times.begun_ns - edge
     row["end"] = failed_ns - one.times.begun_ns - sum(spent)
     lost_from = _lost_from(attempt, one, kept)
-    for part, ns in zip(Part, spent):
-        lost = 0 if lost_from is None or part is Part.CHECKPOINT else max(0, ns - lost_from[part])
+    for part, ns in zip(StepPart, spent):
+        lost = 0 if lost_from is None or part is StepPart.CHECKPOINT else max(0, ns - lost_from[part])
         row[_ITEM_OF[part]] += ns - lost
         row["lost steps"] += lost
     return row
@@ -152,7 +152,7 @@ def spent_in(attempt: Attempt, one: RankTimes) -> list[int] | None:
     spent = list(times.spent_ns)
     spent[times.part] += max(0, stop_ns - times.since_ns)
     surplus = max(0, times.since_ns - stop_ns)  # what it noted after that: while others saw the failure, it went on
-    for part in sorted(Part, key=lambda part: (part is not times.part, -spent[part])):
+    for part in sorted(StepPart, key=lambda part: (part is not times.part, -spent[part])):
         taken = min(surplus, spent[part])
         spent[part] -= taken
         surplus -= taken
@@ -175,6 +175,6 @@ def _lost_from(attempt: Attempt, one: RankTimes, kept: int | None) -> Sequence[i
     if kept is None:
         return None
     if not attempt.has_mark(kept):
-        return [0] * len(Part)
+        return [0] * len(StepPart)
     # A rank without this mark died, or was stopped, when the others had begun to save.
     return next((mark.spent_ns for mark in reversed(one.marks) if mark.step == kept), None)

@@ -8,8 +8,8 @@ from enum import Enum
 from typing import TypeAlias, final
 
 from echelon.diagnose.collectives import Divergence, History, first_divergence
-from echelon.status.board import Doing, Note, Phase, Watch
-from echelon.status.call_site import Place
+from echelon.status.board import Doing, Phase, StatusNote, Watch
+from echelon.status.call_site import CallSite
 
 __all__ = [
     "LONG_FACTOR",
@@ -59,7 +59,7 @@ class RankView:
 
     rank: int
     watch: Watch | None = None
-    note: Note | None = None
+    note: StatusNote | None = None
     exit_code: int | None = None
     is_stopped: bool = False
     """By SIGSTOP or the like."""
@@ -113,7 +113,7 @@ class RankView:
 class Answer:
     """What a rank said when it was asked, or wrote when it failed."""
 
-    place: Place | None = None
+    place: CallSite | None = None
     trains: bool = False
     """Whether it is in a backward pass, or in the forward pass of a wrapped model."""
     histories: Mapping[str, History] = field(default_factory=dict)
@@ -463,7 +463,7 @@ def _without_histories(
     return stall(Class.OTHER_OPERATION, culprits, what, _SAME)
 
 
-def _is_at(answer: Answer | None, note: Note) -> bool:
+def _is_at(answer: Answer | None, note: StatusNote) -> bool:
     """Tell whether the rank is in the operation that it noted last: at the same line."""
     place = None if answer is None else answer.place
     return place is not None and place.line == note.line and place.file.endswith(note.file.removeprefix("..."))

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from echelon.status.board import Part
+from echelon.status.board import StepPart
 
-__all__ = ["Spread", "Steps", "steps_of"]
+__all__ = ["StepTimeSpread", "Steps", "steps_of"]
 
-_OWN = (Part.DATA, Part.FORWARD, Part.BACKWARD, Part.OPTIMIZER, Part.OTHER)
+_OWN = (StepPart.DATA, StepPart.FORWARD, StepPart.BACKWARD, StepPart.OPTIMIZER, StepPart.OTHER)
 _LEAST_STEPS = 20
 _WORTH = 0.1
 """A rank is told to be slow when the others wait for it in this part of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
+class StepTimeSpread:
     """Milliseconds of a step in one part, over the ranks."""
 
     least: float
@@ -40,7 +40,7 @@ class Steps:
     """What a step was made of, and who was late."""
 
     num_steps: int
-    parts: Mapping[str, Spread]
+    parts: Mapping[str, StepTimeSpread]
     """Communication is what the rank that waited least had, the same for all; ``wait`` is the rest of each rank's."""
     slowest: int | None = None
     """The rank that the others waited for; None: none stands out."""
@@ -67,7 +67,8 @@ class Steps:
     def to_json(self) -> dict[str, Any]:
         """Return what ``from_json`` reads."""
         parts = {
-            name: {field: getattr(spread, field) for field in Spread.__slots__} for name, spread in self.parts.items()
+            name: {field: getattr(spread, field) for field in StepTimeSpread.__slots__}
+            for name, spread in self.parts.items()
         }
         slow = {"slowest": self.slowest, "slow_part": self.slow_part, "slow_ms": self.slow_ms}
         return {"num_steps": self.num_steps, "parts": parts, **slow, "verdict": self.verdict}
@@ -75,7 +76,7 @@ class Steps:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Steps:
         """Read what ``to_json`` gave."""
-        parts = {name: Spread(**spread) for name, spread in data["parts"].items()}
+        parts = {name: StepTimeSpread(**spread) for name, spread in data["parts"].items()}
         slow = {name: data[name] for name in ("slowest", "slow_part", "slow_ms")}
         return cls(num_steps=data["num_steps"], parts=parts, **slow)
 
@@ -87,16 +88,16 @@ def steps_of(spent_ms: Mapping[int, Sequence[float]], *, num_steps: int) -> Step
     it has more of than the rank that has least is laid to the others.
 
     Args:
-        spent_ms: for each rank the time of each ``Part``.
+        spent_ms: for each rank the time of each ``StepPart``.
         num_steps: of each.
     """
     if not num_steps or not spent_ms:
         return None
     by_rank = {rank: [ms / num_steps for ms in spent] for rank, spent in spent_ms.items()}
-    transfer = min(spent[Part.COMMUNICATION] for spent in by_rank.values())
-    columns = {part.name.lower(): {rank: spent[part] for rank, spent in by_rank.items()} for part in Part}
+    transfer = min(spent[StepPart.COMMUNICATION] for spent in by_rank.values())
+    columns = {part.name.lower(): {rank: spent[part] for rank, spent in by_rank.items()} for part in StepPart}
     columns["communication"] = dict.fromkeys(by_rank, transfer)
-    columns["wait"] = {rank: spent[Part.COMMUNICATION] - transfer for rank, spent in by_rank.items()}
+    columns["wait"] = {rank: spent[StepPart.COMMUNICATION] - transfer for rank, spent in by_rank.items()}
     parts = {name: _spread(column) for name, column in columns.items()}
     own = {rank: sum(spent[part] for part in _OWN) for rank, spent in by_rank.items()}
     slowest = max(own, key=lambda rank: own[rank])
@@ -105,7 +106,7 @@ def steps_of(spent_ms: Mapping[int, Sequence[float]], *, num_steps: int) -> Step
     if num_steps < _LEAST_STEPS or waited < _WORTH * step:
         return Steps(num_steps=num_steps, parts=parts)
 
-    def excess(part: Part) -> float:
+    def excess(part: StepPart) -> float:
         return by_rank[slowest][part] - median(spent[part] for spent in by_rank.values())
 
     slow = max(_OWN, key=excess)
@@ -118,9 +119,9 @@ def steps_of(spent_ms: Mapping[int, Sequence[float]], *, num_steps: int) -> Step
     )
 
 
-def _spread(column: Mapping[int, float]) -> Spread:
+def _spread(column: Mapping[int, float]) -> StepTimeSpread:
     least, most = min(column, key=lambda rank: column[rank]), max(column, key=lambda rank: column[rank])
-    return Spread(
+    return StepTimeSpread(
         least=column[least],
         least_rank=least,
         median=median(column.values()),

@@ -14,14 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from echelon.base.errors import DesyncError
 from echelon.base.rank import known_rank
-from echelon.distributed.monitored_barrier import meet
+from echelon.distributed.monitored_barrier import monitored_barrier
 from echelon.distributed.stores import store_of
 from echelon.distributed.structure_check import ranks_of, wire_device
 from echelon.status.notes import slow, waiting
 from echelon.world.environment import detect
 from echelon.world.group import DEFAULT_TIMEOUT
 
-__all__ = ["agree", "barrier", "fail_together", "main_first", "rank_zero_only"]
+__all__ = ["agree", "barrier", "raise_on_all_ranks", "main_first", "rank_zero_only"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -51,7 +51,7 @@ def agree(flag: bool, *, how: Literal["any", "all"] = "any", mesh: DeviceMesh | 
 
 
 @contextmanager
-def fail_together(what: str) -> Iterator[None]:
+def raise_on_all_ranks(what: str) -> Iterator[None]:
     """Run the block on every rank; where some ranks fail in it, all raise, so that nobody goes on alone and waits.
 
     Args:
@@ -94,7 +94,7 @@ def barrier(timeout: timedelta | float | None = None, *, mesh: DeviceMesh | None
         DesyncError: a rank will not come: it has run past this place, or has ended (see ``meet``).
     """
     limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else (timeout or DEFAULT_TIMEOUT)
-    meet("barrier", group=None if mesh is None else mesh.get_group(), timeout=limit)
+    monitored_barrier("barrier", group=None if mesh is None else mesh.get_group(), timeout=limit)
 
 
 @contextmanager

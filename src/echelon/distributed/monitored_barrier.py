@@ -19,7 +19,7 @@ from echelon.distributed.structure_check import ranks_of
 from echelon.status.call_site import here
 from echelon.status.notes import waiting
 
-__all__ = ["meet"]
+__all__ = ["monitored_barrier"]
 
 _logger = get_logger(__name__)
 PATIENCE = timedelta(seconds=0.5)
@@ -43,7 +43,7 @@ class _Post:
     place: str
 
 
-def meet(
+def monitored_barrier(
     operation: str,
     *,
     advice: str = "",

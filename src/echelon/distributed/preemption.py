@@ -29,7 +29,15 @@ from echelon.distributed.responder import Watcher, desk_of
 from echelon.distributed.stores import common_store
 from echelon.status.board import Slot
 from echelon.status.notes import BOARD_VARIABLE
-from echelon.status.stop_barrier import EXIT_CODE, SIGNALS, Coordinator, Member, Order, Outcome, word
+from echelon.status.stop_barrier import (
+    EXIT_CODE,
+    SIGNALS,
+    BarrierCoordinator,
+    BarrierMember,
+    BarrierOutcome,
+    StopCommand,
+    word,
+)
 
 __all__ = ["Preempted", "member_of_launch", "on_signals", "should_stop"]
 
@@ -44,7 +52,7 @@ class Preempted(SystemExit):
         super().__init__(EXIT_CODE)
 
 
-def member_of_launch() -> Member | None:
+def member_of_launch() -> BarrierMember | None:
     """Return this rank's part in the preemptions that our launcher leads; None: none of ours started it, or it leads none.
 
     From the first call on the launcher counts on this rank, and SIGTERM and SIGUSR1 to it are passed on to the launcher
@@ -55,7 +63,7 @@ def member_of_launch() -> Member | None:
 
 
 @lru_cache(maxsize=1)
-def _open(place: str, _pid: int) -> Member | None:
+def _open(place: str, _pid: int) -> BarrierMember | None:
     path, _, index = place.rpartition(":")
     try:
         slot = Slot(path, int(index))
@@ -64,7 +72,7 @@ def _open(place: str, _pid: int) -> Member | None:
     if not slot.grace_ms:
         return None
     _take_signals(slot.note_asked)
-    return Member(slot)
+    return BarrierMember(slot)
 
 
 def should_stop() -> bool:
@@ -78,7 +86,7 @@ def should_stop() -> bool:
 
 
 @contextmanager
-def on_signals(watcher: Watcher | None) -> Iterator[Member | None]:
+def on_signals(watcher: Watcher | None) -> Iterator[BarrierMember | None]:
     """Take SIGTERM and SIGUSR1 inside the ``with`` block, and give this rank's part in the agreement about them.
 
     None: the program has handlers of its own, or this is not its main thread.
@@ -153,13 +161,13 @@ class _Talk:
 
     def __init__(self) -> None:
         self._seat = _OwnSeat()
-        self.member = Member(self._seat)
+        self.member = BarrierMember(self._seat)
         self._is_begun = self._is_over = False
         self._num_signals = 0
 
     @property
     def is_pending(self) -> bool:
-        return self._is_begun and self._seat.command != word(Order.END)
+        return self._is_begun and self._seat.command != word(StopCommand.END)
 
     def on_signal(self, number: int) -> None:
         self._num_signals += 1
@@ -174,7 +182,9 @@ class _Talk:
         """Begin to agree, in a thread (not one of ``threading``, whose locks the interrupted code may hold)."""
         if not self._is_begun:
             self._is_begun = True
-            self._seat.command = word(Order.HOLD)  # the next boundary is not passed before the thread has come to lead
+            self._seat.command = word(
+                StopCommand.HOLD
+            )  # the next boundary is not passed before the thread has come to lead
             _thread.start_new_thread(self._run, ())
 
     def end(self) -> None:
@@ -201,15 +211,15 @@ class _Talk:
                 _give_up(f"the other ranks do not answer ({type(error).__name__})")
 
     def _lead(self, desk: _OwnDesk | _StoreDesk) -> None:
-        coordinator = Coordinator(desk, _GRACE_S)
-        while (outcome := coordinator.look()) is Outcome.PENDING and not self._is_over:
+        coordinator = BarrierCoordinator(desk, _GRACE_S)
+        while (outcome := coordinator.look()) is BarrierOutcome.PENDING and not self._is_over:
             time.sleep(_POLL_S)
-        if outcome is Outcome.LATE:
+        if outcome is BarrierOutcome.LATE:
             _give_up("not all ranks came to one step")
 
     def _follow(self, words: dist.Store, deadline: float) -> None:
         rank, shown = dist.get_rank(), ""
-        while not self._is_over and self._seat.command != word(Order.END):
+        while not self._is_over and self._seat.command != word(StopCommand.END):
             if time.monotonic() > deadline + _POLL_S:
                 _give_up("not all ranks came to one step")
             number = 0

@@ -83,7 +83,7 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def backward_nothing(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], **options: Any) -> None:
+    def backward_zeros(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], **options: Any) -> None:
         """Run ``backward`` so that those of ``parameters`` that it reaches get zeros (a rank without items).
 
         The loss times zero would not do: a mean over no items is NaN, and so is its product with zero.

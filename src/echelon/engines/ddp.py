@@ -143,7 +143,7 @@ class DDPEngine(Engine):
         for replica in self._replicas.values():
             replica.settle()
 
-    def backward_nothing(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], **options: Any) -> None:
+    def backward_zeros(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], **options: Any) -> None:
         """See ``Engine``: a whole backward pass, so that DDP finds what its forward pass made it expect."""
         with zeros_for(parameters):
             self.backward(loss, **options)

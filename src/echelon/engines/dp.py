@@ -116,9 +116,9 @@ class DPEngine(Engine):
         """As single."""
         self._single.backward(loss, model, **options)
 
-    def backward_nothing(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], **options: Any) -> None:
+    def backward_zeros(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], **options: Any) -> None:
         """As single."""
-        self._single.backward_nothing(loss, parameters, **options)
+        self._single.backward_zeros(loss, parameters, **options)
 
     def step(self, optimizer: Optimizer, *, closure: Any = None, unsynced: bool = False) -> bool:
         """As single."""

@@ -77,7 +77,7 @@ class SingleEngine(Engine):
         """See ``Engine``."""
         self._stepper.scale(loss).backward(**options)  # type: ignore[no-untyped-call]
 
-    def backward_nothing(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], **options: Any) -> None:
+    def backward_zeros(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], **options: Any) -> None:
         """See ``Engine``."""
         with zeros_for(parameters):
             self.backward(loss, **options)

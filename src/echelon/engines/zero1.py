@@ -116,9 +116,9 @@ class Zero1Engine(Engine):
         """As ddp."""
         self._ddp.backward(loss, model, **options)
 
-    def backward_nothing(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], **options: Any) -> None:
+    def backward_zeros(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], **options: Any) -> None:
         """As ddp."""
-        self._ddp.backward_nothing(loss, parameters, **options)
+        self._ddp.backward_zeros(loss, parameters, **options)
 
     def step(self, optimizer: Optimizer, *, closure: Any = None, unsynced: bool = False) -> bool:
         """See ``Engine``.

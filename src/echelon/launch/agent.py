@@ -26,7 +26,7 @@ from echelon.base.errors import LaunchError
 from echelon.diagnose.stall import RankView, Stall
 from echelon.launch.failures.failure import RankEnd, explain
 from echelon.launch.interrupts import Interrupted, Interrupts
-from echelon.launch.local.goodput_recorder import GOODPUT_FILE, Accounts, Books, first_sign, times_on
+from echelon.launch.local.goodput_recorder import GOODPUT_FILE, GoodputRecorder, GoodputReport, first_sign, times_on
 from echelon.launch.local.guardian import LAUNCHER_VARIABLE
 from echelon.launch.local.output import Outputs
 from echelon.launch.local.parents import Guardian, own_identity
@@ -35,16 +35,16 @@ from echelon.launch.local.ranks import LocalRanks, settled
 from echelon.launch.local.warm_start import WarmStarter
 from echelon.launch.multinode.job_token import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from echelon.launch.multinode.messages import decode, encode
-from echelon.launch.multinode.node import Node, Order, RunOver
+from echelon.launch.multinode.node import GenerationResult, Node, RunOver
 from echelon.launch.multinode.rendezvous import LoopbackRendezvous, NodeRendezvous
-from echelon.launch.preemption import Preemption
+from echelon.launch.preemption import PreemptionCoordinator
 from echelon.launch.script import Script
 from echelon.launch.supervisor import StallRules, Supervisor
 from echelon.status.board import Board
 from echelon.status.notes import BOARD_VARIABLE
 from echelon.status.stop_barrier import EXIT_CODE
 
-__all__ = ["Job", "Outcome", "run_job"]
+__all__ = ["Job", "RunOutcome", "run_job"]
 
 # What a spare imports. torch._dynamo: the first optimizer imports it, which takes as long as torch itself.
 _OF_TORCH = ("torch", "torch.distributed", "torch._dynamo")
@@ -86,21 +86,21 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RunOutcome:
     """How the last attempt ended."""
 
     ends: list[RankEnd]
-    books: Books
+    books: GoodputReport
     """Where the time went."""
     stall: Stall | None = None
     """It was stopped because of this; it has been told."""
-    preemption: Preemption | None = None
+    preemption: PreemptionCoordinator | None = None
     """It was asked to end, and has."""
     code: int | None = None
     """The exit code that all machines of the run agree on; what happened has been told. None: it has one machine."""
 
 
-def run_job(job: Job, interrupts: Interrupts, node: Node | None = None) -> Outcome:
+def run_job(job: Job, interrupts: Interrupts, node: Node | None = None) -> RunOutcome:
     """Run ``job`` to its end and return how its last attempt ended.
 
     Args:
@@ -132,7 +132,7 @@ def run_job(job: Job, interrupts: Interrupts, node: Node | None = None) -> Outco
         handler.shutdown()
     preemption = agent.preemption if agent.is_preempted else None
     code = None if node is None else agent.order.code if agent.order is not None else 0
-    return Outcome(ends=agent.ends, books=books, stall=agent.stall, preemption=preemption, code=code)
+    return RunOutcome(ends=agent.ends, books=books, stall=agent.stall, preemption=preemption, code=code)
 
 
 @final
@@ -147,10 +147,10 @@ class _Agent(SimpleElasticAgent):
         self._job = job
         self._interrupts = interrupts
         self._node = node
-        self.order: Order | None = None
+        self.order: GenerationResult | None = None
         self._attempt = -1
         pass_on = None if node is None else node.ask_to_end
-        self.preemption = Preemption(interrupts, job.preemption_grace, pass_on)
+        self.preemption = PreemptionCoordinator(interrupts, job.preemption_grace, pass_on)
         self.is_preempted = False
         self._workers: Workers | None = None
         self._board: Board | None = None
@@ -159,11 +159,11 @@ class _Agent(SimpleElasticAgent):
         self._warm = WarmStarter()
         self._guardian = Guardian()
         self._environment_of_ranks: dict[int, dict[str, str]] = {}
-        self._accounts = Accounts(job.directory / GOODPUT_FILE, began_ns=job.began_ns)
+        self._accounts = GoodputRecorder(job.directory / GOODPUT_FILE, began_ns=job.began_ns)
         self.ends: list[RankEnd] = []
         self.stall: Stall | None = None
 
-    def close(self) -> Books:
+    def close(self) -> GoodputReport:
         """End what forks ranks, and remove the board of the last attempt; return where the time went."""
         self._warm.close()
         self._guardian.close()

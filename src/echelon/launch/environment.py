@@ -9,7 +9,7 @@ from echelon.base import environ
 from echelon.base.cores import threads_of_each
 from echelon.config.derive import SHARDING, section_in_use
 from echelon.config.key_table import KEYS, USE
-from echelon.config.origin import Source
+from echelon.config.origin import SettingSource
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 from echelon.config.sources import CHOSEN_THREADS, CONFIG_VARIABLE, encode
@@ -64,7 +64,7 @@ def _for_accelerate(resolved: Resolved[RunConfig]) -> Mapping[str, str]:
         key.variable: str(value).lower() if value is None or isinstance(value, bool) else str(value)
         for key in KEYS
         if key.variable is not None
-        and resolved.origins[key.field].source is not Source.DEFAULT
+        and resolved.origins[key.field].source is not SettingSource.DEFAULT
         # What the user's own variable says must not come through where a stronger layer says nothing.
         and ((value := getattr(resolved.value, key.field)) is not None or environ.get(key.variable) is not None)
         and (key.section not in SHARDING or key.section == used or key.shared)
@@ -78,7 +78,7 @@ def _for_accelerate(resolved: Resolved[RunConfig]) -> Mapping[str, str]:
             key.field
             for key in KEYS
             if key.section == used or key.field == "mixed_precision"
-            if resolved.origins[key.field].source is Source.FILE
+            if resolved.origins[key.field].source is SettingSource.FILE
         ]
         variables["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(fields)
     return variables

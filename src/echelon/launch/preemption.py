@@ -18,14 +18,14 @@ from echelon.base.errors import LaunchError
 from echelon.diagnose.stall import name_ranks
 from echelon.launch.interrupts import Interrupts
 from echelon.status.board import Board
-from echelon.status.stop_barrier import EXIT_CODE, SIGNALS, Coordinator, Outcome, State, state_of
+from echelon.status.stop_barrier import EXIT_CODE, SIGNALS, BarrierCoordinator, BarrierOutcome, RankState, state_of
 
-__all__ = ["Preemption"]
+__all__ = ["PreemptionCoordinator"]
 
 
 @final
 @dataclass(slots=True)
-class Preemption:
+class PreemptionCoordinator:
     """One run's.
 
     Args:
@@ -39,7 +39,7 @@ class Preemption:
     pass_on: Callable[[str], None] | None = None
     _is_passed_on: bool = False
     _board: Board | None = None
-    _coordinator: Coordinator | None = None
+    _coordinator: BarrierCoordinator | None = None
     _who: str = ""
     _lost: str = ""
 
@@ -57,7 +57,7 @@ class Preemption:
     @property
     def is_saved(self) -> bool:
         """Have all come, and were they told to save?"""
-        return self._coordinator is not None and self._coordinator.look() is Outcome.MET
+        return self._coordinator is not None and self._coordinator.look() is BarrierOutcome.MET
 
     def check(self) -> None:
         """Begin if somebody has asked.
@@ -78,7 +78,7 @@ class Preemption:
                 file=sys.stderr,
                 flush=True,
             )
-            self._coordinator = Coordinator(self._board, self.grace.total_seconds())
+            self._coordinator = BarrierCoordinator(self._board, self.grace.total_seconds())
         if not self.is_asked or self.interrupts.count > self._num_expected:
             self.interrupts.check()
 
@@ -101,13 +101,13 @@ class Preemption:
         """Lead the ranks on; return whether they are to be stopped, because their time is over."""
         assert self._coordinator is not None
         assert self._board is not None
-        if self._coordinator.look() is not Outcome.LATE:
+        if self._coordinator.look() is not BarrierOutcome.LATE:
             return False
         where: dict[str, list[int]] = {}
         for rank, stand in enumerate(self._board.read_stands()):
             note = self._board.note(rank)
             step = "" if note is None else f"step {note.step}, {note.phase or 'elsewhere'}"
-            if state_of(stand) is State.STOPPED:
+            if state_of(stand) is RankState.STOPPED:
                 step += " (has come)"
             where.setdefault(step.strip(), []).append(rank)
         self._lost = "; ".join(f"{name_ranks(ranks)}: {text or 'no step yet'}" for text, ranks in where.items())

@@ -2,7 +2,7 @@
 
 Layout, version 3, little-endian. Header of 64 bytes: ``8s`` magic, ``I`` version, ``I`` number of slots, ``I`` question (a
 number that the launcher raises when it wants every rank's stacks). Then a slot of 2048 bytes for each local rank: the
-record ``Watch`` at 0 and 160, the record ``Note`` at 320 and 672, ``Times`` at 1024 and 1152, and the last eight records
+record ``Watch`` at 0 and 160, the record ``StatusNote`` at 320 and 672, ``Times`` at 1024 and 1152, and the last eight records
 ``Mark`` from 1280 on, 80 bytes each. A record is ``I`` CRC-32 of what follows in it, ``I`` its number, and its fields in the
 order below; texts are UTF-8, filled up with zeros. At 24 of the header and 1920 of a slot are two words each for preemption.
 
@@ -27,7 +27,7 @@ from enum import IntEnum, IntFlag
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-__all__ = ["Board", "Doing", "Mark", "Note", "Part", "Phase", "Slot", "Times", "Watch"]
+__all__ = ["Board", "Doing", "Mark", "StatusNote", "StepPart", "Phase", "Slot", "Times", "Watch"]
 
 _MAGIC, _VERSION = b"ECHBOARD", 3
 _HEADER = struct.Struct("<8sIII")
@@ -82,7 +82,7 @@ _IN_WORDS = (
 )
 
 
-class Part(IntEnum):
+class StepPart(IntEnum):
     """What the time of a training loop goes to."""
 
     DATA = 0
@@ -139,7 +139,7 @@ class Watch(NamedTuple):
     file: str
 
 
-class Note(NamedTuple):
+class StatusNote(NamedTuple):
     """What the program of a rank noted last."""
 
     time_ns: int
@@ -169,9 +169,9 @@ class Times(NamedTuple):
     """The step of the checkpoint that it has begun with; -1: with none."""
     num_steps: int
     """Optimizer steps that it has made itself."""
-    part: Part
+    part: StepPart
     spent_ns: tuple[int, ...]
-    """By ``Part``."""
+    """By ``StepPart``."""
 
 
 class Mark(NamedTuple):
@@ -226,7 +226,7 @@ class Slot:
         fields = _WATCH.pack(*watch[:7], _path(watch.file))
         self._write(_WATCH_AT[self._num_watches & 1], self._num_watches, fields)
 
-    def note(self, note: Note) -> None:
+    def note(self, note: StatusNote) -> None:
         """Write the program's record."""
         self._num_notes += 1
         texts = _text(note.operation, 48), _text(note.detail, 96), _text(note.slow, 48), _path(note.file)
@@ -321,14 +321,14 @@ class Board:
         time_ns, pid, signature, num_collectives, doing, answered, line, file = fields
         return Watch(time_ns, pid, signature, num_collectives, Doing(doing), answered, line, _string(file))
 
-    def note(self, index: int) -> Note | None:
+    def note(self, index: int) -> StatusNote | None:
         """Return what the program of a rank noted last; None: it has noted nothing."""
         fields = self._read(index, _NOTE_AT, _NOTE)
         if fields is None:
             return None
         time_ns, step, num_operations, line, phase, waits, *texts = fields
         operation, detail, slow, file = map(_string, texts)
-        return Note(time_ns, step, num_operations, line, Phase(phase), bool(waits), operation, detail, slow, file)
+        return StatusNote(time_ns, step, num_operations, line, Phase(phase), bool(waits), operation, detail, slow, file)
 
     def times(self, index: int) -> Times | None:
         """Return where the time of a rank has gone; None: it has noted nothing."""
@@ -336,7 +336,7 @@ class Board:
         if fields is None:
             return None
         begun_ns, since_ns, loaded, num_steps, part, *spent_ns = fields
-        return Times(begun_ns, since_ns, loaded, num_steps, Part(part), tuple(spent_ns))
+        return Times(begun_ns, since_ns, loaded, num_steps, StepPart(part), tuple(spent_ns))
 
     def marks(self, index: int) -> list[Mark]:
         """Return where the time of a rank had gone at its last checkpoints, the oldest first."""

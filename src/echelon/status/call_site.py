@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["Place", "Sight", "here", "is_users", "place_of_thread", "sight_of"]
+__all__ = ["CallSite", "Sight", "here", "is_users", "place_of_thread", "sight_of"]
 
 _NOT_THE_USERS = (str(Path(__file__).resolve().parent.parent), str(Path(json.__file__).parent.parent), "<frozen")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
@@ -32,7 +32,7 @@ _DEBUGGER = str(Path(json.__file__).parent.parent / "pdb.py")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class CallSite:
     """A line of the user's program."""
 
     file: str
@@ -50,7 +50,7 @@ class Place:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Place:
+    def from_json(cls, text: str | bytes) -> CallSite:
         """Read what ``to_json`` wrote."""
         return cls(**json.loads(text))
 
@@ -76,12 +76,12 @@ class Sight:
     handler, a hook)."""
 
 
-def here() -> Place:
+def here() -> CallSite:
     """Return where the caller is."""
     return _place_of(sys._getframe(1))
 
 
-def place_of_thread(ident: int) -> Place | None:
+def place_of_thread(ident: int) -> CallSite | None:
     """Return where the thread ``ident`` of this process is; None: it has ended.
 
     It costs that thread nothing: it need not have noted anything.
@@ -125,7 +125,7 @@ def sight_of(innermost: FrameType) -> Sight:
     )
 
 
-def _place_of(innermost: FrameType) -> Place:
+def _place_of(innermost: FrameType) -> CallSite:
     """Return the innermost line that is the user's own; of a forward pass, that which called the model."""
     found: FrameType | None = None
     last = innermost
@@ -149,7 +149,7 @@ def _place_of(innermost: FrameType) -> Place:
     found = found or last
     name = found.f_code.co_filename
     source = linecache.getline(name, found.f_lineno).strip()
-    return Place(file=name, line=found.f_lineno, source=source, communicates=communicates and not imports)
+    return CallSite(file=name, line=found.f_lineno, source=source, communicates=communicates and not imports)
 
 
 @lru_cache(maxsize=4096)

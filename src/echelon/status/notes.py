@@ -12,7 +12,7 @@ from types import FrameType, MappingProxyType
 from typing import ParamSpec, TypeVar
 
 from echelon.base import environ
-from echelon.status.board import Mark, Note, Part, Phase, Slot, Times
+from echelon.status.board import Mark, Phase, Slot, StatusNote, StepPart, Times
 from echelon.status.call_site import is_users
 
 __all__ = [
@@ -35,13 +35,13 @@ BOARD_VARIABLE = "ECHELON_BOARD"
 
 _PART_OF = MappingProxyType(
     {
-        Phase.NONE: Part.OTHER,
-        Phase.DATA: Part.DATA,
-        Phase.TRAIN: Part.OTHER,
-        Phase.OPTIMIZER: Part.OPTIMIZER,
-        Phase.SAVE: Part.CHECKPOINT,
-        Phase.LOAD: Part.CHECKPOINT,
-        Phase.EVALUATE: Part.EVALUATION,
+        Phase.NONE: StepPart.OTHER,
+        Phase.DATA: StepPart.DATA,
+        Phase.TRAIN: StepPart.OTHER,
+        Phase.OPTIMIZER: StepPart.OPTIMIZER,
+        Phase.SAVE: StepPart.CHECKPOINT,
+        Phase.LOAD: StepPart.CHECKPOINT,
+        Phase.EVALUATE: StepPart.EVALUATION,
     }
 )
 _OF_THE_LOOP = frozenset({Phase.DATA, Phase.TRAIN, Phase.OPTIMIZER, Phase.EVALUATE})
@@ -54,9 +54,9 @@ class Notes:
         self._slot = slot
         self._begun_ns = self._since_ns = self._num_steps = 0
         self._loaded = -1
-        self._part = Part.OTHER
+        self._part = StepPart.OTHER
         self._num_forward = 0
-        self._spent_ns = [0] * len(Part)
+        self._spent_ns = [0] * len(StepPart)
         self._step = self._num_operations = self._line = 0
         self._phase = Phase.NONE
         self._waits = False
@@ -83,7 +83,7 @@ class Notes:
             self._begun_ns = self._since_ns = monotonic_ns()
         self.part(_PART_OF[phase])
 
-    def part(self, part: Part) -> Part:
+    def part(self, part: StepPart) -> StepPart:
         """Note what the time goes to from now on, of a training loop that has begun; return what it went to."""
         before = self._part
         if self._begun_ns:
@@ -96,15 +96,15 @@ class Notes:
     def begin_forward(self) -> None:
         """Note that the forward pass of a model begins; one within another, or in an evaluation, is a part of that."""
         self._num_forward += 1
-        if self._part is Part.OTHER:
+        if self._part is StepPart.OTHER:
             self._num_forward = 1
-            self.part(Part.FORWARD)
+            self.part(StepPart.FORWARD)
 
     def end_forward(self) -> None:
         """Note that the forward pass that was begun last has returned."""
         self._num_forward -= 1
-        if self._num_forward == 0 and self._part is Part.FORWARD:
-            self.part(Part.OTHER)
+        if self._num_forward == 0 and self._part is StepPart.FORWARD:
+            self.part(StepPart.OTHER)
 
     def mark(self, step: int) -> None:
         """Note that the checkpoint of ``step`` is begun: what was done before need not be done again."""
@@ -121,8 +121,8 @@ class Notes:
     def communicating(self) -> Iterator[None]:
         """Note that the time of the block goes to other ranks; that of a save or a load stays theirs."""
         before = self._part
-        if before is not Part.CHECKPOINT:
-            self.part(Part.COMMUNICATION)
+        if before is not StepPart.CHECKPOINT:
+            self.part(StepPart.COMMUNICATION)
         try:
             yield
         finally:
@@ -175,7 +175,7 @@ class Notes:
     def _write(self) -> None:
         numbers = monotonic_ns(), self._step, self._num_operations, self._line
         texts = self._operation, self._detail, self._slow, self._file
-        self._slot.note(Note(*numbers, self._phase, self._waits, *texts))
+        self._slot.note(StatusNote(*numbers, self._phase, self._waits, *texts))
 
     def _write_times(self) -> None:
         numbers = self._begun_ns, self._since_ns, self._loaded, self._num_steps

@@ -30,13 +30,13 @@ from typing import Protocol, TypeAlias, final
 __all__ = [
     "EXIT_CODE",
     "SIGNALS",
-    "Coordinator",
-    "Desk",
-    "Member",
-    "Order",
-    "Outcome",
-    "Seat",
-    "State",
+    "BarrierCoordinator",
+    "SharedCommands",
+    "BarrierMember",
+    "StopCommand",
+    "BarrierOutcome",
+    "CommandSlot",
+    "RankState",
     "common_place",
     "have_met",
     "state_of",
@@ -57,7 +57,7 @@ _NAP_S = 0.001
 _SETTLE_S = 0.002  # longer than any processor keeps a store to itself
 
 
-class State(IntEnum):
+class RankState(IntEnum):
     """What a rank is doing about the boundary in its stand."""
 
     HELD = 0
@@ -65,7 +65,7 @@ class State(IntEnum):
     STOPPED = 2
 
 
-class Order(IntEnum):
+class StopCommand(IntEnum):
     """What a command says."""
 
     NONE = 0
@@ -82,18 +82,18 @@ Access: TypeAlias = int | None
 """A stand to write, or None: read the command."""
 
 
-def word(order: Order, place: int = 0) -> int:
+def word(order: StopCommand, place: int = 0) -> int:
     """Return a command."""
     return order << _PLACE_BITS | place
 
 
-def _stand(place: int, state: State) -> int:
+def _stand(place: int, state: RankState) -> int:
     return place << _STATE_BITS | state
 
 
-def state_of(stand: int) -> State:
+def state_of(stand: int) -> RankState:
     """Return what the rank with this stand is doing."""
-    return State(stand & ((1 << _STATE_BITS) - 1))
+    return RankState(stand & ((1 << _STATE_BITS) - 1))
 
 
 def stop_here(place: int, *, is_whole: bool) -> Generator[Access, int, bool]:
@@ -101,32 +101,32 @@ def stop_here(place: int, *, is_whole: bool) -> Generator[Access, int, bool]:
 
     Yields each access to a shared word; a command is sent in.
     """
-    yield _stand(place, State.PAST)
+    yield _stand(place, RankState.PAST)
     command = yield None
     if command == 0:
         return False
     while True:
-        yield _stand(place, State.HELD)
+        yield _stand(place, RankState.HELD)
         command = yield None
-        while command >> _PLACE_BITS == Order.HOLD:
+        while command >> _PLACE_BITS == StopCommand.HOLD:
             command = yield None
-        order, target = Order(command >> _PLACE_BITS), command & ((1 << _PLACE_BITS) - 1)
-        if order is Order.END:
+        order, target = StopCommand(command >> _PLACE_BITS), command & ((1 << _PLACE_BITS) - 1)
+        if order is StopCommand.END:
             return True
-        if place >= target and (is_whole or order is Order.TO_ANY):
-            yield _stand(place, State.STOPPED)
+        if place >= target and (is_whole or order is StopCommand.TO_ANY):
+            yield _stand(place, RankState.STOPPED)
             while (told := (yield None)) == command:
                 pass
-            if told >> _PLACE_BITS == Order.END:
+            if told >> _PLACE_BITS == StopCommand.END:
                 return True
         else:
-            yield _stand(place, State.PAST)
+            yield _stand(place, RankState.PAST)
             if (yield None) == command:
                 return False
         # Another HOLD came meanwhile.
 
 
-class Seat(Protocol):
+class CommandSlot(Protocol):
     """Where a member writes and reads."""
 
     def write_stand(self, stand: int) -> None:
@@ -137,13 +137,13 @@ class Seat(Protocol):
 
 
 @final
-class Member:
+class BarrierMember:
     """A rank's part in the agreement."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: CommandSlot) -> None:
         self._seat = seat
         self._place = 0
-        seat.write_stand(_stand(0, State.PAST))
+        seat.write_stand(_stand(0, RankState.PAST))
 
     def at_boundary(self, *, is_new_step: bool, is_whole: bool) -> bool:
         """Come to a boundary; return whether this rank is to save here and end. It waits while a decision is pending.
@@ -173,7 +173,7 @@ class Member:
             return bool(end.value)
 
 
-class Desk(Protocol):
+class SharedCommands(Protocol):
     """Where a coordinator writes and reads."""
 
     def write_command(self, command: int) -> None:
@@ -183,7 +183,7 @@ class Desk(Protocol):
         """Return every rank's stand as it is after the last command; 0: it takes no part yet."""
 
 
-class Outcome(Enum):
+class BarrierOutcome(Enum):
     """How far an agreement is."""
 
     PENDING = "pending"
@@ -195,7 +195,7 @@ class Outcome(Enum):
 
 @final
 @dataclass(slots=True)
-class Coordinator:
+class BarrierCoordinator:
     """Leads the ranks to one place.
 
     Args:
@@ -203,45 +203,45 @@ class Coordinator:
         grace_s: they have so long to come.
     """
 
-    desk: Desk
+    desk: SharedCommands
     grace_s: float
     clock: Callable[[], float] = time.monotonic
     _deadline: float = field(init=False)
     _any_from: float = field(init=False)
-    _outcome: Outcome = field(init=False, default=Outcome.PENDING)
+    _outcome: BarrierOutcome = field(init=False, default=BarrierOutcome.PENDING)
 
     def __post_init__(self) -> None:
         now = self.clock()
         self._deadline, self._any_from = now + self.grace_s, now + self.grace_s / 2
-        self.lead(Order.TO_WHOLE)
+        self.lead(StopCommand.TO_WHOLE)
 
-    def lead(self, order: Order) -> None:
+    def lead(self, order: StopCommand) -> None:
         """Let no rank pass a boundary, and send all to one that none has passed."""
-        self.desk.write_command(word(Order.HOLD))
+        self.desk.write_command(word(StopCommand.HOLD))
         time.sleep(_SETTLE_S)
         self.desk.write_command(word(order, common_place(self.desk.read_stands())))
 
-    def look(self) -> Outcome:
+    def look(self) -> BarrierOutcome:
         """Look whether all have come, and go on accordingly."""
-        if self._outcome is not Outcome.PENDING:
+        if self._outcome is not BarrierOutcome.PENDING:
             return self._outcome
         now = self.clock()
         if have_met(self.desk.read_stands()):
-            self.desk.write_command(word(Order.END))
-            self._outcome = Outcome.MET
+            self.desk.write_command(word(StopCommand.END))
+            self._outcome = BarrierOutcome.MET
         elif now >= self._deadline:
-            self._outcome = Outcome.LATE
+            self._outcome = BarrierOutcome.LATE
         elif now >= self._any_from:
             self._any_from = self._deadline
-            self.lead(Order.TO_ANY)
+            self.lead(StopCommand.TO_ANY)
         return self._outcome
 
 
 def common_place(stands: list[int]) -> int:
     """Return the first place that no rank has passed, as far as is known: one that has not read HOLD yet may come back."""
-    return max((stand >> _STATE_BITS) + (state_of(stand) is State.PAST) for stand in stands)
+    return max((stand >> _STATE_BITS) + (state_of(stand) is RankState.PAST) for stand in stands)
 
 
 def have_met(stands: list[int]) -> bool:
     """Have all ranks stopped, at one place?"""
-    return len(set(stands)) == 1 and state_of(stands[0]) is State.STOPPED
+    return len(set(stands)) == 1 and state_of(stands[0]) is RankState.STOPPED

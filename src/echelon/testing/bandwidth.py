@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from echelon.base.errors import DesyncError
 
-__all__ = ["COLLECTIVES", "Collective", "Measured", "measure"]
+__all__ = ["COLLECTIVES", "CollectiveBenchmark", "Measured", "measure"]
 
 _MAX_CALLS = 100
 # Their names before torch 2.13.
@@ -21,7 +21,7 @@ _reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_si
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Collective:
+class CollectiveBenchmark:
     """One of torch's, on n ranks."""
 
     name: str
@@ -36,35 +36,35 @@ class Collective:
 
 
 COLLECTIVES = (
-    Collective(
+    CollectiveBenchmark(
         name="all_reduce",
         call=lambda x, out: dist.all_reduce(out),
         shares=(False, False),
         result=lambda numbers: numbers.sum().expand_as(numbers),
         bus_factor=lambda n: 2 * (n - 1) / n,
     ),
-    Collective(
+    CollectiveBenchmark(
         name="all_gather",
         call=lambda x, out: _all_gather(out, x),
         shares=(True, False),
         result=lambda numbers: numbers,
         bus_factor=lambda n: (n - 1) / n,
     ),
-    Collective(
+    CollectiveBenchmark(
         name="reduce_scatter",
         call=lambda x, out: _reduce_scatter(out, x),
         shares=(False, True),
         result=lambda numbers: numbers.sum().expand_as(numbers),
         bus_factor=lambda n: (n - 1) / n,
     ),
-    Collective(
+    CollectiveBenchmark(
         name="broadcast",
         call=lambda x, out: dist.broadcast(out, src=0),
         shares=(False, False),
         result=lambda numbers: numbers[:1].expand_as(numbers),
         bus_factor=lambda n: 1.0,
     ),
-    Collective(
+    CollectiveBenchmark(
         name="all_to_all",
         call=lambda x, out: dist.all_to_all_single(out, x),
         shares=(False, False),
@@ -103,7 +103,7 @@ def measure(
 
     When one call of a collective takes longer than that, its larger sizes are left out: the time is bounded on any network.
 
-    Collective: every rank of the default group.
+    CollectiveBenchmark: every rank of the default group.
 
     Raises:
         DesyncError: one gave a wrong result.
@@ -117,7 +117,7 @@ def measure(
     return found
 
 
-def _measured(collective: Collective, size_bytes: int, device: torch.device, budget_s: float) -> Measured:
+def _measured(collective: CollectiveBenchmark, size_bytes: int, device: torch.device, budget_s: float) -> Measured:
     n = dist.get_world_size()
     share = -(-size_bytes // (n * 4))  # of each rank, in elements: a size that n does not divide is rounded up
     sizes = [share if is_share else share * n for is_share in collective.shares]
@@ -138,7 +138,7 @@ def _measured(collective: Collective, size_bytes: int, device: torch.device, bud
     )
 
 
-def _timed(collective: Collective, x: torch.Tensor, out: torch.Tensor, *, num_calls: int) -> float:
+def _timed(collective: CollectiveBenchmark, x: torch.Tensor, out: torch.Tensor, *, num_calls: int) -> float:
     """Return the seconds of a call on the slowest rank: the same number on all of them, so that all call equally often."""
     dist.barrier()
     began = time.perf_counter()
@@ -155,7 +155,7 @@ def _wait_for(device: torch.device) -> None:
         torch.accelerator.synchronize()
 
 
-def _check(collective: Collective, out: torch.Tensor) -> None:
+def _check(collective: CollectiveBenchmark, out: torch.Tensor) -> None:
     n = dist.get_world_size()
     numbers = collective.result(torch.arange(1.0, n + 1, device=out.device))
     wanted = numbers[:1].expand_as(out) if collective.shares[1] else numbers.repeat_interleave(out.numel() // n)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["OWNED_FILE", "WEIGHTS_FILE", "Begun", "Found", "Teller", "told", "write_evidence"]
+__all__ = ["OWNED_FILE", "WEIGHTS_FILE", "TestStart", "CheckFinding", "EvidenceWriter", "told", "write_evidence"]
 
 WEIGHTS_FILE = "weights.json"
 """The digests of the weights with which each training ended, for the comparison with a later start."""
@@ -21,14 +21,14 @@ _FILE = "told.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begun:
+class TestStart:
     """The ranks have begun a check."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class CheckFinding:
     """What came out of a check."""
 
     name: str
@@ -40,7 +40,7 @@ class Found:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Teller:
+class EvidenceWriter:
     """Notes what happens, in ``folder``; all processes have one, and one of those that share the folder is not silent."""
 
     def __init__(self, folder: Path, *, is_silent: bool) -> None:
@@ -56,7 +56,7 @@ class Teller:
     def found(
         self, name: str, passed: bool | None, text: str, *, do: str = "", figures: Mapping[str, Any] | None = None
     ) -> None:
-        """Note what came out of it; the arguments are those of ``Found``."""
+        """Note what came out of it; the arguments are those of ``CheckFinding``."""
         self._write({"name": name, "passed": passed, "text": text, "do": do, "figures": dict(figures or {})})
 
     def keep(self, weights: Mapping[str, Any]) -> None:
@@ -70,7 +70,7 @@ class Teller:
                 file.write(json.dumps(line) + "\n")
 
 
-def told(folder: Path) -> Iterator[list[Begun | Found]]:
+def told(folder: Path) -> Iterator[list[TestStart | CheckFinding]]:
     """Yield, each time it is asked, what has been noted in ``folder`` since: whole lines, without end."""
     place = 0
     while True:
@@ -83,8 +83,8 @@ def told(folder: Path) -> Iterator[list[Begun | Found]]:
         yield [_of(json.loads(line)) for line in text.splitlines()]
 
 
-def _of(line: dict[str, Any]) -> Begun | Found:
-    return Begun(name=line["begun"]) if "begun" in line else Found(**line)
+def _of(line: dict[str, Any]) -> TestStart | CheckFinding:
+    return TestStart(name=line["begun"]) if "begun" in line else CheckFinding(**line)
 
 
 def write_evidence(path: Path, document: Mapping[str, Any]) -> None:

@@ -10,19 +10,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-__all__ = ["OUTPUT_KINDS", "Note", "PlainObject", "Returning", "items_of"]
+__all__ = ["OUTPUT_KINDS", "OutputNote", "PlainObject", "Returning", "items_of"]
 
 # Each holds, in this order: logits; hidden, a pair of tensors that no loss uses; note, no tensor; missing, None.
 
 
-class Note:
+class OutputNote:
     """What is no tensor in an output: it comes back as the same object."""
 
 
 class _NamedTuple(NamedTuple):
     logits: torch.Tensor
     hidden: Any
-    note: Note
+    note: OutputNote
     missing: None
 
 
@@ -30,7 +30,7 @@ class _NamedTuple(NamedTuple):
 class _Dataclass:
     logits: torch.Tensor
     hidden: Any
-    note: Note
+    note: OutputNote
     missing: None
 
     def __post_init__(self) -> None:
@@ -43,7 +43,7 @@ class _Dataclass:
 class _Frozen:
     logits: torch.Tensor
     hidden: Any
-    note: Note
+    note: OutputNote
     missing: None
 
 
@@ -51,7 +51,7 @@ class _Frozen:
 class _FrozenSlots:
     logits: torch.Tensor
     hidden: Any
-    note: Note
+    note: OutputNote
     missing: None
 
 
@@ -188,7 +188,7 @@ class Returning(nn.Module):
         self.inner = inner
         self.head = head
         self.make = make
-        self.note = Note()
+        self.note = OutputNote()
 
     def forward(self, x: torch.Tensor) -> Any:
         """Return an output of the kind."""

@@ -36,7 +36,7 @@ from echelon.base.rank import known_rank
 from echelon.compat.machine import convert_bytes
 from echelon.distributed.collectives import broadcast_object_list, gather_object
 from echelon.testing.bandwidth import Measured, measure
-from echelon.testing.evidence import OWNED_FILE, WEIGHTS_FILE, Teller
+from echelon.testing.evidence import OWNED_FILE, WEIGHTS_FILE, EvidenceWriter
 
 __all__ = ["main", "plain", "train"]
 
@@ -90,7 +90,7 @@ class Problem:
         )
 
 
-class Samples(Dataset[tuple[int, torch.Tensor, torch.Tensor]]):
+class ToyDataset(Dataset[tuple[int, torch.Tensor, torch.Tensor]]):
     """Each sample with its number."""
 
     def __init__(self, problem: Problem) -> None:
@@ -115,7 +115,7 @@ def build_model(problem: Problem, *, dropout: float = 0.0) -> nn.Module:
 
 def plain(problem: Problem, device: torch.device) -> dict[str, torch.Tensor]:
     """Train with PyTorch alone, in this process alone, on whole batches: the reference. Return the weights."""
-    samples, model = Samples(problem), build_model(problem).to(device)
+    samples, model = ToyDataset(problem), build_model(problem).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     for epoch in range(EPOCHS):
         order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(SEED + epoch))
@@ -150,7 +150,7 @@ def train(
     """Train as a user of echelon does. Collective."""
     model = build_model(problem, dropout=dropout)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-    loader: Any = DataLoader(Samples(problem), batch_size=problem.batch_size, shuffle=True)
+    loader: Any = DataLoader(ToyDataset(problem), batch_size=problem.batch_size, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     trained = Trained()
     if resumes and accelerator.resume():
@@ -174,7 +174,7 @@ def train(
 # ---- the checks ------------------------------------------------------------------------------------------------------
 
 
-def check_world(accelerator: Accelerator, teller: Teller) -> None:
+def check_world(accelerator: Accelerator, teller: EvidenceWriter) -> None:
     """Is every rank there, on a device of its own, and does each hear all others? Collective."""
     teller.begin("world")
     world = accelerator.world
@@ -220,7 +220,7 @@ def check_world(accelerator: Accelerator, teller: Teller) -> None:
     )
 
 
-def check_exact(accelerator: Accelerator, teller: Teller) -> str:
+def check_exact(accelerator: Accelerator, teller: EvidenceWriter) -> str:
     """Are the weights those of plain PyTorch, and each sample used once? Return the weights' digest. Collective."""
     teller.begin("exact")
     problem = _problem(accelerator)
@@ -259,7 +259,7 @@ def check_exact(accelerator: Accelerator, teller: Teller) -> str:
     return digest
 
 
-def die_in_the_middle(accelerator: Accelerator, teller: Teller) -> None:
+def die_in_the_middle(accelerator: Accelerator, teller: EvidenceWriter) -> None:
     """Train and save, until the last rank is killed. Collective."""
     teller.begin("restart")
 
@@ -273,7 +273,7 @@ def die_in_the_middle(accelerator: Accelerator, teller: Teller) -> None:
     raise AssertionError("the training came to its end although a rank was killed")
 
 
-def check_restart(accelerator: Accelerator, teller: Teller, *, undisturbed: str) -> None:
+def check_restart(accelerator: Accelerator, teller: EvidenceWriter, *, undisturbed: str) -> None:
     """Does the run go on where it was saved, and end with the weights of the ``undisturbed`` one? Collective."""
     trained = train(accelerator, _problem(accelerator), resumes=True)
     digest = broadcast_object_list([_digest(trained.weights)])[0]
@@ -296,7 +296,7 @@ def check_restart(accelerator: Accelerator, teller: Teller, *, undisturbed: str)
     )
 
 
-def check_bandwidth(accelerator: Accelerator, teller: Teller, *, is_quick: bool) -> None:
+def check_bandwidth(accelerator: Accelerator, teller: EvidenceWriter, *, is_quick: bool) -> None:
     """Measure how fast the ranks talk. Collective."""
     teller.begin("bandwidth")
     if accelerator.num_processes == 1:
@@ -361,7 +361,7 @@ def part_alone(folder: Path) -> None:
     before = json.loads((folder / WEIGHTS_FILE).read_text(encoding="utf-8"))
     world_size = before["world_size"]
     digest = train_bitwise(world_size, cpu=True)
-    Teller(folder, is_silent=False).found(
+    EvidenceWriter(folder, is_silent=False).found(
         "bitwise",
         digest == before["bitwise"],
         f"{_count(world_size, 'rank')} and 1 end with "
@@ -398,9 +398,9 @@ def _is_shared(folder: Path) -> bool:
     return all(gather_object([(folder / name).exists()]))
 
 
-def _teller(accelerator: Accelerator, folder: Path, *, is_shared: bool) -> Teller:
+def _teller(accelerator: Accelerator, folder: Path, *, is_shared: bool) -> EvidenceWriter:
     speaks = accelerator.is_main_process if is_shared else accelerator.is_local_main_process
-    return Teller(folder, is_silent=not speaks)
+    return EvidenceWriter(folder, is_silent=not speaks)
 
 
 def _settings() -> dict[str, Any]:

@@ -17,14 +17,14 @@ from echelon.base.logging import get_logger
 from echelon.base.protocols import SupportsSetEpoch
 from echelon.trainer.arguments.enums import SaveStrategy
 from echelon.trainer.checkpoint.best_model import load_best, metric_for_best, note_best, remove_last_checkpoint
-from echelon.trainer.checkpoint.train_cursor import Place, Start
+from echelon.trainer.checkpoint.train_cursor import ResumePoint, TrainCursor
 from echelon.trainer.data.epoch_batches import EpochBatches, tell_length
 from echelon.trainer.data.num_tokens import num_tokens
 from echelon.trainer.features.auto_find_batch_size import evaluation_ran_out
 from echelon.trainer.features.nonfinite import NonFiniteError, first_bad
 from echelon.trainer.loss_window import LossWindow, mean_loss, no_losses
 from echelon.trainer.results import TrainOutput, speed_metrics
-from echelon.trainer.training_plan import Plan
+from echelon.trainer.training_plan import TrainingPlan
 
 if TYPE_CHECKING:
     from echelon.trainer.trainer import Trainer
@@ -51,10 +51,10 @@ class TrainingLoop:
     def __init__(
         self,
         trainer: Trainer,
-        plan: Plan,
+        plan: TrainingPlan,
         loader: Any,
         *,
-        start: Start,
+        start: ResumePoint,
         ignore_keys: list[str] | None,
     ) -> None:
         self.trainer = trainer
@@ -116,7 +116,7 @@ class TrainingLoop:
         # With other batches than those of the plan, max_steps may lie beyond its epochs.
         num_epochs = sys.maxsize if args.max_steps > 0 else plan.num_epochs
         for epoch in () if is_done else range(start.epoch, num_epochs):
-            self._run_epoch(epoch, start if epoch == start.epoch else Start(epoch=epoch))
+            self._run_epoch(epoch, start if epoch == start.epoch else ResumePoint(epoch=epoch))
             if trainer.control.should_training_stop or self._has_all_steps:
                 break
         self._count_losses()  # those since the last log
@@ -135,7 +135,7 @@ class TrainingLoop:
         trainer._hub.wait()
         return TrainOutput(trainer.state.global_step, mean, metrics)
 
-    def _run_epoch(self, epoch: int, start: Start) -> None:
+    def _run_epoch(self, epoch: int, start: ResumePoint) -> None:
         trainer, plan, place = self.trainer, self.plan, self.place
         if isinstance(self.loader, SupportsSetEpoch):
             self.loader.set_epoch(epoch)
@@ -421,7 +421,7 @@ class TrainingLoop:
         self.last_saved_step = trainer.state.global_step
         trainer._tell("on_save")
 
-    def _restore(self, place: Place) -> None:
+    def _restore(self, place: TrainCursor) -> None:
         """Take over what was not logged yet, if ``place`` is that of the checkpoint."""
         self.last_logged_step = self.trainer.state.global_step
         if place.window:
@@ -481,7 +481,7 @@ class TrainingLoop:
             return flag
         return bool(accelerator.reduce(torch.tensor(float(flag), device=accelerator.device), "sum") > 0)
 
-    def _evaluate_again(self, start: Start) -> Start:
+    def _evaluate_again(self, start: ResumePoint) -> ResumePoint:
         """Make the evaluation that the saved training was left in; return where the data goes on."""
         trainer, place = self.trainer, self.place
         if start.random_states is not None:

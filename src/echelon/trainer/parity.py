@@ -12,7 +12,7 @@ from torch import nn
 from echelon.base.errors import ConfigError, UsageError
 from echelon.trainer.checkpoint.resume import saved_arguments
 from echelon.trainer.data.num_items import count_items
-from echelon.trainer.training_plan import Plan, make_plan
+from echelon.trainer.training_plan import TrainingPlan, make_plan
 
 if TYPE_CHECKING:
     from echelon.trainer.trainer import Trainer
@@ -50,7 +50,7 @@ def keep_global_batch(trainer: Trainer, folder: Path | None) -> None:
     trainer.args.global_batch_size = trainer._global_batch_size
 
 
-def plan_of_updates(trainer: Trainer, loader: Any) -> Plan:
+def plan_of_updates(trainer: Trainer, loader: Any) -> TrainingPlan:
     """Return the plan of a training over ``loader``, whose batches are those of all ranks: each is one update."""
     whole = getattr(loader, "original", loader)
     return make_plan(

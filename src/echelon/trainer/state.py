@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from echelon.trainer.arguments.training_arguments import TrainingArguments
     from echelon.trainer.trainer import Trainer
-    from echelon.trainer.training_plan import Plan
+    from echelon.trainer.training_plan import TrainingPlan
 
 __all__ = ["TrainerControl", "TrainerState", "begin_state"]
 
@@ -76,7 +76,7 @@ class TrainerControl:
         return {"args": asdict(self), "attributes": {}}
 
 
-def begin_state(trainer: Trainer, plan: Plan) -> TrainerState:
+def begin_state(trainer: Trainer, plan: TrainingPlan) -> TrainerState:
     """Return the state of a training that begins."""
     state = TrainerState(
         max_steps=plan.max_steps,

@@ -53,7 +53,7 @@ from echelon.trainer.checkpoint.checkpoint_folders import (
 from echelon.trainer.checkpoint.resume import checkpoint_to_resume, go_on, plan_from, restore_state
 from echelon.trainer.checkpoint.save import save_checkpoint
 from echelon.trainer.checkpoint.save_on_error import save_after
-from echelon.trainer.checkpoint.train_cursor import Place, Start
+from echelon.trainer.checkpoint.train_cursor import ResumePoint, TrainCursor
 from echelon.trainer.checkpoint.transformers_layout import ARGUMENTS_BIN
 from echelon.trainer.data import batches
 from echelon.trainer.data.collators import PaddingCollator, Tokenizer, default_data_collator
@@ -97,7 +97,7 @@ from echelon.trainer.parity import check_exact, items_of, keep_global_batch, pla
 from echelon.trainer.results import EvalLoopOutput, EvalPrediction, PredictionOutput, TrainOutput, speed_metrics
 from echelon.trainer.signatures import num_positional, parameters_of, takes, takes_anything, takes_trial
 from echelon.trainer.state import TrainerControl, TrainerState, begin_state
-from echelon.trainer.training_plan import Plan, announce, make_plan
+from echelon.trainer.training_plan import TrainingPlan, announce, make_plan
 from echelon.trainer.verbosity import speak_at
 
 __all__ = ["Trainer"]
@@ -235,7 +235,7 @@ class Trainer:
         """
         self.accelerator: Accelerator = make_accelerator(self.args)
         self.accelerator.preemption.is_driven = True
-        self._place = Place()
+        self._place = TrainCursor()
         self.accelerator.register_for_checkpointing(self._place)
         self._syncs_each_batch = bool(accumulation_options(self.args).get("sync_each_batch"))
 
@@ -395,8 +395,8 @@ class Trainer:
             self.control = TrainerControl()
             self._prepare_training(plan.max_steps)
             self.callback_handler.train_dataloader = loader
-            self._place.load_state_dict(Place().state_dict())
-            start = Start() if folder is None else go_on(self, folder, loader, plan)
+            self._place.load_state_dict(TrainCursor().state_dict())
+            start = ResumePoint() if folder is None else go_on(self, folder, loader, plan)
             announce(
                 plan,
                 batch_size=batch_size,
@@ -419,7 +419,7 @@ class Trainer:
                     save_after(error, loop)
                 raise
 
-    def _plan(self, loader: Any) -> Plan:
+    def _plan(self, loader: Any) -> TrainingPlan:
         if self.accelerator.parity != "off":
             return plan_of_updates(self, loader)
         batch_size = getattr(loader, "batch_size", None) or self._train_batch_size

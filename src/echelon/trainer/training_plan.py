@@ -12,13 +12,13 @@ from echelon.base.lengths import length_of
 from echelon.base.logging import get_logger
 from echelon.trainer.arguments.training_arguments import TrainingArguments
 
-__all__ = ["Plan", "announce", "make_plan", "no_length"]
+__all__ = ["TrainingPlan", "announce", "make_plan", "no_length"]
 
 logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class TrainingPlan:
     """The length of a training, in the units of this rank."""
 
     max_steps: int
@@ -53,7 +53,7 @@ def make_plan(
     batch_size: int,
     accumulation: int,
     world_size: int,
-) -> Plan:
+) -> TrainingPlan:
     """Return the plan of a training over ``loader``.
 
     Args:
@@ -74,7 +74,7 @@ def make_plan(
         if args.max_steps <= 0:
             raise no_length()
         batches = args.max_steps * accumulation if limit is None else limit
-        return Plan(
+        return TrainingPlan(
             max_steps=args.max_steps,
             num_epochs=sys.maxsize,
             steps_per_epoch=math.ceil(batches / accumulation),
@@ -105,7 +105,7 @@ def make_plan(
         max_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
         num_epochs = math.ceil(args.num_train_epochs)
         num_train_samples = int(samples * args.num_train_epochs)
-    return Plan(
+    return TrainingPlan(
         max_steps=max_steps,
         num_epochs=num_epochs,
         steps_per_epoch=steps_per_epoch,
@@ -129,7 +129,7 @@ def no_length() -> UsageError:
     )
 
 
-def announce(plan: Plan, *, batch_size: int, num_devices: int, accumulation: int, num_parameters: int) -> None:
+def announce(plan: TrainingPlan, *, batch_size: int, num_devices: int, accumulation: int, num_parameters: int) -> None:
     """Log what is about to run; ``batch_size`` is that of this process, over its ``num_devices``."""
     logger.info("***** Running training *****")
     logger.info("  Num examples = %s", f"{plan.num_examples:,}")

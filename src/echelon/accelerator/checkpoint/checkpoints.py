@@ -44,10 +44,10 @@ from echelon.checkpoint.lock import RunLock
 from echelon.checkpoint.manifest import is_part
 from echelon.checkpoint.read import Checkpoint, open_verified
 from echelon.checkpoint.rotation import numbered, remove_oldest
-from echelon.checkpoint.save import Save, SaveFailedError, as_save_failure, begin_save, save_folder, together
+from echelon.checkpoint.save import Save, SaveFailedError, as_save_failure, begin_save, run_on_all_ranks, save_folder
 from echelon.checkpoint.storage import LocalStorage
 from echelon.distributed.collectives import gather_object
-from echelon.distributed.control import agree, fail_together
+from echelon.distributed.control import agree, raise_on_all_ranks
 from echelon.distributed.small_messages import gather_bytes
 from echelon.world.world import World
 
@@ -122,7 +122,7 @@ class Checkpoints:
         self.wait()
         models = _bare_models(accelerator)
         weights = [accelerator.get_state_dict(model) for model in accelerator._models]
-        random_states = accelerator._close_books()
+        random_states = accelerator._snapshot_progress()
         state = collect_state(
             weights=weights,
             optimizers=accelerator._optimizers,
@@ -152,7 +152,7 @@ class Checkpoints:
             self._lock_numbered(target, is_first=is_first, lock_of=_lock_beside)
             is_owner = save_folder(target, write, world=world, is_part=_is_ours, fence=self.fence)
             # Together: who has returned sees the folder as it stays.
-            together("deleting old checkpoints", lambda: self._rotate(target, is_owner), gather_bytes)
+            run_on_all_ranks("deleting old checkpoints", lambda: self._rotate(target, is_owner), gather_bytes)
 
         if count_failures(accelerator, save):
             self._project.iteration += 1
@@ -172,7 +172,7 @@ class Checkpoints:
         input_dir = _one_folder(input_dir, accelerator.world, "load_state")
         folder, checkpoint = self._source(accelerator, input_dir)
         if checkpoint is not None:
-            with fail_together("load_state"):
+            with raise_on_all_ranks("load_state"):
                 strict = options.pop("strict", True)
                 self._load_own(accelerator, checkpoint, strict=strict, allowed=allowed, data=data, others=options)
             return
@@ -181,7 +181,7 @@ class Checkpoints:
                 "load_state(allow_missing=) needs echelon's own checkpoint format, and this is none",
                 do="leave it out, or load a checkpoint of echelon",
             )
-        with fail_together("load_state"):
+        with raise_on_all_ranks("load_state"):
             require_custom_states(folder, len(self.custom_objects))
             models = _bare_models(accelerator)
             for hook in list(self.load_hooks.values()):
@@ -200,7 +200,7 @@ class Checkpoints:
                 **options,
             )
             accelerator.step = changes.get("step", accelerator.step)
-            accelerator._reopen_books(changes.get("progress"))
+            accelerator._restore_progress(changes.get("progress"))
             for i, one in enumerate(self.custom_objects):
                 load_custom_state(one, folder, i)
 
@@ -214,7 +214,7 @@ class Checkpoints:
             )
         self.wait()
         folder = _one_folder(path, accelerator.world, "resume")
-        with fail_together("resume"):
+        with raise_on_all_ranks("resume"):
             found = numbered(self._folder(), prefix=_PREFIX) if is_named else []
             if folder is None:
                 place = self._folder()
@@ -234,7 +234,7 @@ class Checkpoints:
             _logger.warning("no checkpoint in %s: starting from scratch", place)
             return False
         self.load(accelerator, folder, None, options)
-        with fail_together("resume"):
+        with raise_on_all_ranks("resume"):
             accelerator._go_on()
         if is_named:  # also those that were passed over have a number
             last = max(int(one.name.removeprefix(_PREFIX)) for one in found) if found else -1
@@ -284,7 +284,7 @@ class Checkpoints:
         each = self._project.save_on_each_node and accelerator.capabilities.exposes_state
         lock, place = self._lock, self._place
         try:
-            with fail_together(f"locking {folder}"):
+            with raise_on_all_ranks(f"locking {folder}"):
                 if accelerator.process_index == 0 or (each and accelerator.is_local_main_process):
                     make_folders(LocalStorage(), folder)
                     self._lock = RunLock(_lock_inside(folder))
@@ -318,8 +318,8 @@ class Checkpoints:
         self.wait()
         is_first = world.rank == 0 or (each and world.is_local_rank_zero)
         models = _bare_models(accelerator)
-        random_states = accelerator._close_books()
-        with fail_together("collecting the state"):
+        random_states = accelerator._snapshot_progress()
+        with raise_on_all_ranks("collecting the state"):
             content = content_of(
                 accelerator, models, custom_objects=self.custom_objects, random_states=random_states, metric=metric
             )
@@ -361,7 +361,7 @@ class Checkpoints:
                 self._lock = RunLock(lock_of(folder))
                 clean(storage, folder, belongs=_is_numbered)
 
-        together("locking the folder of the checkpoints", as_save_failure(lock, target), gather_bytes)
+        run_on_all_ranks("locking the folder of the checkpoints", as_save_failure(lock, target), gather_bytes)
 
     def _run_save_hooks(self, accelerator: Accelerator, models: list[nn.Module], save: Save) -> None:
         """Let the hooks write files of their own; models whose weights they take out of the list are not written.
@@ -377,7 +377,7 @@ class Checkpoints:
             return [i for i, one in enumerate(given) if not any(one is kept for kept in weights)]
 
         try:
-            taken_out = together("a hook of save_state", as_save_failure(run, save.target), gather_bytes)
+            taken_out = run_on_all_ranks("a hook of save_state", as_save_failure(run, save.target), gather_bytes)
         except BaseException:
             save.give_up()
             raise
@@ -434,7 +434,7 @@ class Checkpoints:
             return place_of(storage, found), Checkpoint(found) if layout_of(found) == "echelon" else None
         if agree(layout_of(folder) == "echelon"):
             return folder, open_verified(folder, world=world)
-        with fail_together("load_state"):
+        with raise_on_all_ranks("load_state"):
             require_layout(folder)
         return place_of(storage, folder), None
 
@@ -497,7 +497,7 @@ class Checkpoints:
             data=data,
         )
         accelerator.step = changes["step"]
-        accelerator._reopen_books(changes["progress"])
+        accelerator._restore_progress(changes["progress"])
         _logger.info("%s is loaded", checkpoint.folder)
 
     def save_model(
@@ -505,7 +505,7 @@ class Checkpoints:
     ) -> None:
         """See ``Accelerator.save_model``."""
         state = accelerator.get_state_dict(model)
-        with fail_together("save_model"):
+        with raise_on_all_ranks("save_model"):
             if folder.is_file():
                 raise UsageError(f"{folder} is a file, and a folder is to be there", do="give another name")
             if state is None:  # sharded: rank zero has it

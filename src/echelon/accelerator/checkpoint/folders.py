@@ -20,7 +20,7 @@ from echelon.checkpoint.layouts import TRAINER_STATE, json_of, layout_of, weight
 from echelon.checkpoint.merge_weights import aliases_of
 from echelon.checkpoint.read import Checkpoint, try_open
 from echelon.checkpoint.rotation import numbered, remove_oldest
-from echelon.checkpoint.save import Content, SaveFailedError, as_save_failure, begin_save, save_folder, together
+from echelon.checkpoint.save import Content, SaveFailedError, as_save_failure, begin_save, run_on_all_ranks, save_folder
 from echelon.checkpoint.storage import LocalStorage
 from echelon.checkpoint.tensor_file import read_header
 from echelon.distributed.small_messages import gather_bytes
@@ -295,7 +295,7 @@ def save_files(accelerator: Accelerator, target: Path, write: Callable[[Path], N
         content = Content(progress=accelerator.progress.to_json())
         begun = begin_save(target, content, world=world, fence=accelerator._checkpoints.fence, on_each_node=each)
         try:
-            together(f"writing {target}", as_save_failure(lambda: write(begun.folder), target), gather_bytes)
+            run_on_all_ranks(f"writing {target}", as_save_failure(lambda: write(begun.folder), target), gather_bytes)
         except BaseException:
             begun.give_up()
             raise

@@ -27,7 +27,7 @@ from echelon.compat.constants import (
     WEIGHTS_NAME,
 )
 from echelon.compat.variables import parse_flag_from_env
-from echelon.distributed.control import fail_together
+from echelon.distributed.control import raise_on_all_ranks
 from echelon.engines.fsdp.meta_device import give_memory
 from echelon.engines.shards import slices_of
 
@@ -183,7 +183,7 @@ def load_checkpoint_in_model(
                 do="leave dtype out: values are converted; or build the model in that dtype",
             )
         bare.to(getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype)
-    together = nullcontext() if mesh is None else fail_together("load_checkpoint_in_model")
+    together = nullcontext() if mesh is None else raise_on_all_ranks("load_checkpoint_in_model")
     device = torch.device("cpu" if mesh is None else mesh.device_type)
     with together:
         _read(bare, Path(checkpoint).expanduser(), device=device, strict=strict)

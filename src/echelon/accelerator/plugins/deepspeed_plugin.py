@@ -19,7 +19,7 @@ from echelon.base.errors import ConfigError, UsageError
 from echelon.base.logging import get_logger
 from echelon.compat.variables import parse_flag_from_env
 from echelon.config.deepspeed_json import HfDeepSpeedConfig
-from echelon.config.origin import Origin, Setting, Source
+from echelon.config.origin import Origin, Setting, SettingSource
 from echelon.engines.deepspeed.config import host_optimizer
 from echelon.engines.deepspeed.options import DrivenScheduler
 
@@ -121,13 +121,13 @@ class DeepSpeedPlugin:
 
     def __post_init__(self) -> None:
         self._selected = False
-        self._given = {name: Origin(Source.CODE, f"DeepSpeedPlugin({name}=)") for name in self._set()}
+        self._given = {name: Origin(SettingSource.CODE, f"DeepSpeedPlugin({name}=)") for name in self._set()}
         self._refuse_msamp()
         for name, variable in _VARIABLES.items():
             text = environ.get(variable)
             if getattr(self, name) is None and text is not None:
                 setattr(self, name, text)
-                self._given[name] = Origin(Source.ENV, variable)
+                self._given[name] = Origin(SettingSource.ENV, variable)
         for name, default in _DEFAULTS.items():
             if getattr(self, name) is None:
                 setattr(self, name, default)
@@ -228,7 +228,7 @@ class DeepSpeedPlugin:
                     node, last = config.find_config_node(key)
                     assert node is not None
                     node[last] = own
-            elif origin is not None and origin.source is Source.CODE and own not in ("auto", value):
+            elif origin is not None and origin.source is SettingSource.CODE and own not in ("auto", value):
                 raise ConfigError(
                     f"{name}={own!r} (from {origin}) and {key}={value!r} (from {config.origin}) cannot both hold",
                     where="DeepSpeedPlugin",

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from echelon.accelerator.gradient_state import GradientState
-from echelon.data.active_loaders import LoaderOptions, Reading
+from echelon.data.active_loaders import ActiveLoaders, LoaderOptions
 from echelon.data.loader import PreparedLoader
 from echelon.data.prepare_loader import prepare_loader
 from echelon.data.skip_batches import skip_in_plain_loader
@@ -54,7 +54,7 @@ def prepare_data_loader(
     torch_device_mesh: Any = None,
     *,
     already_sharded: bool | None = None,
-    reading: Reading | None = None,
+    reading: ActiveLoaders | None = None,
 ) -> PreparedLoader:
     """Cut ``dataloader`` for the processes by hand; the Accelerator built last, if there is one, knows when it is read.
 

@@ -48,8 +48,8 @@ __all__ = [
     "dynamo_settings",
     "handlers_by_kind",
     "make_engine",
-    "open_sharding",
-    "open_world",
+    "build_sharding",
+    "build_world",
     "refuse_what_is_not_offered",
     "resolve_settings",
 ]
@@ -149,7 +149,7 @@ def handlers_by_kind(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
     return {kind: found.get(kind) or kind() for kind in kinds if kind is not AORecipeKwargs or kind in found}
 
 
-def open_world(config: RunConfig, options: InitProcessGroupKwargs, engine: Engine | str | None = None) -> World:
+def build_world(config: RunConfig, options: InitProcessGroupKwargs, engine: Engine | str | None = None) -> World:
     """Make the process group where there are several processes, or ``engine`` needs one, and none has been made by hand."""
     needs_group = False
     if isinstance(engine, str) and engine not in GROUPLESS:
@@ -174,7 +174,7 @@ def _keep_to_cores(device: torch.device, local_rank: int, local_world_size: int)
     _logger.info("process %d of this machine keeps to the cores %s", local_rank, sorted(cores), all_ranks=True)
 
 
-def open_sharding(
+def build_sharding(
     plugin: FullyShardedDataParallelPlugin | None,
     config: ParallelismConfig | None,
     *,

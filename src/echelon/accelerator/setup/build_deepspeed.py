@@ -20,7 +20,7 @@ from echelon.base.warnings import warn
 from echelon.compat.variables import parse_flag_from_env
 from echelon.config.deepspeed_json import DeepSpeedFacts, resolve_deepspeed
 from echelon.config.deepspeed_keys import without_counterpart
-from echelon.config.origin import Origin, Setting, Source
+from echelon.config.origin import Origin, Setting, SettingSource
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 from echelon.engines.base import Engine
@@ -38,7 +38,7 @@ __all__ = [
     "fill_deepspeed",
     "follow_deepspeed",
     "groups_of",
-    "open_deepspeed",
+    "build_deepspeed",
     "plugin_knowing",
     "refuse_stand_ins",
     "sharding_of_deepspeed",
@@ -47,7 +47,7 @@ __all__ = [
 _logger = get_logger(__name__)
 
 # What accelerate takes where the config says "auto" and the loop does not clip.
-_CLIPPING = Setting(1.0, Origin(Source.DEFAULT, "of accelerate"))
+_CLIPPING = Setting(1.0, Origin(SettingSource.DEFAULT, "of accelerate"))
 
 
 def choose_deepspeed(plugin: Any, plugins: Any, *, engine: Engine | str | None) -> DeepSpeedPlugin | None:
@@ -105,7 +105,7 @@ class DeepSpeedUse:
             fill_deepspeed(self.plugin, **known)
 
 
-def open_deepspeed(
+def build_deepspeed(
     plugin: Any,
     plugins: Any,
     config: Resolved[RunConfig],
@@ -124,7 +124,7 @@ def open_deepspeed(
         return DeepSpeedUse(engine=engine, fsdp_plugin=fsdp_plugin), config
     config = follow_deepspeed(config, chosen)
     where = f"{config.origins['sharded_by']}"
-    if config.origins["engine"].source is not Source.DEFAULT:
+    if config.origins["engine"].source is not SettingSource.DEFAULT:
         where = f"{config.origins['engine']}"
     elif plugin is not None or plugins is not None:
         where = "code Accelerator(deepspeed_plugin=)"
@@ -204,10 +204,10 @@ def follow_deepspeed(config: Resolved[RunConfig], plugin: DeepSpeedPlugin) -> Re
         present = getattr(config.value, name)
         if setting is None or setting.value == present:
             continue
-        if origins[name].source is Source.CODE and setting.origin.source is Source.ENV:
+        if origins[name].source is SettingSource.CODE and setting.origin.source is SettingSource.ENV:
             plugin.deepspeed_config[name] = present
             continue
-        if origins[name].source not in (Source.DEFAULT, Source.ENV):
+        if origins[name].source not in (SettingSource.DEFAULT, SettingSource.ENV):
             raise ConfigError(
                 f"{name}={present!r} (from {origins[name]}) and {setting.value!r} (from {setting.origin}) cannot both hold",
                 where=f"DeepSpeed config {name}",
@@ -250,7 +250,7 @@ def fill_deepspeed(
     config = plugin.hf_ds_config
     known = {
         "gradient_accumulation_steps": accumulation,
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save": Setting(True, Origin(Source.DEFAULT)),
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save": Setting(True, Origin(SettingSource.DEFAULT)),
         **_of_optimizer(optimizers),
         **_of_schedulers(schedulers, world_size=1 if split_batches else world_size),
     }
@@ -277,7 +277,9 @@ def fill_deepspeed(
     config.config.update(resolved.config)
     plugin.origins = resolved.origins
     found = {
-        key: origin for key, origin in resolved.origins.items() if origin.source in (Source.DERIVED, Source.DEFAULT)
+        key: origin
+        for key, origin in resolved.origins.items()
+        if origin.source in (SettingSource.DERIVED, SettingSource.DEFAULT)
     }
     if found:
         shown = ", ".join(
@@ -302,7 +304,7 @@ def _of_optimizer(optimizers: Sequence[Any]) -> dict[str, Setting]:
         if isinstance(optimizer, DummyOptim):
             given = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay, **optimizer.kwargs}
             return {
-                f"optimizer.params.{name}": Setting(value, Origin(Source.CODE, f"DummyOptim({name}=)"))
+                f"optimizer.params.{name}": Setting(value, Origin(SettingSource.CODE, f"DummyOptim({name}=)"))
                 for name, value in given.items()
             }
     return {}
@@ -325,7 +327,7 @@ def _of_schedulers(schedulers: Sequence[Any], *, world_size: int) -> dict[str, S
             else -(-scheduler.total_num_steps // world_size),
         }
         return {
-            f"scheduler.params.{name}": Setting(value, Origin(Source.CODE, f"DummyScheduler({name}=)"))
+            f"scheduler.params.{name}": Setting(value, Origin(SettingSource.CODE, f"DummyScheduler({name}=)"))
             for name, value in given.items()
             if value is not None
         }
@@ -346,13 +348,13 @@ def plugin_knowing(
     Raises:
         ConfigError: an argument and the config contradict each other.
     """
-    settings = {key: Setting(value, Origin(Source.CODE, f"{of}.{name}")) for key, (name, value) in known.items()}
+    settings = {key: Setting(value, Origin(SettingSource.CODE, f"{of}.{name}")) for key, (name, value) in known.items()}
     for key in unresolved(config):
-        settings.setdefault(key, Setting("auto", Origin(Source.DERIVED)))
+        settings.setdefault(key, Setting("auto", Origin(SettingSource.DERIVED)))
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu"):
         settings.pop(key, None)
     facts = DeepSpeedFacts(world_size=detect().world_size, settings=settings, batch_sizes=(batch_size,))
-    origin = Origin(Source.CODE, f"{of}.deepspeed")
+    origin = Origin(SettingSource.CODE, f"{of}.deepspeed")
     return DeepSpeedPlugin(hf_ds_config=resolve_deepspeed(config, facts, origin=origin).config)
 
 

@@ -28,8 +28,8 @@ from echelon.config.sources import CHOSEN_THREADS
 from echelon.distributed.collectives import gather_object
 
 __all__ = [
-    "Surroundings",
-    "open_surroundings",
+    "NumericsEnvironment",
+    "build_numerics_environment",
     "refuse_changed_buffers",
     "refuse_compilation",
     "refuse_kernels",
@@ -46,7 +46,7 @@ _BY_ELEMENT = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class NumericsEnvironment:
     """Of a run that is equal to the last bit wherever these are."""
 
     canonical_shards: int
@@ -59,7 +59,7 @@ class Surroundings:
     """The type of the CPU or accelerator: kernels are chosen by it."""
 
     @classmethod
-    def here(cls, canonical_shards: int, device: torch.device) -> Surroundings:
+    def here(cls, canonical_shards: int, device: torch.device) -> NumericsEnvironment:
         """Return those of this process."""
         return cls(
             canonical_shards=canonical_shards,
@@ -92,7 +92,7 @@ class Surroundings:
                 )
 
 
-def open_surroundings(config: Resolved[RunConfig], device: torch.device) -> Surroundings:
+def build_numerics_environment(config: Resolved[RunConfig], device: torch.device) -> NumericsEnvironment:
     """Set the number of threads, and return what all ranks have.
 
     Collective: every rank.
@@ -103,7 +103,7 @@ def open_surroundings(config: Resolved[RunConfig], device: torch.device) -> Surr
     # Torch's own number depends on how a process was started, the launcher's on the machine and the number of processes.
     is_the_users = environ.get("OMP_NUM_THREADS") != environ.get(CHOSEN_THREADS)
     torch.set_num_threads(get_int_from_env(["OMP_NUM_THREADS"], 1) if is_the_users else 1)
-    own = Surroundings.here(config.value.canonical_shards, device)
+    own = NumericsEnvironment.here(config.value.canonical_shards, device)
     if dist.is_initialized() and dist.get_world_size() > 1:
         all_of_them = gather_object([asdict(own)])
         for name, value in all_of_them[0].items():

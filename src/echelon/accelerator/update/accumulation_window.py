@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 from echelon.base.errors import UsageError
 
-__all__ = ["Window"]
+__all__ = ["AccumulationWindow"]
 
 TotalOf = Callable[[float], float]
 
 
-class Window:
+class AccumulationWindow:
     """One update: its micro-steps and their weights.
 
     A mean loss over n items enters as ``loss * n / REF`` and the reduced gradients are multiplied once by

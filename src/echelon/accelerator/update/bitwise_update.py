@@ -16,14 +16,14 @@ from torch.optim import Optimizer
 
 from echelon.accelerator.plugins.configuration import DataLoaderConfiguration
 from echelon.accelerator.setup.numerics_environment import (
-    Surroundings,
-    open_surroundings,
+    NumericsEnvironment,
+    build_numerics_environment,
     refuse_changed_buffers,
     refuse_modules,
     refuse_optimizers,
     refuse_sparse_gradients,
 )
-from echelon.accelerator.update.exact_update import CHANGED, HOW_TO_CHANGE, Ledger
+from echelon.accelerator.update.exact_update import CHANGED, HOW_TO_CHANGE, ExactUpdate
 from echelon.accelerator.update.kept_gradients import KeptGradients
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.logging import get_logger
@@ -36,20 +36,22 @@ from echelon.data.rng.per_sample_rng import key_of
 from echelon.engines.base import Engine
 from echelon.engines.bitwise.tree_sum import ShardedUpdate
 
-__all__ = ["CanonicalLedger", "open_canonical"]
+__all__ = ["BitwiseUpdate", "build_bitwise_update"]
 
 # In the place of a shard: draws after the last backward pass of an update, and those of a process without a shard.
 _AFTER, _IDLE = -1, -2
 _logger = get_logger(__name__)
 
 
-class CanonicalLedger(Ledger):
+class BitwiseUpdate(ExactUpdate):
     """Cuts each update into the same shards whoever computes them, and keeps what depends on a shard to itself."""
 
     _takes_turns = False  # with fewer processes an update has several micro-steps
 
-    def __init__(self, *, surroundings: Surroundings, update: ShardedUpdate, is_sharded: bool, **book: Any) -> None:
-        """``is_sharded``: parameters are. ``book``: what a ``Ledger`` takes."""
+    def __init__(
+        self, *, surroundings: NumericsEnvironment, update: ShardedUpdate, is_sharded: bool, **book: Any
+    ) -> None:
+        """``is_sharded``: parameters are. ``book``: what a ``ExactUpdate`` takes."""
         super().__init__(**book)
         self._kept = KeptGradients("bitwise")
         self.surroundings = surroundings
@@ -134,7 +136,7 @@ class CanonicalLedger(Ledger):
             )
 
     def contribution(self) -> Contribution:
-        """See ``Ledger``.
+        """See ``ExactUpdate``.
 
         Raises:
             UsageError: a loss of which nobody knows to which shard it belongs.
@@ -149,11 +151,11 @@ class CanonicalLedger(Ledger):
         return found
 
     def before_backward(self) -> None:
-        """See ``Ledger``."""
+        """See ``ExactUpdate``."""
         self.update.before_backward()
 
     def after_backward(self) -> None:
-        """See ``Ledger``: in the last micro-step, make the sums, and go on with random numbers that are no shard's."""
+        """See ``ExactUpdate``: in the last micro-step, make the sums, and go on with random numbers that are no shard's."""
         if self._versions is not None:
             refuse_sparse_gradients(self._models())
         self._keep_gradients()
@@ -166,7 +168,7 @@ class CanonicalLedger(Ledger):
             refuse_changed_buffers(self._models(), before)
 
     def note_prepared(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        """See ``Ledger``.
+        """See ``ExactUpdate``.
 
         Raises:
             UsageError: a module or optimizer with which the bits depend on the number of processes.
@@ -175,15 +177,15 @@ class CanonicalLedger(Ledger):
         refuse_optimizers(optimizers, is_sharded=self._is_sharded)
 
     def finished_models(self, trained: Sequence[nn.Module]) -> Sequence[nn.Module]:
-        """See ``Ledger``: the sums are of all parameters."""
+        """See ``ExactUpdate``: the sums are of all parameters."""
         return self._models()
 
     def record(self) -> dict[str, Any]:
-        """See ``Ledger``."""
+        """See ``ExactUpdate``."""
         return asdict(self.surroundings)
 
     def require_record(self, saved: Mapping[str, Any], folder: object) -> None:
-        """See ``Ledger``."""
+        """See ``ExactUpdate``."""
         if saved:
             self.surroundings.require(saved, folder)
 
@@ -193,7 +195,7 @@ class CanonicalLedger(Ledger):
         return contribution.num_items / len(contribution.update)
 
     def note_loss(self, loss: torch.Tensor, num_items: float, *, num_postponed: int, num_taken: int) -> None:
-        """See ``Ledger``.
+        """See ``ExactUpdate``.
 
         Raises:
             UsageError: a number of items that is not whole, whose sum would depend on the order.
@@ -244,7 +246,7 @@ class CanonicalLedger(Ledger):
     def update_loss(self, sum_over_ranks: Callable[[list[float]], list[float]]) -> float:
         """Return the mean of the losses noted since the update began, the same bits on any number of ranks. Collective.
 
-        See ``Ledger``.
+        See ``ExactUpdate``.
         """
         sums = [0.0] * self.num_shards  # each is one rank's: what is added to it is zero
         for shard, losses in self._by_shard.items():
@@ -264,14 +266,14 @@ class CanonicalLedger(Ledger):
         )
 
 
-def open_canonical(
+def build_bitwise_update(
     engine: Engine,
     parameters: Callable[[], Sequence[torch.Tensor]],
     config: Resolved[RunConfig],
     *,
     comm_hook: object,
     book: Mapping[str, Any],
-) -> CanonicalLedger:
+) -> BitwiseUpdate:
     """Return the book of ``parity="bitwise"``, and let ``engine`` leave gradients to it.
 
     Args:
@@ -279,7 +281,7 @@ def open_canonical(
         parameters: returns those that get gradients.
         config: of the run.
         comm_hook: what the script asks DDP to send in place of gradients.
-        book: what a ``Ledger`` takes.
+        book: what a ``ExactUpdate`` takes.
 
     Collective: every rank.
 
@@ -300,8 +302,8 @@ def open_canonical(
             where="parity='bitwise'",
             do="leave comm_hook out, or use parity='exact'",
         )
-    return CanonicalLedger(
-        surroundings=open_surroundings(config, world.device),
+    return BitwiseUpdate(
+        surroundings=build_numerics_environment(config, world.device),
         update=engine.open_shards(num_shards, parameters),
         is_sharded=engine.capabilities.shards_parameters,
         **book,

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from echelon.accelerator.gradient_state import GradientState
 from echelon.base.errors import UsageError
-from echelon.data.active_loaders import Driver
+from echelon.data.active_loaders import PassDriver
 from echelon.world.world import World
 
 __all__ = ["Closures"]
@@ -153,7 +153,7 @@ class Closures:
         place = 0 if driver is None else driver.place[0]
         return _Evaluated(_number(value), 1.0 if num_items is None else num_items, place)
 
-    def _driver(self) -> Driver | None:
+    def _driver(self) -> PassDriver | None:
         driver = self._state.reading.driver
         return driver if driver is not None and driver.drives else None
 

@@ -15,14 +15,14 @@ from torch.optim import Optimizer
 from echelon.accelerator.checkpoint.rng_states import current_random_states
 from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.plugins.configuration import DataLoaderConfiguration
-from echelon.accelerator.update.accumulation_window import Window
+from echelon.accelerator.update.accumulation_window import AccumulationWindow
 from echelon.accelerator.update.kept_gradients import KeptGradients
-from echelon.accelerator.update.multiple_loaders import Turns
+from echelon.accelerator.update.multiple_loaders import UpdateLoaders
 from echelon.base.errors import UsageError
 from echelon.base.logging import get_logger
 from echelon.base.progress import Progress
 from echelon.base.warnings import warn
-from echelon.data.active_loaders import Driver
+from echelon.data.active_loaders import PassDriver
 from echelon.data.exact.batch_slices import Contribution, num_micro_steps
 from echelon.data.exact.exact_batches import ExactOptions, PassPlan
 from echelon.data.loader import PreparedLoader
@@ -30,7 +30,7 @@ from echelon.data.rng.per_sample_rng import key_of
 from echelon.distributed.small_messages import gather_counts
 from echelon.world.world import World
 
-__all__ = ["Ledger"]
+__all__ = ["ExactUpdate"]
 
 _logger = get_logger(__name__)
 CHANGED = "the parameters changed between two micro-steps of an update: in one whole batch all its gradients are those of the same ones"
@@ -40,7 +40,7 @@ HOW_TO_CHANGE = (
 )
 
 
-class Ledger(Driver):
+class ExactUpdate(PassDriver):
     """Turns the contributions of prepared loaders into windows of the update: the loader decides where one ends."""
 
     _takes_turns = True
@@ -52,7 +52,7 @@ class Ledger(Driver):
         world: World,
         seed: int | None,
         state: GradientState,
-        window: Window,
+        window: AccumulationWindow,
         progress: Progress,
         models: Callable[[], Sequence[nn.Module]],
         drop_gradients: Callable[[], None],
@@ -78,7 +78,7 @@ class Ledger(Driver):
         self._batch_norms: list[_BatchNorm] = []
         self._kept = KeptGradients("exact")
         self._told: set[str] = set()
-        self._turns = Turns(are_taken=self._takes_turns)
+        self._turns = UpdateLoaders(are_taken=self._takes_turns)
         self._interrupted: dict[
             int, tuple[list[tuple[torch.Tensor, float]], float, bool, float | None]
         ] = {}  # of outer loops
@@ -136,7 +136,7 @@ class Ledger(Driver):
         """
         if not plan.trains:
             return
-        open_random_streams(self._world)
+        build_random_streams(self._world)
         self._progress.epoch = loader.iteration
         self._batch_norms = [m for model in self._models() for m in model.modules() if isinstance(m, _BatchNorm)]
 
@@ -182,7 +182,7 @@ class Ledger(Driver):
             self._progress.samples_seen += len(contribution.update)
 
     def end_pass(self, loader: PreparedLoader, *, is_over: bool) -> None:
-        """See ``Driver``: the loop around it, if there is one, goes on with the batch that it has in hand."""
+        """See ``PassDriver``: the loop around it, if there is one, goes on with the batch that it has in hand."""
         self._interrupted.pop(id(loader), None)
         outer = self._turns.end(loader, is_over=is_over)
         if outer is None:
@@ -252,7 +252,7 @@ class Ledger(Driver):
         self._keep_gradients()
 
     def note_cleared(self) -> None:
-        """See ``Driver``."""
+        """See ``PassDriver``."""
         self._kept.forget()
 
     def _keep_gradients(self) -> None:
@@ -318,27 +318,27 @@ class Ledger(Driver):
 
     @property
     def awaits_loss(self) -> bool:
-        """See ``Driver``."""
+        """See ``PassDriver``."""
         return not self._is_counted and self.drives and self._progress.micro_step > 1
 
     @property
     def micro_step(self) -> int:
-        """See ``Driver``."""
+        """See ``PassDriver``."""
         return self._progress.micro_step
 
     @property
     def num_items(self) -> float | None:
-        """See ``Driver``."""
+        """See ``PassDriver``."""
         return self._items_in_hand
 
     @property
     def place(self) -> tuple[int, int]:
-        """See ``Driver``: sums in any order will do."""
+        """See ``PassDriver``: sums in any order will do."""
         return 0, 1
 
     @contextmanager
     def evaluating_again(self, who: str) -> Iterator[None]:
-        """See ``Driver``."""
+        """See ``PassDriver``."""
         self._is_again = True
         try:
             yield
@@ -428,7 +428,7 @@ def describe_batch(batch_size: int, *, world_size: int, num_micro: int) -> str:
     return f"global batch {batch_size} = {' x '.join([*parts, samples])}"
 
 
-def open_random_streams(world: World) -> None:
+def build_random_streams(world: World) -> None:
     """Give torch's generators on each rank a stream of its own where all ranks have been seeded equally.
 
     Rank zero's stays as it is, so that one process is the plain program; the others' come from the same seed. Ranks that

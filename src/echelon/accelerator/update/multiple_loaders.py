@@ -13,13 +13,13 @@ from echelon.base.warnings import warn
 from echelon.data.exact.batch_slices import Contribution
 from echelon.data.loader import PreparedLoader
 
-__all__ = ["Turns"]
+__all__ = ["UpdateLoaders"]
 
 _Part = tuple[int, int, tuple[Fraction, ...]]
 """The number of a micro-step, how many there are, and which part of its update each rank has in it (one: each the same)."""
 
 
-class Turns:
+class UpdateLoaders:
     """Who leads, of the training loaders that are being read.
 
     Args:

@@ -12,7 +12,7 @@ from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.update.closures import Closures
 from echelon.accelerator.update.step_guard import StepGuard
 from echelon.base.errors import UsageError
-from echelon.distributed.monitored_barrier import meet
+from echelon.distributed.monitored_barrier import monitored_barrier
 from echelon.engines.base import Engine
 from echelon.status.board import Phase
 from echelon.status.notes import notes_of_process
@@ -232,13 +232,13 @@ class AcceleratedOptimizer(Optimizer):
         """Return the whole state on rank zero; None elsewhere where it is sharded. Collective: where it is sharded."""
         if self.engine.capabilities.shards_optimizer_state:
             advice = "It returns the state on rank zero, and None on the others."
-            meet("the optimizer's full_state_dict()", advice=advice)
+            monitored_barrier("the optimizer's full_state_dict()", advice=advice)
         return self.engine.full_optimizer_state(self.optimizer)
 
     def load_full_state_dict(self, state_dict: Any) -> None:
         """Load what ``full_state_dict`` returned on rank zero; every rank gives it. Collective: where it is sharded."""
         if self.engine.capabilities.shards_optimizer_state:
-            meet("the optimizer's load_full_state_dict()")
+            monitored_barrier("the optimizer's load_full_state_dict()")
         self.engine.load_full_optimizer_state(self.optimizer, state_dict)
 
     def train(self) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.status.board import Part
+from echelon.status.board import StepPart
 from echelon.status.notes import Notes, notes_of_process
 
 __all__ = ["time_forward", "timed_backward"]
@@ -47,8 +47,8 @@ def timed_backward(loss: torch.Tensor) -> AbstractContextManager[None]:
 @contextmanager
 def _timed(loss: torch.Tensor, notes: Notes) -> Iterator[None]:
     queue: Any = torch.autograd.Variable._execution_engine.queue_callback
-    before = notes.part(Part.BACKWARD)
-    hook = loss.register_hook(lambda _: queue(lambda: notes.part(Part.COMMUNICATION)))  # type: ignore[no-untyped-call]
+    before = notes.part(StepPart.BACKWARD)
+    hook = loss.register_hook(lambda _: queue(lambda: notes.part(StepPart.COMMUNICATION)))  # type: ignore[no-untyped-call]
     try:
         yield
     finally:

@@ -38,7 +38,7 @@ class Contribution:
 
     samples: range
     """Of this rank, as positions in the order of the pass. A rank without any has one of the same update on loan."""
-    is_loan: bool
+    is_padding: bool
     """The samples are another contribution's: they weigh nothing."""
     update: range
     """All samples of the update, of all ranks and micro-steps."""
@@ -56,7 +56,7 @@ class Contribution:
     @property
     def num_items(self) -> int:
         """The weight, in samples."""
-        return 0 if self.is_loan else len(self.samples)
+        return 0 if self.is_padding else len(self.samples)
 
     @property
     def ends_update(self) -> bool:
@@ -145,7 +145,7 @@ def contributions(
             step = LastStep([count or 1 for count in real], real)
         yield Contribution(
             samples=mine or update[:1],
-            is_loan=not mine,
+            is_padding=not mine,
             update=update,
             micro_step=micro,
             num_micro_steps=num_micro,
@@ -185,7 +185,7 @@ def canonical_contributions(
         mine = range(0) if shard is None else share(update, num_parts=num_shards, part=shard)
         yield Contribution(
             samples=mine or update[:1],
-            is_loan=not mine,
+            is_padding=not mine,
             update=update,
             micro_step=micro,
             num_micro_steps=num_micro,

@@ -28,9 +28,9 @@ from echelon.data.exact.batch_slices import (
     num_micro_steps,
 )
 from echelon.data.exact.permutation import ExplicitPermutation, FeistelPermutation, Permutation
-from echelon.data.rng.per_sample_rng import Piece
+from echelon.data.rng.per_sample_rng import KeyedSamples
 from echelon.data.sharding.order_check import OrderCheck
-from echelon.data.sharding.sample_order import Order, SeedableRandomSampler
+from echelon.data.sharding.sample_order import SampleOrder, SeedableRandomSampler
 from echelon.distributed.checks.already_sharded import is_divisible_again
 
 __all__ = ["ExactBatches", "ExactOptions", "GlobalOrder", "OrderKind", "PassPlan", "half_an_update", "make_order"]
@@ -181,7 +181,7 @@ def make_order(
             return _FormulaOrder(
                 sampler.data_source, batches.batch_size, batches.drop_last, options if shuffles else None
             )
-    return _DrawnOrder(Order(batches, seed=options.seed, seedable=True, alone=alone, check=check), dataset)
+    return _DrawnOrder(SampleOrder(batches, seed=options.seed, seedable=True, alone=alone, check=check), dataset)
 
 
 class _FormulaOrder(GlobalOrder):
@@ -252,7 +252,7 @@ class _DrawnOrder(GlobalOrder):
 
     is_seekable = False
 
-    def __init__(self, order: Order, dataset: Any) -> None:
+    def __init__(self, order: SampleOrder, dataset: Any) -> None:
         self._order = order
         self.may_join = type(order.batches) is BatchSampler
         self._dataset = dataset
@@ -311,7 +311,7 @@ def _check_indices(batch: Sequence[int], num_samples: int) -> None:
             )
 
 
-class ExactBatches(Sampler[Piece]):
+class ExactBatches(Sampler[KeyedSamples]):
     """The pieces of one rank, one for each micro-step, and (in ``ahead``) the contribution that each of them is."""
 
     def __init__(
@@ -364,13 +364,15 @@ class ExactBatches(Sampler[Piece]):
     def __len__(self) -> int:
         return self.num_steps(self.plan)
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[KeyedSamples]:
         # Not a generator: a pass that begins within another one has a queue of its own. A loader with workers calls this
         # twice and reads the second.
         self.ahead = deque()
         return self._pieces(self.ahead, self.plan, self.epoch, self.start, self.skip)
 
-    def _pieces(self, ahead: deque[Contribution], plan: PassPlan, epoch: int, start: int, skip: int) -> Iterator[Piece]:
+    def _pieces(
+        self, ahead: deque[Contribution], plan: PassPlan, epoch: int, start: int, skip: int
+    ) -> Iterator[KeyedSamples]:
         left = skip
         if self.order.is_seekable and self.batch_size is not None:
             size = plan.joined_size(self.batch_size, least=self.smallest)
@@ -395,7 +397,7 @@ class ExactBatches(Sampler[Piece]):
                 ahead.append(one)
                 first = one.samples.start - update.start
                 found = list(indices[first : first + len(one.samples)])
-                yield Piece(found, seed=self.options.seed, epoch=epoch, start=one.samples.start)
+                yield KeyedSamples(found, seed=self.options.seed, epoch=epoch, start=one.samples.start)
 
     def _batches(self, plan: PassPlan, epoch: int, start: int) -> Iterator[tuple[range, Sequence[int]]]:
         batches = self.order.batches(epoch, start)

@@ -25,10 +25,10 @@ from echelon.data.exact.batch_slices import Contribution, LastStep, joined
 from echelon.data.exact.exact_batches import ExactBatches, ExactOptions, PassPlan, half_an_update, make_order
 from echelon.data.rebuild_loader import like
 from echelon.data.rng.per_sample_rng import OF_COLLATE, OF_WORKERS, KeyedCollate, KeyedDataset, draws_of, key_of
-from echelon.data.sharding.batch_source import Source, Steps, batches_of, with_batches
+from echelon.data.sharding.batch_source import BatchSource, Steps, batches_of, with_batches
 from echelon.data.sharding.dispatch import SliceFn, dispatch
 from echelon.data.sharding.order_check import OrderCheck
-from echelon.data.sharding.sample_order import Order
+from echelon.data.sharding.sample_order import SampleOrder
 from echelon.data.sharding.sharded_stream import ShowUsersDataset
 from echelon.distributed.checks.data_fingerprint import ColumnFingerprint, sample_fingerprints
 from echelon.distributed.collectives import broadcast
@@ -38,10 +38,10 @@ from echelon.world.world import World
 __all__ = ["ExactDispatchSource", "ExactSource", "ExactStreamSource", "IndexedExactSource"]
 
 
-class ExactSource(Source):
+class ExactSource(BatchSource):
     """A source whose steps are (micro-batch, Contribution), and whose passes begin at any position."""
 
-    order: Order | None = None
+    order: SampleOrder | None = None
     batch_size: int | None
     """Of the global batches; None: they have sizes of their own."""
 

@@ -18,8 +18,8 @@ __all__ = [
     "OF_WORKERS",
     "KeyedCollate",
     "KeyedDataset",
-    "Piece",
-    "Samples",
+    "KeyedSamples",
+    "SampleBatch",
     "are_equal_states",
     "draws_of",
     "key_of",
@@ -45,7 +45,7 @@ def key_of(*numbers: int) -> int:
     return key
 
 
-class Piece(list[int]):
+class KeyedSamples(list[int]):
     """The indices that a rank reads in one micro-step, and where they stand in the run."""
 
     __slots__ = ("epoch", "seed", "start")
@@ -64,8 +64,8 @@ class Piece(list[int]):
         return self.seed, self.epoch, self.start + offset
 
 
-def _make_piece(indices: list[int], seed: int, epoch: int, start: int) -> Piece:
-    return Piece(indices, seed=seed, epoch=epoch, start=start)
+def _make_piece(indices: list[int], seed: int, epoch: int, start: int) -> KeyedSamples:
+    return KeyedSamples(indices, seed=seed, epoch=epoch, start=start)
 
 
 @contextmanager
@@ -99,11 +99,11 @@ class KeyedDataset(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, piece: Piece) -> Samples:
+    def __getitems__(self, piece: KeyedSamples) -> SampleBatch:
         samples = self._read_together(piece)
-        return Samples(self._read_one_by_one(piece) if samples is None else samples, piece)
+        return SampleBatch(self._read_one_by_one(piece) if samples is None else samples, piece)
 
-    def _read_together(self, piece: Piece) -> list[Any] | None:
+    def _read_together(self, piece: KeyedSamples) -> list[Any] | None:
         """Return the samples, if the dataset reads several at once; None when it draws meanwhile."""
         read_all = getattr(self.dataset, "__getitems__", None)
         if read_all is None or self._draws:
@@ -114,7 +114,7 @@ class KeyedDataset(Dataset[Any]):
             self._draws = before is not None and not are_equal_states(before, rng_states())
         return None if self._draws else found
 
-    def _read_one_by_one(self, piece: Piece) -> list[Any]:
+    def _read_one_by_one(self, piece: KeyedSamples) -> list[Any]:
         read_all = getattr(self.dataset, "__getitems__", None)
         samples = []
         with _states_put_back():
@@ -124,18 +124,18 @@ class KeyedDataset(Dataset[Any]):
         return samples
 
     def __getitem__(self, piece: Any) -> Any:
-        if not isinstance(piece, Piece):
+        if not isinstance(piece, KeyedSamples):
             return self.dataset[piece]
         with draws_of(*piece.key(0)):
             return self.dataset[list(piece)]
 
 
-class Samples(list[Any]):
+class SampleBatch(list[Any]):
     """What was read for a piece."""
 
     __slots__ = ("piece",)
 
-    def __init__(self, samples: list[Any], piece: Piece) -> None:
+    def __init__(self, samples: list[Any], piece: KeyedSamples) -> None:
         super().__init__(samples)
         self.piece = piece
 
@@ -150,7 +150,7 @@ class KeyedCollate:
         self.collate_fn = collate_fn
 
     def __call__(self, samples: Any) -> Any:
-        if not isinstance(samples, Samples):
+        if not isinstance(samples, SampleBatch):
             return self.collate_fn(samples)
         with draws_of(*samples.piece.key(0), OF_COLLATE):
             return self.collate_fn(list(samples))

@@ -13,7 +13,7 @@ from echelon.base.errors import UsageError
 from echelon.base.warnings import warn
 from echelon.data.exact.batch_slices import LastStep
 from echelon.data.loader_agreement import Agreement
-from echelon.data.sharding.batch_source import PlainSource, Source, Steps, batches_of
+from echelon.data.sharding.batch_source import BatchSource, PlainSource, Steps, batches_of
 from echelon.data.sharding.sharded_stream import read_own_shards
 from echelon.distributed.small_messages import gather_counts
 from echelon.world.world import World
@@ -48,7 +48,7 @@ class _Part:
         return max(self.size(batch) - (self.num_repeated if is_last else 0), 0)
 
 
-class OwnPartsSource(Source):
+class OwnPartsSource(BatchSource):
     """A loader whose sampler, batch sampler or dataset gives this rank its own part.
 
     Where the ranks' samplers say how many samples they give, the ranks tell each other once a pass; else they tell the size

@@ -17,11 +17,11 @@ from echelon.data.rebuild_loader import like, stateful_loader
 from echelon.data.rng.worker_rng import WorkerDraws
 from echelon.data.sharding.dispatch import SliceFn, dispatch
 from echelon.data.sharding.order_check import OrderCheck
-from echelon.data.sharding.sample_order import Order
-from echelon.data.sharding.sharded_batches import DealtBatches
+from echelon.data.sharding.sample_order import SampleOrder
+from echelon.data.sharding.sharded_batches import RankBatchSampler
 from echelon.data.sharding.sharded_stream import (
     CollatePiece,
-    DealtStream,
+    ShardedStream,
     ShowUsersDataset,
     open_like_rank_zero,
     read_own_shards,
@@ -32,11 +32,11 @@ from echelon.distributed.small_messages import gather_counts
 from echelon.world.world import World
 
 __all__ = [
-    "DealtSource",
+    "ShardedSource",
     "DispatchSource",
     "OwnShardsSource",
     "PlainSource",
-    "Source",
+    "BatchSource",
     "Steps",
     "StreamSource",
     "batches_of",
@@ -46,12 +46,12 @@ __all__ = [
 Steps = Iterator[tuple[Any, LastStep | Contribution | None]]
 
 
-class Source(ABC):
+class BatchSource(ABC):
     """The steps of one rank, each a batch and what every rank has in it."""
 
     inner: DataLoader[Any]
     """The loader that reads on this rank."""
-    order: Order | None
+    order: SampleOrder | None
     """What draws the order of a pass; None when the data has an order of its own, or another rank draws it."""
     goes_on: bool = False
     """The next pass is one that was begun before (and saved in its middle)."""
@@ -113,7 +113,7 @@ class Source(ABC):
             self.inner = self.workers.following(self.inner)
 
 
-class PlainSource(Source):
+class PlainSource(BatchSource):
     """The user's loader, read by one process."""
 
     def __init__(
@@ -125,7 +125,7 @@ class PlainSource(Source):
         # A shuffled order is drawn in the same way as on several ranks, bit for bit; so it can be drawn again on resume.
         is_shuffled = type(loader) is DataLoader and type(getattr(batches, "sampler", None)) is RandomSampler
         if (seedable or stateful or is_shuffled) and batches is not None:
-            self.order = Order(batches, seed=seed, seedable=seedable, alone=True)
+            self.order = SampleOrder(batches, seed=seed, seedable=seedable, alone=True)
             self.inner = with_batches(loader, self.order.batches, stateful=stateful)
         elif stateful:
             self.inner = like(
@@ -148,7 +148,7 @@ class PlainSource(Source):
         pass  # one process: there is nothing to complete
 
 
-class DealtSource(Source):
+class ShardedSource(BatchSource):
     """A loader over a dataset with an index: every rank draws the same batches and reads those that are its own."""
 
     def __init__(
@@ -169,8 +169,8 @@ class DealtSource(Source):
                 "a loader without batches (batch_size=None) cannot be dealt to ranks",
                 do="give the DataLoader a batch_size or a batch_sampler, or use dispatch_batches=True",
             )
-        self.order = Order(batches, seed=seed, seedable=seedable, alone=False, check=check)
-        self.batches = DealtBatches(
+        self.order = SampleOrder(batches, seed=seed, seedable=seedable, alone=False, check=check)
+        self.batches = RankBatchSampler(
             self.order.batches,
             num_processes=world.world_size,
             process_index=world.rank,
@@ -199,12 +199,12 @@ class DealtSource(Source):
         self.batches.even_batches = even
 
 
-class StreamSource(Source):
+class StreamSource(BatchSource):
     """A loader over an iterable dataset: every rank reads all of it and keeps its pieces."""
 
     def __init__(self, loader: DataLoader[Any], *, world: World, even: bool, split: bool, stateful: bool) -> None:
         self.order = None
-        self.stream = DealtStream(
+        self.stream = ShardedStream(
             loader.dataset,
             batch_size=loader.batch_size,
             drop_last=loader.drop_last,
@@ -248,7 +248,7 @@ class StreamSource(Source):
         self.stream.even = even
 
 
-class OwnShardsSource(Source):
+class OwnShardsSource(BatchSource):
     """A loader over an iterable dataset that gives each rank whole shards of itself (Hugging Face datasets)."""
 
     def __init__(self, loader: DataLoader[Any], *, world: World, even: bool, stateful: bool) -> None:
@@ -279,7 +279,7 @@ class OwnShardsSource(Source):
         self.even = even
 
 
-class DispatchSource(Source):
+class DispatchSource(BatchSource):
     """A loader that rank zero alone reads; the other ranks' loaders, and their datasets, are never touched.
 
     Collective: making one.

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from echelon.base.protocols import SupportsSetEpoch
-from echelon.data.sharding.sharded_stream import DealtStream
+from echelon.data.sharding.sharded_stream import ShardedStream
 
 __all__ = ["IterableDatasetShard"]
 
@@ -47,7 +47,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.process_index = process_index
         self.split_batches = split_batches
         self.epoch = 0
-        self._stream = DealtStream(
+        self._stream = ShardedStream(
             dataset,
             batch_size=batch_size,
             drop_last=drop_last,

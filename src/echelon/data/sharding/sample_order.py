@@ -12,10 +12,10 @@ from echelon.base.protocols import SupportsSetEpoch
 from echelon.data.sharding.order_check import OrderCheck
 from echelon.distributed.collectives import broadcast, broadcast_object_list
 
-__all__ = ["Order", "SeedableRandomSampler", "SharedBatches", "SharedSampler"]
+__all__ = ["SampleOrder", "SeedableRandomSampler", "SharedBatches", "SharedSampler"]
 
 
-class Order:
+class SampleOrder:
     """The batches of all ranks in one order.
 
     Args:

@@ -13,10 +13,10 @@ from echelon.base.protocols import SupportsSetEpoch
 from echelon.data.exact.batch_slices import LastStep
 from echelon.data.sharding.sample_order import SharedBatches
 
-__all__ = ["DealtBatches"]
+__all__ = ["RankBatchSampler"]
 
 
-class DealtBatches(BatchSampler):
+class RankBatchSampler(BatchSampler):
     """The batches of one rank; its arguments are those of Accelerate's ``BatchSamplerShard``.
 
     Whole batches (``split=False``): rank r gets the batches r, r + W, r + 2 W, ...; the last round is completed with

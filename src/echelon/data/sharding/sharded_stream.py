@@ -20,12 +20,12 @@ from echelon.distributed.checks.data_fingerprint import ColumnFingerprint, sampl
 from echelon.distributed.collectives import broadcast
 from echelon.distributed.small_messages import gather_counts
 
-__all__ = ["CollatePiece", "DealtStream", "ShowUsersDataset", "open_like_rank_zero", "read_own_shards"]
+__all__ = ["CollatePiece", "ShardedStream", "ShowUsersDataset", "open_like_rank_zero", "read_own_shards"]
 
 Columns = dict[str, ColumnFingerprint]
 
 
-class DealtStream(IterableDataset[Any]):
+class ShardedStream(IterableDataset[Any]):
     """The pieces of one rank: (list of samples, LastStep or None, columns of all samples or None), one for each step.
 
     As many samples as all ranks need are read, and each rank keeps its piece. A short rest is completed with samples

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.base.errors import DesyncError, UsageError
-from echelon.distributed.monitored_barrier import meet
+from echelon.distributed.monitored_barrier import monitored_barrier
 from echelon.distributed.small_messages import gather_bytes, gather_counts
 from echelon.distributed.tensor_fingerprint import fingerprint
 from echelon.distributed.torch_hooks import watch_module_changes
@@ -201,7 +201,7 @@ class Replica:
         is_same = len(now) == len(self._all) and all(map(operator.is_, now, self._all)) and trained == self._trained
         if not is_same:
             self._require_rebuildable(now, trained)
-            meet("the first forward pass after the parameters of a prepared model changed")
+            monitored_barrier("the first forward pass after the parameters of a prepared model changed")
             require_same_parameters(module)
             known, were_trained = set(map(id, self._all)), set(map(id, self.parameters))
             for parameter in now:

@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from echelon.base.errors import UsageError
 from echelon.data.exact.batch_slices import Contribution
-from echelon.engines.bitwise.tree_sum import Node, ReplicatedUpdate, ShardedUpdate, top_of
+from echelon.engines.bitwise.tree_sum import ReplicatedUpdate, ShardedUpdate, SumNode, top_of
 from echelon.engines.shards import fsdp_groups
 
-__all__ = ["ScatteredUpdate"]
+__all__ = ["ShardedTreeSum"]
 
 
-class ScatteredUpdate(ShardedUpdate):
+class ShardedTreeSum(ShardedUpdate):
     """Of modules by ``fully_shard``: after each micro-step a rank has its part of the gradients of all ranks' shards.
 
     Source: FSDPModule.set_custom_reduce_scatter.
@@ -118,7 +118,7 @@ class ScatteredUpdate(ShardedUpdate):
         return True
 
     def _note(self, part: Any, _whole: torch.Tensor) -> None:
-        if self._contribution is not None and not self._contribution.is_loan:
+        if self._contribution is not None and not self._contribution.is_padding:
             self._used.add(id(part.sharded_param))
 
     def finish(self) -> None:
@@ -164,7 +164,7 @@ class _Scatter:
 
     def __init__(self, num_shards: int) -> None:
         self._num_shards = num_shards
-        self._found: dict[Node, torch.Tensor] = {}  # sums of this rank's part
+        self._found: dict[SumNode, torch.Tensor] = {}  # sums of this rank's part
         self._last: tuple[Contribution, torch.Tensor] | None = None  # a micro-step, and the parts of its shards by rank
         self._now: Contribution | None = None
 
@@ -203,14 +203,14 @@ class _Scatter:
             if total is not None:
                 output_tensor.copy_(total)
 
-    def _file(self, found: dict[Node, torch.Tensor], contribution: Contribution, parts: torch.Tensor) -> None:
+    def _file(self, found: dict[SumNode, torch.Tensor], contribution: Contribution, parts: torch.Tensor) -> None:
         """Add the parts of the shards of a micro-step to the sums."""
         num_leaves = min(self._num_shards, len(contribution.update))  # the others have no samples
         top = top_of(self._num_shards)
         for leaf, value in zip(contribution.shards, parts):
             if leaf is None:
                 continue
-            node = Node(0, leaf)
+            node = SumNode(0, leaf)
             while node != top:
                 if node.sibling.leaves.start < num_leaves:
                     if node.sibling not in found:
@@ -219,7 +219,7 @@ class _Scatter:
                 node = node.parent
             found[node] = value
 
-    def _total(self, found: dict[Node, torch.Tensor], node: Node) -> torch.Tensor | None:
+    def _total(self, found: dict[SumNode, torch.Tensor], node: SumNode) -> torch.Tensor | None:
         """Return the sum over ``node``; None where no shard used the unit."""
         if node in found or not node.level:
             return found.get(node)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from echelon.data.exact.batch_slices import Contribution, shards_of
 
-__all__ = ["Node", "ReplicatedUpdate", "ShardedUpdate", "TreeSum", "roots_of", "top_of"]
+__all__ = ["SumNode", "ReplicatedUpdate", "ShardedUpdate", "TreeSum", "roots_of", "top_of"]
 
 _SMALL = 2**18  # numbers: below it one exchange of everything is faster than two of parts
 Values = list[torch.Tensor | None]
@@ -25,7 +25,7 @@ Values = list[torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class SumNode:
     """The sum over the leaves from ``index * 2**level`` to ``(index + 1) * 2**level``."""
 
     level: int
@@ -37,29 +37,29 @@ class Node:
         return range(self.index << self.level, (self.index + 1) << self.level)
 
     @property
-    def children(self) -> tuple[Node, Node]:
+    def children(self) -> tuple[SumNode, SumNode]:
         """Its two halves."""
-        return Node(self.level - 1, 2 * self.index), Node(self.level - 1, 2 * self.index + 1)
+        return SumNode(self.level - 1, 2 * self.index), SumNode(self.level - 1, 2 * self.index + 1)
 
     @property
-    def parent(self) -> Node:
+    def parent(self) -> SumNode:
         """What it is a half of."""
-        return Node(self.level + 1, self.index // 2)
+        return SumNode(self.level + 1, self.index // 2)
 
     @property
-    def sibling(self) -> Node:
+    def sibling(self) -> SumNode:
         """The other half of its parent."""
-        return Node(self.level, self.index ^ 1)
+        return SumNode(self.level, self.index ^ 1)
 
 
-def top_of(num_leaves: int) -> Node:
+def top_of(num_leaves: int) -> SumNode:
     """Return the node that is the sum of all."""
-    return Node((num_leaves - 1).bit_length(), 0)
+    return SumNode((num_leaves - 1).bit_length(), 0)
 
 
-def roots_of(leaves: range, *, num_leaves: int) -> list[Node]:
+def roots_of(leaves: range, *, num_leaves: int) -> list[SumNode]:
     """Return the largest nodes that have no leaves but ``leaves``, in order: what a rank can add up by itself."""
-    roots: list[Node] = []
+    roots: list[SumNode] = []
     pending = [top_of(num_leaves)] if leaves else []
     while pending:
         node = pending.pop()
@@ -81,7 +81,7 @@ class TreeSum:
         self._roots = [roots_of(leaves, num_leaves=num_leaves) for leaves in self._leaves]
         self._rank = rank
         self._next = self._leaves[rank].start
-        self._found: dict[Node, Values] = {}
+        self._found: dict[SumNode, Values] = {}
 
     def reset(self) -> None:
         """Begin a new sum."""
@@ -124,9 +124,9 @@ class TreeSum:
         kept = {id(value) for values in (*self._found.values(), last or ()) for value in values}
         return [value.clone() if value is not None and id(value) in kept else value for value in total]
 
-    def _climb(self, leaf: int) -> tuple[Node, list[Node]]:
+    def _climb(self, leaf: int) -> tuple[SumNode, list[SumNode]]:
         """Return where the sum that ``leaf`` completes belongs, and the nodes that it is added to on the way."""
-        node, siblings, own = Node(0, leaf), [], self._roots[self._rank]
+        node, siblings, own = SumNode(0, leaf), [], self._roots[self._rank]
         while node not in own:
             sibling = node.sibling
             if sibling.leaves.start > leaf and sibling.leaves.start < self._num_leaves:
@@ -161,8 +161,8 @@ class TreeSum:
         dist.all_gather(list(whole.chunk(self._world_size)), self._total(dict(zip(nodes, received))))
         return whole[:size]
 
-    def _total(self, found: Mapping[Node, torch.Tensor]) -> torch.Tensor:
-        def total(node: Node) -> torch.Tensor:
+    def _total(self, found: Mapping[SumNode, torch.Tensor]) -> torch.Tensor:
+        def total(node: SumNode) -> torch.Tensor:
             if node in found:
                 return found[node]
             left, right = node.children
@@ -257,7 +257,7 @@ class ReplicatedUpdate(ShardedUpdate):
                 self._file()
             for parameter in self._parameters():
                 parameter.grad = None
-        self._is_counted, self._local = not contribution.is_loan, None
+        self._is_counted, self._local = not contribution.is_padding, None
 
     def _set_aside(self) -> None:
         """Keep what is there of earlier updates when the first gradients of this one come."""

@@ -26,8 +26,8 @@ from echelon.engines.deepspeed.config import (
     unresolved,
 )
 from echelon.engines.deepspeed.flat_shards import follow_loading, whole_shape, write_whole
-from echelon.engines.deepspeed.library import announce_kernels, open_library
-from echelon.engines.deepspeed.model_run import Run
+from echelon.engines.deepspeed.library import announce_kernels, import_deepspeed
+from echelon.engines.deepspeed.model_run import DeepSpeedModel
 from echelon.engines.deepspeed.options import DeepSpeedOptions, DrivenScheduler, DummyOptim, DummyScheduler
 from echelon.engines.output_hooks import SightOfOutputs, show_outputs_to_hooks
 from echelon.engines.repoint import follow
@@ -54,7 +54,7 @@ class DeepSpeedEngine(Engine):
         self._scaler = scaler
         self._options = options or DeepSpeedOptions()
         self._again = partial(type(self), world, scaler=scaler, options=options)
-        self._run: Run | None = None
+        self._run: DeepSpeedModel | None = None
         self._evaluated: list[Any] = []  # DeepSpeed's engines of models without an optimizer
         self._hooks: list[Any] = []  # on their modules
         self._is_local = False  # inside no_sync
@@ -70,7 +70,7 @@ class DeepSpeedEngine(Engine):
         """See ``Engine``; of ``options`` the entry ``deepspeed`` counts."""
         engine = cls(world, scaler=scaler, options=options.get("deepspeed"))
         if engine._options.makes_shards:
-            open_library(world)  # else whoever makes a model opens it, with a kernel that is compiled for a minute
+            import_deepspeed(world)  # else whoever makes a model opens it, with a kernel that is compiled for a minute
         return engine
 
     @property
@@ -121,7 +121,7 @@ class DeepSpeedEngine(Engine):
             return Prepared(models=(), optimizers=(), schedulers=tuple(map(self._schedule, schedulers)))
         trained = self._trained_model(models, optimizers)
         self._require_complete()
-        library = open_library(self._world)
+        library = import_deepspeed(self._world)
         wrapped = []
         for model in models:
             if model is trained:
@@ -175,7 +175,7 @@ class DeepSpeedEngine(Engine):
             do="give prepare() the model and its optimizer in one call: DeepSpeed makes one object of both",
         )
 
-    def _initialize(self, library: Any, model: nn.Module, optimizer: Any, schedulers: Sequence[Any]) -> Run:
+    def _initialize(self, library: Any, model: nn.Module, optimizer: Any, schedulers: Sequence[Any]) -> DeepSpeedModel:
         if any(p.dtype is torch.float64 for p in model.parameters()):
             raise UsageError(
                 "DeepSpeed keeps weights in float32, and the model has float64 ones",
@@ -210,7 +210,7 @@ class DeepSpeedEngine(Engine):
         clipping = float(config.pop("gradient_clipping", 0.0) or 0.0)
         engine, *_ = self._shown(library.initialize, model, config=config, **arguments)
         self._hooks += SightOfOutputs(engine, model, where="engine deepspeed").hooks
-        return Run(
+        return DeepSpeedModel(
             library,
             engine,
             groups=groups,
@@ -288,7 +288,7 @@ class DeepSpeedEngine(Engine):
             )
         self._required("backward()").backward(loss, retain_graph=retain, is_local=self._is_local)
 
-    def backward_nothing(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], **options: Any) -> None:
+    def backward_zeros(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], **options: Any) -> None:
         """See ``Engine``."""
         if loss.grad_fn is None:
             raise UsageError(
@@ -300,7 +300,7 @@ class DeepSpeedEngine(Engine):
         with zeros_for(parameters):
             self.backward(loss, **options)
 
-    def _required(self, operation: str) -> Run:
+    def _required(self, operation: str) -> DeepSpeedModel:
         if self._run is None:
             raise UsageError(
                 f"{operation} needs a model that was prepared together with its optimizer",
@@ -418,7 +418,7 @@ class DeepSpeedEngine(Engine):
     def _gathered_state(self, model: Any) -> dict[str, Any] | None:
         """Return the state dict of a model that is sharded for evaluation. Collective."""
         keep = self._world.rank == 0
-        zero = open_library(self._world).zero
+        zero = import_deepspeed(self._world).zero
         found: dict[str, Any] = {}
         parameters = dict(model.module.named_parameters(remove_duplicate=False))
         for name, value in plain_state_dict(model.module).items():

@@ -19,14 +19,14 @@ from echelon.base.optional import require
 from echelon.distributed.small_messages import gather_counts
 from echelon.world.world import World
 
-__all__ = ["announce_kernels", "open_library"]
+__all__ = ["announce_kernels", "import_deepspeed"]
 
 _logger = get_logger(__name__)
 
 _SHARED_MEMORY_KERNEL = "deepspeed_shm_comm"
 
 
-def open_library(world: World) -> Any:
+def import_deepspeed(world: World) -> Any:
     """Return the module ``deepspeed``, talking over the present process group, on the device of ``world``.
 
     Collective: the first time for a process group.

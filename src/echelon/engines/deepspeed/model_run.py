@@ -18,10 +18,10 @@ from echelon.engines.deepspeed.flat_shards import FlatParts
 from echelon.engines.stepper import Stepper, clip_gradients, multiply_gradients, plain_parameters, plain_state_dict
 from echelon.world.world import World
 
-__all__ = ["Run"]
+__all__ = ["DeepSpeedModel"]
 
 
-class Run:
+class DeepSpeedModel:
     """Drives a DeepSpeed engine.
 
     The library takes each backward pass for a micro-step of a window, and finishes the gradients in the one that was declared

@@ -22,11 +22,11 @@ from echelon.base.errors import ConfigError, UsageError
 from echelon.base.versions import torch_version
 from echelon.base.warnings import user_line, warn
 from echelon.distributed.ddp.replica import Structure, average_gradients, require_same_parameters
-from echelon.distributed.monitored_barrier import meet
+from echelon.distributed.monitored_barrier import monitored_barrier
 from echelon.distributed.tree import map_tensors
 from echelon.engines.base import Engine, Prepared
 from echelon.engines.bitwise.grad_norm import clip_by_rows
-from echelon.engines.bitwise.sharded_tree_sum import ScatteredUpdate
+from echelon.engines.bitwise.sharded_tree_sum import ShardedTreeSum
 from echelon.engines.bitwise.tree_sum import ReplicatedUpdate, ShardedUpdate
 from echelon.engines.fsdp.meta_device import fill_from_rank_zero, refuse_without_values, take_values
 from echelon.engines.fsdp.options import ShardingOptions
@@ -175,7 +175,7 @@ class FSDP2Engine(Engine):
         self._strays[id(model)] = _Strays(model)
         self._hooks += take_whole_state_dicts(model)
         watch_numbers_of_shards(self)
-        if isinstance(self._update, ScatteredUpdate):
+        if isinstance(self._update, ShardedTreeSum):
             self._update.attach(model)
 
     def _average_by_hand(self, model: nn.Module) -> None:
@@ -260,7 +260,7 @@ class FSDP2Engine(Engine):
                 do="use engine='ddp' or 'zero1' for a gradient penalty, or take the difference of two forward passes in its place",
             ) from error
 
-    def backward_nothing(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], **options: Any) -> None:
+    def backward_zeros(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], **options: Any) -> None:
         """See ``Engine``: what autograd reaches are the whole parameters inside fully_shard, not the shards."""
         if loss.grad_fn is None:
             raise UsageError(
@@ -426,7 +426,7 @@ class FSDP2Engine(Engine):
                 where="parity='bitwise'",
                 do="leave dp_replicate_size and the HYBRID sharding strategies out, or use parity='exact'",
             )
-        kind = ScatteredUpdate if self._world.world_size > 1 else ReplicatedUpdate
+        kind = ShardedTreeSum if self._world.world_size > 1 else ReplicatedUpdate
         self._update = kind(
             lambda: self._as_sharded(parameters()),
             num_shards=num_shards,
@@ -518,7 +518,7 @@ class FSDP2Engine(Engine):
         for strays in self._strays.values():
             strays.release()
         self._strays.clear()
-        if isinstance(self._update, ScatteredUpdate):
+        if isinstance(self._update, ShardedTreeSum):
             self._update.release()
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -559,7 +559,7 @@ class _Strays:
         self._structure.renew(self._model)
         if not new:
             return
-        meet("the first forward pass after the parameters of a prepared model changed")
+        monitored_barrier("the first forward pass after the parameters of a prepared model changed")
         require_same_parameters(self._model)
         names = {id(p): name for name, p in self._model.named_parameters()}
         large = [names[id(p)] for p in new if p.dim()]

@@ -11,7 +11,7 @@ from echelon.diagnose.collectives import read_history
 from echelon.diagnose.stall import Answer
 from echelon.launch.failures.failure import ErrorRecord, Frame
 from echelon.launch.local.worker import ERROR_FILE, is_user_file
-from echelon.status.call_site import Place
+from echelon.status.call_site import CallSite
 from echelon.status.reporter import ABORT_FILE
 
 __all__ = ["read_answer", "read_last_words", "read_record", "read_stack"]
@@ -47,7 +47,7 @@ def read_answer(path: Path) -> Answer | None:
     """Return what a rank answered; None: nothing that can be read."""
     try:
         data = _load(path)
-        place = None if data["place"] is None else Place(**data["place"])
+        place = None if data["place"] is None else CallSite(**data["place"])
         collectives = data["collectives"]
         return Answer(
             place=place,
@@ -68,7 +68,7 @@ def read_last_words(directory: Path) -> Answer | None:
         data = next(d for d in reversed(_load(directory / ERROR_FILE)) if d["where"] == "main" and d["collectives"])
         frames = _record(data).frames
         users = [frame for frame in frames if frame.user]
-        place = Place(file=users[-1].file, line=users[-1].line, source=users[-1].source) if users else None
+        place = CallSite(file=users[-1].file, line=users[-1].line, source=users[-1].source) if users else None
         trains = any(part in frame.file for frame in frames for part in _TRAINING)
         return Answer(place=place, trains=trains, histories=read_history(data["collectives"]))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, StopIteration):

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any, final
 
 from echelon.base.printable import printable
-from echelon.diagnose.goodput import Attempt, Ledger, RankTimes, account, spent_in
+from echelon.diagnose.goodput import Attempt, RankTimes, TimeBreakdown, account, spent_in
 from echelon.diagnose.straggler import Steps, steps_of
 from echelon.launch.failures.failure import RankEnd
-from echelon.status.board import Board, Doing, Part
+from echelon.status.board import Board, Doing, StepPart
 
 __all__ = [
     "ALL_MACHINES_FILE",
     "GOODPUT_FILE",
-    "Accounts",
-    "Books",
+    "GoodputRecorder",
+    "GoodputReport",
     "first_sign",
     "process_start_ns",
     "read_books",
@@ -34,10 +34,10 @@ ALL_MACHINES_FILE = "goodput_all.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Books:
+class GoodputReport:
     """What is told of a run."""
 
-    ledger: Ledger
+    ledger: TimeBreakdown
     steps: Steps | None
     places: Mapping[int, str] = field(default_factory=dict)
     """For each rank the name of its machine; empty: there is but one."""
@@ -66,7 +66,7 @@ _LONG_S = 60.0
 
 
 @final
-class Accounts:
+class GoodputRecorder:
     """Keeps the books while a run goes on.
 
     Args:
@@ -104,7 +104,7 @@ class Accounts:
         self._attempts.append(attempt)
         self._write({"kind": "attempt", "number": len(self._attempts) - 1, **self._attempt_in_json(attempt)})
 
-    def finish(self) -> Books:
+    def finish(self) -> GoodputReport:
         """Return the books of the whole run."""
         ended_ns = time.monotonic_ns()
         spent: dict[int, list[float]] = {}
@@ -112,10 +112,10 @@ class Accounts:
         for attempt in self._attempts:
             num_steps += max((one.times.num_steps for one in attempt.ranks if one.times is not None), default=0)
             for one in attempt.ranks:
-                row = spent.setdefault(one.rank, [0.0] * len(Part))
-                for part, ns in zip(Part, spent_in(attempt, one) or []):
+                row = spent.setdefault(one.rank, [0.0] * len(StepPart))
+                for part, ns in zip(StepPart, spent_in(attempt, one) or []):
                     row[part] += ns / 1e6
-        books = Books(
+        books = GoodputReport(
             ledger=account(self._attempts, began_ns=self._began_ns, ended_ns=ended_ns),
             steps=steps_of(spent, num_steps=num_steps),
         )
@@ -138,7 +138,7 @@ class Accounts:
                     "rank": one.rank,
                     "loop_s": seconds(times.begun_ns),
                     "num_steps": times.num_steps,
-                    "spent_s": {part.name.lower(): round(ns / 1e9, 6) for part, ns in zip(Part, spent)},
+                    "spent_s": {part.name.lower(): round(ns / 1e9, 6) for part, ns in zip(StepPart, spent)},
                 }
             )
         loaded = {} if attempt.loaded is None or attempt.loaded < 0 else {"loaded_step": attempt.loaded}
@@ -183,7 +183,7 @@ def process_start_ns() -> int:
     return min(now, now - since_boot + ticks * 10**9 // os.sysconf("SC_CLK_TCK"))
 
 
-def read_books(run: Path) -> Books | None:
+def read_books(run: Path) -> GoodputReport | None:
     """Return the books of a run that is over, of all its machines where they met; None: it has left none."""
     try:
         path = run / ALL_MACHINES_FILE
@@ -191,6 +191,6 @@ def read_books(run: Path) -> Books | None:
         if last["kind"] != "run":
             return None
         steps = None if last["steps"] is None else Steps.from_json(last["steps"])
-        return Books(ledger=Ledger.from_json(last), steps=steps)
+        return GoodputReport(ledger=TimeBreakdown.from_json(last), steps=steps)
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None

@@ -17,7 +17,7 @@ from echelon.launch.failures.failure import Frame, RankEnd, is_settled, lost_eac
 from echelon.launch.failures.rank_errors import read_answer, read_stack
 from echelon.launch.local.worker import STACK_FILE
 from echelon.status.board import Board, Doing
-from echelon.status.call_site import Place
+from echelon.status.call_site import CallSite
 from echelon.status.reporter import ANSWER_FILE, DUMP_SIGNAL
 
 __all__ = ["STALL_FILE", "LocalRanks", "Ranks", "settled"]
@@ -129,7 +129,7 @@ class LocalRanks:
         if not users:
             return Answer()
         file, line = users[0].file, users[0].line
-        return Answer(place=Place(file=file, line=line, source=linecache.getline(file, line).strip()))
+        return Answer(place=CallSite(file=file, line=line, source=linecache.getline(file, line).strip()))
 
     def keep(self, report: str) -> None:
         """Put ``report`` beside the stacks that were saved last."""

@@ -27,9 +27,9 @@ __all__ = [
     "STORE",
     "Channel",
     "ChannelError",
-    "Lost",
+    "ConnectionLost",
     "Peer",
-    "Refused",
+    "ConnectionRefused",
     "accept",
     "clock_offset_ns",
     "connect",
@@ -56,11 +56,11 @@ class ChannelError(Exception):
     """The other side does not speak as it should, or not at all."""
 
 
-class Refused(ChannelError):
+class ConnectionRefused(ChannelError):
     """The other side does not know the token, or is something else."""
 
 
-class Lost(ChannelError):
+class ConnectionLost(ChannelError):
     """The connection is over."""
 
 
@@ -74,9 +74,9 @@ def _receive(sock: socket.socket, num_bytes: int) -> bytes:
         try:
             chunk = sock.recv(min(num_bytes - len(data), 1 << 20))
         except OSError as error:
-            raise Lost("no answer" if isinstance(error, TimeoutError) else str(error)) from error
+            raise ConnectionLost("no answer" if isinstance(error, TimeoutError) else str(error)) from error
         if not chunk:
-            raise Lost("the other side has closed the connection")
+            raise ConnectionLost("the other side has closed the connection")
         data += chunk
     return bytes(data)
 
@@ -85,15 +85,15 @@ def accept(sock: socket.socket, token: bytes) -> tuple[bytes, int, bytes]:
     """Let the client on ``sock`` prove itself, and prove ourselves; return what it wants, of which round, and the key.
 
     Raises:
-        Refused: it could not.
-        Lost: it went, or was slower than the timeout of ``sock``.
+        ConnectionRefused: it could not.
+        ConnectionLost: it went, or was slower than the timeout of ``sock``.
     """
     ours = secrets.token_bytes(_NONCE_BYTES)
     _send(sock, _MAGIC + ours)
     claim = _receive(sock, _CLAIM_BYTES)
     body, code = claim[:-_CODE_BYTES], claim[-_CODE_BYTES:]
     if not body.startswith(_MAGIC) or not hmac.compare_digest(code, _code(token, b"client", ours, body)):
-        raise Refused("it does not know the token")
+        raise ConnectionRefused("it does not know the token")
     _send(sock, _code(token, b"server", ours, body))
     want, number = _WANT.unpack(body[-_WANT.size :])
     return want, number, _code(token, b"session", ours, body)
@@ -106,26 +106,26 @@ def connect(
 
     Raises:
         OSError: nobody answers there.
-        Refused: somebody else does, or with another token.
-        Lost: it went.
+        ConnectionRefused: somebody else does, or with another token.
+        ConnectionLost: it went.
     """
     sock = socket.create_connection((host, port), timeout=timeout_s)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         hello = _receive(sock, _HELLO_BYTES)
         if not hello.startswith(_MAGIC):
-            raise Refused("something else listens there")
+            raise ConnectionRefused("something else listens there")
         theirs = hello[len(_MAGIC) :]
         body = _MAGIC + secrets.token_bytes(_NONCE_BYTES) + _WANT.pack(want, number)
         _send(sock, body + _code(token, b"client", theirs, body))
         try:
             answer = _receive(sock, _CODE_BYTES)
-        except Lost as error:
+        except ConnectionLost as error:
             if isinstance(error.__cause__, TimeoutError):
                 raise  # it is slow: no refusal
-            raise Refused("it closed the connection: its token is another one") from error
+            raise ConnectionRefused("it closed the connection: its token is another one") from error
         if not hmac.compare_digest(answer, _code(token, b"server", theirs, body)):
-            raise Refused("it does not know the token")
+            raise ConnectionRefused("it does not know the token")
         return sock, _code(token, b"session", theirs, body)
     except BaseException:
         sock.close()
@@ -136,7 +136,7 @@ def _send(sock: socket.socket, data: bytes) -> None:
     try:
         sock.sendall(data)
     except OSError as error:
-        raise Lost("no answer" if isinstance(error, TimeoutError) else str(error)) from error
+        raise ConnectionLost("no answer" if isinstance(error, TimeoutError) else str(error)) from error
 
 
 @final
@@ -160,7 +160,7 @@ class Channel:
         """Send ``message``.
 
         Raises:
-            Lost: the connection is over.
+            ConnectionLost: the connection is over.
         """
         payload = json.dumps(message, separators=(",", ":")).encode()
         with self._lock:
@@ -242,14 +242,14 @@ class Peer:
 
     def tell(self, kind: str, **content: Any) -> None:
         """Send ``content``; nothing happens when the other side is gone: ``on_lost`` says that."""
-        with suppress(Lost):
+        with suppress(ConnectionLost):
             self._channel.send({"kind": kind, "content": content})
 
     def ask(self, kind: str, *, timeout_s: float, **content: Any) -> Any:
         """Return the answer to a question.
 
         Raises:
-            Lost: there was none within ``timeout_s``, or the other side could not give one.
+            ConnectionLost: there was none within ``timeout_s``, or the other side could not give one.
         """
         return self.ask_later(kind, **content)(timeout_s)
 
@@ -267,13 +267,13 @@ class Peer:
                 found = self._answers.pop(number, None)
                 self._asked.discard(number)
             if found is None or "failed" in found:
-                raise Lost(f"no answer to {kind!r}" + (f": {found['failed']}" if found else ""))
+                raise ConnectionLost(f"no answer to {kind!r}" + (f": {found['failed']}" if found else ""))
             return found["answer"]
 
         return wait
 
     def _channel_send(self, message: Any) -> None:
-        with suppress(Lost):
+        with suppress(ConnectionLost):
             self._channel.send(message)
 
     def close(self) -> None:

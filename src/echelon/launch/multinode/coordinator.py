@@ -20,16 +20,16 @@ from typing import Any, Literal, TypeAlias, final
 from echelon.base.errors import LaunchError
 from echelon.base.printable import printable
 from echelon.launch.failures.failure import Cause, RankEnd, cause_of, exit_status, explain, first_failure
-from echelon.launch.local.goodput_recorder import ALL_MACHINES_FILE, Accounts, Books, first_sign
+from echelon.launch.local.goodput_recorder import ALL_MACHINES_FILE, GoodputRecorder, GoodputReport, first_sign
 from echelon.launch.local.ranks import settled
-from echelon.launch.multinode.channel import START_S, Channel, Lost, Peer, clock_offset_ns
+from echelon.launch.multinode.channel import START_S, Channel, ConnectionLost, Peer, clock_offset_ns
 from echelon.launch.multinode.generation import (
     ANSWER_S,
-    AllRanks,
-    Desk,
-    Member,
-    Round,
-    Store,
+    Generation,
+    NodeCommands,
+    NodeMember,
+    RanksOfAllNodes,
+    RendezvousStore,
     Then,
     ends_of,
     silent_members,
@@ -39,9 +39,9 @@ from echelon.launch.multinode.hub import Hub
 from echelon.launch.multinode.messages import decode
 from echelon.launch.multinode.roster import NodeInfo, name_of, places_of, refusal, seats, who_is_missing
 from echelon.launch.supervisor import StallRules, Supervisor
-from echelon.status.stop_barrier import EXIT_CODE, Coordinator, Outcome, State, state_of
+from echelon.status.stop_barrier import EXIT_CODE, BarrierCoordinator, BarrierOutcome, RankState, state_of
 
-__all__ = ["Conductor", "Rules"]
+__all__ = ["Coordinator", "CoordinatorRules"]
 
 _TICK_S = 0.02
 _MISSING_AFTER_S = 20.0
@@ -52,7 +52,7 @@ STALLED_CODE = 124
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class CoordinatorRules:
     """What the user asked for."""
 
     min_nodes: int
@@ -75,7 +75,7 @@ _Event: TypeAlias = tuple[Literal["told", "lost", "new", "close"], Any, str, Map
 
 
 @final
-class Conductor:
+class Coordinator:
     """Serves ``listener`` in threads of its own until ``close``.
 
     Args:
@@ -87,12 +87,18 @@ class Conductor:
     """
 
     def __init__(
-        self, own: NodeInfo, *, listener: Any, token: bytes, rules: Rules, new_store: Callable[[], Store]
+        self,
+        own: NodeInfo,
+        *,
+        listener: Any,
+        token: bytes,
+        rules: CoordinatorRules,
+        new_store: Callable[[], RendezvousStore],
     ) -> None:
         self._own, self._rules, self._new_store = own, rules, new_store
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        self._members: list[Member] = []
-        self._round: Round | None = None
+        self._members: list[NodeMember] = []
+        self._round: Generation | None = None
         self._order: list[str] = []
         self._places: dict[int, str] = {}
         self._num_rounds = self._num_restarts = 0
@@ -102,7 +108,7 @@ class Conductor:
         self._joined_since: float | None = None
         self._is_over = False
         self._goodbye = 0.0
-        self._accounts = Accounts(rules.directory / ALL_MACHINES_FILE, began_ns=rules.began_ns)
+        self._accounts = GoodputRecorder(rules.directory / ALL_MACHINES_FILE, began_ns=rules.began_ns)
         self._hub = Hub(
             listener,
             token,
@@ -112,7 +118,7 @@ class Conductor:
         self._thread = threading.Thread(target=self._run, daemon=True, name="echelon-conductor")
         self._thread.start()
 
-    def close(self, reason: str, code: int) -> Books:
+    def close(self, reason: str, code: int) -> GoodputReport:
         """End the run, if it has not ended, because of ``reason``; wait until the nodes know; return the books of all machines."""
         self._events.put(("close", code, reason, {}))
         self._thread.join()
@@ -122,7 +128,7 @@ class Conductor:
     # What comes from other threads.
 
     def _on_node(self, channel: Channel, address: str) -> None:
-        member: list[Member] = []
+        member: list[NodeMember] = []
         peer = Peer(
             channel,
             on_told=lambda kind, content: self._events.put(("told", member[0], kind, content)),
@@ -130,7 +136,7 @@ class Conductor:
             on_lost=lambda reason: self._events.put(("lost", member[0], reason, {})),
             beat_s=self._rules.beat.total_seconds(),
         )
-        member.append(Member(peer, address))
+        member.append(NodeMember(peer, address))
         self._events.put(("new", member[0], "", {}))
         peer.start()
 
@@ -185,15 +191,15 @@ class Conductor:
             self._drop(member)
         self._goodbye = time.monotonic() + _GOODBYE_S
 
-    def _is_own(self, member: Member) -> bool:
+    def _is_own(self, member: NodeMember) -> bool:
         return member.info is not None and member.info.uid == self._own.uid
 
-    def _drop(self, member: Member) -> None:
+    def _drop(self, member: NodeMember) -> None:
         member.peer.close()
         if member in self._members:
             self._members.remove(member)
 
-    def _hear(self, member: Member, kind: str, content: Mapping[str, Any]) -> None:
+    def _hear(self, member: NodeMember, kind: str, content: Mapping[str, Any]) -> None:
         if member not in self._members:
             return
         try:
@@ -208,7 +214,7 @@ class Conductor:
             return
         self._on_told(member, kind, read)
 
-    def _on_told(self, member: Member, kind: str, content: Mapping[str, Any]) -> None:
+    def _on_told(self, member: NodeMember, kind: str, content: Mapping[str, Any]) -> None:
         if kind == "hello":
             self._admit(member, content["info"])
         elif kind in ("leave", "bye") and member.info is None:
@@ -228,7 +234,7 @@ class Conductor:
         elif kind == "bye":
             self._drop(member)
 
-    def _admit(self, member: Member, info: NodeInfo) -> None:
+    def _admit(self, member: NodeMember, info: NodeInfo) -> None:
         here = [other for other in self._members if other.info is not None]
         for other in here:
             assert other.info is not None
@@ -244,7 +250,7 @@ class Conductor:
         member.info = info
         try:
             member.offset_ns = clock_offset_ns(member.peer, timeout_s=ANSWER_S)
-        except (Lost, ValueError, TypeError):
+        except (ConnectionLost, ValueError, TypeError):
             self._on_lost(member, "it does not answer")
             return
         member.peer.tell("welcome")
@@ -255,20 +261,20 @@ class Conductor:
             )
 
     @staticmethod
-    def _answers(member: Member) -> bool:
+    def _answers(member: NodeMember) -> bool:
         try:
             member.peer.ask("clock", timeout_s=2.0)
-        except Lost:
+        except ConnectionLost:
             return False
         return True
 
-    def _on_leave(self, member: Member, reason: str, code: int) -> None:
+    def _on_leave(self, member: NodeMember, reason: str, code: int) -> None:
         """A launcher ends by itself: somebody has interrupted it, or it cannot go on."""
         self._drop(member)
         if self._round is not None and member in self._round.members:
             self._end_without(member, f"{member.name} has left the run: {reason}", code)
 
-    def _on_lost(self, member: Member, reason: str) -> None:
+    def _on_lost(self, member: NodeMember, reason: str) -> None:
         if member not in self._members:
             return  # it had said that it goes
         self._drop(member)
@@ -277,7 +283,7 @@ class Conductor:
         elif member.info is not None and not self._is_over:
             self._say(f"{member.name} has gone: {reason}")
 
-    def _end_without(self, member: Member, what: str, code: int) -> None:
+    def _end_without(self, member: NodeMember, what: str, code: int) -> None:
         now = self._round
         assert now is not None
         left = [other for other in now.members if other in self._members]
@@ -354,7 +360,7 @@ class Conductor:
             member.peer.tell("end", then="stop", code=1, text="" if self._is_own(member) else error.what)
         self._finish()
 
-    def _begin(self, ready: Sequence[Member]) -> None:
+    def _begin(self, ready: Sequence[NodeMember]) -> None:
         infos = {member.info.uid: member.info for member in ready if member.info is not None}
         placed = seats(list(infos.values()), before=self._order, first=self._own.uid)
         by_uid = {member.info.uid: member for member in ready if member.info is not None}
@@ -363,11 +369,11 @@ class Conductor:
         self._num_rounds += 1
         self._order = [seat.uid for seat in placed]
         places = self._places = places_of(infos, placed)
-        self._round = Round(number, placed, members, places, self._new_store())
+        self._round = Generation(number, placed, members, places, self._new_store())
         self._told_missing, self._enough_since, self._joined_since = 0, None, None
         # The folder is made by the node of this process when it starts its ranks.
         self._round.supervisor = Supervisor(
-            AllRanks(self._round), directory=self._rules.directory, rules=self._rules.stall, places=places
+            RanksOfAllNodes(self._round), directory=self._rules.directory, rules=self._rules.stall, places=places
         )
         self._accounts.open()
         world_size = self._round.world_size
@@ -390,7 +396,7 @@ class Conductor:
 
     # While a round runs.
 
-    def _watch(self, now: Round) -> None:
+    def _watch(self, now: Generation) -> None:
         codes = [code for member in now.members for code in member.codes.values()]
         if any(code not in (None, 0) and not (now.coordinator and code == EXIT_CODE) for code in codes):
             self._after_failure(now)
@@ -398,8 +404,8 @@ class Conductor:
         if len(codes) == now.world_size and None not in codes:
             self._after_all(now, codes)
             return
-        if now.coordinator is not None and (outcome := now.coordinator.look()) is not Outcome.MET:
-            if outcome is Outcome.LATE:
+        if now.coordinator is not None and (outcome := now.coordinator.look()) is not BarrierOutcome.MET:
+            if outcome is BarrierOutcome.LATE:
                 self._after_late(now)
             return
         if now.coordinator is not None:
@@ -415,7 +421,7 @@ class Conductor:
                 return
         self._supervise(now)
 
-    def _supervise(self, now: Round) -> None:
+    def _supervise(self, now: Generation) -> None:
         assert now.supervisor is not None
         stall = now.supervisor.look()
         if stall is not None and stall.is_alarm and self._rules.stall.on_stall != "report":
@@ -426,28 +432,28 @@ class Conductor:
             else:
                 self._end("stop", code=STALLED_CODE, failed_ns=failed_ns)
 
-    def _take_joiners(self, now: Round) -> None:
+    def _take_joiners(self, now: Generation) -> None:
         names = " and ".join(member.name for member in self._members if member.waits)
-        desk = Desk(now)
+        desk = NodeCommands(now)
         if self._rules.preemption_grace and all(desk.read_stands()):
             self._hold(now, f"{names} joins", "restart")
             return
         self._say(f"{names} joins: all ranks start again, from the last checkpoint")
         self._end("restart", failed_ns=time.monotonic_ns())
 
-    def _hold(self, now: Round, why: str, then: Then) -> None:
+    def _hold(self, now: Generation, why: str, then: Then) -> None:
         grace_s = self._rules.preemption_grace.total_seconds()
         self._say(f"{why}: all ranks save at one step and end (within {grace_s:g} s)")
         now.held_for, now.then = why, then
-        now.coordinator = Coordinator(Desk(now), grace_s)
+        now.coordinator = BarrierCoordinator(NodeCommands(now), grace_s)
 
-    def _after_late(self, now: Round) -> None:
+    def _after_late(self, now: Generation) -> None:
         where: dict[str, list[int]] = {}
-        notes = {view.rank: view.note for view in AllRanks(now).views()}
-        for rank, stand in Desk(now).stands().items():
+        notes = {view.rank: view.note for view in RanksOfAllNodes(now).views()}
+        for rank, stand in NodeCommands(now).stands().items():
             note = notes.get(rank)
             step = "no step yet" if note is None else f"step {note.step}, {note.phase or 'elsewhere'}"
-            where.setdefault(step + (" (has come)" if state_of(stand) is State.STOPPED else ""), []).append(rank)
+            where.setdefault(step + (" (has come)" if state_of(stand) is RankState.STOPPED else ""), []).append(rank)
         texts = "; ".join(f"ranks {', '.join(map(str, ranks))}: {text}" for text, ranks in where.items())
         error = LaunchError(
             f"{now.held_for}: the ranks did not come to one step within "
@@ -458,15 +464,15 @@ class Conductor:
         print(f"echelon: {error}", file=sys.stderr, flush=True)
         self._part(now)
 
-    def _after_all(self, now: Round, codes: Sequence[int | None]) -> None:
+    def _after_all(self, now: Generation, codes: Sequence[int | None]) -> None:
         """Every rank has ended well, or as it was asked to."""
         is_held = now.coordinator is not None
-        if is_held and (EXIT_CODE in codes or (now.coordinator and now.coordinator.look() is Outcome.MET)):
+        if is_held and (EXIT_CODE in codes or (now.coordinator and now.coordinator.look() is BarrierOutcome.MET)):
             self._part(now)
         else:
             self._end("done")
 
-    def _part(self, now: Round) -> None:
+    def _part(self, now: Generation) -> None:
         """After a hold: who was asked to end ends, and when enough remain, they go on."""
         leaving = [member for member in now.members if member.asked]
         staying = [member for member in now.members if not member.asked]
@@ -477,8 +483,8 @@ class Conductor:
         else:
             self._end("preempted", code=EXIT_CODE)
 
-    def _after_failure(self, now: Round) -> None:
-        ends = settled(lambda: ends_of(now), AllRanks(now))
+    def _after_failure(self, now: Generation) -> None:
+        ends = settled(lambda: ends_of(now), RanksOfAllNodes(now))
         if first_failure(ends) is None:
             return  # it had finished when its interpreter's end failed
         if self._waits_for_a_silent_one(now, ends):
@@ -501,7 +507,7 @@ class Conductor:
         else:
             self._end("stop", code=exit_status(ends), failed_ns=first_sign(ends))
 
-    def _waits_for_a_silent_one(self, now: Round, ends: Sequence[RankEnd]) -> bool:
+    def _waits_for_a_silent_one(self, now: Generation, ends: Sequence[RankEnd]) -> bool:
         """Tell whether a machine may have gone: ranks that lost contact show that before its silence does."""
         if any(member.peer.is_lost for member in now.members):
             return True  # that is in the queue, and says what has happened
@@ -514,7 +520,9 @@ class Conductor:
         is_silent = bool(silent_members(now, self._rules.beat.total_seconds()))
         return is_silent and waited_s < self._rules.lost_after.total_seconds() + ANSWER_S
 
-    def _end(self, then: Then, *, code: int = 0, failed_ns: int | None = None, leaving: Sequence[Member] = ()) -> None:
+    def _end(
+        self, then: Then, *, code: int = 0, failed_ns: int | None = None, leaving: Sequence[NodeMember] = ()
+    ) -> None:
         now = self._round
         assert now is not None
         noticed_ns = time.monotonic_ns()
@@ -561,5 +569,5 @@ def _read(kind: str, content: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _range(rules: Rules) -> str:
+def _range(rules: CoordinatorRules) -> str:
     return f"{rules.min_nodes}" if rules.min_nodes == rules.max_nodes else f"{rules.min_nodes} to {rules.max_nodes}"

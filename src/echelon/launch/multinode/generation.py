@@ -14,13 +14,24 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar, final
 from echelon.diagnose.goodput import RankTimes
 from echelon.diagnose.stall import Answer, RankView
 from echelon.launch.failures.failure import RankEnd
-from echelon.launch.multinode.channel import Lost, Peer
+from echelon.launch.multinode.channel import ConnectionLost, Peer
 from echelon.launch.multinode.messages import decode, encode
-from echelon.launch.multinode.roster import NodeInfo, Seat, name_of
+from echelon.launch.multinode.roster import MachineSlot, NodeInfo, name_of
 from echelon.launch.supervisor import Supervisor
-from echelon.status.stop_barrier import Coordinator
+from echelon.status.stop_barrier import BarrierCoordinator
 
-__all__ = ["ANSWER_S", "AllRanks", "Desk", "Member", "Round", "Store", "Then", "ends_of", "silent_members", "times_of"]
+__all__ = [
+    "ANSWER_S",
+    "RanksOfAllNodes",
+    "NodeCommands",
+    "NodeMember",
+    "Generation",
+    "RendezvousStore",
+    "Then",
+    "ends_of",
+    "silent_members",
+    "times_of",
+]
 
 T = TypeVar("T")
 Then: TypeAlias = Literal["done", "restart", "stop", "preempted"]
@@ -28,14 +39,14 @@ Then: TypeAlias = Literal["done", "restart", "stop", "preempted"]
 ANSWER_S = 5.0
 
 
-class Store(Protocol):
+class RendezvousStore(Protocol):
     """The store of a round, on this machine's loopback."""
 
     port: int
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class NodeMember:
     """A launcher that takes part, or would."""
 
     peer: Peer
@@ -57,16 +68,16 @@ class Member:
 
 
 @dataclass(slots=True)
-class Round:
+class Generation:
     """All ranks of one start, on the members that were there then."""
 
     number: int
-    seats: list[Seat]
-    members: list[Member]
+    seats: list[MachineSlot]
+    members: list[NodeMember]
     places: dict[int, str]
-    store: Store
+    store: RendezvousStore
     supervisor: Supervisor | None = None
-    coordinator: Coordinator | None = None
+    coordinator: BarrierCoordinator | None = None
     held_for: str = ""
     """Why the ranks are led to one step, in words."""
     then: Then = "preempted"
@@ -79,7 +90,7 @@ class Round:
         return sum(seat.num_processes for seat in self.seats)
 
 
-def ends_of(now: Round) -> list[RankEnd]:
+def ends_of(now: Generation) -> list[RankEnd]:
     """Return how each rank has ended, or that it runs; of one whose node does not answer, that it runs."""
     found: dict[int, RankEnd] = {}
     for member, ends in _ask_all(now, "ends", partial(decode, list[RankEnd]), timeout_s=ANSWER_S):
@@ -90,7 +101,7 @@ def ends_of(now: Round) -> list[RankEnd]:
     return [found.get(rank, RankEnd(rank=rank, exit_code=None)) for rank in range(now.world_size)]
 
 
-def times_of(now: Round) -> list[RankTimes]:
+def times_of(now: Generation) -> list[RankTimes]:
     """Return where the time of each rank went, by rank, of the nodes that answer."""
     found = [
         _moved(one, member.offset_ns)
@@ -100,17 +111,17 @@ def times_of(now: Round) -> list[RankTimes]:
     return sorted(found, key=lambda one: one.rank)
 
 
-def silent_members(now: Round, timeout_s: float) -> list[Member]:
+def silent_members(now: Generation, timeout_s: float) -> list[NodeMember]:
     """Return those that do not answer within ``timeout_s``."""
     answering = {member for member, _ in _ask_all(now, "views", bool, timeout_s=timeout_s)}
     return [member for member in now.members if member not in answering]
 
 
 @final
-class AllRanks:
+class RanksOfAllNodes:
     """Those of a round, as a supervisor sees them."""
 
-    def __init__(self, now: Round) -> None:
+    def __init__(self, now: Generation) -> None:
         self._now = now
 
     def views(self) -> list[RankView]:
@@ -140,7 +151,7 @@ class AllRanks:
         )
         try:
             return decode(Answer, self._now.members[seat].peer.ask("stack", timeout_s=ANSWER_S, view=encode(view)))
-        except (Lost, ValueError):
+        except (ConnectionLost, ValueError):
             return Answer()
 
     def keep(self, report: str) -> None:
@@ -150,10 +161,10 @@ class AllRanks:
 
 
 @final
-class Desk:
+class NodeCommands:
     """The words of all ranks (``stop_barrier.py``), on the boards of all nodes."""
 
-    def __init__(self, now: Round) -> None:
+    def __init__(self, now: Generation) -> None:
         self._now = now
 
     def write_command(self, command: int) -> None:
@@ -173,8 +184,8 @@ class Desk:
 
 
 def _ask_all(
-    now: Round, kind: str, read: Callable[[Any], T], *, timeout_s: float, **content: Any
-) -> list[tuple[Member, T]]:
+    now: Generation, kind: str, read: Callable[[Any], T], *, timeout_s: float, **content: Any
+) -> list[tuple[NodeMember, T]]:
     """Ask every node at once; return the answers of those that gave one that can be read."""
     waits = [(member, member.peer.ask_later(kind, **content)) for member in now.members]
     deadline = time.monotonic() + timeout_s
@@ -182,7 +193,7 @@ def _ask_all(
     for member, wait in waits:
         try:
             answers.append((member, read(wait(max(0.0, deadline - time.monotonic())))))
-        except (Lost, ValueError, TypeError):
+        except (ConnectionLost, ValueError, TypeError):
             continue  # that it is gone is an event of its own
     return answers
 

@@ -18,7 +18,7 @@ from typing import final
 from echelon.base.errors import LaunchError
 from echelon.base.printable import printable
 from echelon.launch.multinode.channel import NODE, START_S, STORE, Channel, ChannelError, accept
-from echelon.launch.multinode.tunnel import Pump
+from echelon.launch.multinode.tunnel import TunnelPump
 
 __all__ = ["Hub", "Tunnel", "listen"]
 
@@ -70,7 +70,7 @@ class Hub:
         self._listener = listener
         self._token = token
         self._on_node, self._port_of = on_node, port_of
-        self._pump = Pump()
+        self._pump = TunnelPump()
         self._unproven: OrderedDict[int, socket.socket] = OrderedDict()
         self._lock = threading.Lock()
         self._num_turned_away = 0
@@ -168,7 +168,7 @@ class Tunnel:
             ) from error
         self.port: int = self._listener.getsockname()[1]
         self._open_way = open_way
-        self._pump = Pump()
+        self._pump = TunnelPump()
         self._is_closed = False
         self._thread = threading.Thread(target=self._accept, daemon=True, name="echelon-tunnel")
         self._thread.start()

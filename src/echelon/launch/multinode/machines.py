@@ -16,7 +16,7 @@ from types import MappingProxyType
 from echelon._version import __version__
 from echelon.base import environ
 from echelon.base.errors import ConfigError, LaunchError
-from echelon.config.origin import Source
+from echelon.config.origin import SettingSource
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 from echelon.config.sources import fingerprint
@@ -28,7 +28,7 @@ from echelon.launch.multinode.node import Node
 from echelon.launch.multinode.roster import NodeInfo
 from echelon.launch.schedulers.slurm import Step
 
-__all__ = ["Asked", "Machines", "check_meeting", "interface_variables", "meet", "node_range", "rdzv_conf"]
+__all__ = ["CliOverrides", "MultinodePlan", "check_meeting", "interface_variables", "meet", "node_range", "rdzv_conf"]
 
 _PORT = 29500
 _RDZV_PORT = 29400  # torchrun's, where --rdzv_endpoint names none
@@ -42,7 +42,7 @@ _VARIABLE = re.compile(r"\$\w|\$\{|%\w+%")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class CliOverrides:
     """What the command line says besides the settings."""
 
     nnodes: str | None = None
@@ -58,7 +58,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machines:
+class MultinodePlan:
     """What a launcher needs to run with others."""
 
     info: NodeInfo
@@ -91,7 +91,7 @@ class Machines:
         )
 
 
-def node_range(resolved: Resolved[RunConfig], asked: Asked) -> tuple[int, int]:
+def node_range(resolved: Resolved[RunConfig], asked: CliOverrides) -> tuple[int, int]:
     """Return the least and the most machines of the run.
 
     Raises:
@@ -108,7 +108,7 @@ def node_range(resolved: Resolved[RunConfig], asked: Asked) -> tuple[int, int]:
     return int(least), most
 
 
-def rdzv_conf(asked: Asked) -> dict[str, str]:
+def rdzv_conf(asked: CliOverrides) -> dict[str, str]:
     """Read torchrun's ``key=value,...``.
 
     Raises:
@@ -139,7 +139,7 @@ def rdzv_conf(asked: Asked) -> dict[str, str]:
     return found
 
 
-def check_meeting(resolved: Resolved[RunConfig], asked: Asked, step: Step | None) -> None:
+def check_meeting(resolved: Resolved[RunConfig], asked: CliOverrides, step: Step | None) -> None:
     """Refuse what can be seen to be wrong without a look at the network.
 
     Raises:
@@ -157,7 +157,7 @@ def check_meeting(resolved: Resolved[RunConfig], asked: Asked, step: Step | None
     node_range(resolved, asked)
 
 
-def meet(resolved: Resolved[RunConfig], asked: Asked, *, num_processes: int, step: Step | None) -> Machines:
+def meet(resolved: Resolved[RunConfig], asked: CliOverrides, *, num_processes: int, step: Step | None) -> MultinodePlan:
     """Return how this machine takes part; when the others come to it, it listens already.
 
     Args:
@@ -172,7 +172,7 @@ def meet(resolved: Resolved[RunConfig], asked: Asked, *, num_processes: int, ste
     """
     endpoint, port, where = _endpoint(resolved, asked, step)
     conf = rdzv_conf(asked)
-    if step is not None and resolved.origins["num_machines"].source is Source.DEFAULT:
+    if step is not None and resolved.origins["num_machines"].source is SettingSource.DEFAULT:
         min_nodes = max_nodes = step.num_nodes
     else:
         min_nodes, max_nodes = node_range(resolved, asked)
@@ -199,7 +199,7 @@ def meet(resolved: Resolved[RunConfig], asked: Asked, *, num_processes: int, ste
         versions=_versions(),
         settings={name: f"{value} (from {origin})" for name, (value, origin) in fingerprint(resolved).items()},
     )
-    return Machines(
+    return MultinodePlan(
         info=info,
         # To ourselves by the address that we listen on: a wildcard is no address.
         host=address if asked.listen_on is None or listener is None else _dialled(asked.listen_on),
@@ -230,12 +230,12 @@ def _refuse_hidden_loopback(endpoint: str, address: str, where: str) -> None:
 
 
 def _machine_rank(resolved: Resolved[RunConfig], step: Step | None) -> int | None:
-    if resolved.origins["machine_rank"].source is not Source.DEFAULT:
+    if resolved.origins["machine_rank"].source is not SettingSource.DEFAULT:
         return resolved.value.machine_rank
     return None if step is None else step.node_rank
 
 
-def _endpoint(resolved: Resolved[RunConfig], asked: Asked, step: Step | None) -> tuple[str, int, str]:
+def _endpoint(resolved: Resolved[RunConfig], asked: CliOverrides, step: Step | None) -> tuple[str, int, str]:
     value, origins = resolved.value, resolved.origins
     if asked.rdzv_endpoint is not None:
         where = f"flag {asked.typed.get('rdzv_endpoint', '--rdzv_endpoint')}"
@@ -286,7 +286,7 @@ def _is_host(conf: Mapping[str, str], machine_rank: int | None, *, is_local: boo
 
 
 def _listen(
-    asked: Asked, address: str, port: int, where: str, machine_rank: int | None, *, is_local: bool
+    asked: CliOverrides, address: str, port: int, where: str, machine_rank: int | None, *, is_local: bool
 ) -> socket.socket | None:
     """Listen for the others; None: another launcher of this machine does, and this one goes there."""
     if asked.listen_on is None and not is_local:
@@ -314,7 +314,7 @@ def _dialled(listen_on: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(listen_on, listen_on)
 
 
-def _token(asked: Asked, run_id: str, *, is_loopback: bool) -> bytes:
+def _token(asked: CliOverrides, run_id: str, *, is_loopback: bool) -> bytes:
     token = find_token()
     if token is not None:
         return token
@@ -328,7 +328,7 @@ def _token(asked: Asked, run_id: str, *, is_loopback: bool) -> bytes:
     )
 
 
-def _interface(asked: Asked, own: str) -> str | None:
+def _interface(asked: CliOverrides, own: str) -> str | None:
     try:
         return interface_of(own)
     except ValueError:

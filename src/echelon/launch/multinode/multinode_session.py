@@ -10,27 +10,27 @@ from datetime import timedelta
 from pathlib import Path
 
 from echelon.launch.interrupts import Interrupted, Interrupts
-from echelon.launch.local.goodput_recorder import Books
-from echelon.launch.multinode.coordinator import Conductor, Rules
-from echelon.launch.multinode.generation import Store
-from echelon.launch.multinode.machines import Machines
+from echelon.launch.local.goodput_recorder import GoodputReport
+from echelon.launch.multinode.coordinator import Coordinator, CoordinatorRules
+from echelon.launch.multinode.generation import RendezvousStore
+from echelon.launch.multinode.machines import MultinodePlan
 from echelon.launch.multinode.node import Node
 from echelon.launch.supervisor import StallRules
 
-__all__ = ["Part", "rules_of", "together"]
+__all__ = ["MultinodeSession", "rules_of", "together"]
 
 
 @dataclass(slots=True)
-class Part:
+class MultinodeSession:
     """What this launcher has in such a run."""
 
     node: Node
-    books: Books | None = None
+    books: GoodputReport | None = None
     """Of all machines, at the end, where the others met."""
 
 
 def rules_of(
-    machines: Machines,
+    machines: MultinodePlan,
     *,
     max_restarts: int,
     stall: StallRules,
@@ -38,9 +38,9 @@ def rules_of(
     logs: str,
     directory: Path,
     began_ns: int,
-) -> Rules:
+) -> CoordinatorRules:
     """Return what the user asked for, for whoever leads the run."""
-    return Rules(
+    return CoordinatorRules(
         min_nodes=machines.info.min_nodes,
         max_nodes=machines.info.max_nodes,
         join_timeout=machines.join_timeout,
@@ -57,7 +57,7 @@ def rules_of(
 
 
 @contextmanager
-def together(machines: Machines, rules: Rules, interrupts: Interrupts) -> Iterator[Part]:
+def together(machines: MultinodePlan, rules: CoordinatorRules, interrupts: Interrupts) -> Iterator[MultinodeSession]:
     """Meet the others, and take leave of them at the end of the ``with`` block, whatever has happened in it.
 
     Raises:
@@ -66,10 +66,10 @@ def together(machines: Machines, rules: Rules, interrupts: Interrupts) -> Iterat
     """
     conductor = None
     if machines.listener is not None:
-        conductor = Conductor(
+        conductor = Coordinator(
             machines.info, listener=machines.listener, token=machines.token, rules=rules, new_store=_new_store
         )
-    part = Part(machines.node(interrupts))
+    part = MultinodeSession(machines.node(interrupts))
     reason, code = "its launcher has failed", 1
     try:
         part.node.come_in()
@@ -85,7 +85,7 @@ def together(machines: Machines, rules: Rules, interrupts: Interrupts) -> Iterat
             part.books = conductor.close(reason, code)
 
 
-def _new_store() -> Store:
+def _new_store() -> RendezvousStore:
     from echelon.launch.multinode.rendezvous import LoopbackStore  # noqa: PLC0415 - imports torch: only when ranks are to start
 
     return LoopbackStore()

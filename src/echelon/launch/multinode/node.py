@@ -17,12 +17,21 @@ from typing import Any, Literal, Protocol, TypeAlias, final
 from echelon.base.errors import LaunchError
 from echelon.base.printable import printable
 from echelon.launch.interrupts import Interrupts
-from echelon.launch.multinode.channel import NODE, START_S, STORE, Channel, ChannelError, Peer, Refused, connect
+from echelon.launch.multinode.channel import (
+    NODE,
+    START_S,
+    STORE,
+    Channel,
+    ChannelError,
+    ConnectionRefused,
+    Peer,
+    connect,
+)
 from echelon.launch.multinode.messages import encode
 from echelon.launch.multinode.network import is_loopback
 from echelon.launch.multinode.roster import NodeInfo
 
-__all__ = ["Node", "Order", "RoundOfNode", "RunOver", "Served"]
+__all__ = ["Node", "GenerationResult", "NodeGeneration", "RunOver", "NodeService"]
 
 Then: TypeAlias = Literal["done", "restart", "stop", "preempted", "lost"]
 
@@ -34,7 +43,7 @@ _REFUSALS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundOfNode:
+class NodeGeneration:
     """The place of one node in a round."""
 
     number: int
@@ -48,7 +57,7 @@ class RoundOfNode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class GenerationResult:
     """How the round ends."""
 
     then: Then
@@ -59,12 +68,12 @@ class Order:
 class RunOver(BaseException):  # no failure: nobody on the way up may take it for one
     """The run ended while this node waited for a round; ``order`` says how."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: GenerationResult) -> None:
         super().__init__(order)
         self.order = order
 
 
-class Served(Protocol):
+class NodeService(Protocol):
     """What a node answers for its ranks in a round; called in threads of the connection."""
 
     def answer(self, kind: str, content: Mapping[str, Any]) -> Any:
@@ -104,15 +113,15 @@ class Node:
         interrupts: Interrupts,
     ) -> None:
         self.info = info
-        self.served: Served | None = None
+        self.served: NodeService | None = None
         self._host, self._port, self._where, self._token = host, port, where, token
         self._join_timeout_s = join_timeout.total_seconds()
         self._beat_s, self._lost_after_s = beat.total_seconds(), lost_after.total_seconds()
         self._interrupts = interrupts
         self._peer: Peer | None = None
-        self._letters: queue.SimpleQueue[RoundOfNode | LaunchError | None] = queue.SimpleQueue()
+        self._letters: queue.SimpleQueue[NodeGeneration | LaunchError | None] = queue.SimpleQueue()
         """A round, a refusal, or that this node was let in."""
-        self._order: Order | None = None
+        self._order: GenerationResult | None = None
         self._reported: tuple[int, Any] = (-1, None)
         self._number = -1
         self._num_connections = 0
@@ -143,12 +152,12 @@ class Node:
                 self._connect(begun)  # it went between
 
     @staticmethod
-    def _take(letter: RoundOfNode | LaunchError | None) -> RoundOfNode | None:
+    def _take(letter: NodeGeneration | LaunchError | None) -> NodeGeneration | None:
         if isinstance(letter, LaunchError):
             raise letter
         return letter
 
-    def next_round(self) -> RoundOfNode:
+    def next_round(self) -> NodeGeneration:
         """Come in, if this node is not there any more, and wait for the next round.
 
         Raises:
@@ -193,7 +202,7 @@ class Node:
                 break
             except (OSError, ChannelError) as error:
                 waited_s = time.monotonic() - begun
-                num_refused += isinstance(error, Refused)  # also what goes down just now closes connections
+                num_refused += isinstance(error, ConnectionRefused)  # also what goes down just now closes connections
                 if num_refused >= _REFUSALS or waited_s > self._join_timeout_s:
                     raise self._no_way(error, waited_s) from error
                 if waited_s > told_s + _SAY_AFTER_S:
@@ -216,7 +225,7 @@ class Node:
     def _no_way(self, error: Exception, waited_s: float) -> LaunchError:
         text = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
         do = "see that the launcher with machine rank 0 runs there, and that no firewall is between (its port must be open)"
-        if isinstance(error, Refused):
+        if isinstance(error, ConnectionRefused):
             do = "give the same token to all machines: ECHELON_TOKEN, the file in ECHELON_TOKEN_FILE, or `echelon token`'s"
         elif is_loopback(self._host):
             do = (
@@ -239,7 +248,7 @@ class Node:
         sock, _ = connect(self._host, self._port, self._token, want=STORE, number=self._number, timeout_s=_TRY_S)
         return sock
 
-    def order(self) -> Order | None:
+    def order(self) -> GenerationResult | None:
         """Return how the round ends; None: it goes on."""
         with self._lock:
             return self._order
@@ -272,7 +281,7 @@ class Node:
         if kind == "round":
             if self._peer is not None:
                 self._peer.wait_at_most(self._lost_after_s)  # it has begun to start ranks, too
-            self._letters.put(RoundOfNode(**content))
+            self._letters.put(NodeGeneration(**content))
         elif kind == "welcome":
             self._letters.put(None)
         elif kind == "refused":
@@ -285,7 +294,7 @@ class Node:
                     self.served.keep(content["report"])
         elif kind == "end":
             with self._lock:
-                self._order = Order(then=content["then"], code=content["code"])
+                self._order = GenerationResult(then=content["then"], code=content["code"])
             if content["text"]:
                 _say(content["text"])
 
@@ -301,7 +310,7 @@ class Node:
         with self._lock:
             if self._order is not None or number != self._num_connections:
                 return
-            self._order = Order(then="lost")
+            self._order = GenerationResult(then="lost")
         _say(f"lost contact with {self._host}:{self._port}: {reason}; the ranks here are stopped")
 
 

@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousHandler, Rendezvo
 
 from echelon.base.errors import LaunchError
 from echelon.launch.multinode.hub import Tunnel
-from echelon.launch.multinode.node import Node, RoundOfNode
+from echelon.launch.multinode.node import Node, NodeGeneration
 from echelon.world.listening import store_on
 
 __all__ = ["LOOPBACK", "LoopbackRendezvous", "LoopbackStore", "NodeRendezvous"]
@@ -126,11 +126,11 @@ class NodeRendezvous(_Rendezvous):
     def __init__(self, node: Node) -> None:
         self._node = node
         self._tunnel: Tunnel | None = None
-        self._round: RoundOfNode | None = None
+        self._round: NodeGeneration | None = None
         super().__init__()
 
     @property
-    def round(self) -> RoundOfNode:
+    def round(self) -> NodeGeneration:
         """The node's place in the round that was begun last."""
         assert self._round is not None
         return self._round

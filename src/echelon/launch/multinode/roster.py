@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from echelon.base.errors import LaunchError
 
-__all__ = ["NodeInfo", "Seat", "name_of", "places_of", "refusal", "seats", "who_is_missing"]
+__all__ = ["NodeInfo", "MachineSlot", "name_of", "places_of", "refusal", "seats", "who_is_missing"]
 
 _MOST_NAMED = 5
 
@@ -101,7 +101,7 @@ def _range(info: NodeInfo) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class MachineSlot:
     """A machine's place in a round."""
 
     uid: str
@@ -111,7 +111,7 @@ class Seat:
     num_processes: int
 
 
-def seats(infos: Sequence[NodeInfo], *, before: Sequence[str], first: str) -> list[Seat]:
+def seats(infos: Sequence[NodeInfo], *, before: Sequence[str], first: str) -> list[MachineSlot]:
     """Return the machines' places: by the ranks that the user gave, then as in the last round, the meeting's own first.
 
     Args:
@@ -126,15 +126,17 @@ def seats(infos: Sequence[NodeInfo], *, before: Sequence[str], first: str) -> li
         given = float("inf") if info.machine_rank is None else info.machine_rank
         return given, info.uid != first, last.get(info.uid, len(last)), i
 
-    found: list[Seat] = []
+    found: list[MachineSlot] = []
     rank = 0
     for group_rank, (_, info) in enumerate(sorted(enumerate(infos), key=order)):
-        found.append(Seat(uid=info.uid, group_rank=group_rank, first_rank=rank, num_processes=info.num_processes))
+        found.append(
+            MachineSlot(uid=info.uid, group_rank=group_rank, first_rank=rank, num_processes=info.num_processes)
+        )
         rank += info.num_processes
     return found
 
 
-def places_of(infos: Mapping[str, NodeInfo], round_: Sequence[Seat]) -> dict[int, str]:
+def places_of(infos: Mapping[str, NodeInfo], round_: Sequence[MachineSlot]) -> dict[int, str]:
     """Return for each rank the name of its machine."""
     return {
         rank: name_of(infos[seat.uid])

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import final
 
-__all__ = ["Pump"]
+__all__ = ["TunnelPump"]
 
 _CHUNK_BYTES = 1 << 16
 _MOST_WAITING_BYTES = 1 << 22
@@ -27,7 +27,7 @@ class _End:
 
 
 @final
-class Pump:
+class TunnelPump:
     """Its thread runs until ``close``."""
 
     def __init__(self) -> None:

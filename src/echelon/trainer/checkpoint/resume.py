@@ -39,7 +39,7 @@ from echelon.base.protocols import SupportsSetEpoch
 from echelon.base.warnings import warn
 from echelon.trainer.arguments.validation import path_of
 from echelon.trainer.checkpoint.checkpoint_folders import ARGUMENTS_FILE, PREFIX, STATE_FILE, has_adapters
-from echelon.trainer.checkpoint.train_cursor import Place, Start
+from echelon.trainer.checkpoint.train_cursor import ResumePoint, TrainCursor
 from echelon.trainer.checkpoint.transformers_layout import (
     DATA_FILE,
     PLACE_NAMES,
@@ -49,7 +49,7 @@ from echelon.trainer.checkpoint.transformers_layout import (
     read_random_states,
 )
 from echelon.trainer.state import TrainerState
-from echelon.trainer.training_plan import Plan
+from echelon.trainer.training_plan import TrainingPlan
 
 if TYPE_CHECKING:
     from echelon.trainer.trainer import Trainer
@@ -131,7 +131,7 @@ def saved_arguments(folder: Path) -> dict[str, Any]:
 # ---- how long it is ------------------------------------------------------------------------------------------------------
 
 
-def plan_from(trainer: Trainer, folder: Path, plan: Plan) -> Plan:
+def plan_from(trainer: Trainer, folder: Path, plan: TrainingPlan) -> TrainingPlan:
     """Return ``plan`` with the steps that its epochs need from ``folder`` on, where more were made than it counts up to there.
 
     An epoch of fewer steps than in the saved training (fewer samples, larger batches) would end the training too soon.
@@ -144,7 +144,7 @@ def plan_from(trainer: Trainer, folder: Path, plan: Plan) -> Plan:
         1 if trainer.accelerator.parity != "off" else trainer._accumulation_steps,
     )
     if is_own_format(folder):
-        place = Place(**registered_state(folder, 0))
+        place = TrainCursor(**registered_state(folder, 0))
         epoch, used = (place.epoch + 1, 0) if place.is_over else (place.epoch, place.num_batches)
         used = min(used * place.batch_size // plan.batch_size, batches)
         beyond = place.num_steps_beyond  # of data that give more than their length says, which the plan does not count
@@ -171,7 +171,7 @@ def plan_from(trainer: Trainer, folder: Path, plan: Plan) -> Plan:
 # ---- the state -------------------------------------------------------------------------------------------------------
 
 
-def restore_state(trainer: Trainer, folder: Path, plan: Plan) -> TrainerState:
+def restore_state(trainer: Trainer, folder: Path, plan: TrainingPlan) -> TrainerState:
     """Return the state in ``folder`` for a training of ``plan``, and give callbacks theirs back where that is asked for."""
     args = trainer.args
     state = TrainerState.load_from_json(folder / STATE_FILE)
@@ -209,7 +209,7 @@ def best_folder(trainer: Trainer, best: str) -> Path:
 # ---- everything else -------------------------------------------------------------------------------------------------
 
 
-def go_on(trainer: Trainer, folder: Path, loader: Any, plan: Plan) -> Start:
+def go_on(trainer: Trainer, folder: Path, loader: Any, plan: TrainingPlan) -> ResumePoint:
     """Load ``folder`` into what was prepared, and return where in the data the training begins.
 
     Collective: every rank.
@@ -222,8 +222,8 @@ def go_on(trainer: Trainer, folder: Path, loader: Any, plan: Plan) -> Start:
     return start
 
 
-def _go_on_from_own(trainer: Trainer, folder: Path, loader: Any, plan: Plan) -> Start:
-    accelerator, args, place = trainer.accelerator, trainer.args, Place(**registered_state(folder, 0))
+def _go_on_from_own(trainer: Trainer, folder: Path, loader: Any, plan: TrainingPlan) -> ResumePoint:
+    accelerator, args, place = trainer.accelerator, trainer.args, TrainCursor(**registered_state(folder, 0))
     _require_same_run(trainer, folder, place)
     is_prepared = hasattr(loader, "last_step")  # a loader of the user's own begins at its beginning
     goes_on = (
@@ -247,15 +247,15 @@ def _go_on_from_own(trainer: Trainer, folder: Path, loader: Any, plan: Plan) -> 
         trainer.lr_scheduler.load_state_dict(place.schedule)
     random_states = current_random_states()
     if place.is_over:
-        return Start(epoch=place.epoch + 1, random_states=random_states)
+        return ResumePoint(epoch=place.epoch + 1, random_states=random_states)
     if goes_on:
         # Of data that have grown since its last batch, an epoch that was read to its end has no rest.
         is_read = place.num_batches > 0 and pass_was_over(accelerator, folder, loader)
         num_batches = max(place.num_batches, plan.batches_per_epoch) if is_read else place.num_batches
-        return Start(epoch=place.epoch, num_batches=num_batches, random_states=random_states)
+        return ResumePoint(epoch=place.epoch, num_batches=num_batches, random_states=random_states)
     if args.ignore_data_skip:
         _begin_anew(loader, place.epoch)
-        return Start(epoch=place.epoch, random_states=random_states)
+        return ResumePoint(epoch=place.epoch, random_states=random_states)
     _require_same_ranks(trainer, folder, place.world_size, within=place.num_batches > 0)
     num_used = place.num_batches * place.batch_size // plan.batch_size
     if num_used * plan.batch_size != place.num_batches * place.batch_size:
@@ -264,7 +264,7 @@ def _go_on_from_own(trainer: Trainer, folder: Path, loader: Any, plan: Plan) -> 
             f"is no number of batches of {plan.batch_size}: some of them come again"
         )
     is_exact = accelerator.parity != "off"  # a loader of the exact modes is where the checkpoint was
-    return Start(
+    return ResumePoint(
         epoch=place.epoch,
         num_batches=num_used,
         num_to_skip=0 if is_exact and is_prepared else num_used,
@@ -273,7 +273,7 @@ def _go_on_from_own(trainer: Trainer, folder: Path, loader: Any, plan: Plan) -> 
     )
 
 
-def _go_on_from_others(trainer: Trainer, folder: Path, loader: Any, plan: Plan) -> Start:
+def _go_on_from_others(trainer: Trainer, folder: Path, loader: Any, plan: TrainingPlan) -> ResumePoint:
     args, accelerator = trainer.args, trainer.accelerator
     if accelerator.parity != "off":
         raise CheckpointError(
@@ -289,9 +289,9 @@ def _go_on_from_others(trainer: Trainer, folder: Path, loader: Any, plan: Plan) 
         )
     epoch, used = _place_by_epoch(trainer, folder, loader, plan)
     if args.ignore_data_skip or not used:
-        return Start(epoch=epoch, random_states=random_states)
+        return ResumePoint(epoch=epoch, random_states=random_states)
     _require_same_ranks(trainer, folder, num_processes_of(folder), within=True)
-    return Start(epoch=epoch, num_batches=used, num_to_skip=used, random_states=random_states, is_read_first=True)
+    return ResumePoint(epoch=epoch, num_batches=used, num_to_skip=used, random_states=random_states, is_read_first=True)
 
 
 def _noted_place(folder: Path) -> Mapping[str, Any]:
@@ -300,7 +300,7 @@ def _noted_place(folder: Path) -> Mapping[str, Any]:
     return place if place.keys() >= set(PLACE_NAMES) else {}
 
 
-def _place_by_epoch(trainer: Trainer, folder: Path, loader: Any, plan: Plan) -> tuple[int, int]:
+def _place_by_epoch(trainer: Trainer, folder: Path, loader: Any, plan: TrainingPlan) -> tuple[int, int]:
     """Return the epoch and the batches in it that were used, of a checkpoint of transformers' layout.
 
     Its steps say it, if an epoch has as many here as there; by the part of an epoch that it notes, others are known.
@@ -352,7 +352,7 @@ def _place_by_epoch(trainer: Trainer, folder: Path, loader: Any, plan: Plan) -> 
     return epoch, used
 
 
-def _require_same_run(trainer: Trainer, folder: Path, place: Place) -> None:
+def _require_same_run(trainer: Trainer, folder: Path, place: TrainCursor) -> None:
     """Raise where the place in a checkpoint means something else here."""
     accelerator = trainer.accelerator
     if place.parity != accelerator.parity:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-__all__ = ["Place", "Start"]
+__all__ = ["TrainCursor", "ResumePoint"]
 
 
 @dataclass(kw_only=True)
-class Place:
+class TrainCursor:
     """The place of a training; an Accelerator saves it as an object that was registered for checkpointing."""
 
     epoch: int = 0
@@ -55,7 +55,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class ResumePoint:
     """Where a training begins."""
 
     epoch: int = 0

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from echelon.base.protocols import KnowsItsEnd
 from echelon.base.warnings import warn
-from echelon.trainer.training_plan import Plan
+from echelon.trainer.training_plan import TrainingPlan
 
 if TYPE_CHECKING:
     from echelon.accelerator.accelerator import Accelerator
@@ -93,7 +93,7 @@ class EpochBatches(Iterator[Any]):
 
 
 def tell_length(
-    plan: Plan, loader: Any, *, epoch: int, num_batches: int, has_more: bool, ends: bool, max_steps: int
+    plan: TrainingPlan, loader: Any, *, epoch: int, num_batches: int, has_more: bool, ends: bool, max_steps: int
 ) -> None:
     """Warn that an epoch does not have as many batches as the training was planned with.
 
