@@ -139,6 +139,8 @@ _EXPECTED_WARNINGS: list[str] = [
     "EchelonWarning: .*was not prepared by this Accelerator",
     "EchelonWarning: . batches of iterable data were read again",
     "EchelonWarning: .* has random states of . process",
+    # of a zip() that is left after its first step: then nobody reads on, who could be told by an error
+    "EchelonWarning: two training loaders are read together, and their pieces do not correspond.*\\(the last one was\\)",
     # of optimizers with closures, before the error about the closures of both
     "EchelonWarning: a second loss of a batch came after an optimizer's step\\(\\), which is left to the last",
 ]
@@ -183,4 +185,6 @@ def excuse_of(case: Case, texts: Sequence[str]) -> str | None:
         return "torch's DistributedDataParallel does not average a layer that is unfrozen later"
     if not case.program.is_prepared and any("was not prepared by this Accelerator" in text for text in texts):
         return "an optimizer that was not prepared steps in every micro-step"
+    if case.program.zipped and case.program.breaks == 1 and any("pieces do not correspond" in text for text in texts):
+        return "zipped batches of other sizes, cut in pieces, and left after the first step"
     return None

@@ -121,6 +121,25 @@ def _left(a: Any, _b: Any, _c: Any, step: Step) -> None:
         step(one)
 
 
+def _zip_left(a: Any, b: Any, _c: Any, step: Step) -> None:
+    for one, two in zip(a, b):
+        step(one, two)
+        break
+
+
+def _first_of_another(a: Any, b: Any, _c: Any, step: Step) -> None:
+    for one in a:
+        step(one, next(iter(b)))
+
+
+def _nested_left(a: Any, b: Any, _c: Any, step: Step) -> None:
+    for one in a:
+        for two in b:
+            step(two)
+            break
+        step(one)
+
+
 _PROGRAMS: dict[str, Callable[..., None]] = {
     function.__name__: function
     for function in (
@@ -135,6 +154,9 @@ _PROGRAMS: dict[str, Callable[..., None]] = {
         _evaluation_inside,
         _again,
         _left,
+        _zip_left,
+        _first_of_another,
+        _nested_left,
     )
 }
 
@@ -295,3 +317,31 @@ def test_a_cycled_loader_whose_batches_no_longer_fit_is_told() -> None:
     found = _run("_cycle", (14, 8, 4, 4), {"max_micro_batch_size": 2})
     assert not isinstance(found, str), found
     assert any("itertools.cycle" in text for text in found[2]), found[2]
+
+
+@pytest.mark.parametrize(
+    ("program", "sizes", "setting"),
+    [
+        ("_zip_left", (16, 12, 4, 3), "ranks"),
+        ("_first_of_another", (16, 12, 4, 3), "ranks"),
+        ("_first_of_another", _EVEN, "max_micro_batch_size"),  # the first piece of the other, beside the second one
+    ],
+)
+def test_a_batch_of_another_loader_that_was_taken_in_other_pieces_and_left_is_told(
+    program: str, sizes: tuple[int, int, int, int], setting: str
+) -> None:
+    """Nobody can say whether the loss was of both, for the loader beside ended before it was read again."""
+    settings, world_size = _SETTINGS[setting]
+    found = run_on_ranks(_run, program, sizes, settings, world_size=world_size)[0]
+    assert not isinstance(found, str), found
+    assert sum(_PIECES in text for text in found[2]) == 1, found[2]
+
+
+@pytest.mark.parametrize("setting", ["whole", "ranks"])
+@pytest.mark.parametrize("program", ["_zip_left", "_first_of_another"])
+def test_batches_of_another_loader_in_like_pieces_may_be_left(program: str, setting: str) -> None:
+    _check(program, _EVEN, setting)
+
+
+def test_a_loop_within_a_loop_may_be_left() -> None:
+    _check("_nested_left", (10, 7, 4, 3), "ranks")

@@ -43,7 +43,14 @@ class UpdateLoaders:
         )
         self._num_given = 0  # by the lead, since its turn began
         self._was_weighed = False  # has a loss been weighed by samples since?
+        self._has_loss = False  # has there been any loss since?
+        # A loader whose batch is in hand, and what its loss would be wrong by if it were of a batch, too, that was taken since
+        # from a loader that is not read any more.
+        self._left: tuple[PreparedLoader, UsageError] | None = None
+        # Likewise, where that batch has had a loss: it may have been the loss of both, unless the one in hand has its own.
+        self._unsure: tuple[PreparedLoader, UsageError] | None = None
         self._is_told = False
+        self._is_told_of_left = False
 
     def num_micro_steps_beside(self, beginning: PreparedLoader | None, *, is_counted: bool) -> int:
         """Return into how many pieces a loader that begins now is to be cut at least: as the one that it is read with."""
@@ -56,6 +63,7 @@ class UpdateLoaders:
         """A loss is made: raise where it may be of a batch that belongs to no update. A batch that was only looked at is none."""
         for _, error in self._unfit:
             raise error
+        self._has_loss, self._unsure = True, None
 
     def leads(self, loader: PreparedLoader, contribution: Contribution, *, is_counted: bool, is_within: bool) -> bool:
         """Tell whether the batch that ``loader`` is about to give is one of the updates; else it is one beside another.
@@ -72,6 +80,7 @@ class UpdateLoaders:
         lead = self.lead
         if lead is None or lead is loader or lead.contribution is None:
             self.lead, self._beside = loader, []
+            self._left = self._unsure = None
             self._num_given += 1
             return True
         own = lead.contribution
@@ -116,7 +125,8 @@ class UpdateLoaders:
         if self.lead is not None:
             self._outer = [one for one in self._outer if one is not loader and one is not self.lead] + [self.lead]
         self.lead, self._beside, self._guessed = loader, [], None
-        self._num_given, self._was_weighed = 1, False
+        self._num_given, self._was_weighed, self._has_loss = 1, False, False
+        self._left = self._unsure = None
         self._forget_beside()
 
     def _forget_beside(self) -> None:
@@ -134,7 +144,13 @@ class UpdateLoaders:
             UsageError: it was read together with another one, in pieces that do not correspond.
         """
         self._outer = [one for one in self._outer if one is not loader]
+        if self.lead is not None:
+            self._left = next(((self.lead, error) for one, error in self._unfit if one is loader), self._left)
         self._unfit = [(one, error) for one, error in self._unfit if one is not loader]
+        if self._unsure is not None and self._unsure[0] is loader:
+            if not is_over:
+                warn(f"{self._unsure[1].what} (the last one was)")
+            self._unsure = None
         if any(one is loader for one in self._loaders_beside):
             self._has_ended_beside = True
             self._beside = [(one, part) for one, part in self._beside if one is not loader]
@@ -151,12 +167,28 @@ class UpdateLoaders:
             return None
         self.lead = self._outer.pop() if self._outer else None
         self._forget_beside()
+        self._left = self._unsure = None
+        if self._guessed is not None and self._guessed is self.lead:
+            assert loader.contribution is not None
+            assert self.lead.contribution is not None
+            error = _unlike(self.lead.contribution, loader.contribution)
+            if not self._has_loss:
+                self._left = self.lead, error
+            elif self._was_weighed and self._num_given == 1 and not is_over:
+                self._unsure = self.lead, error
         self._guessed, self._num_given = None, 0
         return self.lead
 
     def require_alike(self, own: Contribution) -> None:
         """A loss is weighed by the samples of ``own``: raise where it may be one of others, too, that weigh otherwise."""
         self._was_weighed = True
+        if self._left is not None and self._left[0] is self.lead and not self._is_told_of_left:
+            self._is_told_of_left = True
+            warn(
+                "a batch of another training loader was taken before this loss, and that loader is not read any more. If the loss "
+                f"is of both batches, the update is not that of whole ones: {self._left[1].what}. Read both loaders with zip(); "
+                "what is only looked at is better read under torch.no_grad()"
+            )
         if not self._parts_beside:
             return
         part = _part(own)
