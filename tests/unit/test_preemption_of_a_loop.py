@@ -118,7 +118,7 @@ def test_an_evaluation_that_takes_longer_than_half_the_grace_is_left(
     monkeypatch.setattr(preemption, "_GRACE_S", 100.0)
     monkeypatch.setattr(
         preemption,
-        "Coordinator",
+        "BarrierCoordinator",
         lambda desk, grace_s: hold.BarrierCoordinator(Desk(desk), grace_s, clock=lambda: clock[0]),
     )
     begun: list[int] = []
