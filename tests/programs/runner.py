@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import re
 import sys
 import tempfile
 import threading
@@ -138,16 +139,25 @@ def explain(case: Case) -> str:
 
 
 def shrink(case: Case, *, limit_s: float = 60.0) -> Case:
-    """Return a case with fewer features that fails, too."""
+    """Return a case with fewer features that fails in the same way."""
     deadline = time.monotonic() + limit_s
-    is_smaller = True
+    failures = check_cases([case]).failures
+    kind = _kind_of(failures[0][1]) if failures else ""
+    is_smaller = bool(failures)
     while is_smaller and time.monotonic() < deadline:
         is_smaller = False
         for one in simpler(case):
-            if check_cases([one]).failures:
+            failures = check_cases([one]).failures
+            if failures and _kind_of(failures[0][1]) == kind:
                 case, is_smaller = one, True
                 break
     return case
+
+
+def _kind_of(failure: str) -> str:
+    """Return the error of a failure; else what differs: a program with one thing less may fail for want of it."""
+    error = re.search(r"\w+(?:Error|Failed|Hung)\b", failure)
+    return error.group() if error else re.sub(r"\d+", "", failure).split("[")[0][:40]
 
 
 # ---- on the ranks ----------------------------------------------------------------------------------------------------

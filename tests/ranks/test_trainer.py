@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from echelon.base.errors import UsageError
+from echelon.base.errors import DesyncError, UsageError
 from echelon.trainer import EvalPrediction, Trainer, TrainerCallback, TrainingArguments
 from tests.harness import RanksFailed, run_on_ranks
 from tests.trainer_models import Net, net_data
@@ -199,3 +199,45 @@ def test_an_error_names_the_rank(tmp_path: Any) -> None:
     error = failed.value.errors[1]
     assert isinstance(error, UsageError)
     assert error.where == "rank 1, Trainer(train_dataset=)"
+
+
+class _LeavesItsEpochs(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_epoch_stop = True
+
+
+def _uneven(folder: str, num_samples: int) -> tuple[list[float], list[torch.Tensor]]:
+    args = TrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=4,
+        num_train_epochs=2,
+        learning_rate=0.1,
+        lr_scheduler_type="linear",
+        optim="sgd",
+        accelerator_config={"even_batches": False},
+        logging_steps=1,
+        save_strategy="no",
+        seed=SEED,
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    trainer = Trainer(Net(), args, train_dataset=net_data(num_samples), callbacks=[_LeavesItsEpochs()])
+    trainer.train()
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+    return rates, [p.detach() for p in trainer.model.parameters()]
+
+
+def test_ranks_with_other_numbers_of_batches_have_one_schedule(tmp_path: Any) -> None:
+    """Three batches for two ranks: the rank that has one planned half as many steps, and came to 0 in the second one."""
+    (rates, weights), (other_rates, other_weights) = run_on_ranks(_uneven, str(tmp_path), 12)
+    # Two epochs of two steps are planned, and each is left after its first: steps 0 and 1 of 4.
+    assert rates == other_rates == pytest.approx([0.1, 0.1 * (1 - 1 / 4)])
+    assert all(torch.equal(*both) for both in zip(weights, other_weights))  # the same gradients on both
+
+
+def test_a_rank_without_a_batch_is_named_on_all(tmp_path: Any) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_on_ranks(_uneven, str(tmp_path), 3, timeout=20)
+    for rank in range(2):
+        assert isinstance(failed.value.errors[rank], DesyncError)
+        assert "rank 1 has no batch to train on, and rank 0 has 1" in str(failed.value.errors[rank])

@@ -1245,7 +1245,10 @@ class Trainer:
     def set_initial_training_values(
         self, args: TrainingArguments, dataloader: DataLoader[Any]
     ) -> tuple[int, int, int, int, int, int, int]:
-        """Return passes, steps of a pass, samples of a pass and of all, samples of a step, batches of a pass, and steps."""
+        """Return passes, steps of a pass, samples of a pass and of all, samples of a step, batches of a pass, and steps.
+
+        Collective: every rank.
+        """
         plan = self._plan(dataloader)
         return (
             plan.num_epochs,

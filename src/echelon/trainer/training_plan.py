@@ -7,9 +7,10 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from echelon.base.errors import UsageError
+from echelon.base.errors import DesyncError, UsageError
 from echelon.base.lengths import length_of
 from echelon.base.logging import get_logger
+from echelon.distributed.small_messages import gather_counts
 from echelon.trainer.arguments.training_arguments import TrainingArguments
 
 __all__ = ["TrainingPlan", "announce", "make_plan", "no_length"]
@@ -62,14 +63,24 @@ def make_plan(
         num_examples: samples of its data set; None where that has no length.
         batch_size: samples of this rank in one batch.
         accumulation: batches of one optimizer step.
-        world_size: number of ranks.
+        world_size: number of ranks; 1: ``loader`` is that of all of them.
+
+    Collective: every rank, where ``world_size`` is above 1. A rank with fewer batches than others plans as they do: schedules
+    are made for the planned steps.
 
     Raises:
         UsageError: the data have no length and max_steps is not given, or they are empty.
+        DesyncError: some ranks have no batch, and others do.
     """
     total = batch_size * accumulation * world_size
     limit = args.batches_of(args.limit_train_batches, loader)
     batches = length_of(loader)
+    if world_size > 1:
+        by_rank, limits = gather_counts(batches, -1 if limit is None else limit)
+        if min(by_rank) == 0 < max(by_rank):
+            raise _no_batch_on_some(by_rank)
+        batches = -1 if min(by_rank) < 0 else max(by_rank)
+        limit = None if limit is None else max(limits)
     if batches < 0:
         if args.max_steps <= 0:
             raise no_length()
@@ -117,6 +128,17 @@ def make_plan(
         is_sized=True,
         is_limited=is_limited,
         ends_with_data=args.max_steps <= 0 and float(args.num_train_epochs).is_integer(),
+    )
+
+
+def _no_batch_on_some(batches: list[int]) -> DesyncError:
+    most = max(batches)
+    idle = [str(rank) for rank, number in enumerate(batches) if number == 0]
+    who = f"rank {idle[0]} has" if len(idle) == 1 else f"ranks {', '.join(idle)} have"
+    return DesyncError(
+        f"{who} no batch to train on, and rank {batches.index(most)} has {most}: the ranks do not have the same number of batches",
+        where="Trainer.train",
+        do="use accelerator_config={'even_batches': True} (the default), a smaller per_device_train_batch_size, or fewer processes",
     )
 
 
