@@ -430,7 +430,12 @@ class Trainer:
             batch_size=batch_size // self.accelerator.num_processes if self.accelerator.split_batches else batch_size,
             accumulation=self._accumulation_steps,
             world_size=self.accelerator.num_processes,
+            gather_rows=self._gather_rows if self.accelerator.num_processes > 1 else None,
         )
+
+    def _gather_rows(self, row: list[int]) -> list[list[int]]:
+        rows: list[list[int]] = self.accelerator.gather(torch.tensor([row], device=self.accelerator.device)).tolist()
+        return rows
 
     def _leave_training(self) -> None:
         self.is_in_train = False

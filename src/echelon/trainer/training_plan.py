@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from echelon.base.errors import DesyncError, UsageError
 from echelon.base.lengths import length_of
 from echelon.base.logging import get_logger
-from echelon.distributed.small_messages import gather_counts
 from echelon.trainer.arguments.training_arguments import TrainingArguments
 
 __all__ = ["TrainingPlan", "announce", "make_plan", "no_length"]
@@ -54,6 +54,7 @@ def make_plan(
     batch_size: int,
     accumulation: int,
     world_size: int,
+    gather_rows: Callable[[list[int]], list[list[int]]] | None = None,
 ) -> TrainingPlan:
     """Return the plan of a training over ``loader``.
 
@@ -64,8 +65,9 @@ def make_plan(
         batch_size: samples of this rank in one batch.
         accumulation: batches of one optimizer step.
         world_size: number of ranks; 1: ``loader`` is that of all of them.
+        gather_rows: returns what each rank gives it; None: all ranks have as many batches.
 
-    Collective: every rank, where ``world_size`` is above 1. A rank with fewer batches than others plans as they do: schedules
+    Collective: every rank, with ``gather_rows``. A rank with fewer batches than others plans as they do: schedules
     are made for the planned steps.
 
     Raises:
@@ -75,8 +77,8 @@ def make_plan(
     total = batch_size * accumulation * world_size
     limit = args.batches_of(args.limit_train_batches, loader)
     batches = length_of(loader)
-    if world_size > 1:
-        by_rank, limits = gather_counts(batches, -1 if limit is None else limit)
+    if gather_rows is not None:
+        by_rank, limits = zip(*gather_rows([batches, -1 if limit is None else limit]))
         if min(by_rank) == 0 < max(by_rank):
             raise _no_batch_on_some(by_rank)
         batches = -1 if min(by_rank) < 0 else max(by_rank)
@@ -131,7 +133,7 @@ def make_plan(
     )
 
 
-def _no_batch_on_some(batches: list[int]) -> DesyncError:
+def _no_batch_on_some(batches: Sequence[int]) -> DesyncError:
     most = max(batches)
     idle = [str(rank) for rank, number in enumerate(batches) if number == 0]
     who = f"rank {idle[0]} has" if len(idle) == 1 else f"ranks {', '.join(idle)} have"
