@@ -137,13 +137,15 @@ class _Plain:
         return case.other if has_saved and case.other is not None else case.layout
 
     def _rounds(self, epoch: int, layout: Layout) -> list[Round]:
+        pass_, generator = iter(self.loader), getattr(self.loader.sampler, "generator", None)
+        self.at_first_batch = None if generator is None else generator.get_state()
+        rounds = rounds_of(self.program, layout, self.loader, pass_, epoch=epoch)
         if not self.program.zipped:
-            pass_, generator = iter(self.loader), getattr(self.loader.sampler, "generator", None)
-            self.at_first_batch = None if generator is None else generator.get_state()
-            return rounds_of(self.program, layout, self.loader, pass_, epoch=epoch)
+            return rounds
         # One after the other: a prepared loader draws its order with its first batch (docs/parity.md, "What it cannot do").
-        rounds = rounds_of(self.program, layout, self.loader, iter(self.loader), epoch=epoch)
         others = rounds_of(_zipped(self.program), layout, self.zipped_loader, iter(self.zipped_loader), epoch=epoch)
+        if len(rounds) > len(others):
+            self._leave_pass()
         both = []
         for one, other in zip(rounds, others):
             both.append([[*a, *(-1 - i for i in b)] for a, b in zip(one, other)])

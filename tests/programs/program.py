@@ -309,6 +309,11 @@ def _possible(program: Program) -> Program:
         read = 2 * program.breaks * program.accumulation + 2
         if program.zipped or program.num_samples <= 3 * read * program.batch_size:
             changes["order"] = "shuffle"
+    if program.order == "generator" and program.zipped and program.epochs > 1:
+        # Likewise: zip() leaves the longer one of both.
+        num_batches, num_others = (-(-program.num_samples // size) for size in (program.batch_size, program.zipped))
+        if num_others < num_batches <= num_others + 3 * 3:  # up to three processes: a batch of each given, one ahead
+            changes["order"] = "shuffle"
     if program.evaluates == "middle" and program.num_workers:
         changes["evaluates"] = "epoch"
     return replace(program, **changes)
