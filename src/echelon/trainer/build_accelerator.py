@@ -20,7 +20,7 @@ from echelon.accelerator.plugins.project_configuration import ProjectConfigurati
 from echelon.base.device import has_tf32
 from echelon.base.errors import ConfigError
 from echelon.trainer.arguments.deepspeed import deepspeed_plugin
-from echelon.trainer.arguments.devices import engine_of
+from echelon.trainer.arguments.devices import num_devices_of
 from echelon.trainer.arguments.fsdp import fsdp_plugin, parallelism
 from echelon.trainer.arguments.training_arguments import TrainingArguments
 from echelon.trainer.callbacks.trackers import tracker_settings
@@ -71,7 +71,7 @@ def make_accelerator(args: TrainingArguments) -> Accelerator:
             _of_ddp(args),
             InitProcessGroupKwargs(backend=args.ddp_backend, timeout=args.ddp_timeout_delta),
         ],
-        engine=engine_of(args),
+        engine=_engine(args),
         parity=args.parity,
         seed=args.seed if is_exact else None,
         canonical_shards=args.canonical_shards,
@@ -135,6 +135,12 @@ def _known(name: str, choices: tuple[str, ...], setting: str) -> None:
             where="TrainingArguments.accelerator_config",
             do=f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(choices)}",
         )
+
+
+def _engine(args: TrainingArguments) -> str | None:
+    """Return the engine for the Accelerator; None: it chooses."""
+    uses_several = args.engine is None and args.n_gpu > 1 and num_devices_of(args, args.distributed_state) > 1
+    return "dp" if uses_several else args.engine
 
 
 def _dynamo(args: TrainingArguments) -> TorchDynamoPlugin | None:

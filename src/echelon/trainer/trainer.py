@@ -32,9 +32,8 @@ from echelon.base.optional import require
 from echelon.base.warnings import warn
 from echelon.trainer.argument_conflicts import check_arguments
 from echelon.trainer.arguments.deepspeed import deepspeed_optimizer, deepspeed_schedule
-from echelon.trainer.arguments.devices import lies_as_it_is
+from echelon.trainer.arguments.devices import has_fixed_devices
 from echelon.trainer.arguments.training_arguments import TrainingArguments
-from echelon.trainer.arguments.validation import path_of
 from echelon.trainer.build_accelerator import accumulation_options, make_accelerator, set_seeds
 from echelon.trainer.callbacks.callback_handler import CallbackHandler, DefaultFlowCallback, TrainerCallback
 from echelon.trainer.callbacks.notebook_progress import NotebookProgressCallback
@@ -158,7 +157,7 @@ class Trainer:
     ) -> None:
         self.args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
         set_seeds(self.args)  # before model_init makes a model
-        if lies_as_it_is(model):
+        if has_fixed_devices(model):
             self.args._n_gpu = min(self.args.n_gpu, 1)  # type: ignore[misc]
         self.create_accelerator_and_postprocess()
         self._memory = MemoryMeter(self.accelerator.device, is_on=not self.args.skip_memory_metrics)
@@ -186,7 +185,7 @@ class Trainer:
         self._memory.begin("init")
 
         self.model: nn.Module = model if model is not None else self.call_model_init()
-        if model is None and self.args.n_gpu > 1 and lies_as_it_is(self.model):
+        if model is None and self.args.n_gpu > 1 and has_fixed_devices(self.model):
             self.args._n_gpu = 1  # type: ignore[misc]
             self.create_accelerator_and_postprocess()
         self.model_wrapped: nn.Module = self.model
@@ -1001,7 +1000,7 @@ class Trainer:
 
     @property
     def _output_dir(self) -> Path:
-        folder = path_of(self.args, None)
+        folder = self.args.resolve_path()
         return folder if self._trial is None else folder / self._trial.name
 
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from echelon.accelerator import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from echelon.accelerator.setup.build_deepspeed import plugin_knowing
-
-if TYPE_CHECKING:
-    from echelon.trainer.arguments.training_arguments import TrainingArguments
+from echelon.trainer.arguments.training_arguments import TrainingArguments
 
 __all__ = ["deepspeed_optimizer", "deepspeed_plugin", "deepspeed_schedule"]
 

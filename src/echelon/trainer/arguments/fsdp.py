@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from echelon.accelerator.plugins.parallelism_config import ParallelismConfig
 from echelon.base.errors import ConfigError
 from echelon.compat.variables import str_to_bool
+from echelon.trainer.arguments.fields import TrainingFields
 
 if TYPE_CHECKING:
     from echelon.accelerator.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
-    from echelon.trainer.arguments.training_arguments import TrainingArguments
 
 __all__ = ["fsdp_plugin", "parallelism", "read_fsdp"]
 
@@ -57,7 +57,7 @@ def read_fsdp(given: Any) -> list[str] | None:
     return options
 
 
-def fsdp_plugin(args: TrainingArguments) -> FullyShardedDataParallelPlugin | None:
+def fsdp_plugin(args: TrainingFields) -> FullyShardedDataParallelPlugin | None:
     """Return the plugin that ``fsdp`` and ``fsdp_config`` describe; None when the model is not to be sharded.
 
     Raises:
@@ -106,7 +106,7 @@ def fsdp_plugin(args: TrainingArguments) -> FullyShardedDataParallelPlugin | Non
     return FullyShardedDataParallelPlugin(**settings)
 
 
-def parallelism(args: TrainingArguments) -> ParallelismConfig | None:
+def parallelism(args: TrainingFields) -> ParallelismConfig | None:
     """Return ``parallelism_config`` as the Accelerator takes it: an object of accelerate's, ours, or a dict."""
     given = args.parallelism_config
     if given is None or isinstance(given, ParallelismConfig):

@@ -7,11 +7,23 @@ from typing import Any
 
 from echelon.base.errors import ConfigError
 
-__all__ = ["NOT_OFFERED", "refuse_what_is_not_offered"]
+__all__ = ["NOT_OFFERED", "refuse_optimizer", "refuse_what_is_not_offered"]
 
 # setting -> what to do instead. One line goes when its feature comes.
 NOT_OFFERED: Mapping[str, str] = {
     "trackio_static_space_id": "leave it out, and make the static view with trackio's own command",
+}
+# Name -> why it is not offered, and what to do.
+_EARLY = "it steps inside the backward pass, before the gradients of other batches and ranks are there"
+_OPTIMIZERS: Mapping[str, tuple[str, str]] = {
+    **dict.fromkeys(("lomo", "adalomo"), (_EARLY, "adafactor")),
+    **{
+        f"{name}_layerwise": (_EARLY, name)
+        for name in ("galore_adamw", "galore_adamw_8bit", "galore_adafactor", "apollo_adamw")
+    },
+    "adamw_torch_xla": ("echelon does not run on TPUs", "adamw_torch"),
+    "adamw_torch_npu_fused": ("torch's own fused AdamW runs on NPUs, too", "adamw_torch_fused"),
+    "adamw_anyprecision": ("its package, torchdistx, has ended", "adamw_torch with bf16=True"),
 }
 
 
@@ -29,3 +41,14 @@ def refuse_what_is_not_offered(values: Mapping[str, Any], defaults: Mapping[str,
                 where=f"TrainingArguments.{name}",
                 do=instead,
             )
+
+
+def refuse_optimizer(name: str) -> None:
+    """Raise for an optimizer of transformers that is not offered.
+
+    Raises:
+        ConfigError: it says why.
+    """
+    if name in _OPTIMIZERS:
+        why, instead = _OPTIMIZERS[name]
+        raise ConfigError(f"optim={name!r} is not offered: {why}", where="TrainingArguments.optim", do=f"use {instead}")

@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from echelon.base.errors import ConfigError
 from echelon.base.logging import get_logger
 from echelon.trainer.arguments.enums import IntervalStrategy, SaveStrategy, SchedulerType
+from echelon.trainer.arguments.fields import TrainingFields
 from echelon.trainer.arguments.fsdp import read_fsdp
 
-if TYPE_CHECKING:
-    from echelon.trainer.arguments.training_arguments import TrainingArguments
-
-__all__ = ["check", "complete", "path_of"]
+__all__ = ["check", "complete"]
 
 logger = get_logger(__name__)
 
 
-def path_of(args: TrainingArguments, folder: str | Path | None) -> Path:
-    """Return a folder as it was meant when ``args`` were made, whatever the working directory is now.
-
-    None: ``output_dir``, which itself stays as it was given.
-    """
-    return args._given_in / Path(folder or args.output_dir or "trainer_output").expanduser()
-
-
-def complete(args: TrainingArguments) -> None:
+def complete(args: TrainingFields) -> None:
     """Set what follows from the values that were given."""
     if args.eval_strategy != IntervalStrategy.NO:
         args.do_eval = True
@@ -59,7 +47,7 @@ def complete(args: TrainingArguments) -> None:
         setattr(args, name, _steps(name, getattr(args, name)))
 
 
-def _try_out(args: TrainingArguments) -> None:
+def _try_out(args: TrainingFields) -> None:
     steps = int(args.fast_dev_run)
     args.max_steps = args.limit_train_batches = args.limit_eval_batches = steps
     args.logging_strategy, args.logging_steps = IntervalStrategy.STEPS, 1
@@ -69,7 +57,7 @@ def _try_out(args: TrainingArguments) -> None:
         args.eval_steps = steps
 
 
-def check(args: TrainingArguments) -> None:
+def check(args: TrainingFields) -> None:
     """Raise for values that are wrong, or cannot work together.
 
     Raises:
@@ -134,7 +122,7 @@ def check(args: TrainingArguments) -> None:
         _check_saved_when_evaluated(args)
 
 
-def _check_saved_when_evaluated(args: TrainingArguments) -> None:
+def _check_saved_when_evaluated(args: TrainingFields) -> None:
     if str(args.eval_strategy) != str(args.save_strategy):
         raise ConfigError(
             f"load_best_model_at_end needs a checkpoint of each evaluation, but eval_strategy={str(args.eval_strategy)!r}"

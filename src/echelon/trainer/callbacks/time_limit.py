@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from echelon.base.errors import ConfigError
 from echelon.base.logging import get_logger
 from echelon.trainer.arguments.enums import IntervalStrategy, SaveStrategy
 from echelon.trainer.callbacks.callback_handler import TrainerCallback
@@ -16,40 +14,9 @@ from echelon.trainer.callbacks.callback_handler import TrainerCallback
 if TYPE_CHECKING:
     from echelon.accelerator import Accelerator
 
-__all__ = ["TimeLimitCallback", "duration"]
+__all__ = ["TimeLimitCallback"]
 
 logger = get_logger(__name__)
-
-_CLOCK = re.compile(r"(?:(?:(\d+):)?(\d+):)?(\d+):(\d+)")  # days:hours:minutes:seconds
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-
-
-def duration(given: timedelta | float | str) -> timedelta:
-    """Return a duration from seconds, ``"1:30:00"`` (hours, or days before them), or ``"90m"`` (s, m, h, d).
-
-    Raises:
-        ConfigError: it is none of these, or not positive.
-    """
-    seconds: float | None = None
-    text = str(given).strip()
-    if isinstance(given, timedelta):
-        seconds = given.total_seconds()
-    elif match := _CLOCK.fullmatch(text):
-        days, hours, minutes, rest = (int(part or 0) for part in match.groups())
-        seconds = ((days * 24 + hours) * 60 + minutes) * 60 + rest
-    else:
-        number, unit = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1.0)
-        try:
-            seconds = float(number) * unit
-        except ValueError:
-            seconds = None
-    if seconds is None or not seconds > 0:
-        raise ConfigError(
-            f"max_time={given!r} is no duration",
-            where="TrainingArguments.max_time",
-            do="give seconds, 'hours:minutes:seconds', 'days:hours:minutes:seconds', or such as '90m' or '12h'",
-        )
-    return timedelta(seconds=seconds)
 
 
 class TimeLimitCallback(TrainerCallback):

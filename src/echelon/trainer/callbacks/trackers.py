@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import difflib
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -12,61 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.accelerator.plugins.project_configuration import ProjectConfiguration
 from echelon.base import environ
-from echelon.base.errors import ConfigError
-from echelon.base.optional import is_available
-from echelon.trainer.arguments.validation import path_of
 from echelon.trainer.callbacks.callback_handler import TrainerCallback
 
 if TYPE_CHECKING:
     from echelon.accelerator import Accelerator
     from echelon.trainer.arguments.training_arguments import TrainingArguments
 
-__all__ = ["CSVCallback", "TrackerCallback", "by_split", "read_report_to", "run_folder", "tracker_settings"]
+__all__ = ["CSVCallback", "TrackerCallback", "by_split", "run_folder", "tracker_settings"]
 
-# Name of transformers -> the package that it needs.
-_SERVICES: Mapping[str, str] = {
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-    "comet_ml": "comet_ml",
-    "clearml": "clearml",
-    "dvclive": "dvclive",
-    "swanlab": "swanlab",
-    "trackio": "trackio",
-}
-_FILES = ("jsonl", "csv")
-_OF_TRANSFORMERS = ("azure_ml", "codecarbon", "dagshub", "flyte", "kubeflow", "neptune")
 # They write to a folder of the run; the others have a project and a name.
 _IN_FOLDERS = frozenset({"tensorboard", "jsonl", "csv", "dvclive"})
-
-
-def read_report_to(given: Any) -> list[str]:
-    """Return the names that ``report_to`` asks for; ``all``: those whose package is installed.
-
-    Raises:
-        ConfigError: a name that is not known, or known to transformers only.
-    """
-    names = [given] if isinstance(given, str) else list(given or ())
-    if names in ([], ["none"]):
-        return []
-    if names == ["all"]:
-        return [name for name, package in _SERVICES.items() if is_available(package)]
-    for name in names:
-        if name in _OF_TRANSFORMERS:
-            raise ConfigError(
-                f"report_to={name!r} is not offered by echelon itself",
-                where="TrainingArguments.report_to",
-                do="give the callback that transformers.integrations has for it: Trainer(callbacks=[...])",
-            )
-        if name not in _SERVICES and name not in _FILES:
-            known = [*_SERVICES, *_FILES, "all", "none"]
-            near = difflib.get_close_matches(str(name), known, n=1)
-            raise ConfigError(
-                f"report_to={name!r} is none of the choices: {', '.join(known)}",
-                where="TrainingArguments.report_to",
-                do=f"did you mean {near[0]!r}?" if near else "choose some of them",
-            )
-    return names
 
 
 def tracker_settings(args: TrainingArguments) -> dict[str, Any]:
@@ -78,19 +32,19 @@ def tracker_settings(args: TrainingArguments) -> dict[str, Any]:
         names.append("jsonl")  # a folder always brings this record: as a tracker it ends with the others
     folder = run_folder(args)
     only_files = all(name in _IN_FOLDERS for name in names)
-    project = ProjectConfiguration(project_dir=path_of(args, None), logging_dir=folder.parent if only_files else folder)
+    project = ProjectConfiguration(project_dir=args.resolve_path(), logging_dir=folder.parent if only_files else folder)
     return {"log_with": names, "project_config": project}
 
 
 def run_folder(args: TrainingArguments) -> Path:
     """Return where the files of this run go: ``logging_dir``, else ``output_dir/runs/<time>_<machine>``."""
     if args.logging_dir is not None:
-        return path_of(args, args.logging_dir)
+        return args.resolve_path(args.logging_dir)
     given = environ.get("TENSORBOARD_LOGGING_DIR")
     if given:
-        return path_of(args, given)
+        return args.resolve_path(given)
     name = args.run_name or f"{time.strftime('%b%d_%H-%M-%S')}_{socket.gethostname()}"
-    return path_of(args, None) / "runs" / name
+    return args.resolve_path() / "runs" / name
 
 
 def by_split(logs: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,43 +16,16 @@ from torch.optim import Optimizer
 from echelon.base.errors import ConfigError
 from echelon.base.optional import require
 from echelon.trainer.arguments.enums import OptimizerNames
-
-if TYPE_CHECKING:
-    from echelon.trainer.arguments.training_arguments import TrainingArguments
+from echelon.trainer.arguments.training_arguments import TrainingArguments
 
 __all__ = [
     "decay_parameter_names",
     "optimizer_class_and_arguments",
     "parameter_groups",
-    "refuse_optimizer",
     "without_compiler",
 ]
 
 _WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-
-# Name -> why it is not offered, and what to do.
-_EARLY = "it steps inside the backward pass, before the gradients of other batches and ranks are there"
-_NOT_OFFERED: Mapping[str, tuple[str, str]] = {
-    **dict.fromkeys(("lomo", "adalomo"), (_EARLY, "adafactor")),
-    **{
-        f"{name}_layerwise": (_EARLY, name)
-        for name in ("galore_adamw", "galore_adamw_8bit", "galore_adafactor", "apollo_adamw")
-    },
-    "adamw_torch_xla": ("echelon does not run on TPUs", "adamw_torch"),
-    "adamw_torch_npu_fused": ("torch's own fused AdamW runs on NPUs, too", "adamw_torch_fused"),
-    "adamw_anyprecision": ("its package, torchdistx, has ended", "adamw_torch with bf16=True"),
-}
-
-
-def refuse_optimizer(name: str) -> None:
-    """Raise for an optimizer of transformers that is not offered.
-
-    Raises:
-        ConfigError: it says why.
-    """
-    if name in _NOT_OFFERED:
-        why, instead = _NOT_OFFERED[name]
-        raise ConfigError(f"optim={name!r} is not offered: {why}", where="TrainingArguments.optim", do=f"use {instead}")
 
 
 def optimizer_class_and_arguments(

@@ -1,0 +1,104 @@
+"""Values of TrainingArguments that may be given in several forms: durations, ``report_to``, dicts."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from echelon.base.errors import ConfigError
+from echelon.base.optional import is_available
+
+__all__ = ["as_dict", "parse_duration", "parse_report_to"]
+
+_CLOCK = re.compile(r"(?:(?:(\d+):)?(\d+):)?(\d+):(\d+)")  # days:hours:minutes:seconds
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+# Name of transformers -> the package that it needs.
+_SERVICES: Mapping[str, str] = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "comet_ml": "comet_ml",
+    "clearml": "clearml",
+    "dvclive": "dvclive",
+    "swanlab": "swanlab",
+    "trackio": "trackio",
+}
+_FILES = ("jsonl", "csv")
+_OF_TRANSFORMERS = ("azure_ml", "codecarbon", "dagshub", "flyte", "kubeflow", "neptune")
+
+
+def parse_duration(given: timedelta | float | str) -> timedelta:
+    """Return a duration from seconds, ``"1:30:00"`` (hours, or days before them), or ``"90m"`` (s, m, h, d).
+
+    Raises:
+        ConfigError: it is none of these, or not positive.
+    """
+    seconds: float | None = None
+    text = str(given).strip()
+    if isinstance(given, timedelta):
+        seconds = given.total_seconds()
+    elif match := _CLOCK.fullmatch(text):
+        days, hours, minutes, rest = (int(part or 0) for part in match.groups())
+        seconds = ((days * 24 + hours) * 60 + minutes) * 60 + rest
+    else:
+        number, unit = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1.0)
+        try:
+            seconds = float(number) * unit
+        except ValueError:
+            seconds = None
+    if seconds is None or not seconds > 0:
+        raise ConfigError(
+            f"max_time={given!r} is no duration",
+            where="TrainingArguments.max_time",
+            do="give seconds, 'hours:minutes:seconds', 'days:hours:minutes:seconds', or such as '90m' or '12h'",
+        )
+    return timedelta(seconds=seconds)
+
+
+def parse_report_to(given: Any) -> list[str]:
+    """Return the names that ``report_to`` asks for; ``all``: those whose package is installed.
+
+    Raises:
+        ConfigError: a name that is not known, or known to transformers only.
+    """
+    names = [given] if isinstance(given, str) else list(given or ())
+    if names in ([], ["none"]):
+        return []
+    if names == ["all"]:
+        return [name for name, package in _SERVICES.items() if is_available(package)]
+    for name in names:
+        if name in _OF_TRANSFORMERS:
+            raise ConfigError(
+                f"report_to={name!r} is not offered by echelon itself",
+                where="TrainingArguments.report_to",
+                do="give the callback that transformers.integrations has for it: Trainer(callbacks=[...])",
+            )
+        if name not in _SERVICES and name not in _FILES:
+            known = [*_SERVICES, *_FILES, "all", "none"]
+            near = difflib.get_close_matches(str(name), known, n=1)
+            raise ConfigError(
+                f"report_to={name!r} is none of the choices: {', '.join(known)}",
+                where="TrainingArguments.report_to",
+                do=f"did you mean {near[0]!r}?" if near else "choose some of them",
+            )
+    return names
+
+
+def as_dict(name: str, value: Any) -> Any:
+    """Return a dict from a dict, from JSON text that begins with a brace, or from a JSON file."""
+    if not isinstance(value, (str, Path)) or not str(value):
+        return value
+    text = str(value)
+    try:
+        return json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ConfigError(
+            f"{name}={text!r} is neither JSON nor a file with JSON: {error}",
+            where=f"TrainingArguments.{name}",
+            do="give a dict, text such as '{\"key\": 1}', or the path of a JSON file",
+        ) from error
