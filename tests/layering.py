@@ -43,8 +43,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("testing",),
     ("cli",),
 )
-# Level 3 stands on the public names of Level 2: what a user of the Accelerator cannot do, the Trainer cannot do either.
-ONLY = {"trainer": frozenset({"base", "compat", "accelerator"})}
+# Level 3 stands on the public names of Level 2 and of the checkpoints: what a user of these cannot do, the Trainer cannot either.
+ONLY = {"trainer": frozenset({"base", "compat", "accelerator", "checkpoint"})}
 
 # Module paths of accelerate that are kept so that its scripts run, and echelon.ray: re-exports only, outside the layers.
 FACES = frozenset(

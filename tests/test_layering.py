@@ -119,11 +119,11 @@ def test_a_file_outside_every_layer_is_seen() -> None:
     ]
 
 
-def test_the_trainer_sees_the_accelerator_compat_and_base_only() -> None:
+def test_the_trainer_sees_the_accelerator_checkpoints_compat_and_base_only() -> None:
     allowed = "from echelon.accelerator import Accelerator\nfrom echelon.base.errors import UsageError\nimport echelon.trainer.args"
     assert upward_imports("trainer/trainer.py", allowed) == []
     assert (
-        "it may use accelerator, base, compat only"
+        "it may use accelerator, base, checkpoint, compat only"
         in upward_imports("trainer/trainer.py", "from echelon.engines.base import Engine")[0]
     )
     assert "private name" in upward_imports("trainer/trainer.py", "from echelon.accelerator._steps import Step")[0]

@@ -13,9 +13,10 @@ from typing import Literal
 
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint.commit import place_of
-from echelon.checkpoint.layouts import TRAINER_STATE, Layout, json_of, layout_of
+from echelon.checkpoint.formats.layouts import TRAINER_STATE, Layout, layout_of
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.storage import LocalStorage
+from echelon.checkpoint.typed_json import read_json
 
 __all__ = ["CheckpointEntry", "Leftover", "Listing", "Reading", "list_folder", "problems_of"]
 
@@ -122,7 +123,7 @@ def _entry(
             step, epoch, world_size = progress.get("step"), progress.get("epoch"), manifest.world_size
             changed = datetime.fromisoformat(manifest.created)
         elif layout == "transformers":
-            trainer = json_of(place / TRAINER_STATE)
+            trainer = read_json(place / TRAINER_STATE)
             step, epoch = trainer.get("global_step"), trainer.get("epoch")
         elif layout is None:
             state, problems = "damaged", [problem or f"{place} has no manifest, and no weights of a known layout"]

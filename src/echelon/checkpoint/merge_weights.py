@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors
 import torch
 
 from echelon.base.errors import CheckpointError
+from echelon.checkpoint.formats.weight_files import aliases_of
 from echelon.checkpoint.manifest import chunk_key, tensors_file
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.regions import ChunkBounds
@@ -27,7 +27,7 @@ from echelon.checkpoint.storage import LocalStorage
 from echelon.checkpoint.tensor_file import Stored, read_header, stored_form, write_file
 from echelon.compat.constants import SAFE_MODEL_NAME
 
-__all__ = ["PRECISIONS", "StoredTensor", "Weights", "aliases_of", "weights_in", "weights_of", "write_weights"]
+__all__ = ["PRECISIONS", "StoredTensor", "Weights", "weights_in", "weights_of", "write_weights"]
 
 _BLOCK_BYTES = 16 << 20
 _FLOATS: Mapping[str, torch.dtype] = {
@@ -106,13 +106,6 @@ def weights_in(files: Sequence[Path]) -> Weights:
         }
         aliases |= aliases_of(path, header)
     return Weights(tensors=found, aliases=aliases)
-
-
-def aliases_of(path: Path, names: Mapping[str, Any]) -> dict[str, str]:
-    """Return the further names of tensors that stand in the metadata of a safetensors file, as Accelerate writes them."""
-    with safetensors.safe_open(path, framework="pt") as file:
-        metadata = file.metadata() or {}
-    return {name: target for name, target in metadata.items() if target in names and name not in names}
 
 
 def write_weights(

@@ -17,12 +17,14 @@ import numpy as np
 import torch
 
 from echelon.base.errors import CheckpointError
+from echelon.checkpoint.storage import LocalStorage
 
-__all__ = ["MAX_DEPTH", "decode", "encode", "from_bytes", "to_bytes"]
+__all__ = ["MAX_DEPTH", "decode", "encode", "from_bytes", "read_json", "to_bytes"]
 
 MAX_DEPTH = 64
 """How deep lists and dicts may be nested in what is saved."""
 
+_MAX_JSON_BYTES = 1 << 28
 _MAX_BITS = 4096  # Python reads and writes no numbers of more than 4300 digits
 _ARRAY_DTYPE = re.compile(r"[<>|=]?(b1|[biufcSU]\d{1,9}|[mM]8(\[\d{0,9}[a-zA-Z]{1,2}\])?)")
 _FACTORIES: Mapping[str, Callable[[], Any]] = {kind.__name__: kind for kind in (int, float, str, list, dict, set)}
@@ -45,6 +47,28 @@ def from_bytes(text: bytes, *, source: str) -> Any:
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         why = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
         raise CheckpointError(f"{source} cannot be read: {why}", do="use another checkpoint") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a file of JSON.
+
+    Raises:
+        CheckpointError: it is missing, or holds something else.
+    """
+    storage = LocalStorage()
+    try:
+        handle = storage.open(path)
+        try:
+            text = bytearray(min(storage.size(handle), _MAX_JSON_BYTES))
+            storage.read(handle, 0, memoryview(text))
+        finally:
+            storage.close(handle)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}", do="use another copy of the checkpoint") from error
+    content = from_bytes(bytes(text), source=str(path))
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds no object", do="use another copy of the checkpoint")
+    return content
 
 
 def encode(value: Any, *, name: str, put_tensor: Callable[[str, torch.Tensor], None] | None = None) -> Any:

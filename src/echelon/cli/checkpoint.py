@@ -73,7 +73,8 @@ def verify(ctx: click.Context, paths: tuple[str, ...], as_json: bool) -> None:
 @_JSON
 def show(path: str, as_json: bool) -> None:
     """Print what a checkpoint (of a folder of several: the newest) holds: tensors, optimizers, progress, settings with their origins, and layout."""
-    from echelon.checkpoint.layouts import require_whole, weight_files  # noqa: PLC0415 - torch
+    from echelon.checkpoint.formats.layouts import require_whole  # noqa: PLC0415 - torch
+    from echelon.checkpoint.formats.weight_files import weight_files  # noqa: PLC0415 - torch
     from echelon.checkpoint.read import Checkpoint  # noqa: PLC0415 - torch
 
     folder = _newest_in(_folder(path))
@@ -120,7 +121,7 @@ def export(path: str, out: str, layout: str) -> None:
     Of a folder of several checkpoints it is the newest.
     """
     from echelon.accelerator.checkpoint import export_layouts, merge_weights  # noqa: PLC0415 - torch
-    from echelon.checkpoint.layouts import TRAINER_STATE, require_layout  # noqa: PLC0415 - torch
+    from echelon.checkpoint.formats.layouts import TRAINER_STATE, require_layout  # noqa: PLC0415 - torch
 
     path = str(_newest_in(_folder(path)))
     if (present := require_layout(Path(path))) != "echelon":
@@ -156,7 +157,7 @@ def export(path: str, out: str, layout: str) -> None:
 def import_(path: str, out: str, parameters: tuple[str, ...]) -> None:
     """Write the checkpoint PATH of Accelerate or of transformers' Trainer as the new checkpoint OUT in echelon's format."""
     from echelon.accelerator.checkpoint import import_layouts, merge_weights  # noqa: PLC0415 - torch
-    from echelon.checkpoint.layouts import require_whole  # noqa: PLC0415 - torch
+    from echelon.checkpoint.formats.layouts import require_whole  # noqa: PLC0415 - torch
 
     source, target = _folder(path), Path(out)
     merge_weights.require_apart(source, target)
@@ -199,7 +200,7 @@ def _listed(folder: Path, *, verify: Any = None) -> tuple[Path, Listing]:
 
 def _all_in(folder: Path) -> list[Path]:
     """Return ``folder``, or the checkpoints in it where it is none of echelon's own."""
-    from echelon.checkpoint.layouts import layout_of  # noqa: PLC0415 - torch
+    from echelon.checkpoint.formats.layouts import layout_of  # noqa: PLC0415 - torch
 
     place, found = (folder, None) if layout_of(folder) == "echelon" else _listed(folder)
     return [place / entry.name for entry in found.entries] if found and found.entries else [folder]
@@ -207,7 +208,7 @@ def _all_in(folder: Path) -> list[Path]:
 
 def _newest_in(folder: Path) -> Path:
     """Return ``folder``, or the newest checkpoint in it where it is none, which is told."""
-    from echelon.checkpoint.layouts import layout_of  # noqa: PLC0415 - torch
+    from echelon.checkpoint.formats.layouts import layout_of  # noqa: PLC0415 - torch
 
     if layout_of(folder) is not None:
         return folder
@@ -272,7 +273,7 @@ def _bar(label: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
 
 
 def _verified(folder: Path) -> dict[str, Any]:
-    from echelon.checkpoint.layouts import require_layout  # noqa: PLC0415 - torch
+    from echelon.checkpoint.formats.layouts import require_layout  # noqa: PLC0415 - torch
     from echelon.checkpoint.listing import problems_of  # noqa: PLC0415 - torch
     from echelon.checkpoint.read import Checkpoint  # noqa: PLC0415 - torch
 
@@ -322,7 +323,7 @@ def _state(entry: CheckpointEntry) -> str:
 
 
 def _content(checkpoint: Checkpoint) -> dict[str, Any]:
-    from echelon.checkpoint.layouts import weight_files  # noqa: PLC0415 - torch
+    from echelon.checkpoint.formats.weight_files import weight_files  # noqa: PLC0415 - torch
     from echelon.checkpoint.manifest import OBJECTS  # noqa: PLC0415 - torch
     from echelon.checkpoint.merge_weights import weights_in  # noqa: PLC0415 - torch
     from echelon.checkpoint.tensor_file import itemsize  # noqa: PLC0415 - torch
@@ -368,7 +369,7 @@ def _content(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _foreign_content(folder: Path, files: list[Path]) -> dict[str, Any]:
-    from echelon.checkpoint.layouts import layout_of  # noqa: PLC0415 - torch
+    from echelon.checkpoint.formats.layouts import layout_of  # noqa: PLC0415 - torch
     from echelon.checkpoint.merge_weights import weights_in  # noqa: PLC0415 - torch
 
     weights = weights_in([file for file in files if file.suffix == ".safetensors"])

@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler
 
 from echelon.accelerator import AcceleratedOptimizer, AcceleratedScheduler, Accelerator, DummyScheduler
 from echelon.accelerator.checkpoint.folders import alone_in, require_folder
-from echelon.accelerator.models.save_objects import write_pickled, write_tensors
 from echelon.accelerator.preemption import Preempted
 from echelon.accelerator.prepare.data_loaders import forget_loader
 from echelon.accelerator.setup.build_deepspeed import groups_of
@@ -30,6 +29,8 @@ from echelon.base.lengths import length_of
 from echelon.base.logging import get_logger
 from echelon.base.optional import require
 from echelon.base.warnings import warn
+from echelon.checkpoint.formats.torch_files import write_pickled
+from echelon.checkpoint.formats.weight_files import write_tensors
 from echelon.trainer.argument_conflicts import check_arguments
 from echelon.trainer.arguments.deepspeed import deepspeed_optimizer, deepspeed_schedule
 from echelon.trainer.arguments.devices import has_fixed_devices

@@ -30,7 +30,6 @@ from echelon.accelerator.models.save_objects import (
     clean_state_dict_for_safetensors,
     extract_model_from_parallel,
     id_tensor_storage,
-    load,
     save,
 )
 from echelon.accelerator.plugins.configuration import (
@@ -72,6 +71,7 @@ from echelon.accelerator.setup.transformers_environment import (
     enable_fsdp_ram_efficient_loading,
 )
 from echelon.base.versions import compare_versions, is_torch_version
+from echelon.checkpoint.formats.torch_files import load
 from echelon.compat.accelerate_unsupported import (
     AbstractTrainStep,
     BertTrainStep,

@@ -11,7 +11,6 @@ from echelon.accelerator.models.model_sizes import (
 from echelon.accelerator.models.save_objects import (
     clean_state_dict_for_safetensors,
     extract_model_from_parallel,
-    load,
     save,
 )
 from echelon.accelerator.prepare.compile import (
@@ -23,6 +22,7 @@ from echelon.accelerator.prepare.compile import (
     is_compiled_module,
     is_repeated_blocks,
 )
+from echelon.checkpoint.formats.torch_files import load
 from echelon.compat.machine import (
     check_os_kernel,
     convert_bytes,

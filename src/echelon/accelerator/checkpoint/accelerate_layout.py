@@ -15,11 +15,12 @@ from torch import nn
 
 from echelon.accelerator.checkpoint.changed_data import DataPolicy, reconcile_data
 from echelon.accelerator.checkpoint.rng_states import current_random_states, restore_random_states
-from echelon.accelerator.models.save_objects import PLAIN_DATA, load, refused_in, write_pickled, write_tensors
-from echelon.accelerator.models.save_weights import load_weights, read_weights
+from echelon.accelerator.models.save_weights import load_weights
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.warnings import warn
+from echelon.checkpoint.formats.torch_files import PLAIN_DATA, load, refused_in, write_plain
+from echelon.checkpoint.formats.weight_files import read_weights, write_tensors
 from echelon.compat.constants import (
     MODEL_NAME,
     OPTIMIZER_NAME,
@@ -145,17 +146,17 @@ def write_state(
         for i, weights in enumerate(state.weights):
             assert weights is not None, "rank zero has every model whole"
             path = folder / _weights_name(i, safe=safe_serialization)
-            write_tensors(weights, path) if safe_serialization else _write(weights, path)
+            write_tensors(weights, path) if safe_serialization else write_plain(weights, path)
         for name, states in ((OPTIMIZER_NAME, state.optimizers), (SCHEDULER_NAME, state.schedulers)):
             for i, one in enumerate(states):
-                _write(one, folder / _numbered(name, i))
+                write_plain(one, folder / _numbered(name, i))
         for i, order in enumerate(state.orders):
-            _write(order, folder / _numbered(SAMPLER_NAME, i))
+            write_plain(order, folder / _numbered(SAMPLER_NAME, i))
         for i, position in positions.items():
-            _write(position, folder / _numbered(_POSITION_NAME, i))
+            write_plain(position, folder / _numbered(_POSITION_NAME, i))
         if state.scaler is not None:
-            _write(state.scaler, folder / SCALER_NAME)
-    _write({"step": state.step, **state.random_states, _OURS: ours}, folder / _random_name(rank))
+            write_plain(state.scaler, folder / SCALER_NAME)
+    write_plain({"step": state.step, **state.random_states, _OURS: ours}, folder / _random_name(rank))
 
 
 def save_accelerator_state(
@@ -290,7 +291,7 @@ def save_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0, sa
 
 def write_custom_state(obj: Any, folder: Path, index: int) -> None:
     """Write the state of ``obj``, on this rank."""
-    _write(obj.state_dict(), folder / f"{_CUSTOM_NAME}_{index}.pkl")
+    write_plain(obj.state_dict(), folder / f"{_CUSTOM_NAME}_{index}.pkl")
 
 
 def load_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0) -> None:
@@ -346,17 +347,6 @@ def _without_data(value: Any) -> Any:
     if type(value) is dict:
         return {key: _without_data(item) for key, item in value.items()}
     return value
-
-
-def _write(value: Any, path: Path) -> None:
-    write_pickled(value, path)
-    refused = refused_in(path)
-    if refused:
-        raise CheckpointError(
-            f"what is to be written to {path.name} holds {', '.join(refused)}, which is not plain data: it could not be "
-            "loaded again without running code",
-            do=f"in state_dict(), {PLAIN_DATA}",
-        )
 
 
 def _is_writer(save_on_each_node: bool) -> bool:

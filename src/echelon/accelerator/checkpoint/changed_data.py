@@ -9,7 +9,7 @@ from typing import Any
 
 from echelon.base.errors import CheckpointError
 from echelon.base.warnings import warn
-from echelon.checkpoint.layouts import json_of
+from echelon.checkpoint.typed_json import read_json
 from echelon.data.data_facts import DataChange, DataFacts, changes_between, is_of_evaluation, moved_place, place_in_pass
 from echelon.data.exact.exact_sources import ExactSource
 from echelon.data.loader import PreparedLoader
@@ -114,12 +114,12 @@ def stored_facts(loader: Any) -> dict[str, Any] | None:
 
 def read_noted(path: Path) -> Mapping[str, Any]:
     """Return what is in a file of JSON beside another library's; nothing where there is none."""
-    return json_of(path) if path.is_file() else {}
+    return read_json(path) if path.is_file() else {}
 
 
 def read_facts(path: Path) -> DataFacts | None:
     """Return what ``stored_facts`` gave, from a file of JSON; None where there is none."""
-    return DataFacts.from_json(json_of(path)) if path.is_file() else None
+    return DataFacts.from_json(read_json(path)) if path.is_file() else None
 
 
 def changes_since(saved: DataFacts | None, loader: Any, *, num_saved: int, num_ranks: int) -> Sequence[DataChange]:

@@ -27,9 +27,9 @@ from echelon.accelerator.checkpoint.accelerate_layout import (
 )
 from echelon.accelerator.checkpoint.changed_data import DataPolicy
 from echelon.accelerator.checkpoint.folders import count_failures, has_checkpoint, newest_whole
-from echelon.accelerator.checkpoint.state_names import Allowed, model_prefix
+from echelon.accelerator.checkpoint.state_names import Allowed
 from echelon.accelerator.checkpoint.training_state import content_of, load_content
-from echelon.accelerator.models.save_weights import write_shards
+from echelon.accelerator.models.model_sizes import convert_file_size_to_int
 from echelon.accelerator.plugins.project_configuration import ProjectConfiguration
 from echelon.base import environ
 from echelon.base.errors import CheckpointError, UsageError
@@ -39,13 +39,15 @@ from echelon.base.warnings import warn
 from echelon.checkpoint import typed_json
 from echelon.checkpoint.background_save import BackgroundSaver, SaveFailures
 from echelon.checkpoint.commit import clean, make_folders, place_of, require_folder_or_nothing
-from echelon.checkpoint.layouts import layout_of, require_layout
+from echelon.checkpoint.formats.layouts import layout_of, require_layout
+from echelon.checkpoint.formats.weight_files import write_shards
 from echelon.checkpoint.lock import RunLock
 from echelon.checkpoint.manifest import is_part
 from echelon.checkpoint.read import Checkpoint, open_verified
 from echelon.checkpoint.rotation import numbered, remove_oldest
 from echelon.checkpoint.save import Save, SaveFailedError, as_save_failure, begin_save, run_on_all_ranks, save_folder
 from echelon.checkpoint.storage import LocalStorage
+from echelon.checkpoint.tensor_names import model_prefix
 from echelon.distributed.collectives import gather_object
 from echelon.distributed.control import agree, raise_on_all_ranks
 from echelon.distributed.small_messages import gather_bytes
@@ -518,7 +520,8 @@ class Checkpoints:
                 )
             world, each = accelerator.world, self._project.save_on_each_node
             if world.is_local_rank_zero if each else world.is_rank_zero:
-                write_shards(state, folder, max_shard_size=max_shard_size, safe_serialization=safe)
+                max_bytes = convert_file_size_to_int(max_shard_size)
+                write_shards(state, folder, max_shard_bytes=max_bytes, safe_serialization=safe)
 
     def _next(self, output_dir: Any) -> Path:
         """Return where the next checkpoint goes."""

@@ -15,16 +15,17 @@ from echelon.accelerator.checkpoint.accelerate_layout import (
     write_custom_state,
     write_state,
 )
-from echelon.accelerator.checkpoint.state_names import model_prefix, state_keys, state_name, state_values
-from echelon.accelerator.models.save_objects import refused_in, write_pickled
 from echelon.base.errors import CheckpointError
 from echelon.base.warnings import warn
-from echelon.checkpoint.layouts import TRAINER_STATE, weight_files
+from echelon.checkpoint.formats.layouts import TRAINER_STATE
+from echelon.checkpoint.formats.torch_files import refused_in, write_pickled
+from echelon.checkpoint.formats.weight_files import weight_files
 from echelon.checkpoint.manifest import is_part
 from echelon.checkpoint.merge_weights import Weights, weights_in, weights_of, write_weights
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.storage import LocalStorage
 from echelon.checkpoint.tensor_file import write_file
+from echelon.checkpoint.tensor_names import model_prefix, state_keys, state_name, state_values
 from echelon.compat.constants import SAFE_MODEL_NAME, SCALER_NAME
 
 __all__ = [

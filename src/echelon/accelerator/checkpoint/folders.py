@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.accelerator.checkpoint.changed_data import DataPolicy
-from echelon.accelerator.checkpoint.state_names import model_prefix
-from echelon.accelerator.models.save_weights import read_weights
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.checkpoint.background_save import store_gather
 from echelon.checkpoint.commit import make_folders, place_of, require_folder_or_nothing
-from echelon.checkpoint.layouts import TRAINER_STATE, json_of, layout_of, weight_files
-from echelon.checkpoint.merge_weights import aliases_of
+from echelon.checkpoint.formats.layouts import TRAINER_STATE, layout_of
+from echelon.checkpoint.formats.weight_files import aliases_of, read_weights, weight_files
 from echelon.checkpoint.read import Checkpoint, try_open
 from echelon.checkpoint.rotation import numbered, remove_oldest
 from echelon.checkpoint.save import Content, SaveFailedError, as_save_failure, begin_save, run_on_all_ranks, save_folder
 from echelon.checkpoint.storage import LocalStorage
 from echelon.checkpoint.tensor_file import read_header
+from echelon.checkpoint.tensor_names import model_prefix
+from echelon.checkpoint.typed_json import read_json
 from echelon.distributed.small_messages import gather_bytes
 from echelon.world.world import World
 
@@ -224,7 +224,7 @@ def problems_in(folder: Path) -> list[str]:
         if (folder / _CUT_OFF).exists():
             return [f"{folder / _CUT_OFF} says that its save was cut off"]
         if layout == "transformers":
-            json_of(folder / TRAINER_STATE)
+            read_json(folder / TRAINER_STATE)
         weights = weight_files(folder)
         for path in {*weights, *folder.glob("*.safetensors")}:
             if path.suffix == ".safetensors":

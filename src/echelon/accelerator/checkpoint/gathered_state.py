@@ -11,13 +11,10 @@ from torch import nn
 from echelon.accelerator.checkpoint.state_names import (
     Allowed,
     NamedOptimizer,
-    model_prefix,
     optional_names,
-    state_keys,
-    state_name,
-    state_values,
 )
 from echelon.checkpoint.read import Checkpoint
+from echelon.checkpoint.tensor_names import model_prefix, state_keys, state_name, state_values
 from echelon.engines.base import Engine
 from echelon.engines.stepper import load_plain_state_dict, plain_name, plain_state_dict
 

@@ -12,16 +12,15 @@ import torch
 
 from echelon.accelerator.checkpoint.accelerate_layout import is_state_file
 from echelon.accelerator.checkpoint.export_layouts import PARAMETER_NAMES, REST, copy_others
-from echelon.accelerator.checkpoint.state_names import model_prefix, state_name
-from echelon.accelerator.models.save_objects import load
-from echelon.accelerator.models.save_weights import read_weights
 from echelon.base.errors import CheckpointError
 from echelon.base.progress import Progress
 from echelon.checkpoint import typed_json
-from echelon.checkpoint.layouts import TRAINER_STATE, json_of, weight_files
+from echelon.checkpoint.formats.layouts import TRAINER_STATE
+from echelon.checkpoint.formats.torch_files import load
+from echelon.checkpoint.formats.weight_files import aliases_of, read_weights, weight_files
 from echelon.checkpoint.manifest import rank_objects_file
-from echelon.checkpoint.merge_weights import aliases_of
 from echelon.checkpoint.save import Content, begin_save
+from echelon.checkpoint.tensor_names import model_prefix, state_name
 from echelon.compat.constants import OPTIMIZER_NAME, RNG_STATE_NAME, SAMPLER_NAME, SCALER_NAME, SCHEDULER_NAME
 from echelon.world.world import World
 
@@ -108,7 +107,7 @@ def import_transformers(folder: Path, *, parameters: Sequence[Sequence[str]] = (
     optimizers = [load(folder / "optimizer.pt")] if (folder / "optimizer.pt").is_file() else []
     groups, values = _optimizers(folder, optimizers, tensors, parameters)
     random = _ranks_of(folder, re.compile(r"rng_state(?:_(\d+))?\.pth"))
-    state = json_of(folder / TRAINER_STATE)
+    state = typed_json.read_json(folder / TRAINER_STATE)
     progress = Progress(epoch=int(state.get("epoch") or 0), step=int(state.get("global_step") or 0))
     objects = {
         "accelerator": {"step": 0, "num_models": len(extras)},

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 
 from echelon.accelerator.checkpoint.export_layouts import num_models_in, weights_beside
-from echelon.accelerator.checkpoint.state_names import model_prefix
-from echelon.accelerator.models.save_objects import load
-from echelon.accelerator.models.save_weights import read_weights, write_shards
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.warnings import warn
 from echelon.checkpoint.commit import discard
-from echelon.checkpoint.layouts import require_layout, require_whole, weight_files
+from echelon.checkpoint.formats.layouts import require_layout, require_whole
+from echelon.checkpoint.formats.torch_files import load
+from echelon.checkpoint.formats.weight_files import aliases_of, read_weights, weight_files, write_shards
 from echelon.checkpoint.listing import Reading, problems_of
-from echelon.checkpoint.merge_weights import PRECISIONS, aliases_of, weights_in, weights_of, write_weights
+from echelon.checkpoint.merge_weights import PRECISIONS, weights_in, weights_of, write_weights
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.storage import LocalStorage
+from echelon.checkpoint.tensor_names import model_prefix
 from echelon.compat.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 __all__ = ["merge", "merge_fsdp_weights", "open_whole", "require_apart"]
@@ -167,5 +167,5 @@ def _rewrite(files: list[Path], folder: Path, max_shard_bytes: int | None, preci
     if precision is not None:
         state = {name: t.to(dtypes[precision]) if t.is_floating_point() else t for name, t in state.items()}
     limit = _NO_LIMIT if max_shard_bytes is None else max_shard_bytes
-    write_shards(state, folder, max_shard_size=limit, safe_serialization=True)
+    write_shards(state, folder, max_shard_bytes=limit, safe_serialization=True)
     return sorted(path for path in folder.iterdir() if path.is_file())

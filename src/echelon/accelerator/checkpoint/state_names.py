@@ -13,6 +13,7 @@ from torch import nn
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.checkpoint.read import Checkpoint
+from echelon.checkpoint.tensor_names import model_prefix
 from echelon.engines.base import Engine
 from echelon.engines.stepper import plain_name, plain_parameters
 
@@ -20,12 +21,8 @@ __all__ = [
     "Allowed",
     "NamedOptimizer",
     "frozen_names",
-    "model_prefix",
     "names_of",
     "optional_names",
-    "state_keys",
-    "state_name",
-    "state_values",
 ]
 
 _PIECE = re.compile(r"(model|optimizer|scheduler|loader|custom|scaler)(\[\d+\](\..+)?)?")
@@ -58,16 +55,6 @@ class Allowed:
     def covers(self, piece: str) -> bool:
         """Tell whether ``piece`` (``"loader[0]"``, ``"model[0].head.weight"``) may be missing."""
         return any(piece == name or piece.startswith((f"{name}[", f"{name}.")) for name in self._names)
-
-
-def model_prefix(index: int) -> str:
-    """Return what the names of a model's tensors begin with."""
-    return f"models.{index}."
-
-
-def state_name(index: int, parameter: str, key: str) -> str:
-    """Return the name of a tensor in the state of an optimizer."""
-    return f"optimizers.{index}.{parameter}.{key}"
 
 
 def names_of(models: Sequence[nn.Module]) -> dict[int, str]:
@@ -159,25 +146,3 @@ def optional_names(
         for name in names
         if not strict or allowed.covers(piece + name) or id(parameters.get(name)) in there
     ]
-
-
-def state_keys(checkpoint: Checkpoint, index: int, parameters: Sequence[str]) -> dict[str, list[str]]:
-    """Return which tensors the saved state of each parameter has."""
-    prefix = f"optimizers.{index}."
-    found: dict[str, list[str]] = {name: [] for name in parameters}
-    for name in checkpoint.names():
-        if name.startswith(prefix):
-            parameter, _, key = name.removeprefix(prefix).rpartition(".")
-            found.setdefault(parameter, []).append(key)
-    return found
-
-
-def state_values(checkpoint: Checkpoint, index: int) -> dict[str, dict[str, Any]]:
-    """Return what is no tensor in the state of the parameters, of whichever rank had it."""
-    found: dict[str, dict[str, Any]] = {}
-    for rank in range(checkpoint.manifest.world_size):
-        values = (checkpoint.rank_objects(rank) or {}).get("optimizer_values")
-        if values is None:
-            break  # nobody has such values
-        found = {**values[index], **found}
-    return found

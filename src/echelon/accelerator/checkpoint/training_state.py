@@ -20,12 +20,8 @@ from echelon.accelerator.checkpoint.state_names import (
     Allowed,
     NamedOptimizer,
     frozen_names,
-    model_prefix,
     names_of,
     optional_names,
-    state_keys,
-    state_name,
-    state_values,
 )
 from echelon.accelerator.models.weight_check import require_model_of_checkpoint
 from echelon.base.errors import CheckpointError
@@ -34,6 +30,7 @@ from echelon.base.warnings import warn
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.regions import box_of
 from echelon.checkpoint.save import Content
+from echelon.checkpoint.tensor_names import model_prefix, state_keys, state_name, state_values
 from echelon.data.loader import PreparedLoader
 from echelon.engines.shards import from_parts
 from echelon.engines.stepper import load_plain_state_dict, plain_state_dict

@@ -15,11 +15,12 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from echelon.accelerator.models.save_objects import extract_model_from_parallel, load
+from echelon.accelerator.models.save_objects import extract_model_from_parallel
 from echelon.accelerator.prepare.compile import is_compiled_module
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.sharded import is_dtensor, is_fsdp_module
 from echelon.base.warnings import warn
+from echelon.checkpoint.formats.torch_files import load
 from echelon.compat.constants import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
-from echelon.accelerator.checkpoint.state_names import Allowed, model_prefix, optional_names
+from echelon.accelerator.checkpoint.state_names import Allowed, optional_names
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint.read import Checkpoint
+from echelon.checkpoint.tensor_names import model_prefix
 from echelon.engines.base import Engine
 from echelon.engines.stepper import plain_name, plain_state_dict
 

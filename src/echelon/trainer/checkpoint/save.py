@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from echelon.accelerator.checkpoint.folders import alone_in, is_saved, save_files
-from echelon.accelerator.models.save_objects import aliases_in
+from echelon.checkpoint.formats.weight_files import aliases_in
 from echelon.trainer.checkpoint.checkpoint_folders import (
     PREFIX,
     STATE_FILE,

@@ -12,8 +12,8 @@ import torch
 from echelon.accelerator.checkpoint.changed_data import stored_facts
 from echelon.accelerator.checkpoint.folders import write_files
 from echelon.accelerator.checkpoint.rng_states import current_random_states
-from echelon.accelerator.models.save_objects import load, write_pickled
 from echelon.base.errors import CheckpointError, UsageError
+from echelon.checkpoint.formats.torch_files import load, write_pickled
 from echelon.trainer.checkpoint.checkpoint_folders import STATE_FILE, write_json, write_model
 
 if TYPE_CHECKING:

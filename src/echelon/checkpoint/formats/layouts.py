@@ -1,27 +1,24 @@
-"""Which program's layout a folder has, and which files in it hold the weights of a model."""
+"""Which program's layout a folder has, by the names of the files in it."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.checkpoint.commit import place_of, require_folder_or_nothing
 from echelon.checkpoint.manifest import MANIFEST
 from echelon.checkpoint.storage import LocalStorage
-from echelon.checkpoint.typed_json import from_bytes
 from echelon.compat.constants import (
     FSDP_MODEL_NAME,
     MODEL_NAME,
     OPTIMIZER_NAME,
     RNG_STATE_NAME,
     SAFE_MODEL_NAME,
-    SAFE_WEIGHTS_INDEX_NAME,
-    WEIGHTS_INDEX_NAME,
 )
 
-__all__ = ["TRAINER_STATE", "Layout", "json_of", "layout_of", "require_layout", "require_whole", "weight_files"]
+__all__ = ["TRAINER_STATE", "Layout", "layout_of", "require_layout", "require_whole"]
 
 Layout = Literal["echelon", "accelerate", "transformers", "sharded"]
 """``sharded``: the folders of torch.distributed.checkpoint, as Accelerate writes them for FSDP."""
@@ -33,7 +30,6 @@ _OF_ACCELERATE = re.compile(
 )
 _SHARDED = re.compile(rf"\.metadata|.*\.distcp|{FSDP_MODEL_NAME}_\d+|{OPTIMIZER_NAME}_\d+")
 _NUMBERED = re.compile(r"checkpoint[-_]\d+")
-_MAX_JSON_BYTES = 1 << 28
 
 
 def layout_of(folder: Path) -> Layout | None:
@@ -92,48 +88,3 @@ def require_whole(folder: Path) -> Layout:
             "with FSDP_STATE_DICT_TYPE=FULL_STATE_DICT there",
         )
     return layout
-
-
-def weight_files(folder: Path, model: int = 0) -> list[Path]:
-    """Return the files with the weights of a model in Accelerate's or transformers' layout; none when there is no such model.
-
-    Raises:
-        CheckpointError: the index of several files is damaged, or names files elsewhere.
-    """
-    ending = f"_{model}" if model else ""
-    single = (f"{SAFE_MODEL_NAME}{ending}.safetensors", f"{MODEL_NAME}{ending}.bin", f"{FSDP_MODEL_NAME}{ending}.bin")
-    for name in single:
-        if (folder / name).is_file():
-            return [folder / name]
-    for name in () if model else (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
-        if (folder / name).is_file():
-            weights = json_of(folder / name).get("weight_map")
-            files = sorted(set(weights.values())) if isinstance(weights, dict) else []
-            if not files or not all(isinstance(file, str) and Path(file).name == file for file in files):
-                raise CheckpointError(
-                    f"{folder / name} names no files of weights beside it", do="use another copy of the checkpoint"
-                )
-            return [folder / file for file in files]
-    return []
-
-
-def json_of(path: Path) -> dict[str, Any]:
-    """Return the object in a file of JSON.
-
-    Raises:
-        CheckpointError: it is missing, or holds something else.
-    """
-    storage = LocalStorage()
-    try:
-        handle = storage.open(path)
-        try:
-            text = bytearray(min(storage.size(handle), _MAX_JSON_BYTES))
-            storage.read(handle, 0, memoryview(text))
-        finally:
-            storage.close(handle)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}", do="use another copy of the checkpoint") from error
-    content = from_bytes(bytes(text), source=str(path))
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no object", do="use another copy of the checkpoint")
-    return content

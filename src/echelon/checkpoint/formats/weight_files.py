@@ -1,0 +1,192 @@
+"""The weights of a model in files with the names that Accelerate and transformers share: safetensors or ``torch.save``, in shards."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+
+from echelon.base.errors import CheckpointError, UsageError
+from echelon.checkpoint.formats.torch_files import load
+from echelon.checkpoint.typed_json import read_json
+from echelon.compat.constants import (
+    FSDP_MODEL_NAME,
+    MODEL_NAME,
+    SAFE_MODEL_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_PATTERN_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_PATTERN_NAME,
+)
+
+__all__ = [
+    "aliases_in",
+    "aliases_of",
+    "contiguous_copy",
+    "read_weights",
+    "weight_files",
+    "write_shards",
+    "write_tensors",
+]
+
+
+def weight_files(folder: Path, model: int = 0) -> list[Path]:
+    """Return the files with the weights of a model in Accelerate's or transformers' layout; none when there is no such model.
+
+    Raises:
+        CheckpointError: the index of several files is damaged, or names files elsewhere.
+    """
+    ending = f"_{model}" if model else ""
+    single = (f"{SAFE_MODEL_NAME}{ending}.safetensors", f"{MODEL_NAME}{ending}.bin", f"{FSDP_MODEL_NAME}{ending}.bin")
+    for name in single:
+        if (folder / name).is_file():
+            return [folder / name]
+    for name in () if model else (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
+        if (folder / name).is_file():
+            weights = read_json(folder / name).get("weight_map")
+            files = sorted(set(weights.values())) if isinstance(weights, dict) else []
+            if not files or not all(isinstance(file, str) and Path(file).name == file for file in files):
+                raise CheckpointError(
+                    f"{folder / name} names no files of weights beside it", do="use another copy of the checkpoint"
+                )
+            return [folder / file for file in files]
+    return []
+
+
+def read_weights(path: Path, *, map_location: Any = "cpu") -> dict[str, Any]:
+    """Read a file of weights: safetensors, or what ``torch.save`` wrote.
+
+    Raises:
+        CheckpointError: it is damaged, or holds code.
+    """
+    if path.suffix != ".safetensors":
+        tensors: dict[str, Any] = load(path, map_location=map_location)
+        return tensors
+    try:
+        return dict(safetensors.torch.load_file(path, device=str(map_location)))
+    except safetensors.SafetensorError as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error}", do="use another copy, or an older checkpoint"
+        ) from error
+
+
+def aliases_of(path: Path, names: Mapping[str, Any]) -> dict[str, str]:
+    """Return the further names of tensors that stand in the metadata of a safetensors file, as Accelerate writes them."""
+    with safetensors.safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+    return {name: target for name, target in metadata.items() if target in names and name not in names}
+
+
+def write_tensors(state_dict: Mapping[str, Any], f: Any) -> None:
+    """Write safetensors, each tensor once; the file's metadata say which names stand for which others (tied weights).
+
+    Raises:
+        UsageError: it is no dict of tensors.
+    """
+    others = ["it"]
+    if isinstance(state_dict, Mapping):
+        others = [name for name, value in state_dict.items() if not isinstance(value, torch.Tensor)]
+    if others:
+        raise UsageError(
+            f"safetensors hold dicts of tensors only; no tensor: {', '.join(map(str, others[:3]))}",
+            do="give a state dict of tensors, or safe_serialization=False",
+        )
+    aliases = aliases_in(state_dict)
+    kept = {name: contiguous_copy(value) for name, value in state_dict.items() if name not in aliases}
+    safetensors.torch.save_file(kept, f, metadata={"format": "pt", **aliases})
+
+
+def write_shards(
+    state_dict: Mapping[str, Any], folder: Path, *, max_shard_bytes: int, safe_serialization: bool
+) -> None:
+    """Write ``state_dict`` into files of at most ``max_shard_size`` each, with an index where there are several.
+
+    A tensor that is larger has a file of its own. Files of an earlier, differently cut save are deleted: a reader would
+    prefer them.
+
+    Source: the layout of Accelerate, transformers and huggingface_hub.
+    """
+    aliases = aliases_in(state_dict)
+    shards = _cut(state_dict, aliases, max_shard_bytes)
+    pattern = SAFE_WEIGHTS_PATTERN_NAME if safe_serialization else WEIGHTS_PATTERN_NAME
+    files = {
+        pattern.format(suffix="" if len(shards) == 1 else f"-{number:05d}-of-{len(shards):05d}"): names
+        for number, names in enumerate(shards, start=1)
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, names in files.items():
+        aside = folder / f"{file}.tmp"
+        part = {name: state_dict[name] for name in names}
+        write_tensors(part, aside) if safe_serialization else torch.save(part, aside)
+        aside.replace(folder / file)
+    index = SAFE_WEIGHTS_INDEX_NAME if safe_serialization else WEIGHTS_INDEX_NAME
+    if len(shards) > 1:
+        left_out = aliases if safe_serialization else ()
+        content = {
+            "metadata": {"total_size": sum(_num_bytes(t) for name, t in state_dict.items() if name not in aliases)},
+            "weight_map": {n: file for file, names in files.items() for n in names if n not in left_out},
+        }
+        aside = folder / f"{index}.tmp"
+        aside.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        aside.replace(folder / index)
+    earlier = re.compile(re.escape(pattern).replace(r"\{suffix\}", r"(-\d{5}-of-\d{5})?"))
+    for path in list(folder.iterdir()):
+        if (earlier.fullmatch(path.name) and path.name not in files) or (path.name == index and len(shards) == 1):
+            path.unlink()
+
+
+def _cut(weights: Mapping[str, Any], aliases: Mapping[str, str], limit: int) -> list[list[str]]:
+    """Deal the names to shards, in their order; names of one tensor stay together."""
+    shards: list[list[str]] = []
+    current: list[str] = []
+    current_bytes = 0
+    for name, tensor in weights.items():
+        if name in aliases:
+            continue
+        size = _num_bytes(tensor)
+        if size > limit:
+            shards.append([name])
+            continue
+        if current_bytes + size > limit:
+            shards.append(current)
+            current, current_bytes = [], 0
+        current.append(name)
+        current_bytes += size
+    if current or not shards:
+        shards.append(current)
+    for alias, owner in aliases.items():
+        next(shard for shard in shards if owner in shard).append(alias)
+    return shards
+
+
+def aliases_in(state_dict: Mapping[str, Any]) -> dict[str, str]:
+    """Return for each further name of a tensor (tied weights) its first name.
+
+    Different parts of one memory (the weights of an LSTM on a GPU) are different tensors.
+    """
+    first: dict[Any, str] = {}
+    aliases: dict[str, str] = {}
+    for name, value in state_dict.items():
+        if isinstance(value, torch.Tensor) and value.numel() > 0 and value.device.type != "meta":
+            view = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+            if first.setdefault(view, name) != name:
+                aliases[name] = first[view]
+    return aliases
+
+
+def contiguous_copy(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    # Of a part of a larger memory a copy: safetensors refuses tensors that overlap.
+    is_whole = value.numel() * value.element_size() == value.untyped_storage().nbytes()
+    return value.contiguous() if is_whole else value.clone(memory_format=torch.contiguous_format)
+
+
+def _num_bytes(value: Any) -> int:
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
