@@ -14,12 +14,17 @@ import torch
 from torch import nn
 
 from echelon import Accelerator
-from echelon.accelerator.setup.build_deepspeed import fill_deepspeed, sharding_of_deepspeed
+from echelon.accelerator.setup.build_deepspeed import fill_deepspeed, translate_plugin_to_fsdp2
 from echelon.base.errors import ConfigError
 from echelon.base.warnings import EchelonWarning
-from echelon.config.deepspeed_json import DeepSpeedFacts, HfDeepSpeedConfig, read_deepspeed_config, resolve_deepspeed
-from echelon.config.deepspeed_keys import COUNTERPARTS, without_counterpart
 from echelon.config.origin import Origin, Setting, SettingSource
+from echelon.engines.deepspeed.ds_config import (
+    DeepSpeedFacts,
+    HfDeepSpeedConfig,
+    read_deepspeed_config,
+    resolve_deepspeed,
+)
+from echelon.engines.deepspeed.fsdp2_counterparts import COUNTERPARTS, list_without_counterpart
 from echelon.utils import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
@@ -90,10 +95,10 @@ def test_a_config_is_read_from_a_file_a_dict_and_text(tmp_path: Path) -> None:
     config = HfDeepSpeedConfig(ORDINARY)
     config.config["zero_optimization"]["stage"] = 1
     assert ORDINARY["zero_optimization"]["stage"] == 3  # the caller's own is left alone
-    with pytest.raises(ConfigError, match="there is no DeepSpeed config gone"):
+    with pytest.raises(ConfigError, match="DeepSpeed config not found: gone"):
         read_deepspeed_config("gone.json")
     path.write_text("{")
-    with pytest.raises(ConfigError, match="is no JSON"):
+    with pytest.raises(ConfigError, match="is not valid JSON"):
         read_deepspeed_config(path)
 
 
@@ -146,8 +151,8 @@ def test_every_auto_is_found_out_and_says_from_where() -> None:
     [
         ("zero_optimization.reduce_bucket_size", "auto", "Net has no config.hidden_size"),
         ("train_micro_batch_size_per_gpu", "auto", "no loader with a batch size was prepared"),
-        ("optimizer.params.lr", "auto", "nothing in the run says what it is"),
-        ("gradient_accumulation_steps", "many", "'many' is no integer"),
+        ("optimizer.params.lr", "auto", "no setting of the run determines it"),
+        ("gradient_accumulation_steps", "many", "'many' is not an integer"),
     ],
 )
 def test_an_auto_that_nobody_knows_is_an_error_that_names_the_key(key: str, value: Any, says: str) -> None:
@@ -208,9 +213,7 @@ def test_what_cannot_both_hold_is_an_error_with_both_origins(config: dict[str, A
 
 
 def test_the_module_is_free_of_torch() -> None:
-    program = (
-        "import sys, echelon.config.deepspeed_json, echelon.config.deepspeed_keys; sys.exit('torch' in sys.modules)"
-    )
+    program = "import sys, echelon.engines.deepspeed.ds_config, echelon.engines.deepspeed.fsdp2_counterparts; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
@@ -313,7 +316,7 @@ def test_dummies_and_the_model_fill_the_config(caplog: pytest.LogCaptureFixture)
     assert filled["zero_optimization"]["reduce_bucket_size"] == 32 * 32
     assert (filled["bf16"], filled["fp16"]["enabled"]) == ({"enabled": True}, False)
     assert str(plugin.origins["optimizer.params.lr"]) == "code DummyOptim(lr=)"
-    (shown,) = (record.message for record in caplog.records if "found out" in record.message)
+    (shown,) = (record.message for record in caplog.records if "values resolved from" in record.message)
     assert "zero_optimization.reduce_bucket_size=1024" in shown
     assert "train_batch_size=16" in shown
 
@@ -382,7 +385,7 @@ def test_what_fsdp2_does_not_do_is_said_once_and_the_rest_is_done() -> None:
         "mystery": 3,
         "zero_optimization": {**ORDINARY["zero_optimization"], "reduce_bucket_size": 5e8},
     }
-    told = without_counterpart(_flat(config))
+    told = list_without_counterpart(_flat(config))
     assert [line.partition("=")[0] for line in told] == [
         "fp16.hysteresis",
         "fp16.min_loss_scale",
@@ -396,12 +399,12 @@ def test_what_fsdp2_does_not_do_is_said_once_and_the_rest_is_done() -> None:
     with pytest.warns(
         EchelonWarning, match="has no counterpart for these keys of DeepSpeed's config: fp16.hysteresis=2"
     ):
-        plugin, scaling = sharding_of_deepspeed(DeepSpeedPlugin(hf_ds_config=config), None)
+        plugin, scaling = translate_plugin_to_fsdp2(DeepSpeedPlugin(hf_ds_config=config))
     assert (plugin.reshard_after_forward, plugin.cpu_offload.pin_memory) == (True, True)
     assert (scaling.init_scale, scaling.growth_interval) == (2.0**16, 1000)
-    plugin, scaling = sharding_of_deepspeed(DeepSpeedPlugin(zero_stage=2), None)
+    plugin, scaling = translate_plugin_to_fsdp2(DeepSpeedPlugin(zero_stage=2))
     assert plugin.reshard_after_forward is False
     assert type(plugin.cpu_offload).__name__ == "OffloadPolicy"
     for key in ("optimizer", "scheduler"):
-        with pytest.raises(ConfigError, match=f"'{key}', which fsdp2 does not make"):
-            sharding_of_deepspeed(DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 3}, key: {}}), None)
+        with pytest.raises(ConfigError, match=f"{key}'\\), which fsdp2 does not create"):
+            translate_plugin_to_fsdp2(DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 3}, key: {}}))

@@ -256,9 +256,6 @@ from echelon.compat.variables import (
     purge_accelerate_environment,
     str_to_bool,
 )
-from echelon.config.deepspeed_json import (
-    HfDeepSpeedConfig,
-)
 from echelon.config.first_config import write_basic_config
 from echelon.data.rng.host_rng import synchronize_rng_state, synchronize_rng_states
 from echelon.distributed.control import barrier as wait_for_everyone
@@ -292,6 +289,9 @@ from echelon.distributed.structure import (
     recursively_apply,
     send_to_device,
     slice_tensors,
+)
+from echelon.engines.deepspeed.ds_config import (
+    HfDeepSpeedConfig,
 )
 from echelon.engines.deepspeed.options import (
     DummyOptim,

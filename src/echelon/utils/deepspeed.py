@@ -9,7 +9,7 @@ from echelon.accelerator.plugins.deepspeed_plugin import (
     get_active_deepspeed_plugin,
     map_pytorch_optim_to_deepspeed,
 )
-from echelon.config.deepspeed_json import (
+from echelon.engines.deepspeed.ds_config import (
     HfDeepSpeedConfig,
 )
 from echelon.engines.deepspeed.options import (

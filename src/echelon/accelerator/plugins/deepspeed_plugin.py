@@ -18,10 +18,10 @@ from echelon.base import environ
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.logging import get_logger
 from echelon.compat.variables import parse_flag_from_env
-from echelon.config.deepspeed_json import HfDeepSpeedConfig
 from echelon.config.origin import Origin, Setting, SettingSource
-from echelon.engines.deepspeed.config import host_optimizer
+from echelon.engines.deepspeed.ds_config import HfDeepSpeedConfig
 from echelon.engines.deepspeed.options import DrivenScheduler
+from echelon.engines.deepspeed.training_config import host_optimizer
 
 __all__ = [
     "DeepSpeedEngineWrapper",

@@ -15,20 +15,20 @@ from torch.optim import Optimizer
 from echelon.base.capabilities import Capabilities
 from echelon.base.errors import ConfigError, UsageError
 from echelon.engines.base import Engine, Prepared
-from echelon.engines.deepspeed.config import (
-    evaluation_config,
-    host_optimizer,
-    is_on,
-    parameter_groups,
-    stage_of,
-    steps_on_host,
-    training_config,
-    unresolved,
-)
+from echelon.engines.deepspeed.ds_config import unresolved
 from echelon.engines.deepspeed.flat_shards import follow_loading, whole_shape, write_whole
 from echelon.engines.deepspeed.library import announce_kernels, import_deepspeed
 from echelon.engines.deepspeed.model_run import DeepSpeedModel
 from echelon.engines.deepspeed.options import DeepSpeedOptions, DrivenScheduler, DummyOptim, DummyScheduler
+from echelon.engines.deepspeed.training_config import (
+    evaluation_config,
+    host_optimizer,
+    is_on,
+    parameter_groups,
+    replaces_optimizer_on_host,
+    stage_of,
+    training_config,
+)
 from echelon.engines.output_hooks import SightOfOutputs, show_outputs_to_hooks
 from echelon.engines.repoint import follow
 from echelon.engines.stepper import Stepper, load_state, plain_state_dict, state_of, zeros_for
@@ -196,7 +196,7 @@ class DeepSpeedEngine(Engine):
         if isinstance(optimizer, DummyOptim):
             announce_kernels(config, optimizer=str(config["optimizer"].get("type")))
             arguments["model_parameters"] = optimizer.params
-        elif steps_on_host(config):
+        elif replaces_optimizer_on_host(config):
             announce_kernels(config, optimizer=type(optimizer).__name__)
             arguments["optimizer"] = host_optimizer(optimizer)
         else:

@@ -1,4 +1,4 @@
-"""DeepSpeed's ``ds_config.json``: read, asked by dotted keys, and its ``"auto"`` values found out from the run."""
+"""DeepSpeed's ``ds_config.json``: reading it, looking up dotted keys, and resolving its ``"auto"`` values. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from typing import Any
 from echelon.base.errors import ConfigError
 from echelon.config.origin import Origin, Setting, SettingSource
 
-__all__ = ["DeepSpeedFacts", "HfDeepSpeedConfig", "ResolvedDeepSpeed", "read_deepspeed_config", "resolve_deepspeed"]
+__all__ = [
+    "DeepSpeedFacts",
+    "HfDeepSpeedConfig",
+    "ResolvedDeepSpeed",
+    "flatten",
+    "read_deepspeed_config",
+    "resolve_deepspeed",
+    "unresolved",
+]
 
 _AUTO = "auto"
 _MICRO = "train_micro_batch_size_per_gpu"
@@ -23,7 +31,7 @@ _TRAIN = "train_batch_size"
 _CLIPPING = "gradient_clipping"
 _ZERO = "zero_optimization"
 _GATHER = f"{_ZERO}.stage3_gather_16bit_weights_on_model_save"
-# Sizes that go with the hidden size h of the model. Source: transformers.integrations.deepspeed, accelerate 1.15.
+# Sizes derived from the model's hidden size h. Source: transformers.integrations.deepspeed, accelerate 1.15.
 _OF_HIDDEN_SIZE: Mapping[str, Callable[[int], int]] = MappingProxyType(
     {
         f"{_ZERO}.reduce_bucket_size": lambda h: h * h,
@@ -35,10 +43,10 @@ _INTEGERS = frozenset({_MICRO, _ACCUMULATION, _TRAIN, f"{_ZERO}.stage", *_OF_HID
 
 
 def read_deepspeed_config(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], Origin]:
-    """Read a config from a file, a mapping (which is copied), JSON text, or such text in base64; return its origin, too.
+    """Read a config from a file, a mapping (copied), JSON text, or base64-encoded JSON text; return it and its origin.
 
     Raises:
-        ConfigError: it is none of these, or no JSON object.
+        ConfigError: ``source`` is none of these, or not a JSON object.
     """
     if isinstance(source, Mapping):
         return copy.deepcopy(dict(source)), Origin(SettingSource.CODE, "DeepSpeed config")
@@ -52,34 +60,31 @@ def read_deepspeed_config(source: str | Path | Mapping[str, Any]) -> tuple[dict[
             text = base64.urlsafe_b64decode(text).decode("utf-8")
         except ValueError:
             raise ConfigError(
-                f"there is no DeepSpeed config {source}",
+                f"DeepSpeed config not found: {source}",
                 where="deepspeed_config_file",
-                do="give the path of a JSON file, a dict, or JSON text",
+                do="pass the path of a JSON file, a dict, or JSON text",
             ) from None
     try:
         config = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{origin.detail} is no JSON: {error}", do="mend it at the place named above") from None
+        raise ConfigError(f"{origin.detail} is not valid JSON: {error}", do="fix it at that position") from None
     if not isinstance(config, dict):
-        raise ConfigError(f"{origin.detail} holds no JSON object", do='write {"zero_optimization": {...}}')
+        raise ConfigError(f"{origin.detail} is not a JSON object", do='write {"zero_optimization": {...}}')
     return config, origin
 
 
 def _is_file(text: str) -> bool:
     try:
         return Path(text).is_file()
-    except OSError:  # a long text is no path
+    except OSError:  # the text is too long for a path
         return False
 
 
 class HfDeepSpeedConfig:
-    """A DeepSpeed config that can be asked by dotted keys (``zero_optimization.stage``).
+    """A DeepSpeed config with lookup by dotted key (``zero_optimization.stage``).
 
     Args:
-        config_file_or_dict: a path, a dict (which is copied), or JSON text, also in base64.
-
-    Raises:
-        ConfigError: it cannot be read.
+        config_file_or_dict: see ``read_deepspeed_config``.
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:
@@ -87,14 +92,14 @@ class HfDeepSpeedConfig:
         self.set_stage_and_offload()
 
     def set_stage_and_offload(self) -> None:
-        """Look again at the stage and at what is offloaded."""
+        """Update the cached stage and offloading after ``config`` has changed."""
         stage = self.get_value(f"{_ZERO}.stage", -1)
         self._stage = -1 if stage == _AUTO else int(stage)
         devices = {self.get_value(f"{_ZERO}.offload_{what}.device") for what in ("optimizer", "param")}
         self._offload = self._stage >= 2 and bool(devices & {"cpu", "nvme"})
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
-        """Return the object that holds the key, and the key in it; None where there is no such object."""
+        """Return the innermost object of the key (None: it does not exist) and the last part of the key."""
         *path, last = ds_key_long.split(".")
         node: Any = self.config
         for name in path:
@@ -109,10 +114,10 @@ class HfDeepSpeedConfig:
         return default if node is None else node.get(last, default)
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
-        """Delete the key with all below it.
+        """Delete the key and everything below it.
 
         Raises:
-            ConfigError: it is not there, and ``must_exist``.
+            ConfigError: the key does not exist, and ``must_exist``.
         """
         node, last = self.find_config_node(ds_key_long)
         if node is not None and last in node:
@@ -121,45 +126,45 @@ class HfDeepSpeedConfig:
             raise ConfigError(f"DeepSpeed's config has no {ds_key_long}", do="check the name of the key")
 
     def is_true(self, ds_key_long: str) -> bool:
-        """Tell whether the key is there and true."""
+        """Return whether the key is set to a true value."""
         return bool(self.get_value(ds_key_long))
 
     def is_false(self, ds_key_long: str) -> bool:
-        """Tell whether the key is there and false."""
+        """Return whether the key is set to a false value."""
         value = self.get_value(ds_key_long)
         return value is not None and not value
 
     def is_zero2(self) -> bool:
-        """Tell whether gradients are sharded, and parameters not."""
+        """Return whether the ZeRO stage is 2: gradients are sharded, parameters are not."""
         return self._stage == 2
 
     def is_zero3(self) -> bool:
-        """Tell whether parameters are sharded."""
+        """Return whether the ZeRO stage is 3: parameters are sharded."""
         return self._stage == 3
 
     def is_offload(self) -> bool:
-        """Tell whether anything lives on the host or on NVMe."""
+        """Return whether parameters or optimizer states are offloaded to the CPU or to NVMe."""
         return self._offload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedFacts:
-    """What the run knows that a config may leave to be found out."""
+    """The values of the run that resolve ``"auto"``."""
 
     world_size: int
     settings: Mapping[str, Setting] = field(default_factory=dict)
     """By dotted key, such as ``gradient_accumulation_steps`` or ``optimizer.params.lr``."""
     batch_sizes: tuple[int, ...] = ()
-    """Of one process, of each prepared loader; the first is the one that trains."""
+    """Per process, of each prepared loader; the first one is the training loader."""
     hidden_size: int | None = None
-    """Of the model's config."""
+    """From the model's config."""
     model: str = "the model"
-    """Its class, for messages."""
+    """Class name of the model, for messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedDeepSpeed:
-    """A config without ``"auto"``, and where each of its values is from."""
+    """A config without ``"auto"``, and the origin of each value."""
 
     config: dict[str, Any]
     origins: Mapping[str, Origin]
@@ -169,36 +174,35 @@ class ResolvedDeepSpeed:
 def resolve_deepspeed(
     config: Mapping[str, Any], facts: DeepSpeedFacts, *, origin: Origin | None = None
 ) -> ResolvedDeepSpeed:
-    """Find out every ``"auto"`` of ``config``, and check it against the run.
+    """Resolve every ``"auto"`` of ``config``, and check the other values against the run.
 
-    The micro batch is the loader's, accumulation and clipping are the run's, the train batch is the product, dtypes follow
-    mixed_precision, and bucket sizes the model's hidden size.
+    The micro-batch size comes from the loader, accumulation and clipping from the run, the train batch size is their product,
+    dtypes follow ``mixed_precision``, and bucket sizes the model's hidden size.
 
     Args:
-        config: as DeepSpeed reads it; it is not changed.
+        config: as DeepSpeed reads it; not modified.
         facts: of the run.
         origin: of ``config``.
 
     Raises:
-        ConfigError: a value that nobody knows, or two that cannot both hold; the key and both origins are named.
+        ConfigError: an ``"auto"`` that cannot be resolved, or two conflicting values; names the key and both origins.
     """
     own = origin or Origin(SettingSource.CODE, "DeepSpeed config")
     resolved = copy.deepcopy(dict(config))
     origins: dict[str, Origin] = {}
-    known = dict(facts.settings)
-    _know_batches(resolved, known, facts, own)
-    _know_sizes(known, facts)
+    known = {**_bucket_sizes(facts), **facts.settings}
+    _add_batch_sizes(resolved, known, facts, own)
     for node, name, key in _leaves(resolved):
         value = node[name]
         if value != _AUTO:
             node[name] = _integer(key, value, own) if key in _INTEGERS else value
             origins[key] = Origin(own.source, f"{own.detail} {key}".strip())
-            _require_same(key, node[name], origins[key], known.get(key))
+            _check_conflict(key, node[name], origins[key], known.get(key))
         elif key in known:
             node[name], origins[key] = known[key].value, known[key].origin
         else:
-            raise _unknown(key, own, facts)
-    _check_product(resolved, origins, facts, own)
+            raise _unresolvable(key, own, facts)
+    _check_train_batch_size(resolved, origins, facts)
     return ResolvedDeepSpeed(config=resolved, origins=origins)
 
 
@@ -210,24 +214,34 @@ def _leaves(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[dict[str
             yield config, name, f"{prefix}{name}"
 
 
+def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of ``config`` by dotted key."""
+    return {key: node[name] for node, name, key in _leaves(dict(config))}
+
+
+def unresolved(config: Mapping[str, Any]) -> list[str]:
+    """Return the dotted keys whose value is still ``"auto"``."""
+    return [key for key, value in flatten(config).items() if value == _AUTO]
+
+
 def _integer(key: str, value: Any, origin: Origin) -> int:
-    """Return ``value`` as an integer: ``"8"``, ``5e8`` and ``8`` are numbers all."""
+    """Return ``value`` as an integer; accepts ``"8"``, ``5e8`` and ``8``."""
     try:
         number = float(value)
     except (TypeError, ValueError):
         number = 0.5
     if number != int(number):
-        raise ConfigError(f"{key}={value!r} is no integer", where=str(origin), do="give one, or 'auto'")
+        raise ConfigError(f"{key}={value!r} is not an integer", where=str(origin), do="set an integer, or 'auto'")
     return int(number)
 
 
-def _know_batches(config: Mapping[str, Any], known: dict[str, Setting], facts: DeepSpeedFacts, own: Origin) -> None:
-    """Add the micro batch and the train batch to what is known."""
+def _add_batch_sizes(config: Mapping[str, Any], known: dict[str, Setting], facts: DeepSpeedFacts, own: Origin) -> None:
+    """Add the micro-batch size and the train batch size to ``known``."""
     given = config.get(_MICRO, _AUTO)
     if given != _AUTO:
         given = _integer(_MICRO, given, own)
     if facts.batch_sizes:
-        # One of several loaders: which of them trains cannot be seen.
+        # Of several loaders, take the one that matches: which of them trains is not visible here.
         size = given if given in facts.batch_sizes else facts.batch_sizes[0]
         known[_MICRO] = Setting(size, Origin(SettingSource.DERIVED, "DataLoader(batch_size=)"))
     micro = known[_MICRO].value if _MICRO in known else given
@@ -240,19 +254,19 @@ def _know_batches(config: Mapping[str, Any], known: dict[str, Setting], facts: D
         known.setdefault(_TRAIN, Setting(product, Origin(SettingSource.DERIVED, formula)))
 
 
-def _know_sizes(known: dict[str, Setting], facts: DeepSpeedFacts) -> None:
-    if facts.hidden_size is not None:
-        for key, size in _OF_HIDDEN_SIZE.items():
-            origin = Origin(SettingSource.DERIVED, f"hidden size {facts.hidden_size} of {facts.model}")
-            known.setdefault(key, Setting(size(facts.hidden_size), origin))
+def _bucket_sizes(facts: DeepSpeedFacts) -> dict[str, Setting]:
+    if facts.hidden_size is None:
+        return {}
+    origin = Origin(SettingSource.DERIVED, f"hidden size {facts.hidden_size} of {facts.model}")
+    return {key: Setting(size(facts.hidden_size), origin) for key, size in _OF_HIDDEN_SIZE.items()}
 
 
-def _require_same(key: str, value: Any, origin: Origin, known: Setting | None) -> None:
-    """Raise where the run says something else than the config, and neither is a default."""
+def _check_conflict(key: str, value: Any, origin: Origin, known: Setting | None) -> None:
+    """Raise if the run sets another value than the config, and the run's is not a default."""
     if key == _TRAIN or known is None or known.value == value or known.origin.source is SettingSource.DEFAULT:
         return
     if key in _OF_HIDDEN_SIZE or key == _GATHER:
-        return  # a choice of speed, and nobody else's
+        return  # affects speed only
     raise ConfigError(
         f"{key}={value!r} (from {origin}) and {known.value!r} (from {known.origin}) cannot both hold",
         where=f"DeepSpeed config {key}",
@@ -260,9 +274,7 @@ def _require_same(key: str, value: Any, origin: Origin, known: Setting | None) -
     )
 
 
-def _check_product(
-    config: Mapping[str, Any], origins: Mapping[str, Origin], facts: DeepSpeedFacts, own: Origin
-) -> None:
+def _check_train_batch_size(config: Mapping[str, Any], origins: Mapping[str, Origin], facts: DeepSpeedFacts) -> None:
     if _TRAIN not in config or _MICRO not in config:
         return
     steps = int(config.get(_ACCUMULATION, 1))
@@ -276,19 +288,12 @@ def _check_product(
         )
 
 
-def _unknown(key: str, own: Origin, facts: DeepSpeedFacts) -> ConfigError:
+def _unresolvable(key: str, own: Origin, facts: DeepSpeedFacts) -> ConfigError:
+    reason, do = "no setting of the run determines it", "set a value there"
     if key in _OF_HIDDEN_SIZE:
-        return ConfigError(
-            f'{key} is "auto", which goes by the hidden size of the model, and {facts.model} has no config.hidden_size',
-            where=f"{own} {key}",
-            do="write a number there, or give the model a .config with a hidden_size",
-        )
-    if key in (_MICRO, _TRAIN):
-        return ConfigError(
-            f'{key} is "auto", and no loader with a batch size was prepared before the model',
-            where=f"{own} {key}",
-            do="give prepare() the DataLoader together with the model, or write a number there",
-        )
-    return ConfigError(
-        f'{key} is "auto", and nothing in the run says what it is', where=f"{own} {key}", do="write a value there"
-    )
+        reason = f"it depends on the model's hidden size, and {facts.model} has no config.hidden_size"
+        do = "set a number there, or give the model a .config with a hidden_size"
+    elif key in (_MICRO, _TRAIN):
+        reason = "no loader with a batch size was prepared before the model"
+        do = "pass the DataLoader to prepare() together with the model, or set a number there"
+    return ConfigError(f'{key} is "auto", but {reason}', where=f"{own} {key}", do=do)
