@@ -34,7 +34,7 @@ from echelon.checkpoint.formats.weight_files import write_tensors
 from echelon.trainer.argument_conflicts import check_arguments
 from echelon.trainer.arguments.deepspeed import deepspeed_optimizer, deepspeed_schedule
 from echelon.trainer.arguments.devices import has_fixed_devices
-from echelon.trainer.arguments.training_arguments import TrainingArguments
+from echelon.trainer.arguments.training_arguments import TrainingArguments, resolve_path
 from echelon.trainer.build_accelerator import accumulation_options, make_accelerator, set_seeds
 from echelon.trainer.callbacks.callback_handler import CallbackHandler, DefaultFlowCallback, TrainerCallback
 from echelon.trainer.callbacks.notebook_progress import NotebookProgressCallback
@@ -1001,7 +1001,7 @@ class Trainer:
 
     @property
     def _output_dir(self) -> Path:
-        folder = self.args.resolve_path()
+        folder = resolve_path(self.args)
         return folder if self._trial is None else folder / self._trial.name
 
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:

@@ -35,7 +35,7 @@ from echelon.trainer.arguments.renamed import KEPT, translate
 from echelon.trainer.arguments.unsupported import refuse_optimizer, refuse_what_is_not_offered
 from echelon.trainer.arguments.validation import check, complete
 
-__all__ = ["TrainingArguments", "setting"]
+__all__ = ["TrainingArguments", "resolve_path", "setting"]
 
 logger = get_logger(__name__)
 
@@ -223,10 +223,6 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
         """Return the level of ``logging`` for this process."""
         name = self.log_level if self.should_log else self.log_level_replica
         return logger.getEffectiveLevel() if name == "passive" else _LEVELS[name]
-
-    def resolve_path(self, path: str | Path | None = None) -> Path:
-        """Return ``path`` (None: ``output_dir``) relative to the working directory in which the arguments were created."""
-        return self._creation_dir / Path(path or self.output_dir or "trainer_output").expanduser()
 
     @contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
@@ -463,6 +459,11 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
     def __str__(self) -> str:
         lines = [f"{name}={value!r}," for name, value in sorted(self.to_dict().items())]
         return f"{type(self).__name__}(\n" + "\n".join(lines) + "\n)"
+
+
+def resolve_path(args: TrainingArguments, path: str | Path | None = None) -> Path:
+    """Return ``path`` (None: ``output_dir``) relative to the working directory in which ``args`` were created."""
+    return args._creation_dir / Path(path or args.output_dir or "trainer_output").expanduser()
 
 
 def _default(item: Any) -> Any:

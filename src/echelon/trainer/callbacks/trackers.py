@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.accelerator.plugins.project_configuration import ProjectConfiguration
 from echelon.base import environ
+from echelon.trainer.arguments.training_arguments import TrainingArguments, resolve_path
 from echelon.trainer.callbacks.callback_handler import TrainerCallback
 
 if TYPE_CHECKING:
     from echelon.accelerator import Accelerator
-    from echelon.trainer.arguments.training_arguments import TrainingArguments
 
 __all__ = ["CSVCallback", "TrackerCallback", "by_split", "run_folder", "tracker_settings"]
 
@@ -32,19 +32,19 @@ def tracker_settings(args: TrainingArguments) -> dict[str, Any]:
         names.append("jsonl")  # a folder always brings this record: as a tracker it ends with the others
     folder = run_folder(args)
     only_files = all(name in _IN_FOLDERS for name in names)
-    project = ProjectConfiguration(project_dir=args.resolve_path(), logging_dir=folder.parent if only_files else folder)
+    project = ProjectConfiguration(project_dir=resolve_path(args), logging_dir=folder.parent if only_files else folder)
     return {"log_with": names, "project_config": project}
 
 
 def run_folder(args: TrainingArguments) -> Path:
     """Return where the files of this run go: ``logging_dir``, else ``output_dir/runs/<time>_<machine>``."""
     if args.logging_dir is not None:
-        return args.resolve_path(args.logging_dir)
+        return resolve_path(args, args.logging_dir)
     given = environ.get("TENSORBOARD_LOGGING_DIR")
     if given:
-        return args.resolve_path(given)
+        return resolve_path(args, given)
     name = args.run_name or f"{time.strftime('%b%d_%H-%M-%S')}_{socket.gethostname()}"
-    return args.resolve_path() / "runs" / name
+    return resolve_path(args) / "runs" / name
 
 
 def by_split(logs: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.logging import get_logger
 from echelon.base.protocols import SupportsSetEpoch
 from echelon.base.warnings import warn
+from echelon.trainer.arguments.training_arguments import resolve_path
 from echelon.trainer.checkpoint.checkpoint_folders import ARGUMENTS_FILE, PREFIX, STATE_FILE, has_adapters
 from echelon.trainer.checkpoint.train_cursor import ResumePoint, TrainCursor
 from echelon.trainer.checkpoint.transformers_layout import (
@@ -91,7 +92,7 @@ def checkpoint_to_resume(trainer: Trainer, wanted: str | Path | bool | None) -> 
     if wanted is not True and str(wanted) != "auto":
         folder = Path(wanted).expanduser()
         if wanted == trainer.args.resume_from_checkpoint:
-            folder = trainer.args.resolve_path(folder)
+            folder = resolve_path(trainer.args, folder)
         require_whole(trainer.accelerator, folder)
         if (problem := _no_training_in(folder)) is not None:
             raise CheckpointError(f"{folder} {problem}", do="load its weights into the model, and begin a new training")
@@ -201,7 +202,7 @@ def restore_state(trainer: Trainer, folder: Path, plan: TrainingPlan) -> Trainer
 
 def best_folder(trainer: Trainer, best: str) -> Path:
     """Return where the best checkpoint is: as it was noted, or, where the whole folder was moved, in the output folder."""
-    noted, beside = trainer.args.resolve_path(best), trainer._output_dir / Path(best).name
+    noted, beside = resolve_path(trainer.args, best), trainer._output_dir / Path(best).name
     return beside if beside.is_dir() and not noted.is_dir() else noted
 
 
