@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from echelon.base.capabilities import Capabilities
 from echelon.base.warnings import warn
 from echelon.distributed.ddp.replica import Replica, average_gradients
-from echelon.distributed.ddp.sparse_gradients import copy_sparse_gradients
+from echelon.distributed.ddp.sparse_gradients import copy_sparse_gradients, refuse_to_join_sparse
 from echelon.engines.base import Engine, Prepared
 from echelon.engines.bitwise.grad_norm import clip_by_rows
 from echelon.engines.bitwise.tree_sum import ReplicatedUpdate
@@ -133,6 +133,8 @@ class DDPEngine(Engine):
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         """See ``Engine``; empty for models that were not wrapped. Source: torch.distributed.algorithms.join.Join."""
         wrappers: list[Any] = [self._replicas[id(model)].wrapper for model in models if id(model) in self._replicas]
+        for wrapper in wrappers:
+            refuse_to_join_sparse(wrapper.module)
         return torch.distributed.algorithms.join.Join(wrappers) if wrappers else nullcontext()
 
     def backward(self, loss: torch.Tensor, model: nn.Module | None = None, **options: Any) -> None:

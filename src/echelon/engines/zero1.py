@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from echelon.base.capabilities import Capabilities
 from echelon.base.errors import UsageError
+from echelon.distributed.ddp.sparse_gradients import refuse_to_join_sparse
 from echelon.engines.base import Engine, Prepared
 from echelon.engines.bitwise.tree_sum import ReplicatedUpdate
 from echelon.engines.ddp import DDPEngine
@@ -101,6 +102,8 @@ class Zero1Engine(Engine):
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         """See ``Engine``; a rank that has ended steps its part with the others."""
         wrappers = [model for model in models if isinstance(model, DistributedDataParallel)]
+        for wrapper in wrappers:
+            refuse_to_join_sparse(wrapper.module)
         owned = {id(parameter) for wrapper in wrappers for parameter in wrapper.parameters()}
         optimizers = [
             optimizer

@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.base.errors import DesyncError, UsageError
+from echelon.distributed.ddp.sparse_gradients import sparse_parameters, sparse_zeros_like
 from echelon.distributed.monitored_barrier import monitored_barrier
 from echelon.distributed.small_messages import gather_bytes, gather_counts
 from echelon.distributed.tensor_fingerprint import fingerprint
@@ -42,13 +43,17 @@ def average_gradients(parameters: Sequence[torch.Tensor]) -> None:
         return
     world_size = dist.get_world_size()
     device = parameters[0].device
-    present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=device)
+    are_sparse = [None if p.grad is None else p.grad.is_sparse for p in parameters]
+    kinds = [[sparse is kind for sparse in are_sparse] for kind in (False, True)]
+    present = torch.tensor(kinds, dtype=torch.int32, device=device)
     dist.all_reduce(present, op=dist.ReduceOp.MAX)
-    for parameter, somewhere in zip(parameters, present.tolist()):
-        if not somewhere:
+    for parameter, dense_somewhere, sparse_somewhere in zip(parameters, *present.tolist()):
+        if not dense_somewhere and not sparse_somewhere:
             continue
         if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter) if dense_somewhere else sparse_zeros_like(parameter)
+        elif dense_somewhere and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
         parameter.grad.div_(world_size)  # before the sum, as DDP does: the same rounding
         dist.all_reduce(parameter.grad)
 
@@ -288,7 +293,11 @@ class Replica:
     def contribute_zeros(self) -> None:
         """Take part in the reduction that the forward pass asked for, if no backward pass has."""
         if self._will_reduce:
-            torch.autograd.backward(self.parameters, [torch.zeros_like(p) for p in self.parameters])
+            sparse = {
+                id(parameter) for _, parameter in sparse_parameters(self.wrapper.module)
+            }  # DDP expects no dense zeros there
+            zeros = [sparse_zeros_like(p) if id(p) in sparse else torch.zeros_like(p) for p in self.parameters]
+            torch.autograd.backward(self.parameters, zeros)
             self.settle()
 
     def settle(self) -> None:
