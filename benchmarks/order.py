@@ -85,8 +85,7 @@ def accelerate(n: int, start: int) -> Batches:
 
 def torchdata(n: int, start: int) -> Batches:
     """What ``StatefulDataLoader`` resumes with."""
-    from torchdata.stateful_dataloader.sampler import BatchSampler as StatefulBatches
-    from torchdata.stateful_dataloader.sampler import RandomSampler as StatefulSampler
+    from torchdata.stateful_dataloader.sampler import BatchSampler as StatefulBatches, RandomSampler as StatefulSampler
 
     sampler = StatefulSampler(Numbers(n), generator=torch.Generator().manual_seed(1))
     batches = iter(StatefulBatches(sampler, BATCH, False))

@@ -21,7 +21,7 @@ __all__ = [
     "layer_of",
     "is_torch_free",
     "module_state",
-    "more_than_a_face",
+    "more_than_reexports",
     "torch_cuda",
     "upward_imports",
     "violations",
@@ -134,7 +134,7 @@ def violations(path: str, source: str) -> list[str]:
         engine_branches,
         eager_torch,
         module_state,
-        more_than_a_face,
+        more_than_reexports,
     )
     return [found for rule in rules for found in rule(path, source)]
 
@@ -270,34 +270,31 @@ def module_state(path: str, source: str) -> list[str]:
     return found
 
 
-def more_than_a_face(path: str, source: str) -> list[str]:
-    """Find code in what may only re-export: the faces, every ``__init__.py``. The package's own may load lazily."""
-    is_face = path == "__init__.py" or _folder(path) in FACES
-    if not is_face and not path.endswith("/__init__.py"):
+def more_than_reexports(path: str, source: str) -> list[str]:
+    """Find functions, classes and computed values in a compatibility module or an ``__init__.py``."""
+    may_call = path == "__init__.py" or _folder(path) in FACES
+    if not may_call and not path.endswith("/__init__.py"):
         return []
     return [
         f"{path}:{node.lineno}: re-exports only: no code here"
         for node in ast.parse(source).body
-        if not _may_stand_in_a_face(node, lazy=is_face)
+        if not _is_reexport(node, may_call=may_call)
     ]
 
 
-def _may_stand_in_a_face(node: ast.stmt, *, lazy: bool) -> bool:
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        return True
-    if isinstance(node, ast.Expr):
-        return isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+def _is_reexport(node: ast.stmt, *, may_call: bool) -> bool:
+    """Is it an import, a docstring, ``__all__``; in compatibility modules also an alias or a call of ``compat/``?"""
     if isinstance(node, ast.If):
-        return _is_type_checking(node.test) and all(
-            isinstance(n, ast.Import | ast.ImportFrom) for n in node.body + node.orelse
+        return _is_type_checking(node.test.operand if isinstance(node.test, ast.UnaryOp) else node.test) and all(
+            _is_reexport(child, may_call=may_call) for child in node.body + node.orelse
         )
-    if isinstance(node, ast.FunctionDef):
-        return lazy and node.name in ("__getattr__", "__dir__")
-    if isinstance(node, ast.Assign | ast.AnnAssign):
+    if isinstance(node, ast.Expr):
+        return isinstance(node.value, ast.Constant) or (may_call and isinstance(node.value, ast.Call))
+    if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        allowed = {"__all__", "_LAZY"} if lazy else {"__all__"}
-        return all(_is_name(target, allowed) for target in targets)
-    return False
+        is_alias = may_call and isinstance(node.value, ast.Name | ast.Call)
+        return is_alias or all(_is_name(target, {"__all__"}) for target in targets)
+    return isinstance(node, ast.Import | ast.ImportFrom)
 
 
 def _imports(path: str, tree: ast.Module, *, deferred: bool = True) -> Iterator[_Import]:

@@ -1,33 +1,5 @@
-"""The names of ``accelerate.hooks``, so that its scripts run: re-exports only."""
+"""The names of ``accelerate.hooks``."""
 
-from __future__ import annotations
+from echelon.compat import unsupported as _unsupported
 
-from echelon.compat.accelerate_unsupported import (
-    AlignDevicesHook,
-    CpuOffload,
-    LayerwiseCastingHook,
-    ModelHook,
-    SequentialHook,
-    UserCpuOffloadHook,
-    add_hook_to_module,
-    attach_align_device_hook,
-    attach_align_device_hook_on_blocks,
-    attach_execution_device_hook,
-    remove_hook_from_module,
-    remove_hook_from_submodules,
-)
-
-__all__ = [
-    "AlignDevicesHook",
-    "CpuOffload",
-    "LayerwiseCastingHook",
-    "ModelHook",
-    "SequentialHook",
-    "UserCpuOffloadHook",
-    "add_hook_to_module",
-    "attach_align_device_hook",
-    "attach_align_device_hook_on_blocks",
-    "attach_execution_device_hook",
-    "remove_hook_from_module",
-    "remove_hook_from_submodules",
-]
+_unsupported.add_names(globals())

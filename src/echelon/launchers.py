@@ -1,10 +1,3 @@
-"""The names of ``accelerate.launchers``, so that its scripts run: re-exports only."""
+"""The names of ``accelerate.launchers``."""
 
-from __future__ import annotations
-
-from echelon.launch.notebook import debug_launcher, notebook_launcher
-
-__all__ = [
-    "debug_launcher",
-    "notebook_launcher",
-]
+from echelon.launch.notebook import debug_launcher as debug_launcher, notebook_launcher as notebook_launcher

@@ -1,9 +1,3 @@
-"""The names of ``accelerate.local_sgd``, so that its scripts run: re-exports only."""
+"""The names of ``accelerate.local_sgd``."""
 
-from __future__ import annotations
-
-from echelon.accelerator.update.local_sgd import LocalSGD
-
-__all__ = [
-    "LocalSGD",
-]
+from echelon.accelerator.update.local_sgd import LocalSGD as LocalSGD

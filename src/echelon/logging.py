@@ -1,10 +1,3 @@
-"""The names of ``accelerate.logging``, so that its scripts run: re-exports only."""
+"""The names of ``accelerate.logging``."""
 
-from __future__ import annotations
-
-from echelon.accelerator.logging import MultiProcessAdapter, get_logger
-
-__all__ = [
-    "MultiProcessAdapter",
-    "get_logger",
-]
+from echelon.accelerator.logging import MultiProcessAdapter as MultiProcessAdapter, get_logger as get_logger

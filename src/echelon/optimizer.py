@@ -1,11 +1,6 @@
-"""The names of ``accelerate.optimizer``, so that its scripts run: re-exports only."""
+"""The names of ``accelerate.optimizer``."""
 
-from __future__ import annotations
+from echelon.accelerator.update.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
+from echelon.distributed.structure import send_to_device as _send_to_device
 
-from echelon.accelerator.update.optimizer import AcceleratedOptimizer
-from echelon.distributed.structure import send_to_device as move_to_device
-
-__all__ = [
-    "AcceleratedOptimizer",
-    "move_to_device",
-]
+move_to_device = _send_to_device

@@ -1,9 +1,3 @@
-"""The names of ``accelerate.parallelism_config``, so that its scripts run: re-exports only."""
+"""The names of ``accelerate.parallelism_config``."""
 
-from __future__ import annotations
-
-from echelon.accelerator.plugins.parallelism_config import ParallelismConfig
-
-__all__ = [
-    "ParallelismConfig",
-]
+from echelon.accelerator.plugins.parallelism_config import ParallelismConfig as ParallelismConfig

@@ -1,9 +1,3 @@
-"""The names of ``accelerate.scheduler``, so that its scripts run: re-exports only."""
+"""The names of ``accelerate.scheduler``."""
 
-from __future__ import annotations
-
-from echelon.accelerator.update.scheduler import AcceleratedScheduler
-
-__all__ = [
-    "AcceleratedScheduler",
-]
+from echelon.accelerator.update.scheduler import AcceleratedScheduler as AcceleratedScheduler

@@ -1,13 +1,8 @@
-"""The names of ``accelerate.state``, so that its scripts run: re-exports only."""
+"""The names of ``accelerate.state``."""
 
-from __future__ import annotations
-
-from echelon.accelerator.gradient_state import GradientState
-from echelon.accelerator.state import AcceleratorState, PartialState, is_initialized
-
-__all__ = [
-    "AcceleratorState",
-    "GradientState",
-    "PartialState",
-    "is_initialized",
-]
+from echelon.accelerator.gradient_state import GradientState as GradientState
+from echelon.accelerator.state import (
+    AcceleratorState as AcceleratorState,
+    PartialState as PartialState,
+    is_initialized as is_initialized,
+)

@@ -1,39 +1,19 @@
-"""The names of ``accelerate.tracking``, so that its scripts run: re-exports only."""
-
-from __future__ import annotations
+"""The names of ``accelerate.tracking``."""
 
 from echelon.trackers import (
-    LOGGER_TYPE_TO_CLASS,
-    AimTracker,
-    ClearMLTracker,
-    CometMLTracker,
-    DVCLiveTracker,
-    GeneralTracker,
-    MLflowTracker,
-    SwanLabTracker,
-    TensorBoardTracker,
-    TrackioTracker,
-    WandBTracker,
-    filter_trackers,
-    get_available_trackers,
-    on_main_process,
-    register_tracker_class,
+    LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS,
+    AimTracker as AimTracker,
+    ClearMLTracker as ClearMLTracker,
+    CometMLTracker as CometMLTracker,
+    DVCLiveTracker as DVCLiveTracker,
+    GeneralTracker as GeneralTracker,
+    MLflowTracker as MLflowTracker,
+    SwanLabTracker as SwanLabTracker,
+    TensorBoardTracker as TensorBoardTracker,
+    TrackioTracker as TrackioTracker,
+    WandBTracker as WandBTracker,
+    filter_trackers as filter_trackers,
+    get_available_trackers as get_available_trackers,
+    on_main_process as on_main_process,
+    register_tracker_class as register_tracker_class,
 )
-
-__all__ = [
-    "AimTracker",
-    "ClearMLTracker",
-    "CometMLTracker",
-    "DVCLiveTracker",
-    "GeneralTracker",
-    "LOGGER_TYPE_TO_CLASS",
-    "MLflowTracker",
-    "SwanLabTracker",
-    "TensorBoardTracker",
-    "TrackioTracker",
-    "WandBTracker",
-    "filter_trackers",
-    "get_available_trackers",
-    "on_main_process",
-    "register_tracker_class",
-]

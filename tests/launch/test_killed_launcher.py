@@ -16,8 +16,7 @@ import pytest
 
 from echelon.launch.interrupts import Interrupted
 from echelon.launch.local import worker
-from echelon.launch.local.guardian import BYE, ENDED, LAUNCHER_VARIABLE, STARTED, STARTING
-from echelon.launch.local.guardian import main as guard
+from echelon.launch.local.guardian import BYE, ENDED, LAUNCHER_VARIABLE, STARTED, STARTING, main as guard
 from echelon.launch.local.output import Outputs
 from echelon.launch.local.parents import Guardian
 from echelon.launch.local.processes import Workers

@@ -22,15 +22,15 @@ ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from echelon.compat import accelerate_unsupported as later  # noqa: E402 - a program as well
-from tests.unit.test_faces import OMITTED  # noqa: E402
+from echelon.compat.unsupported import ALTERNATIVES  # noqa: E402 - a program as well
+from tests.unit.test_compat_modules import OMITTED  # noqa: E402
 
 DATA = Path(__file__).with_name("compat.txt")
 EXCEPTIONS = Path(__file__).with_name("upstream_exceptions.yaml")
 PAGE = ROOT / "docs" / "accelerate_compat.md"
 BESIDE = "Different on purpose, beside the rows"
 NAMES = json.loads((ROOT / "tests" / "unit" / "accelerate_names.json").read_text())
-FACES = ROOT / "tests" / "unit" / "test_faces.py"
+COMPAT_TESTS = ROOT / "tests" / "unit" / "test_compat_modules.py"
 MARKS = {"C": "core", "M": "common", "R": "rare", "H": "hardware"}
 # By section: what must be in it, as modules and classes of accelerate_names.json.
 MODULES = {
@@ -137,7 +137,7 @@ def problems(table: list[Row], beside: list[Difference]) -> Iterator[str]:
             yield from (f"{label}: its tests do not mention {name}" for name in row.names if not mentions(name, words))
         # Arguments, and attributes of states, may have the name of what they hold.
         for name in () if row.section.startswith(("1.1", "1.4", "1.5")) else _expanded(row.names):
-            is_later = name in later.__all__
+            is_later = name in ALTERNATIVES
             if is_later == (bool(row.tests) or row.where == "not offered"):
                 yield f"{label}: {name} is {'not ' if is_later else ''}offered"
     for section, expected in _expected().items():
@@ -238,7 +238,7 @@ def page(table: list[Row], beside: list[Difference]) -> str:
             names = ", ".join(f"`{name}`" for name in row.names)
             where = "<br>".join(f"`{test}`" for test in row.tests) or row.where
             if row.where == "raises":
-                where = f"`{FACES.relative_to(ROOT / 'tests')}::test_using_what_is_not_offered_says_so_and_what_to_do`"
+                where = f"`{COMPAT_TESTS.relative_to(ROOT / 'tests')}::test_using_an_unsupported_name_raises_with_the_alternative`"
             lines.append(f"| {row.mark} | {names} | {where} | {row.difference} |")
         lines.append("")
     lines += [f"## {BESIDE}", "", BESIDE_HEAD, "", "| what | here, and why | test |", "|---|---|---|"]

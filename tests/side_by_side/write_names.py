@@ -23,7 +23,7 @@ COMMANDS = ("commands", "commands.config", "commands.config.config_args", "comma
 # Beside the commands: the test scripts, and what needs another library to be imported.
 NOT_INSTALLED = ("utils.rich", "utils.torch_xla")
 LEFT_OUT = ("accelerator", "commands", "test_utils")
-CLASSES = {"accelerator": ["Accelerator"]}  # echelon.accelerator is a floor, not a face: its other names are its own
+CLASSES = {"accelerator": ["Accelerator"]}  # the other names of echelon.accelerator are its own
 
 
 def modules(folder: Path) -> Iterator[str]:

@@ -23,8 +23,7 @@ from echelon.launch.multinode.messages import encode
 from echelon.launch.multinode.node import GenerationResult, Node, NodeGeneration, RunOver
 from echelon.launch.multinode.roster import NodeInfo
 from echelon.launch.supervisor import StallRules
-from echelon.status.stop_barrier import EXIT_CODE, RankState
-from echelon.status.stop_barrier import StopCommand as HoldOrder
+from echelon.status.stop_barrier import EXIT_CODE, RankState, StopCommand as HoldOrder
 
 TOKEN = b"sixteen bytes at least"
 _LIMIT_S = 60.0

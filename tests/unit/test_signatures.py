@@ -11,9 +11,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from echelon.compat import accelerate_unsupported as later
+from echelon.compat import unsupported
 from tests.side_by_side.write_names import parameters
-from tests.unit.test_faces import OMITTED
+from tests.unit.test_compat_modules import OMITTED
 
 SIGNATURES: dict[str, list[str]] = json.loads((Path(__file__).parent / "accelerate_names.json").read_text())[
     "signatures"
@@ -47,7 +47,7 @@ def _ours(name: str) -> Any:
     if owner in OMITTED.get(module, (set(), ""))[0]:
         return None
     value = getattr(import_module(f"echelon.{module}"), owner)
-    if any(value is not_offered for not_offered in vars(later).values()):
+    if any(value is getattr(unsupported, known) for known in unsupported.ALTERNATIVES):
         return None
     if isinstance(value, type):
         return getattr(value, method or "__init__", _missing)

@@ -27,8 +27,7 @@ from echelon.trainer import (
     TrainingArguments,
 )
 from echelon.trainer.callbacks.callback_handler import EVENTS
-from tests.trainer_models import DATA, Line
-from tests.trainer_models import arguments as _args
+from tests.trainer_models import DATA, Line, arguments as _args
 
 
 class Bare(nn.Module):

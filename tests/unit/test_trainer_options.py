@@ -34,8 +34,7 @@ from echelon.trainer.callbacks.callback_handler import CallbackHandler
 from echelon.trainer.data.length_grouped_sampler import LengthGroupedSampler
 from echelon.trainer.features.auto_find_batch_size import smaller_batch_sizes
 from echelon.trainer.optim.optimizers import optimizer_class_and_arguments
-from tests.trainer_models import DATA, Line
-from tests.trainer_models import arguments as _args
+from tests.trainer_models import DATA, Line, arguments as _args
 
 
 class Words(nn.Module):

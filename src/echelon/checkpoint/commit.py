@@ -16,8 +16,7 @@ from pathlib import Path
 
 from echelon.base.errors import UsageError
 from echelon.base.warnings import warn
-from echelon.checkpoint.manifest import MANIFEST
-from echelon.checkpoint.manifest import is_part as is_part_of_own
+from echelon.checkpoint.manifest import MANIFEST, is_part as is_part_of_own
 from echelon.checkpoint.storage import Storage, remove_tree
 from echelon.checkpoint.tensor_file import write_file
 

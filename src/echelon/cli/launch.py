@@ -23,8 +23,7 @@ from echelon.base.device import limit_devices, num_devices
 from echelon.base.errors import ConfigError, LaunchError
 from echelon.base.printable import printable
 from echelon.cli.launch_options import NUMBERS, STALLED, LaunchCommand, flag_layer, options, typed_flags
-from echelon.config.derive import check as check_settings
-from echelon.config.derive import check_installed, derive
+from echelon.config.derive import check as check_settings, check_installed, derive
 from echelon.config.files import accelerators_asked_for, from_file
 from echelon.config.origin import SettingSource
 from echelon.config.resolve import Layer, Resolved, resolve

@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from echelon.base.errors import ConfigError, UsageError
-from echelon.base.unsupported import tpu_instead
+from echelon.compat.unsupported import TPU_ALTERNATIVE
 from echelon.config.key_table import BY_FIELD, KEYS, Key
 from echelon.config.resolve import Layer
 from echelon.config.schema import RunConfig, field_docs, field_types
@@ -265,7 +265,7 @@ def flag_layer(flags: Mapping[str, Any], typed: Mapping[str, str]) -> Layer:
         ConfigError: flags that ask for what is not offered, or exclude each other.
     """
     for name, do in (
-        ("tpu", tpu_instead()),
+        ("tpu", TPU_ALTERNATIVE),
         ("use_megatron_lm", "use --use_fsdp or --use_deepspeed to shard the model"),
     ):
         if flags[name]:

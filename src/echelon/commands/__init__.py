@@ -1,1 +1,1 @@
-"""The names of ``accelerate.commands``, so that its scripts run: re-exports only."""
+"""The names of ``accelerate.commands``."""

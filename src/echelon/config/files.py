@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from echelon.base.errors import ConfigError
-from echelon.base.unsupported import tpu_instead
+from echelon.compat.unsupported import TPU_ALTERNATIVE
 from echelon.config.documents import DocumentEntry, read
 from echelon.config.key_table import BY_FIELD, KEYS, SECTIONS
 from echelon.config.origin import Origin, Setting, SettingSource
@@ -37,9 +37,9 @@ _SILENT = frozenset({"main_training_function", "use_mps_device", "use_xpu"})
 _REFUSED = MappingProxyType(
     {
         **dict.fromkeys(
-            ("tpu_use_cluster", "tpu_use_sudo", "tpu_name", "tpu_zone", "tpu_vm", "tpu_env"), tpu_instead()
+            ("tpu_use_cluster", "tpu_use_sudo", "tpu_name", "tpu_zone", "tpu_vm", "tpu_env"), TPU_ALTERNATIVE
         ),
-        **dict.fromkeys(("commands", "command_file", "downcast_bf16"), tpu_instead()),
+        **dict.fromkeys(("commands", "command_file", "downcast_bf16"), TPU_ALTERNATIVE),
         "megatron_lm_config": _MEGATRON,
         "mpirun_config": _MPI,
         "ipex_config": "leave it out: PyTorch has these optimizations itself",
@@ -110,7 +110,7 @@ def _add(layer: dict[str, Setting], entry: DocumentEntry) -> None:
     elif first == "distributed_type":
         known = str(value).upper()
         if known not in _TYPES:
-            do = tpu_instead() if known in ("TPU", "XLA") else _MEGATRON if known == "MEGATRON_LM" else None
+            do = TPU_ALTERNATIVE if known in ("TPU", "XLA") else _MEGATRON if known == "MEGATRON_LM" else None
             raise _impossible(entry, do=do or f"give one of {', '.join(_TYPES)}")
         if (sets := _TYPES[known]) is not None:
             layer.setdefault(

@@ -11,8 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
-from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
+from torch.optim import Optimizer, optimizer as torch_optimizer
 
 __all__ = ["Closure", "is_in_backward", "watch_module_changes", "watch_optimizer_steps"]
 

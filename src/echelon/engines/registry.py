@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 from echelon.base.errors import ConfigError
-from echelon.base.unsupported import tpu_instead
+from echelon.compat.unsupported import TPU_ALTERNATIVE
 from echelon.engines.base import Engine
 
 __all__ = ["BY_DEEPSPEED", "ENGINES", "GROUPLESS", "ON_ALL_DEVICES", "SHARDING", "choose", "load"]
@@ -55,7 +55,7 @@ def load(name: str) -> type[Engine]:
     if name not in places:  # to look at what is installed takes 15 ms and more
         places = {**{point.name: point.value for point in entry_points(group="echelon.engines")}, **places}
     if name not in places and name.lower() in _TPU:
-        raise ConfigError(f"there is no engine {name!r}: echelon does not run on TPUs", do=tpu_instead())
+        raise ConfigError(f"there is no engine {name!r}: echelon does not run on TPUs", do=TPU_ALTERNATIVE)
     if name not in places:
         near = get_close_matches(name, places, n=1)
         raise ConfigError(

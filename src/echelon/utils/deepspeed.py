@@ -1,29 +1,11 @@
-"""The names of ``accelerate.utils.deepspeed``, so that its scripts run: re-exports only."""
-
-from __future__ import annotations
+"""The names of ``accelerate.utils.deepspeed``."""
 
 from echelon.accelerator.plugins.deepspeed_plugin import (
-    DeepSpeedEngineWrapper,
-    DeepSpeedOptimizerWrapper,
-    DeepSpeedSchedulerWrapper,
-    get_active_deepspeed_plugin,
-    map_pytorch_optim_to_deepspeed,
+    DeepSpeedEngineWrapper as DeepSpeedEngineWrapper,
+    DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper,
+    DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper,
+    get_active_deepspeed_plugin as get_active_deepspeed_plugin,
+    map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed,
 )
-from echelon.engines.deepspeed.ds_config import (
-    HfDeepSpeedConfig,
-)
-from echelon.engines.deepspeed.options import (
-    DummyOptim,
-    DummyScheduler,
-)
-
-__all__ = [
-    "DeepSpeedEngineWrapper",
-    "DeepSpeedOptimizerWrapper",
-    "DeepSpeedSchedulerWrapper",
-    "DummyOptim",
-    "DummyScheduler",
-    "HfDeepSpeedConfig",
-    "get_active_deepspeed_plugin",
-    "map_pytorch_optim_to_deepspeed",
-]
+from echelon.engines.deepspeed.ds_config import HfDeepSpeedConfig as HfDeepSpeedConfig
+from echelon.engines.deepspeed.options import DummyOptim as DummyOptim, DummyScheduler as DummyScheduler

@@ -1,59 +1,34 @@
-"""The names of ``accelerate.utils.other``, so that its scripts run: re-exports only."""
-
-from __future__ import annotations
+"""The names of ``accelerate.utils.other``."""
 
 from echelon.accelerator.models.model_sizes import (
-    get_model_tp_size,
-    get_module_children_bottom_up,
-    model_has_dtensor,
-    recursive_getattr,
+    get_model_tp_size as get_model_tp_size,
+    get_module_children_bottom_up as get_module_children_bottom_up,
+    model_has_dtensor as model_has_dtensor,
+    recursive_getattr as recursive_getattr,
 )
 from echelon.accelerator.models.save_objects import (
-    clean_state_dict_for_safetensors,
-    extract_model_from_parallel,
-    save,
+    clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
+    extract_model_from_parallel as extract_model_from_parallel,
+    save as save,
 )
 from echelon.accelerator.prepare.compile import (
-    compile_regions,
-    compile_regions_deepspeed,
-    compile_regions_fsdp2,
-    has_compiled_regions,
-    has_repeated_blocks,
-    is_compiled_module,
-    is_repeated_blocks,
+    compile_regions as compile_regions,
+    compile_regions_deepspeed as compile_regions_deepspeed,
+    compile_regions_fsdp2 as compile_regions_fsdp2,
+    has_compiled_regions as has_compiled_regions,
+    has_repeated_blocks as has_repeated_blocks,
+    is_compiled_module as is_compiled_module,
+    is_repeated_blocks as is_repeated_blocks,
 )
-from echelon.checkpoint.formats.torch_files import load
+from echelon.checkpoint.formats.torch_files import load as load
 from echelon.compat.machine import (
-    check_os_kernel,
-    convert_bytes,
-    get_free_port,
-    get_pretty_name,
-    is_port_in_use,
-    merge_dicts,
+    check_os_kernel as check_os_kernel,
+    convert_bytes as convert_bytes,
+    get_free_port as get_free_port,
+    get_pretty_name as get_pretty_name,
+    is_port_in_use as is_port_in_use,
+    merge_dicts as merge_dicts,
 )
-from echelon.distributed.control import barrier as wait_for_everyone
+from echelon.distributed.control import barrier as _barrier
 
-__all__ = [
-    "check_os_kernel",
-    "clean_state_dict_for_safetensors",
-    "compile_regions",
-    "compile_regions_deepspeed",
-    "compile_regions_fsdp2",
-    "convert_bytes",
-    "extract_model_from_parallel",
-    "get_free_port",
-    "get_model_tp_size",
-    "get_module_children_bottom_up",
-    "get_pretty_name",
-    "has_compiled_regions",
-    "has_repeated_blocks",
-    "is_compiled_module",
-    "is_port_in_use",
-    "is_repeated_blocks",
-    "load",
-    "merge_dicts",
-    "model_has_dtensor",
-    "recursive_getattr",
-    "save",
-    "wait_for_everyone",
-]
+wait_for_everyone = _barrier

@@ -1,9 +1,3 @@
-"""The names of ``accelerate.utils.rich``, so that its scripts run: re-exports only."""
+"""The names of ``accelerate.utils.rich``."""
 
-from __future__ import annotations
-
-from echelon.base.rich_errors import install
-
-__all__ = [
-    "install",
-]
+from echelon.base.rich_errors import install as install

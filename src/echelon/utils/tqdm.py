@@ -1,9 +1,3 @@
-"""The names of ``accelerate.utils.tqdm``, so that its scripts run: re-exports only."""
+"""The names of ``accelerate.utils.tqdm``."""
 
-from __future__ import annotations
-
-from echelon.accelerator.progress_bar import tqdm
-
-__all__ = [
-    "tqdm",
-]
+from echelon.accelerator.progress_bar import tqdm as tqdm

@@ -1,11 +1,7 @@
-"""The names of ``accelerate.utils.versions``, so that its scripts run: re-exports only."""
+"""The names of ``accelerate.utils.versions``."""
 
-from __future__ import annotations
-
-from echelon.base.versions import compare_versions, is_torch_version, torch_version
-
-__all__ = [
-    "compare_versions",
-    "is_torch_version",
-    "torch_version",
-]
+from echelon.base.versions import (
+    compare_versions as compare_versions,
+    is_torch_version as is_torch_version,
+    torch_version as torch_version,
+)

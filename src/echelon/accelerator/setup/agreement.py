@@ -14,8 +14,7 @@ from torch import nn
 from echelon.base.errors import ConfigError, DesyncError
 from echelon.base.warnings import warn
 from echelon.config.schema import RunConfig, field_names
-from echelon.config.sources import current
-from echelon.config.sources import fingerprint as fingerprint_of_settings
+from echelon.config.sources import current, fingerprint as fingerprint_of_settings
 from echelon.distributed.small_messages import gather_bytes, gather_counts
 from echelon.distributed.tensor_fingerprint import fingerprint
 

@@ -1,11 +1,10 @@
-"""Every public module path of accelerate 1.15.0 exists under echelon and shows its names; what is not offered says so.
+"""Every public module path of accelerate 1.15.0 exists under echelon and has its names; using an unsupported one raises an error.
 
 ``accelerate_names.json`` lists what each module of accelerate defines (its packages: what they re-export).
 """
 
 from __future__ import annotations
 
-import ast
 import json
 import subprocess
 import sys
@@ -15,11 +14,9 @@ from pathlib import Path
 import pytest
 
 from echelon.base.errors import UsageError
-from echelon.base.unsupported import NotOffered
-from echelon.compat import accelerate_unsupported as later
+from echelon.compat import unsupported
 
 NAMES: dict[str, list[str]] = json.loads((Path(__file__).parent / "accelerate_names.json").read_text())["names"]
-SOURCE = Path(later.__file__).parent.parent
 
 # (module, names): why they are left out.
 OMITTED: dict[str, tuple[set[str], str]] = {
@@ -64,12 +61,13 @@ OMITTED: dict[str, tuple[set[str], str]] = {
 
 
 @pytest.mark.parametrize("module", sorted(NAMES))
-def test_a_module_shows_the_names_of_accelerates(module: str) -> None:
+def test_a_module_has_the_names_of_accelerates(module: str) -> None:
     omitted = OMITTED.get(module, (set(), ""))[0]
-    face = import_module(f"echelon.{module}")
-    missing = {name for name in NAMES[module] if not hasattr(face, name)} - omitted
-    assert missing == set()
-    assert set(getattr(face, "__all__", ())) >= set(NAMES[module]) - omitted
+    compatible = import_module(f"echelon.{module}")
+    assert {name for name in NAMES[module] if not hasattr(compatible, name)} - omitted == set()
+    imported: dict[str, object] = {}
+    exec(f"from echelon.{module} import *", imported)
+    assert set(NAMES[module]) - omitted - set(imported) == set()
 
 
 def test_what_is_omitted_is_a_name_of_accelerate() -> None:
@@ -78,25 +76,16 @@ def test_what_is_omitted_is_a_name_of_accelerate() -> None:
         assert reason
 
 
-def test_a_face_imports_from_the_floors_and_from_no_other_face() -> None:
-    from tests.layering import FACES
-
-    for module in NAMES:
-        path = SOURCE.joinpath(*module.split("."))
-        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("echelon."):
-                assert (node.module or "").split(".")[1] not in FACES, f"{path}: {node.module}"
-
-
-@pytest.mark.parametrize("name", later.__all__)
-def test_using_what_is_not_offered_says_so_and_what_to_do(name: str) -> None:
-    with pytest.raises(UsageError, match=rf"^{name} is not offered by this version of echelon\n  do:    \w") as caught:
-        getattr(later, name)()
+@pytest.mark.parametrize("name", sorted(unsupported.ALTERNATIVES))
+def test_using_an_unsupported_name_raises_with_the_alternative(name: str) -> None:
+    with pytest.raises(
+        UsageError, match=rf"^{name} is not supported by this version of echelon\n  do:    \w"
+    ) as caught:
+        getattr(unsupported, name)()
     assert caught.value.do
 
 
-def test_a_class_that_is_not_offered_can_be_asked_for_and_subclassed_but_not_made() -> None:
+def test_an_unsupported_class_can_be_subclassed_but_not_instantiated() -> None:
     from echelon.hooks import ModelHook
     from echelon.utils import MegatronLMPlugin
 
@@ -105,8 +94,8 @@ def test_a_class_that_is_not_offered_can_be_asked_for_and_subclassed_but_not_mad
             raise AssertionError("the hook was made")
 
     assert not isinstance(object(), MegatronLMPlugin)
-    assert issubclass(MegatronLMPlugin, NotOffered)
-    with pytest.raises(UsageError, match="MyHook is not offered"):
+    assert issubclass(MegatronLMPlugin, unsupported.UnsupportedClass)
+    with pytest.raises(UsageError, match="MyHook is not supported"):
         MyHook()
 
 
@@ -114,19 +103,29 @@ def test_one_object_has_one_identity_under_all_its_paths() -> None:
     import echelon
     from echelon.accelerator import DistributedType
     from echelon.memory_utils import find_executable_batch_size
-    from echelon.utils import DistributedType as of_utils
-    from echelon.utils import find_executable_batch_size as of_utils_too
+    from echelon.utils import DistributedType as of_utils, find_executable_batch_size as of_utils_too
     from echelon.utils.dataclasses import DistributedType as of_dataclasses
 
     assert DistributedType is of_utils is of_dataclasses is echelon.DistributedType
     assert find_executable_batch_size is of_utils_too
 
 
+def test_import_star_takes_names_and_no_submodule() -> None:
+    names: dict[str, object] = {}
+    exec("from echelon.utils import *\nfrom echelon import *", names)
+    assert {"gather", "Accelerator", "distributed", "tqdm"} <= set(names)
+    assert not {"random", "dataclasses", "logging", "TYPE_CHECKING", "ModuleType"} & set(names)
+
+
 def test_modules_are_attributes_without_an_import_of_their_own() -> None:
     program = """
 import warnings
 warnings.simplefilter("error")
+from echelon.utils.launch import prepare_tpu
 import echelon
+import echelon.utils.megatron_lm as megatron
+assert megatron.initialize is echelon.utils.megatron_lm_initialize and not hasattr(echelon.utils, "initialize")
+assert echelon.utils.prepare_tpu is prepare_tpu is echelon.utils.launch.prepare_tpu
 print(echelon.utils.str_to_bool("yes"), echelon.utils.memory.__name__, echelon.data_loader.__name__, echelon.state.__name__)
 from echelon.utils.tqdm import tqdm
 import echelon.utils.tqdm

@@ -1,0 +1,50 @@
+"""Load the names that a stub file lists when they are first used (PEP 562), so that each name is listed once.
+
+``lazy_loader`` does the same for relative imports; its import costs as much as that of echelon itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from types import ModuleType
+
+__all__ = ["lazy_names", "public_names"]
+
+
+def lazy_names(package: str, stub: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package from the ``from a import b as c`` lines of its stub.
+
+    Args:
+        package: its dotted name. A submodule (``from package import b as b``) is an attribute and not in ``__all__``.
+        stub: the path of the ``.pyi`` file.
+    """
+    with open(stub, encoding="utf-8") as file:
+        tree = ast.parse(file.read())
+    # Public name -> (module, the name there).
+    sources = {
+        alias.asname or alias.name: (node.module or "", alias.name)
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    names = sorted(name for name, (module, _) in sources.items() if module != package)
+
+    def load(name: str) -> object:
+        if name not in sources:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module, attribute = sources[name]
+        value = import_module(f"{package}.{name}") if module == package else getattr(import_module(module), attribute)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return load, lambda: sorted(names), names
+
+
+def public_names(namespace: Mapping[str, object]) -> Iterator[str]:
+    """Yield the names of a module for ``import *``: no submodules, as ``random`` would replace that of the standard library."""
+    for name, value in namespace.items():
+        if name[0] != "_" and name != "TYPE_CHECKING" and not isinstance(value, ModuleType):
+            yield name

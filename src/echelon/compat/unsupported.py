@@ -1,0 +1,167 @@
+"""Accelerate's names that echelon does not support: importing one works, using it raises an error with the alternative."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
+from typing import Any, NoReturn
+
+from echelon.base.errors import UsageError
+
+__all__ = ["ALTERNATIVES", "TPU_ALTERNATIVE", "UnsupportedClass", "add_modules", "add_names"]
+
+TPU_ALTERNATIVE = (
+    "train on CPUs, or on the accelerators that torch.accelerator supports (CUDA, ROCm, XPU, NPU, MPS). A package that "
+    "provides an Engine for torch_xla can register it under the entry point 'echelon.engines', for "
+    "Accelerator(engine='its name'); an Engine of your own: Accelerator(engine=MyEngine(...))"
+)
+
+# What to do instead -> module path -> names. `a=b`: the module calls `b` what `echelon.utils` calls `a`.
+_NAMES: dict[str, dict[str, str]] = {
+    "load the whole model on one device, or build it on torch.device('meta') and load its state dict with assign=True": {
+        "big_modeling": """
+            attach_layerwise_casting_hooks cpu_offload cpu_offload_with_hook disk_offload dispatch_model
+        """,
+        "hooks": """
+            AlignDevicesHook CpuOffload LayerwiseCastingHook ModelHook SequentialHook UserCpuOffloadHook add_hook_to_module
+            attach_align_device_hook attach_align_device_hook_on_blocks attach_execution_device_hook remove_hook_from_module
+            remove_hook_from_submodules
+        """,
+        "utils.modeling": """
+            align_module_device calculate_maximum_sizes check_device_map check_tied_parameters_on_same_device
+            clean_device_map fallback_allocate get_balanced_memory get_max_layer_size get_max_memory
+            get_module_size_with_ties get_state_dict_from_offload get_state_dict_offloaded_model has_offloaded_params
+            infer_auto_device_map load_offloaded_weights set_module_tensor_to_device
+        """,
+        "utils.offload": """
+            OffloadedWeightsLoader PrefixedDataset extract_submodules_state_dict load_offloaded_weight offload_state_dict
+            offload_weight save_offload_index
+        """,
+    },
+    "split the batch instead: accelerator.split_between_processes": {
+        "inference": "build_pipeline find_pippy_batch_size generate_device_map pippy_forward prepare_pippy",
+    },
+    "pass FullyShardedDataParallelPlugin() to the Accelerator: prepare() shards the model": {
+        "utils.dataclasses": "get_module_class_from_name",
+        "utils.fsdp_utils": """
+            ensure_weights_retied fsdp2_apply_ac fsdp2_canonicalize_names fsdp2_load_full_state_dict
+            fsdp2_prepare_auto_wrap_policy fsdp2_prepare_model fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler
+            get_parameters_from_modules load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer
+        """,
+    },
+    "remove it: data parallelism, sharded or not, runs on any number of processes": {
+        "utils.dataclasses": """
+            DeepSpeedSequenceParallelConfig TorchContextParallelConfig TorchTensorParallelConfig TorchTensorParallelPlugin
+        """,
+    },
+    "remove it: to shard the model, use FullyShardedDataParallelPlugin or DeepSpeedPlugin": {
+        "utils.dataclasses": """
+            MegatronLMPlugin add_model_config_to_megatron_parser parse_bert_config parse_glm4_moe_config parse_gpt2_config
+            parse_llama_config parse_t5_config
+        """,
+        "utils.megatron_lm": """
+            AbstractTrainStep BertTrainStep GPTTrainStep MegatronEngine MegatronLMDummyDataLoader MegatronLMDummyScheduler
+            MegatronLMOptimizerWrapper MegatronLMSchedulerWrapper T5TrainStep avg_losses_across_data_parallel_group
+            finish_mpu_init gather_across_data_parallel_groups megatron_lm_initialize=initialize model_provider_func
+            megatron_lm_prepare_data_loader=prepare_data_loader
+            megatron_lm_prepare_model_optimizer_scheduler=prepare_model_optimizer_scheduler
+            megatron_lm_prepare_optimizer=prepare_optimizer megatron_lm_prepare_scheduler=prepare_scheduler
+        """,
+    },
+    "use mixed_precision='bf16', or fp8 through torchao (AORecipeKwargs)": {
+        "utils.bnb": """
+            get_keys_to_not_convert get_parameter_device get_quantized_model_device_map has_4bit_bnb_layers
+            load_and_quantize_model quantize_and_offload_8bit replace_with_bnb_layers
+        """,
+        "utils.dataclasses": "BnbQuantizationConfig FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs",
+        "utils.transformer_engine": """
+            apply_fp8_autowrap contextual_fp8_autocast convert_model has_transformer_engine_layers
+        """,
+    },
+    "start the script with echelon launch, or use notebook_launcher": {
+        "utils.launch": """
+            PrepareForLaunch env_var_path_add prepare_deepspeed_cmd_env prepare_extend_env_parallelism_config
+            prepare_multi_gpu_env prepare_sagemager_args_inputs prepare_simple_launcher_cmd_env setup_fp8_env
+        """,
+    },
+    TPU_ALTERNATIVE: {"utils.launch": "prepare_tpu", "utils.torch_xla": "install_xla"},
+    "bind processes to cores with echelon launch --enable_cpu_affinity, or ACCELERATE_CPU_AFFINITY=1": {
+        "utils.environment": "override_numa_affinity set_numa_affinity",
+    },
+    "give the settings as flags of echelon launch, or in a file for its --config_file": {
+        "commands.config.config_args": "BaseConfig SageMakerConfig",
+    },
+}
+# Name -> what to do instead.
+ALTERNATIVES: dict[str, str] = {
+    entry.partition("=")[0]: do for do, paths in _NAMES.items() for names in paths.values() for entry in names.split()
+}
+
+
+class UnsupportedClass:
+    """Base of the classes that cannot be instantiated; a user's subclass cannot be, either."""
+
+    _do: str
+
+    def __new__(cls, *args: object, **kwargs: object) -> NoReturn:
+        """Raise instead of making an object."""
+        raise _error(cls.__name__, cls._do)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ALTERNATIVES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _stand_in(name)
+
+
+def add_names(namespace: dict[str, Any]) -> None:
+    """Add the unsupported names of a module to its ``globals()``."""
+    path = namespace["__name__"].removeprefix("echelon.")
+    namespace.update({alias: _stand_in(name) for name, alias in _entries(path)})
+
+
+def add_modules(namespace: dict[str, Any], *modules: str) -> None:
+    """Give a package submodules that hold unsupported names only, and add those names to the package's ``globals()``.
+
+    ``import package.module`` finds them in ``sys.modules``: the import system looks there again after the parent's import.
+    """
+    for module in modules:
+        full_name = f"{namespace['__name__']}.{module}"
+        made = module_from_spec(ModuleSpec(full_name, loader=None))
+        made.__doc__ = f"The names of ``{full_name.replace('echelon', 'accelerate', 1)}``: none is supported."
+        add_names(vars(made))
+        namespace[module] = sys.modules[full_name] = made
+        namespace.update({name: _stand_in(name) for name, _ in _entries(full_name.removeprefix("echelon."))})
+
+
+def _entries(path: str) -> list[tuple[str, str]]:
+    """Return the unsupported names of a module path, each with the name that the module gives it."""
+    entries = [entry.partition("=") for paths in _NAMES.values() for entry in paths.get(path, "").split()]
+    return [(name, alias or name) for name, _, alias in entries]
+
+
+@functools.cache
+def _stand_in(name: str) -> Any:
+    """Return a class (capitalized names) or a function that raises when it is used."""
+    do = ALTERNATIVES[name]
+    doc = f"Raise: {name} is not supported by this version of echelon ({do})."
+    if name[0].isupper():
+        return type(name, (UnsupportedClass,), {"__doc__": doc, "_do": do})
+    function = _raising_function(name, do)
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = doc
+    return function
+
+
+def _raising_function(name: str, do: str) -> Callable[..., NoReturn]:
+    def unsupported(*args: object, **kwargs: object) -> NoReturn:
+        raise _error(name, do)
+
+    return unsupported
+
+
+def _error(name: str, do: str) -> UsageError:
+    return UsageError(f"{name} is not supported by this version of echelon", do=do)
