@@ -156,7 +156,7 @@ def test_a_probe_asks_for_the_distribution_and_its_version(monkeypatch: pytest.M
 
 def test_all_probes_of_accelerate_answer_without_an_error() -> None:
     probes = [name for name in utils.__all__ if name.startswith("is_") and name.endswith("_available")]
-    assert len(probes) == 55
+    assert len(probes) == 58
     assert {type(getattr(utils, name)()) for name in probes} == {bool}
 
 
