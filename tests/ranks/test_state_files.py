@@ -146,12 +146,16 @@ def test_a_position_in_accelerates_form_is_taken_and_one_of_other_numbers_of_pro
             folder = accelerator.save_state(tmp_path / "s")
             break
     assert [x.tolist() for (x,) in prepared()[1]][:1] == [[0, 1]]
-    with pytest.raises(CheckpointError, match="where 1 processes were in their data, and this is rank 1 of 1"):
+    with pytest.raises(
+        CheckpointError, match="holds the positions of 1 processes in their data, and this is rank 1 of 1"
+    ):
         load_accelerator_state(folder, [], [], [], [prepared()[1]], 1)
     position = load(folder / "dl_state_dict.bin")
     position["echelon"]["inner_of_others"] = [None]
     torch.save(position, folder / "dl_state_dict.bin")
-    with pytest.raises(CheckpointError, match="where 2 processes were in their data, and this is rank 0 of 1"):
+    with pytest.raises(
+        CheckpointError, match="holds the positions of 2 processes in their data, and this is rank 0 of 1"
+    ):
         prepared()[0].load_state(folder)
     for file in ("dl_state_dict.bin", "random_states_0.pkl"):
         content = load(folder / file)
@@ -561,7 +565,7 @@ def test_what_could_not_be_loaded_again_is_refused_when_it_is_registered_and_whe
     assert accelerator._custom_objects == [plain]
     accelerator.save_state(tmp_path / "s")
     plain.value = Path("x")
-    with pytest.raises(CheckpointError, match=r"written to custom_checkpoint_0\.pkl holds pathlib\.PosixPath"):
+    with pytest.raises(CheckpointError, match=r"the state for custom_checkpoint_0\.pkl holds pathlib\.PosixPath"):
         accelerator.save_state(tmp_path / "s")
     assert os.listdir(tmp_path) == ["s"]
     other = Accelerator()

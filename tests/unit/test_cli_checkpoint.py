@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-import echelon.checkpoint.merge_weights as merging
+import echelon.checkpoint.stored_weights as merging
 from echelon import Accelerator
 from echelon.base.errors import CheckpointError
 from echelon.base.warnings import EchelonWarning
@@ -572,7 +572,7 @@ def test_an_imported_checkpoint_of_accelerate_is_resumed(
     _like_accelerate(tmp_path / "c", plain, tied=tied)
     unnamed = echelon("checkpoint", "import", tmp_path / "c", tmp_path / "out")
     assert unnamed.code == 1
-    assert "does not say which parameters its states are of" in unnamed.err
+    assert "numbers its parameters and does not name them" in unnamed.err
     assert "--parameters FILE" in unnamed.err
     assert "accelerator.load_state" in unnamed.err
     names = tmp_path / "names.txt"

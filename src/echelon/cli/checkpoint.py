@@ -98,12 +98,12 @@ def merge(path: str, out: str, max_shard_size: str, model: int | None, precision
 
     Of a folder of several checkpoints it is the newest. A few megabytes at a time, on one process, whatever number of ranks saved it.
     """
-    from echelon.accelerator.checkpoint import merge_weights  # noqa: PLC0415 - torch
     from echelon.accelerator.models.model_sizes import convert_file_size_to_int  # noqa: PLC0415 - torch
+    from echelon.checkpoint.formats import merged_weights  # noqa: PLC0415 - torch
 
     limit = convert_file_size_to_int(max_shard_size)
     with _new_folder(_newest_in(_folder(path)), out) as (source, folder):
-        files = merge_weights.merge(
+        files = merged_weights.merge(
             source, folder, model=model, max_shard_bytes=limit, precision=precision, reading=_bar
         )
     click.echo(f"wrote {', '.join(file.name for file in files)} to {out}")
@@ -120,7 +120,7 @@ def export(path: str, out: str, layout: str) -> None:
 
     Of a folder of several checkpoints it is the newest.
     """
-    from echelon.accelerator.checkpoint import export_layouts, merge_weights  # noqa: PLC0415 - torch
+    from echelon.checkpoint.formats import accelerate, merged_weights, transformers  # noqa: PLC0415 - torch
     from echelon.checkpoint.formats.layouts import TRAINER_STATE, require_layout  # noqa: PLC0415 - torch
 
     path = str(_newest_in(_folder(path)))
@@ -130,12 +130,12 @@ def export(path: str, out: str, layout: str) -> None:
             where="echelon checkpoint export",
             do="use it as it is, or bring it to echelon's own format by echelon checkpoint import, and export that",
         )
-    write = {"accelerate": export_layouts.export_accelerate, "transformers": export_layouts.export_transformers}[layout]
+    write = {"accelerate": accelerate.export_accelerate, "transformers": transformers.export_transformers}[layout]
     with _new_folder(_folder(path), out) as (source, folder):
-        checkpoint = merge_weights.open_whole(source, _bar)
+        checkpoint = merged_weights.open_whole(source, _bar)
         size = sum(facts.size for facts in checkpoint.manifest.files.values())
-        with _bar("writing", size) as tell:
-            write(checkpoint, folder, tell=tell)
+        with _bar("writing", size) as progress:
+            write(checkpoint, folder, progress=progress)
         has_state = (checkpoint.folder / TRAINER_STATE).exists()
     click.echo(f"wrote {out}")
     if layout == "transformers" and not has_state:
@@ -156,20 +156,20 @@ def export(path: str, out: str, layout: str) -> None:
 )
 def import_(path: str, out: str, parameters: tuple[str, ...]) -> None:
     """Write the checkpoint PATH of Accelerate or of transformers' Trainer as the new checkpoint OUT in echelon's format."""
-    from echelon.accelerator.checkpoint import import_layouts, merge_weights  # noqa: PLC0415 - torch
+    from echelon.checkpoint.formats import accelerate, conversion, merged_weights, transformers  # noqa: PLC0415 - torch
     from echelon.checkpoint.formats.layouts import require_whole  # noqa: PLC0415 - torch
 
     source, target = _folder(path), Path(out)
-    merge_weights.require_apart(source, target)
+    merged_weights.require_apart(source, target)
     _require_new(target)
     layout = require_whole(source)
     if layout == "echelon":
         raise UsageError(
             f"{path} is of echelon's own format already", where="echelon checkpoint import", do="use it as it is"
         )
-    read = {"accelerate": import_layouts.import_accelerate, "transformers": import_layouts.import_transformers}[layout]
+    read = {"accelerate": accelerate.import_accelerate, "transformers": transformers.import_transformers}[layout]
     imported = read(source, parameters=[_lines(name) for name in parameters])
-    import_layouts.write_imported(imported, target, source=source)
+    conversion.write_imported(imported, target, source=source)
     click.echo(f"wrote {out}")
 
 
@@ -230,8 +230,8 @@ def _require_new(target: Path) -> None:
 @contextmanager
 def _new_folder(source: Path, out: str) -> Iterator[tuple[Path, Path]]:
     """Yield ``source`` and a folder that becomes ``out`` when the block ends well."""
-    from echelon.accelerator.checkpoint.merge_weights import require_apart  # noqa: PLC0415 - torch
     from echelon.checkpoint.commit import begin, commit, discard, new_token, sync_tree  # noqa: PLC0415 - torch
+    from echelon.checkpoint.formats.merged_weights import require_apart  # noqa: PLC0415 - torch
     from echelon.checkpoint.storage import LocalStorage  # noqa: PLC0415 - torch
 
     storage, target = LocalStorage(), Path(out).expanduser().absolute()
@@ -325,7 +325,7 @@ def _state(entry: CheckpointEntry) -> str:
 def _content(checkpoint: Checkpoint) -> dict[str, Any]:
     from echelon.checkpoint.formats.weight_files import weight_files  # noqa: PLC0415 - torch
     from echelon.checkpoint.manifest import OBJECTS  # noqa: PLC0415 - torch
-    from echelon.checkpoint.merge_weights import weights_in  # noqa: PLC0415 - torch
+    from echelon.checkpoint.stored_weights import weights_in  # noqa: PLC0415 - torch
     from echelon.checkpoint.tensor_file import itemsize  # noqa: PLC0415 - torch
 
     manifest = checkpoint.manifest
@@ -370,7 +370,7 @@ def _content(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _foreign_content(folder: Path, files: list[Path]) -> dict[str, Any]:
     from echelon.checkpoint.formats.layouts import layout_of  # noqa: PLC0415 - torch
-    from echelon.checkpoint.merge_weights import weights_in  # noqa: PLC0415 - torch
+    from echelon.checkpoint.stored_weights import weights_in  # noqa: PLC0415 - torch
 
     weights = weights_in([file for file in files if file.suffix == ".safetensors"])
     return {

@@ -19,7 +19,7 @@ def command(
 
     echelon checkpoint merge does the same with more choices.
     """
-    from echelon.accelerator.checkpoint.merge_weights import merge_fsdp_weights  # noqa: PLC0415 - torch, which --help does not need
+    from echelon.checkpoint.formats.merged_weights import merge_fsdp_weights  # noqa: PLC0415 - torch, which --help does not need
 
     merge_fsdp_weights(checkpoint_directory, output_path, not unsafe_serialization, remove_checkpoint_dir)
     name = "pytorch_model.bin" if unsafe_serialization else "model.safetensors"

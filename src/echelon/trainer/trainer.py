@@ -29,6 +29,7 @@ from echelon.base.lengths import length_of
 from echelon.base.logging import get_logger
 from echelon.base.optional import require
 from echelon.base.warnings import warn
+from echelon.checkpoint.formats import transformers as transformers_format
 from echelon.checkpoint.formats.torch_files import write_pickled
 from echelon.checkpoint.formats.weight_files import write_tensors
 from echelon.trainer.argument_conflicts import check_arguments
@@ -54,7 +55,6 @@ from echelon.trainer.checkpoint.resume import checkpoint_to_resume, go_on, plan_
 from echelon.trainer.checkpoint.save import save_checkpoint
 from echelon.trainer.checkpoint.save_on_error import save_after
 from echelon.trainer.checkpoint.train_cursor import ResumePoint, TrainCursor
-from echelon.trainer.checkpoint.transformers_layout import ARGUMENTS_BIN
 from echelon.trainer.data import batches
 from echelon.trainer.data.collators import PaddingCollator, Tokenizer, default_data_collator
 from echelon.trainer.data.columns import (
@@ -1046,7 +1046,7 @@ class Trainer:
         if isinstance(self.processing_class, SavesItself):
             self.processing_class.save_pretrained(str(folder))
         if checkpoint_format(self.args) == "transformers":
-            write_pickled(self.args.to_dict(), folder / ARGUMENTS_BIN)
+            write_pickled(self.args.to_dict(), folder / transformers_format.ARGUMENTS)
         else:
             write_json(folder / ARGUMENTS_FILE, self.args.to_dict())
 

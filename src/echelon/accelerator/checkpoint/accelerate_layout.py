@@ -1,12 +1,10 @@
-"""The state of a training in Accelerate's own layout: which file holds what, written and read."""
+"""The state of what was prepared, saved to and loaded from Accelerate's layout; ``checkpoint/formats/accelerate.py`` has its files."""
 
 from __future__ import annotations
 
 import io
 import os
-import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,70 +17,37 @@ from echelon.accelerator.models.save_weights import load_weights
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.warnings import warn
-from echelon.checkpoint.formats.torch_files import PLAIN_DATA, load, refused_in, write_plain
-from echelon.checkpoint.formats.weight_files import read_weights, write_tensors
-from echelon.compat.constants import (
-    MODEL_NAME,
-    OPTIMIZER_NAME,
-    RNG_STATE_NAME,
-    SAFE_MODEL_NAME,
-    SAMPLER_NAME,
-    SCALER_NAME,
-    SCHEDULER_NAME,
+from echelon.checkpoint.formats.accelerate import (
+    OURS,
+    POSITION_NAME,
+    RANDOM_STATES,
+    TrainingState,
+    custom_path,
+    custom_paths,
+    missing_files,
+    num_ranks_in_position,
+    position_on_rank,
+    random_path,
+    state_path,
+    weights_path,
+    write_state,
 )
+from echelon.checkpoint.formats.torch_files import PLAIN_DATA, load, refused_in, write_plain
+from echelon.checkpoint.formats.weight_files import read_weights
+from echelon.compat.constants import OPTIMIZER_NAME, SAMPLER_NAME, SCALER_NAME, SCHEDULER_NAME
 from echelon.data.loader import PreparedLoader
 from echelon.distributed.collectives import gather_object
 from echelon.world.world import World
 
 __all__ = [
-    "TrainingState",
     "collect_state",
-    "is_state_file",
     "load_accelerator_state",
     "load_custom_state",
-    "missing_files",
     "require_custom_states",
     "require_plain",
     "save_accelerator_state",
     "save_custom_state",
-    "write_custom_state",
-    "write_state",
 ]
-
-_POSITION_NAME = "dl_state_dict"
-_CUSTOM_NAME = "custom_checkpoint"
-# Accelerate reads the keys that it knows of a file; ours, in two of them, stand under this one.
-_OURS = "echelon"
-_FILES = re.compile(
-    rf"({SAFE_MODEL_NAME}(_\d+)?\.safetensors|({MODEL_NAME}|{OPTIMIZER_NAME}|{SCHEDULER_NAME}|{SAMPLER_NAME}|{_POSITION_NAME})"
-    rf"(_\d+)?\.bin|{re.escape(SCALER_NAME)}|({RNG_STATE_NAME}|{_CUSTOM_NAME})_\d+\.pkl)"
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingState:
-    """What a checkpoint holds, whatever its layout."""
-
-    weights: Sequence[Mapping[str, Any] | None]
-    """Of each model, by name; None on ranks that do not have it whole."""
-    optimizers: Sequence[Any]
-    schedulers: Sequence[Any]
-    orders: Sequence[dict[str, Any]]
-    """Of each loader: what the order of its next pass depends on."""
-    positions: Sequence[list[dict[str, Any]]]
-    """Of each loader: how far its pass has come, by rank; empty when it cannot say."""
-    scaler: dict[str, Any] | None
-    random_states: dict[str, Any]
-    """Of this process."""
-    step: int
-    progress: dict[str, Any] | None
-    """The counters of the run."""
-    num_processes: int
-
-
-def is_state_file(name: str) -> bool:
-    """Tell whether a file of this name belongs to the layout."""
-    return _FILES.fullmatch(name) is not None
 
 
 def collect_state(
@@ -118,45 +83,6 @@ def collect_state(
 
 def _whole_state(optimizer: Any) -> Any:
     return optimizer.full_state_dict() if isinstance(optimizer, AcceleratedOptimizer) else optimizer.state_dict()
-
-
-def write_state(
-    folder: Path, state: TrainingState, *, rank: int, writes_shared: bool, safe_serialization: bool = True
-) -> None:
-    """Write the files of this rank into ``folder``.
-
-    Args:
-        folder: it exists.
-        state: what to write.
-        rank: of this process.
-        writes_shared: whether this rank writes what is one for all ranks.
-        safe_serialization: weights as safetensors; False: by ``torch.save``.
-
-    Raises:
-        CheckpointError: a state could be written, but would be refused when it is read.
-    """
-    positions = {i: _position_file(states) for i, states in enumerate(state.positions) if states and states[0]["inner"]}
-    ours = {
-        "num_processes": state.num_processes,
-        "orders": len(state.orders),
-        "positions": sorted(positions),
-        "progress": state.progress,
-    }
-    if writes_shared:
-        for i, weights in enumerate(state.weights):
-            assert weights is not None, "rank zero has every model whole"
-            path = folder / _weights_name(i, safe=safe_serialization)
-            write_tensors(weights, path) if safe_serialization else write_plain(weights, path)
-        for name, states in ((OPTIMIZER_NAME, state.optimizers), (SCHEDULER_NAME, state.schedulers)):
-            for i, one in enumerate(states):
-                write_plain(one, folder / _numbered(name, i))
-        for i, order in enumerate(state.orders):
-            write_plain(order, folder / _numbered(SAMPLER_NAME, i))
-        for i, position in positions.items():
-            write_plain(position, folder / _numbered(_POSITION_NAME, i))
-        if state.scaler is not None:
-            write_plain(state.scaler, folder / SCALER_NAME)
-    write_plain({"step": state.step, **state.random_states, _OURS: ours}, folder / _random_name(rank))
 
 
 def save_accelerator_state(
@@ -231,52 +157,36 @@ def load_accelerator_state(
         raise UsageError(f"map_location={map_location!r} is not one of None, 'cpu', 'on_device'", do="give one of them")
     place = World.current().device if map_location == "on_device" else torch.device("cpu")
     options = {"map_location": place, **(load_kwargs or {})}
-    weights = [
-        _first_of(folder / _weights_name(i, safe=True), folder / _weights_name(i, safe=False))
-        for i in range(len(models))
-    ]
-    optimizer_files = [folder / _numbered(OPTIMIZER_NAME, i) for i in range(len(optimizers))]
-    scheduler_files = [folder / _numbered(SCHEDULER_NAME, i) for i in range(len(schedulers))]
-    scaler_files = [] if scaler is None else [folder / SCALER_NAME]
-    _require(folder, [*weights, *optimizer_files, *scheduler_files, *scaler_files])
+    missing = missing_files(
+        folder,
+        num_models=len(models),
+        num_optimizers=len(optimizers),
+        num_schedulers=len(schedulers),
+        has_scaler=scaler is not None,
+    )
+    _require(folder, missing)
     random_states = _read_random_states(folder, process_index)
-    ours = random_states.get(_OURS)
+    ours = random_states.get(OURS)
     orders, changed = _read_orders(folder, dataloaders, ours, load_kwargs or {}, data or DataPolicy())
 
-    for model, path in zip(models, weights):
+    for i, model in enumerate(models):
+        path = weights_path(folder, i)
         load_weights(model, read_weights(path, map_location=place), source=path, **load_model_func_kwargs)
-    for optimizer, path in zip(optimizers, optimizer_files):
-        state = load(path, **options)
+    for i, optimizer in enumerate(optimizers):
+        state = load(state_path(folder, OPTIMIZER_NAME, i), **options)
         if isinstance(optimizer, AcceleratedOptimizer):
             optimizer.load_full_state_dict(state)
         else:
             optimizer.load_state_dict(state)
-    for scheduler, path in zip(schedulers, scheduler_files):
-        scheduler.load_state_dict(load(path, **(load_kwargs or {})))
+    for i, scheduler in enumerate(schedulers):
+        scheduler.load_state_dict(load(state_path(folder, SCHEDULER_NAME, i), **(load_kwargs or {})))
     _load_loaders(folder, dataloaders, process_index, ours, load_kwargs or {}, orders=orders, changed=changed)
     if scaler is not None:
         scaler.load_state_dict(load(folder / SCALER_NAME))
     if "random_state" in random_states:
         restore_random_states(random_states)
-    of_accelerator = {"step": random_states.get("step"), "progress": random_states.get(_OURS, {}).get("progress")}
+    of_accelerator = {"step": random_states.get("step"), "progress": random_states.get(OURS, {}).get("progress")}
     return {name: value for name, value in of_accelerator.items() if value is not None}
-
-
-def missing_files(
-    folder: Path, *, num_models: int, num_optimizers: int, num_schedulers: int, has_scaler: bool
-) -> list[str]:
-    """Return the names of the files that loading so many objects needs and ``folder`` lacks."""
-    weights = [
-        _first_of(folder / _weights_name(i, safe=True), folder / _weights_name(i, safe=False))
-        for i in range(num_models)
-    ]
-    others = [
-        *(_numbered(OPTIMIZER_NAME, i) for i in range(num_optimizers)),
-        *(_numbered(SCHEDULER_NAME, i) for i in range(num_schedulers)),
-        *([SCALER_NAME] if has_scaler else []),
-        _random_name(0),
-    ]
-    return [path.name for path in (*weights, *(folder / name for name in others)) if not path.exists()]
 
 
 def save_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0, save_on_each_node: bool = False) -> None:
@@ -286,12 +196,7 @@ def save_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0, sa
         CheckpointError: its state holds what would be refused when it is read.
     """
     if _is_writer(save_on_each_node):
-        write_custom_state(obj, Path(path), index)
-
-
-def write_custom_state(obj: Any, folder: Path, index: int) -> None:
-    """Write the state of ``obj``, on this rank."""
-    write_plain(obj.state_dict(), folder / f"{_CUSTOM_NAME}_{index}.pkl")
+        write_plain(obj.state_dict(), custom_path(Path(path), index))
 
 
 def load_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0) -> None:
@@ -300,8 +205,8 @@ def load_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0) ->
     Raises:
         CheckpointError: the file is missing, damaged, or holds code.
     """
-    file = Path(path) / f"{_CUSTOM_NAME}_{index}.pkl"
-    _require(Path(path), [file])
+    file = custom_path(Path(path), index)
+    _require_files(Path(path), [file])
     obj.load_state_dict(load(file, map_location="cpu"))
 
 
@@ -311,7 +216,7 @@ def require_custom_states(folder: Path, num_objects: int) -> None:
     Raises:
         CheckpointError: it holds more or fewer.
     """
-    found = sorted(path.name for path in folder.glob(f"{_CUSTOM_NAME}_*.pkl") if is_state_file(path.name))
+    found = [path.name for path in custom_paths(folder)]
     if len(found) != num_objects:
         raise CheckpointError(
             f"{folder} holds the states of {len(found)} registered objects ({', '.join(found) or 'none'}), and "
@@ -354,24 +259,11 @@ def _is_writer(save_on_each_node: bool) -> bool:
     return world.is_local_rank_zero if save_on_each_node else world.is_rank_zero
 
 
-def _numbered(name: str, index: int, *, suffix: str = ".bin") -> str:
-    return f"{name}_{index}{suffix}" if index else f"{name}{suffix}"
+def _require_files(folder: Path, files: Sequence[Path]) -> None:
+    _require(folder, [path.name for path in files if not path.exists()])
 
 
-def _weights_name(index: int, *, safe: bool) -> str:
-    return _numbered(SAFE_MODEL_NAME, index, suffix=".safetensors") if safe else _numbered(MODEL_NAME, index)
-
-
-def _random_name(rank: int) -> str:
-    return f"{RNG_STATE_NAME}_{rank}.pkl"
-
-
-def _first_of(path: Path, other: Path) -> Path:
-    return other if other.exists() and not path.exists() else path
-
-
-def _require(folder: Path, files: Sequence[Path]) -> None:
-    missing = [path.name for path in files if not path.exists()]
+def _require(folder: Path, missing: Sequence[str]) -> None:
     if missing:
         raise CheckpointError(
             f"{folder} has no {', '.join(missing)}",
@@ -391,8 +283,8 @@ def _read_orders(
 ) -> tuple[Sequence[Mapping[str, Any]], frozenset[int]]:
     """Return the orders that the checkpoint has, for the data of now, and which loaders have other data; Accelerate writes none."""
     loaders = [loader for loader in dataloaders if isinstance(loader, PreparedLoader)]
-    files = [folder / _numbered(SAMPLER_NAME, i) for i in range(min(len(loaders), (ours or {}).get("orders", 0)))]
-    _require(folder, files)
+    files = [state_path(folder, SAMPLER_NAME, i) for i in range(min(len(loaders), (ours or {}).get("orders", 0)))]
+    _require_files(folder, files)
     return reconcile_data(
         loaders,
         [load(file, **load_kwargs) for file in files],
@@ -416,58 +308,24 @@ def _load_loaders(
     """Restore the orders, and the positions that the checkpoint has."""
     known = {"positions": [], **(ours or {})}
     for i, loader in enumerate(loader for loader in dataloaders if isinstance(loader, PreparedLoader)):
-        position = folder / _numbered(_POSITION_NAME, i)
+        position = state_path(folder, POSITION_NAME, i)
         if i < len(orders):
             loader.load_order_state(dict(orders[i]))
         if i in known["positions"] and loader.is_stateful:
-            _require(folder, [position])
+            _require_files(folder, [position])
         if loader.is_stateful and position.exists() and i not in changed:
-            loader.load_state_dict(_position_of(load(position, **load_kwargs), rank, loader, position))
+            loader.load_state_dict(_read_position(position, rank, loader, load_kwargs))
 
 
-def _position_file(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return rank zero's state in the form of torchdata, as Accelerate reads it, and what we need beside."""
-    first = states[0]
-    rest = {key: value for key, value in first.items() if key not in ("inner", "_iterator_finished")}
-    others = [state["inner"] for state in states[1:]]
-    return {
-        **first["inner"],
-        "_iterator_finished": first["_iterator_finished"],
-        _OURS: {**rest, "num_given": [state["num_given"] for state in states], "inner_of_others": others},
-    }
-
-
-def _position_of(file: dict[str, Any], rank: int, loader: PreparedLoader, path: Path) -> dict[str, Any]:
-    """Return the state of ``rank`` for the loader, from our file or from Accelerate's."""
-    inner = {key: value for key, value in file.items() if key != _OURS}
-    finished = bool(file.get("_iterator_finished"))
-    ours = file.get(_OURS)
-    if ours is None:
-        given = (
-            file["_num_yielded"]
-            if "_num_yielded" in file
-            else file["_snapshot"]["_snapshot_step"] + file["_steps_since_snapshot"]
-        )
-        return {
-            "iteration": loader.iteration,
-            "num_given": given,
-            "order": None,
-            "inner": inner,
-            "_iterator_finished": finished,
-        }
-    num_saved, num_processes = len(ours["inner_of_others"]) + 1, World.current().world_size
-    if rank >= num_saved or num_saved > num_processes:  # with fewer, samples would come twice
+def _read_position(path: Path, rank: int, loader: PreparedLoader, load_kwargs: dict[str, Any]) -> dict[str, Any]:
+    file = load(path, **load_kwargs)
+    num_saved, num_processes = num_ranks_in_position(file), World.current().world_size
+    if num_saved is not None and not rank < num_saved <= num_processes:  # with fewer, samples would come twice
         raise CheckpointError(
-            f"{path} says where {num_saved} processes were in their data, and this is rank {rank} of {num_processes}",
+            f"{path} holds the positions of {num_saved} processes in their data, and this is rank {rank} of {num_processes}",
             do="resume on as many processes, or without use_stateful_dataloader",
         )
-    return {
-        "iteration": ours["iteration"],
-        "num_given": ours["num_given"][rank],
-        "order": ours["order"],
-        "inner": ours["inner_of_others"][rank - 1] if rank else inner,
-        "_iterator_finished": finished,
-    }
+    return position_on_rank(file, rank, iteration=loader.iteration)
 
 
 # ---- random numbers --------------------------------------------------------------------------------------------------
@@ -479,16 +337,15 @@ def _read_random_states(folder: Path, rank: int) -> dict[str, Any]:
     Raises:
         CheckpointError: it is missing, and should not be.
     """
-    path, first = folder / _random_name(rank), folder / _random_name(0)
-    _require(folder, [first])
+    path, first = random_path(folder, rank), random_path(folder, 0)
+    _require_files(folder, [first])
     states: dict[str, Any] = load(path if path.exists() else first)
-    files = re.compile(rf"{RNG_STATE_NAME}_\d+\.pkl")
-    num_files = sum(1 for entry in folder.iterdir() if files.fullmatch(entry.name))
-    num_processes = states.get(_OURS, {}).get("num_processes", num_files)  # Accelerate does not say it
+    num_files = sum(1 for entry in folder.iterdir() if RANDOM_STATES.fullmatch(entry.name))
+    num_processes = states.get(OURS, {}).get("num_processes", num_files)  # Accelerate's file lacks it
     if rank < num_processes:
-        _require(folder, [path])
+        _require_files(folder, [path])
     if World.current().world_size > num_processes:
         warn(
             f"{folder} has random states of {num_processes} processes: those of the other ranks go on from where they are"
         )
-    return states if path.exists() else {key: states[key] for key in ("step", _OURS) if key in states}
+    return states if path.exists() else {key: states[key] for key in ("step", OURS) if key in states}

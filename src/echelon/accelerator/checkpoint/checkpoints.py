@@ -16,14 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 from echelon.accelerator.checkpoint.accelerate_layout import (
     collect_state,
-    is_state_file,
     load_accelerator_state,
     load_custom_state,
-    missing_files,
     require_custom_states,
     require_plain,
-    write_custom_state,
-    write_state,
 )
 from echelon.accelerator.checkpoint.changed_data import DataPolicy
 from echelon.accelerator.checkpoint.folders import count_failures, has_checkpoint, newest_whole
@@ -39,7 +35,9 @@ from echelon.base.warnings import warn
 from echelon.checkpoint import typed_json
 from echelon.checkpoint.background_save import BackgroundSaver, SaveFailures
 from echelon.checkpoint.commit import clean, make_folders, place_of, require_folder_or_nothing
+from echelon.checkpoint.formats.accelerate import custom_path, is_state_file, missing_files, write_state
 from echelon.checkpoint.formats.layouts import layout_of, require_layout
+from echelon.checkpoint.formats.torch_files import write_plain
 from echelon.checkpoint.formats.weight_files import write_shards
 from echelon.checkpoint.lock import RunLock
 from echelon.checkpoint.manifest import is_part
@@ -147,7 +145,7 @@ class Checkpoints:
             )
             if writes_shared:
                 for i, one in enumerate(self.custom_objects):
-                    write_custom_state(one, folder, i)
+                    write_plain(one.state_dict(), custom_path(folder, i))
 
         def save() -> None:
             is_first = world.is_rank_zero or (each and world.is_local_rank_zero)

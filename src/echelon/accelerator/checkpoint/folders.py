@@ -15,7 +15,8 @@ from echelon.base.errors import CheckpointError, UsageError
 from echelon.checkpoint.background_save import store_gather
 from echelon.checkpoint.commit import make_folders, place_of, require_folder_or_nothing
 from echelon.checkpoint.formats.layouts import TRAINER_STATE, layout_of
-from echelon.checkpoint.formats.weight_files import aliases_of, read_weights, weight_files
+from echelon.checkpoint.formats.transformers import SCHEDULER
+from echelon.checkpoint.formats.weight_files import read_model, weight_files
 from echelon.checkpoint.read import Checkpoint, try_open
 from echelon.checkpoint.rotation import numbered, remove_oldest
 from echelon.checkpoint.save import Content, SaveFailedError, as_save_failure, begin_save, run_on_all_ranks, save_folder
@@ -79,7 +80,7 @@ def holds_training(folder: Path) -> bool:
     """Tell whether a checkpoint that is whole has more than weights: an optimizer or a schedule to go on with."""
     if is_own_format(folder):
         return "accelerator" in Checkpoint(folder).objects()
-    return (place_of(LocalStorage(), folder) / "scheduler.pt").is_file()
+    return (place_of(LocalStorage(), folder) / SCHEDULER).is_file()
 
 
 def holds_model(folder: Path) -> bool:
@@ -383,12 +384,7 @@ def read_model_files(folder: Path) -> dict[str, Any]:
     files = weight_files(place_of(LocalStorage(), folder))
     if not files:
         raise UsageError(f"{folder} holds no weights of a model", do="give the folder of a whole checkpoint")
-    tensors: dict[str, Any] = {}
-    for file in files:
-        tensors |= read_weights(file)
-        if file.suffix == ".safetensors":
-            tensors |= {name: tensors[target] for name, target in aliases_of(file, tensors).items()}
-    return tensors
+    return read_model(files)
 
 
 # ---- deleting --------------------------------------------------------------------------------------------------------

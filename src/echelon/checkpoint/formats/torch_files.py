@@ -14,7 +14,7 @@ import torch
 
 from echelon.base.errors import CheckpointError, UsageError
 
-__all__ = ["PLAIN_DATA", "load", "refused_in", "write_pickled", "write_plain"]
+__all__ = ["PLAIN_DATA", "load", "read_all_ranks", "refused_in", "write_pickled", "write_plain"]
 
 # Where numpy keeps these functions depends on its version, and a file has the names of the one that wrote it.
 _NUMPY_FUNCTIONS: tuple[Any, ...] = (np.empty(0).__reduce__()[0], np.float64(0).__reduce__()[0])
@@ -64,6 +64,21 @@ def load(f: str | os.PathLike[str] | Any, map_location: Any = None, **kwargs: An
         raise CheckpointError(
             f"{name} cannot be read: {error}", do="use another copy, or an older checkpoint"
         ) from error
+
+
+def read_all_ranks(folder: Path, pattern: re.Pattern[str]) -> list[dict[str, Any]]:
+    """Return what the files of the ranks hold, in the order of the ranks; group 1 of ``pattern`` is the rank, or empty.
+
+    Raises:
+        CheckpointError: that of a rank is missing, damaged, or holds code.
+    """
+    found = {int(match[1] or 0): path for path in folder.iterdir() if (match := pattern.fullmatch(path.name))}
+    if not found or sorted(found) != list(range(len(found))):
+        raise CheckpointError(
+            f"{folder} has random states of the ranks {sorted(found)}",
+            do="import a whole checkpoint, with those of all ranks",
+        )
+    return [load(found[rank], map_location="cpu") for rank in range(len(found))]
 
 
 def refused_in(f: str | os.PathLike[str] | Any) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ __all__ = [
     "aliases_in",
     "aliases_of",
     "contiguous_copy",
+    "plain_names",
+    "read_model",
     "read_weights",
     "weight_files",
     "write_shards",
@@ -74,6 +76,28 @@ def read_weights(path: Path, *, map_location: Any = "cpu") -> dict[str, Any]:
         raise CheckpointError(
             f"{path} cannot be read: {error}", do="use another copy, or an older checkpoint"
         ) from error
+
+
+def read_model(files: Sequence[Path]) -> dict[str, Any]:
+    """Return what the ``files`` of one model hold, tied weights under each of their names.
+
+    Raises:
+        CheckpointError: one is damaged, or holds code.
+    """
+    state: dict[str, Any] = {}
+    for file in files:
+        state |= read_weights(file)
+        if file.suffix == ".safetensors":
+            state |= {name: state[target] for name, target in aliases_of(file, state).items()}
+    return state
+
+
+def plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``state`` by the names of the bare model, without the prefixes of DDP and torch.compile."""
+    plain = {name.replace("_orig_mod.", ""): value for name, value in state.items()}
+    while plain and all(name.startswith("module.") for name in plain):
+        plain = {name.removeprefix("module."): value for name, value in plain.items()}
+    return plain
 
 
 def aliases_of(path: Path, names: Mapping[str, Any]) -> dict[str, str]:

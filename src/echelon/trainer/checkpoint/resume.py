@@ -37,16 +37,14 @@ from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.logging import get_logger
 from echelon.base.protocols import SupportsSetEpoch
 from echelon.base.warnings import warn
+from echelon.checkpoint.formats.transformers import ECHELON_DATA, num_ranks_in, read_random_states
 from echelon.trainer.arguments.training_arguments import resolve_path
 from echelon.trainer.checkpoint.checkpoint_folders import ARGUMENTS_FILE, PREFIX, STATE_FILE, has_adapters
 from echelon.trainer.checkpoint.train_cursor import ResumePoint, TrainCursor
 from echelon.trainer.checkpoint.transformers_layout import (
-    DATA_FILE,
     PLACE_NAMES,
     PLACE_OF_RUN,
     load_transformers,
-    num_processes_of,
-    read_random_states,
 )
 from echelon.trainer.state import TrainerState
 from echelon.trainer.training_plan import TrainingPlan
@@ -290,13 +288,13 @@ def _go_on_from_others(trainer: Trainer, folder: Path, loader: Any, plan: Traini
     epoch, used = _place_by_epoch(trainer, folder, loader, plan)
     if args.ignore_data_skip or not used:
         return ResumePoint(epoch=epoch, random_states=random_states)
-    _require_same_ranks(trainer, folder, num_processes_of(folder), within=True)
+    _require_same_ranks(trainer, folder, num_ranks_in(folder), within=True)
     return ResumePoint(epoch=epoch, num_batches=used, num_to_skip=used, random_states=random_states, is_read_first=True)
 
 
 def _noted_place(folder: Path) -> Mapping[str, Any]:
     """Return what echelon has noted beside transformers' files; nothing in checkpoints of transformers, and of older versions."""
-    place: Mapping[str, Any] = read_noted(folder / DATA_FILE).get("place", {})
+    place: Mapping[str, Any] = read_noted(folder / ECHELON_DATA).get("place", {})
     return place if place.keys() >= set(PLACE_NAMES) else {}
 
 
@@ -314,8 +312,8 @@ def _place_by_epoch(trainer: Trainer, folder: Path, loader: Any, plan: TrainingP
     noted = state.epoch
     if not plan.is_sized or noted is None:
         return epoch, used
-    facts = read_facts(folder / DATA_FILE)
-    saved_ranks, ranks = num_processes_of(folder), trainer.accelerator.num_processes
+    facts = read_facts(folder / ECHELON_DATA)
+    saved_ranks, ranks = num_ranks_in(folder), trainer.accelerator.num_processes
     changes = changes_since(facts, loader, num_saved=saved_ranks, num_ranks=ranks)
     wrong = [change.what for change in changes if change.fact != "batches"]
     expected = epoch + min(used, batches) / batches

@@ -1,50 +1,40 @@
-"""Checkpoints as transformers' Trainer writes and reads them: optimizer.pt, scheduler.pt, rng_state.pth and the rest."""
+"""A training saved to and loaded from the layout of transformers' Trainer; ``checkpoint/formats/transformers.py`` has its files."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from echelon.accelerator.checkpoint.changed_data import stored_facts
 from echelon.accelerator.checkpoint.folders import write_files
 from echelon.accelerator.checkpoint.rng_states import current_random_states
 from echelon.base.errors import CheckpointError, UsageError
-from echelon.checkpoint.formats.torch_files import load, write_pickled
+from echelon.checkpoint.formats.transformers import (
+    ECHELON_DATA,
+    OPTIMIZER,
+    SCHEDULER,
+    OptimizationState,
+    is_state_file,
+    read_state,
+    write_random_states,
+    write_state,
+)
 from echelon.trainer.checkpoint.checkpoint_folders import STATE_FILE, write_json, write_model
 
 if TYPE_CHECKING:
     from echelon.trainer.trainer import Trainer
 
 __all__ = [
-    "ARGUMENTS_BIN",
-    "DATA_FILE",
     "PLACE_NAMES",
     "PLACE_OF_RUN",
     "load_transformers",
-    "num_processes_of",
-    "read_random_states",
     "save_transformers",
 ]
 
-ARGUMENTS_BIN = "training_args.bin"
-_OPTIMIZER, _SCHEDULER, _SCALER = "optimizer.pt", "scheduler.pt", "scaler.pt"
-DATA_FILE = "echelon_data.json"
 PLACE_OF_RUN = ("num_steps_beyond", "has_no_end")
 """Fields of ``Place`` that a training goes on with."""
 PLACE_NAMES = ("epoch", "num_batches", "is_over", *PLACE_OF_RUN)
-"""Fields of ``Place`` that are noted in ``DATA_FILE``: by its steps alone it is not known where epochs have another length."""
-"""What the place in the data depends on; transformers does not look at it."""
-_RANDOM = re.compile(r"rng_state(?:_(\d+))?\.pth")
-# Every file of the layout: what an older checkpoint of this name has of them is not kept.
-_PARTS = re.compile(
-    r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|.*\.json|(optimizer|scheduler|scaler)\.pt"
-    r"|rng_state(_\d+)?\.pth|training_args\.bin|.*\.(txt|model|jinja)|rank_\d+\.(safetensors|json)"
-)
-_KEYS = {"python": "random_state", "numpy": "numpy_random_seed", "cpu": "torch_manual_seed"}
+"""Fields of ``Place`` that are noted in ``ECHELON_DATA``: by its steps alone it is not known where epochs have another length."""
 
 
 def save_transformers(trainer: Trainer, folder: Path) -> bool:
@@ -76,16 +66,14 @@ def save_transformers(trainer: Trainer, folder: Path) -> bool:
             return
         if args.should_save:
             if facts is not None:
-                write_json(aside / DATA_FILE, {**facts, "place": places})
-            write_pickled(optimizer, aside / _OPTIMIZER)
-            write_pickled(trainer._prepared_schedule.state_dict(), aside / _SCHEDULER)
-            if accelerator.scaler is not None:
-                write_pickled(accelerator.scaler.state_dict(), aside / _SCALER)
-        is_alone = accelerator.num_processes == 1
-        name = "rng_state.pth" if is_alone else f"rng_state_{accelerator.process_index}.pth"
-        write_pickled(_named_as_transformers(current_random_states(), is_alone=is_alone), aside / name)
+                write_json(aside / ECHELON_DATA, {**facts, "place": places})
+            scaler = None if accelerator.scaler is None else accelerator.scaler.state_dict()
+            scheduler = trainer._prepared_schedule.state_dict()
+            write_state(aside, OptimizationState(optimizer=optimizer, scheduler=scheduler, scaler=scaler))
+        rank, num_ranks = accelerator.process_index, accelerator.num_processes
+        write_random_states(aside, current_random_states(), rank=rank, num_ranks=num_ranks)
 
-    return write_files(accelerator, folder, write, is_part=lambda name: _PARTS.fullmatch(name) is not None)
+    return write_files(accelerator, folder, write, is_part=is_state_file)
 
 
 def load_transformers(trainer: Trainer, folder: Path) -> None:
@@ -96,42 +84,16 @@ def load_transformers(trainer: Trainer, folder: Path) -> None:
     Raises:
         CheckpointError: a file is missing, damaged, or holds code.
     """
-    missing = [name for name in (_OPTIMIZER, _SCHEDULER) if not (folder / name).is_file()]
+    state = read_state(folder)
+    found = {OPTIMIZER: state.optimizer, SCHEDULER: state.scheduler}
+    missing = [name for name, one in found.items() if one is None]
     if missing:
         raise CheckpointError(
             f"{folder} has no {' and no '.join(missing)}: a training cannot go on from it",
             do="load its weights into the model, and begin a new training",
         )
-    trainer.optimizer.load_full_state_dict(load(folder / _OPTIMIZER, map_location="cpu"))
-    trainer._prepared_schedule.load_state_dict(load(folder / _SCHEDULER, map_location="cpu"))
+    trainer.optimizer.load_full_state_dict(state.optimizer)
+    trainer._prepared_schedule.load_state_dict(state.scheduler)
     scaler = trainer.accelerator.scaler
-    if scaler is not None and (folder / _SCALER).is_file():
-        scaler.load_state_dict(load(folder / _SCALER, map_location="cpu"))
-
-
-def num_processes_of(folder: Path) -> int:
-    """Return how many processes saved ``folder``, by the files of their random states; 0: it has none."""
-    return sum(_RANDOM.fullmatch(path.name) is not None for path in folder.iterdir())
-
-
-def read_random_states(folder: Path, *, rank: int) -> Mapping[str, Any] | None:
-    """Return the random states of ``rank``; None where the saved run had no such rank."""
-    for name in (f"rng_state_{rank}.pth", *(["rng_state.pth"] if rank == 0 else [])):
-        if (folder / name).is_file():
-            states = load(folder / name, map_location="cpu")
-            return {
-                _KEYS.get(key, f"torch_{key}_manual_seed"): [value]
-                if key not in _KEYS and isinstance(value, torch.Tensor)
-                else value
-                for key, value in states.items()
-            }
-    return None
-
-
-def _named_as_transformers(states: Mapping[str, Any], *, is_alone: bool) -> dict[str, Any]:
-    devices = {
-        match[1]: value[0] if is_alone and len(value) == 1 else value
-        for key, value in states.items()
-        if (match := re.fullmatch(r"torch_(\w+)_manual_seed", key))
-    }
-    return {name: states[key] for name, key in _KEYS.items()} | devices
+    if scaler is not None and state.scaler is not None:
+        scaler.load_state_dict(state.scaler)

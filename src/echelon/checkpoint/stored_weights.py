@@ -115,7 +115,7 @@ def write_weights(
     max_shard_bytes: int | None = None,
     kind: str | None = None,
     name: str = SAFE_MODEL_NAME,
-    tell: Callable[[int], None] = lambda _: None,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> list[Path]:
     """Write ``weights`` into new files in ``folder``, and return them when they are on the disk.
 
@@ -126,7 +126,7 @@ def write_weights(
             transformers reads it. None: one file.
         kind: convert floating-point tensors to this one of ``PRECISIONS``.
         name: of the file, without suffix.
-        tell: called with the number of bytes that were written since the last call.
+        progress: called with the number of bytes that were written since the last call.
 
     Raises:
         CheckpointError: a tensor has values that the ``kind`` cannot hold.
@@ -138,7 +138,7 @@ def write_weights(
         for i, names in enumerate(shards, start=1)
     }
     for file, names in files.items():
-        write_file(storage, folder / file, _stream(weights, names, kind, tell))
+        write_file(storage, folder / file, _stream(weights, names, kind, progress))
     if len(files) == 1:
         return [folder / file for file in files]
     index = {
@@ -202,7 +202,9 @@ def _cut(weights: Weights, limit: int | None, kind: str | None) -> list[list[str
     return shards
 
 
-def _stream(weights: Weights, names: Sequence[str], kind: str | None, tell: Callable[[int], None]) -> Iterator[bytes]:
+def _stream(
+    weights: Weights, names: Sequence[str], kind: str | None, progress: Callable[[int], None]
+) -> Iterator[bytes]:
     """Yield a safetensors file."""
     # The widest first: then each tensor starts at a multiple of its element's size.
     ordered = sorted(names, key=lambda name: (-_width(_kind(weights.tensors[name], kind)), name))
@@ -221,7 +223,7 @@ def _stream(weights: Weights, names: Sequence[str], kind: str | None, tell: Call
         for block in _blocks(tensor):
             data = _converted(block, name, tensor.kind, _kind(tensor, kind))
             yield data
-            tell(len(data))
+            progress(len(data))
 
 
 def _blocks(tensor: StoredTensor) -> Iterator[np.ndarray[Any, Any]]:

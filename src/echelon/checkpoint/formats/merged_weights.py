@@ -1,4 +1,4 @@
-"""The whole weights of a checkpoint of any layout, as files that every program reads; without processes."""
+"""The whole weights of a checkpoint of any layout, in files that every program reads; without processes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from echelon.accelerator.checkpoint.export_layouts import num_models_in, weights_beside
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.warnings import warn
 from echelon.checkpoint.commit import discard
+from echelon.checkpoint.formats.conversion import num_models_in, weights_beside
 from echelon.checkpoint.formats.layouts import require_layout, require_whole
 from echelon.checkpoint.formats.torch_files import load
-from echelon.checkpoint.formats.weight_files import aliases_of, read_weights, weight_files, write_shards
+from echelon.checkpoint.formats.weight_files import read_model, weight_files, write_shards
 from echelon.checkpoint.listing import Reading, problems_of
-from echelon.checkpoint.merge_weights import PRECISIONS, weights_in, weights_of, write_weights
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.storage import LocalStorage
+from echelon.checkpoint.stored_weights import PRECISIONS, weights_in, weights_of, write_weights
 from echelon.checkpoint.tensor_names import model_prefix
 from echelon.compat.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
@@ -73,8 +73,8 @@ def merge(
         if files[0].suffix != ".safetensors":
             return _rewrite(files, folder, max_shard_bytes, precision)
         weights = weights_in(files)
-    with show("writing", weights.num_bytes(kind)) as tell:
-        return write_weights(weights, folder, max_shard_bytes=max_shard_bytes, kind=kind, tell=tell)
+    with show("writing", weights.num_bytes(kind)) as progress:
+        return write_weights(weights, folder, max_shard_bytes=max_shard_bytes, kind=kind, progress=progress)
 
 
 def merge_fsdp_weights(
@@ -101,9 +101,7 @@ def merge_fsdp_weights(
     with tempfile.TemporaryDirectory(prefix=".merge-", dir=target) as aside:
         (made,) = merge(source, Path(aside))
         if not safe_serialization:
-            tensors = read_weights(made)
-            tensors |= {name: tensors[owner] for name, owner in aliases_of(made, tensors).items()}
-            torch.save(tensors, Path(aside) / WEIGHTS_NAME)
+            torch.save(read_model([made]), Path(aside) / WEIGHTS_NAME)
             made = Path(aside) / WEIGHTS_NAME
         with made.open("rb+") as file:
             os.fsync(file.fileno())

@@ -1,0 +1,349 @@
+"""Accelerate's layout: the names of its files, their reader and their writer, and its conversion from and to echelon's format."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from echelon.base.errors import CheckpointError
+from echelon.checkpoint.formats.conversion import (
+    ImportedCheckpoint,
+    copy_other_files,
+    custom_states_in,
+    num_models_in,
+    rank_objects_in,
+    read_models,
+    training_objects_in,
+    weights_beside,
+)
+from echelon.checkpoint.formats.layouts import TRAINER_STATE
+from echelon.checkpoint.formats.optimizer_states import named_states, numbered_state
+from echelon.checkpoint.formats.torch_files import load, read_all_ranks, write_plain
+from echelon.checkpoint.formats.weight_files import write_tensors
+from echelon.checkpoint.manifest import is_part
+from echelon.checkpoint.read import Checkpoint
+from echelon.checkpoint.save import Content
+from echelon.checkpoint.stored_weights import weights_of, write_weights
+from echelon.checkpoint.tensor_names import model_prefix
+from echelon.compat.constants import (
+    MODEL_NAME,
+    OPTIMIZER_NAME,
+    RNG_STATE_NAME,
+    SAFE_MODEL_NAME,
+    SAMPLER_NAME,
+    SCALER_NAME,
+    SCHEDULER_NAME,
+)
+
+__all__ = [
+    "OURS",
+    "POSITION_NAME",
+    "RANDOM_STATES",
+    "TrainingState",
+    "custom_path",
+    "custom_paths",
+    "export_accelerate",
+    "import_accelerate",
+    "is_state_file",
+    "missing_files",
+    "num_ranks_in_position",
+    "position_on_rank",
+    "random_path",
+    "state_path",
+    "weights_path",
+    "write_state",
+]
+
+OURS = "echelon"
+"""Key of what echelon adds to two of the files; Accelerate reads the keys that it knows."""
+POSITION_NAME = "dl_state_dict"
+_CUSTOM_NAME = "custom_checkpoint"
+# Key in the random states of a rank for what has no place in this layout.
+_REST = "echelon_rest"
+RANDOM_STATES = re.compile(rf"{RNG_STATE_NAME}_(\d+)\.pkl")
+_POSITIONS = re.compile(rf"{POSITION_NAME}(?:_(\d+))?\.bin")
+_FILES = re.compile(
+    rf"({SAFE_MODEL_NAME}(_\d+)?\.safetensors|({MODEL_NAME}|{OPTIMIZER_NAME}|{SCHEDULER_NAME}|{SAMPLER_NAME}|{POSITION_NAME})"
+    rf"(_\d+)?\.bin|{re.escape(SCALER_NAME)}|({RNG_STATE_NAME}|{_CUSTOM_NAME})_\d+\.pkl)"
+)
+# What has a place there. The positions have one, too; but reading back would not tell whose keys are whose.
+_OWN = frozenset({"random", "optimizer_values"})
+_SHARED = re.compile(r"accelerator|extra_states|optimizer_groups|schedulers|scaler|orders|custom\.\d+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingState:
+    """What one rank writes of a training."""
+
+    weights: Sequence[Mapping[str, Any] | None]
+    """Of each model, by name; None on ranks that do not have all of it."""
+    optimizers: Sequence[Any]
+    schedulers: Sequence[Any]
+    orders: Sequence[dict[str, Any]]
+    """Of each loader: what the order of its next pass depends on."""
+    positions: Sequence[list[dict[str, Any]]]
+    """Of each loader: its position in the pass, by rank; empty where the loader has none."""
+    scaler: dict[str, Any] | None
+    random_states: dict[str, Any]
+    """Of this process."""
+    step: int
+    progress: dict[str, Any] | None
+    """The counters of the run."""
+    num_processes: int
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+def is_state_file(name: str) -> bool:
+    """Tell whether a file of this name belongs to the layout."""
+    return _FILES.fullmatch(name) is not None
+
+
+def state_path(folder: Path, name: str, index: int, *, suffix: str = ".bin") -> Path:
+    """Return the file of the object ``index`` of a kind: ``optimizer.bin``, ``optimizer_1.bin``, ..."""
+    return folder / (f"{name}_{index}{suffix}" if index else f"{name}{suffix}")
+
+
+def weights_path(folder: Path, index: int) -> Path:
+    """Return the file of a model's weights: safetensors, unless only that of ``torch.save`` exists."""
+    safe, other = (
+        state_path(folder, SAFE_MODEL_NAME, index, suffix=".safetensors"),
+        state_path(folder, MODEL_NAME, index),
+    )
+    return other if other.exists() and not safe.exists() else safe
+
+
+def random_path(folder: Path, rank: int) -> Path:
+    """Return the file of the random states of ``rank``."""
+    return folder / f"{RNG_STATE_NAME}_{rank}.pkl"
+
+
+def custom_path(folder: Path, index: int) -> Path:
+    """Return the file of a registered object."""
+    return folder / f"{_CUSTOM_NAME}_{index}.pkl"
+
+
+def custom_paths(folder: Path) -> list[Path]:
+    """Return the files of registered objects in ``folder``, sorted by name."""
+    return sorted(path for path in folder.glob(f"{_CUSTOM_NAME}_*.pkl") if is_state_file(path.name))
+
+
+def missing_files(
+    folder: Path, *, num_models: int, num_optimizers: int, num_schedulers: int, has_scaler: bool
+) -> list[str]:
+    """Return the names of the files that loading this many objects needs and ``folder`` lacks."""
+    needed = [
+        *(weights_path(folder, i) for i in range(num_models)),
+        *(state_path(folder, OPTIMIZER_NAME, i) for i in range(num_optimizers)),
+        *(state_path(folder, SCHEDULER_NAME, i) for i in range(num_schedulers)),
+        *([folder / SCALER_NAME] if has_scaler else []),
+        random_path(folder, 0),
+    ]
+    return [path.name for path in needed if not path.exists()]
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write_state(
+    folder: Path, state: TrainingState, *, rank: int, writes_shared: bool, safe_serialization: bool = True
+) -> None:
+    """Write the files of this rank into ``folder``, which exists.
+
+    Args:
+        folder: where to.
+        state: what to write.
+        rank: of this process.
+        writes_shared: whether this rank writes the files that all ranks share.
+        safe_serialization: weights as safetensors; False: by ``torch.save``.
+
+    Raises:
+        CheckpointError: a state holds something that loading would refuse.
+    """
+    positions = {i: _position_file(states) for i, states in enumerate(state.positions) if states and states[0]["inner"]}
+    ours = {
+        "num_processes": state.num_processes,
+        "orders": len(state.orders),
+        "positions": sorted(positions),
+        "progress": state.progress,
+    }
+    if writes_shared:
+        for i, weights in enumerate(state.weights):
+            assert weights is not None, "rank zero has every model whole"
+            if safe_serialization:
+                write_tensors(weights, state_path(folder, SAFE_MODEL_NAME, i, suffix=".safetensors"))
+            else:
+                write_plain(weights, state_path(folder, MODEL_NAME, i))
+        numbered = {
+            OPTIMIZER_NAME: dict(enumerate(state.optimizers)),
+            SCHEDULER_NAME: dict(enumerate(state.schedulers)),
+            SAMPLER_NAME: dict(enumerate(state.orders)),
+            POSITION_NAME: positions,
+        }
+        for name, states in numbered.items():
+            for i, one in states.items():
+                write_plain(one, state_path(folder, name, i))
+        if state.scaler is not None:
+            write_plain(state.scaler, folder / SCALER_NAME)
+    write_plain({"step": state.step, **state.random_states, OURS: ours}, random_path(folder, rank))
+
+
+def _position_file(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return rank zero's state in the form of torchdata, as Accelerate reads it, with those of the other ranks under our key."""
+    first = states[0]
+    rest = {key: value for key, value in first.items() if key not in ("inner", "_iterator_finished")}
+    others = [state["inner"] for state in states[1:]]
+    return {
+        **first["inner"],
+        "_iterator_finished": first["_iterator_finished"],
+        OURS: {**rest, "num_given": [state["num_given"] for state in states], "inner_of_others": others},
+    }
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def num_ranks_in_position(file: Mapping[str, Any]) -> int | None:
+    """Return of how many ranks the file of a loader has the positions; None in Accelerate's, which has one for all."""
+    return len(file[OURS]["inner_of_others"]) + 1 if OURS in file else None
+
+
+def position_on_rank(file: Mapping[str, Any], rank: int, *, iteration: int = 0) -> dict[str, Any]:
+    """Return the state of a loader on ``rank`` from the content of its file; Accelerate's lacks the ``iteration``."""
+    inner = {key: value for key, value in file.items() if key != OURS}
+    finished = bool(file.get("_iterator_finished"))
+    ours = file.get(OURS)
+    if ours is not None:
+        inners = [inner, *ours["inner_of_others"]]
+        shared = {key: value for key, value in ours.items() if key not in ("num_given", "inner_of_others")}
+        own = {"num_given": ours["num_given"][rank], "inner": inners[rank], "_iterator_finished": finished}
+        return {**shared, **own}
+    if "_num_yielded" in file:
+        given = file["_num_yielded"]
+    else:
+        given = file["_snapshot"]["_snapshot_step"] + file["_steps_since_snapshot"]
+    return {"iteration": iteration, "num_given": given, "order": None, "inner": inner, "_iterator_finished": finished}
+
+
+def _read_numbered(path_of: Callable[[int], Path]) -> list[Any]:
+    """Return what the files 0, 1, ... of a kind hold."""
+    found: list[Any] = []
+    while (path := path_of(len(found))).is_file():
+        found.append(load(path, map_location="cpu"))
+    return found
+
+
+def _read_positions(folder: Path, num_orders: int, num_ranks: int) -> list[list[Any]]:
+    """Return of each loader its position on each rank, None where the folder has none."""
+    files = {int(match[1] or 0): path for path in folder.iterdir() if (match := _POSITIONS.fullmatch(path.name))}
+    found: list[list[Any]] = []
+    for i in range(max([*files, num_orders - 1], default=-1) + 1):
+        file = load(files[i], map_location="cpu") if i in files else None
+        found.append([None if file is None else position_on_rank(file, rank) for rank in range(num_ranks)])
+    return found
+
+
+# ---- conversion ------------------------------------------------------------------------------------------------------
+
+
+def export_accelerate(
+    checkpoint: Checkpoint, folder: Path, *, progress: Callable[[int], None] = lambda _: None
+) -> None:
+    """Write ``checkpoint`` in Accelerate's layout into ``folder``, which is empty.
+
+    The weights are copied in parts; the state of each optimizer is in memory while it is written.
+
+    Raises:
+        CheckpointError: something in the checkpoint has no place in that layout.
+    """
+    objects = training_objects_in(checkpoint)
+    ranks = rank_objects_in(checkpoint)
+    if not num_models_in(checkpoint):
+        write_weights(weights_beside(checkpoint), folder, name=SAFE_MODEL_NAME, progress=progress)
+    for i in range(num_models_in(checkpoint)):
+        name = f"{SAFE_MODEL_NAME}_{i}" if i else SAFE_MODEL_NAME
+        write_weights(weights_of(checkpoint, model_prefix(i)), folder, name=name, progress=progress)
+    positions = [list(of_loader) for of_loader in zip(*(own["positions"] for own in ranks.values()))]
+    state = TrainingState(
+        weights=[],
+        optimizers=[numbered_state(checkpoint, groups, i) for i, groups in enumerate(objects["optimizer_groups"])],
+        schedulers=objects["schedulers"],
+        orders=objects["orders"],
+        positions=[[] if None in of_loader else of_loader for of_loader in positions],
+        scaler=objects["scaler"],
+        random_states={},
+        step=objects["accelerator"]["step"],
+        progress=checkpoint.manifest.progress,  # type: ignore[arg-type]
+        num_processes=checkpoint.manifest.world_size,
+    )
+    for rank, own in ranks.items():
+        rest = {
+            "own": {key: value for key, value in own.items() if key not in _OWN},
+            "shared": {key: value for key, value in objects.items() if not _SHARED.fullmatch(key)},
+        }
+        of_rank = replace(state, random_states={**own["random"], _REST: rest})
+        write_state(folder, of_rank, rank=rank, writes_shared=rank == min(ranks))
+    for i, one in enumerate(custom_states_in(objects)):
+        write_plain(one, custom_path(folder, i))
+    # A folder with a Trainer's state would be taken for one of transformers' layout.
+    copy_other_files(
+        checkpoint.folder, folder, without=lambda name: is_part(name) or is_state_file(name) or name == TRAINER_STATE
+    )
+
+
+def import_accelerate(folder: Path, *, parameters: Sequence[Sequence[str]] = ()) -> ImportedCheckpoint:
+    """Read what ``save_state`` of Accelerate (or of echelon, in its layout) wrote.
+
+    Args:
+        folder: the checkpoint.
+        parameters: of each optimizer, the names of its parameters in the order of its groups; needed where the file does
+            not hold them (it does when the optimizer was given named parameters).
+
+    Raises:
+        CheckpointError: something is missing, damaged, or would have to be unpickled.
+    """
+    tensors, extras = read_models(folder)
+    optimizers = _read_numbered(lambda i: state_path(folder, OPTIMIZER_NAME, i))
+    groups, values = named_states(folder, optimizers, tensors, parameters)
+    random = read_all_ranks(folder, RANDOM_STATES)
+    ours = random[0].get(OURS, {})
+    if ours and len(random) != ours["num_processes"]:
+        raise CheckpointError(
+            f"{folder} has random states of {len(random)} processes, and was saved by {ours['num_processes']}",
+            do="import a whole checkpoint",
+        )
+    num_orders = ours.get("orders", 0)
+    positions = _read_positions(folder, num_orders, len(random))
+    custom = _read_numbered(lambda i: custom_path(folder, i))
+    objects = {
+        "accelerator": {"step": random[0].get("step", 0), "num_models": len(extras)},
+        "extra_states": extras,
+        "optimizer_groups": groups,
+        "schedulers": _read_numbered(lambda i: state_path(folder, SCHEDULER_NAME, i)),
+        "scaler": load(folder / SCALER_NAME) if (folder / SCALER_NAME).is_file() else None,
+        "orders": [load(state_path(folder, SAMPLER_NAME, i)) for i in range(num_orders)],
+        **{f"custom.{i}": state for i, state in enumerate(custom)},
+        **random[0].get(_REST, {}).get("shared", {}),
+    }
+    ranks = [
+        {
+            "random": {key: value for key, value in states.items() if key not in ("step", OURS, _REST)},
+            "positions": [of_loader[rank] for of_loader in positions],
+            "pass": None,
+            **states.get(_REST, {}).get("own", {}),
+            **({"optimizer_values": values} if rank == 0 and any(values) else {}),
+        }
+        for rank, states in enumerate(random)
+    ]
+    content = Content(
+        tensors=tensors,
+        objects=objects,
+        progress=ours.get("progress"),
+        layout={"imported_from": "accelerate", "world_size": len(random)},
+    )
+    read = frozenset(path.name for path in folder.iterdir() if is_state_file(path.name))
+    return ImportedCheckpoint(content=content, ranks=ranks, read=read)

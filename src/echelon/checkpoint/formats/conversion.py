@@ -1,0 +1,173 @@
+"""What the conversions between echelon's format and the others share: the parts of a checkpoint, and writing an imported one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from echelon.base.errors import CheckpointError
+from echelon.base.warnings import warn
+from echelon.checkpoint import typed_json
+from echelon.checkpoint.formats.weight_files import plain_names, read_model, weight_files
+from echelon.checkpoint.manifest import rank_objects_file
+from echelon.checkpoint.read import Checkpoint
+from echelon.checkpoint.save import Content, begin_save
+from echelon.checkpoint.storage import LocalStorage
+from echelon.checkpoint.stored_weights import Weights, weights_in
+from echelon.checkpoint.tensor_file import write_file
+from echelon.checkpoint.tensor_names import model_prefix
+from echelon.world.world import World
+
+__all__ = [
+    "ImportedCheckpoint",
+    "copy_other_files",
+    "custom_states_in",
+    "num_models_in",
+    "rank_objects_in",
+    "read_models",
+    "training_objects_in",
+    "weights_beside",
+    "write_imported",
+]
+
+_COPY_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportedCheckpoint:
+    """A checkpoint of another layout, in memory."""
+
+    content: Content
+    """What all ranks share, and the tensors."""
+    ranks: Sequence[Mapping[str, Any]]
+    """The objects of each rank."""
+    read: frozenset[str]
+    """Names of the files that it was read from; the others are copied."""
+
+
+def write_imported(imported: ImportedCheckpoint, target: Path, *, source: Path) -> Path:
+    """Write ``imported``, and the other files in ``source``, as the checkpoint ``target``; this process writes for all ranks."""
+    world = World(
+        rank=0,
+        local_rank=0,
+        world_size=1,
+        local_world_size=1,
+        node_rank=0,
+        device=torch.device("cpu"),
+        backend="gloo",
+    )
+    tensors: dict[str, Any] = dict(imported.content.tensors)
+    encoded = [
+        {
+            name: typed_json.encode(value, name=f"rank {rank} {name}", put_tensor=tensors.__setitem__)
+            for name, value in own.items()
+        }
+        for rank, own in enumerate(imported.ranks)
+    ]
+    save = begin_save(target, replace(imported.content, tensors=tensors), world=world, gather=lambda payload: [payload])
+    try:
+        save.objects |= {rank_objects_file(rank): typed_json.to_bytes(own) for rank, own in enumerate(encoded)}
+        save.manifest = replace(save.manifest, world_size=len(encoded))
+        copy_other_files(source, save.folder, without=lambda name: name in imported.read)
+    except BaseException:
+        save.give_up()
+        raise
+    return save.finish(lambda payload: [payload])
+
+
+def read_models(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the tensors of all models in another layout by their names in a checkpoint, and the other entries of each.
+
+    Raises:
+        CheckpointError: there are none, or a file is damaged, or holds code.
+    """
+    tensors: dict[str, Any] = {}
+    extras: list[dict[str, Any]] = []
+    while files := weight_files(folder, len(extras)):
+        state = plain_names(read_model(files))
+        prefix = model_prefix(len(extras))
+        tensors |= {f"{prefix}{name}": value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        extras.append({name: value for name, value in state.items() if not isinstance(value, torch.Tensor)})
+    if not extras:
+        raise CheckpointError(f"{folder} holds no weights of a model", do="give the folder of a whole checkpoint")
+    return tensors, extras
+
+
+def num_models_in(checkpoint: Checkpoint) -> int:
+    """Return how many models of an Accelerator a checkpoint has the tensors of."""
+    found = {match[1] for name in checkpoint.names() if (match := re.match(r"models\.(\d+)\.", name))}
+    return max(map(int, found), default=-1) + 1
+
+
+def weights_beside(checkpoint: Checkpoint) -> Weights:
+    """Return the weights that a Trainer has written to files for other programs, in place of tensors of the checkpoint.
+
+    Raises:
+        CheckpointError: there are none, as where only adapters are trained.
+    """
+    files = weight_files(checkpoint.folder)
+    if not files or any(file.suffix != ".safetensors" for file in files):
+        raise CheckpointError(
+            f"{checkpoint.folder} holds no weights of a model", do="list what it holds with echelon checkpoint show"
+        )
+    return weights_in(files)
+
+
+def training_objects_in(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the objects that an Accelerator saved for all ranks.
+
+    Raises:
+        CheckpointError: the checkpoint was not saved by an Accelerator, or a model has states that are no tensors.
+    """
+    objects = checkpoint.objects()
+    missing = [name for name in ("accelerator", "optimizer_groups", "schedulers", "orders") if name not in objects]
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint.folder} was not saved by an Accelerator: it has no {', '.join(missing)}",
+            do="merge its weights instead, or read it with echelon.checkpoint.read",
+        )
+    extras = [i for i, extra in enumerate(objects["extra_states"]) if extra]
+    if extras:
+        raise CheckpointError(
+            f"model {extras[0]} of {checkpoint.folder} has states that are no tensors ({', '.join(objects['extra_states'][extras[0]])}), "
+            "which safetensors cannot hold",
+            do="load it in the training script, and save there with safe_serialization=False",
+        )
+    return objects
+
+
+def rank_objects_in(checkpoint: Checkpoint) -> dict[int, Any]:
+    """Return the objects of each rank; some are missing where every machine keeps a checkpoint of its own."""
+    world_size = checkpoint.manifest.world_size
+    found = {rank: own for rank in range(world_size) if (own := checkpoint.rank_objects(rank)) is not None}
+    if len(found) < world_size:
+        warn(f"{checkpoint.folder} has random states of {len(found)} of {world_size} processes: the others get none")
+    return found
+
+
+def custom_states_in(objects: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the states of the registered objects."""
+    return [objects[f"custom.{i}"] for i in range(sum(name.startswith("custom.") for name in objects))]
+
+
+def copy_other_files(source: Path, target: Path, *, without: Callable[[str], object]) -> None:
+    """Copy the files and folders in ``source`` to ``target``, except the names ``without``; links are left out with a warning."""
+    storage = LocalStorage()
+    for name in storage.entries(source):
+        kind = storage.kind(source / name)
+        if without(name):
+            continue
+        if kind == "folder":
+            storage.make_folder(target / name)
+            copy_other_files(source / name, target / name, without=lambda _: False)
+        elif kind == "file":
+            with (source / name).open("rb") as file:
+                write_file(storage, target / name, iter(lambda: file.read(_COPY_BYTES), b""))
+        else:
+            warn(f"{source / name} is a link or a special file, and is not copied")
+    storage.sync_folder(target)

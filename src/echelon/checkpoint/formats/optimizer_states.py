@@ -1,0 +1,135 @@
+"""The states of optimizers: by number of the parameter, as torch keeps them, and by its name, as echelon's checkpoints do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from echelon.base.errors import CheckpointError
+from echelon.checkpoint.formats.weight_files import plain_names
+from echelon.checkpoint.read import Checkpoint
+from echelon.checkpoint.tensor_names import model_prefix, state_keys, state_name, state_values
+
+__all__ = ["named_states", "numbered_state"]
+
+# Where torch keeps the names of a group's parameters; loading ignores them.
+_PARAMETER_NAMES = "param_names"
+_MODEL = re.compile(r"models\.\d+\.")
+_SHAPED_LIKE_PARAMETERS = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta", "sum", "exp_inf"}
+)
+_NAMES_FILE = """names = {id(p): n for n, p in model.named_parameters()}
+           print(*[names[id(p)] for g in optimizer.param_groups for p in g["params"]], sep="\\n")"""
+
+
+def numbered_state(checkpoint: Checkpoint, groups: Sequence[Mapping[str, Any]], index: int) -> dict[str, Any]:
+    """Return the state dict of optimizer ``index`` as a plain torch optimizer returns it; ``groups`` hold parameter names."""
+    names = [name for group in groups for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    keys, values = state_keys(checkpoint, index, names), state_values(checkpoint, index)
+    state = {}
+    for name, number in numbers.items():
+        entries = {key: checkpoint.read(state_name(index, name, key)) for key in keys[name]} | values.get(name, {})
+        if entries:
+            state[number] = entries
+    # As an optimizer has them that was given named parameters: the names in the model.
+    models = {match[0] for name in names if (match := _MODEL.match(name))}
+    prefix = models.pop() if len(models) == 1 else ""
+    numbered = [
+        {
+            **group,
+            "params": [numbers[name] for name in group["params"]],
+            _PARAMETER_NAMES: [name.removeprefix(prefix) for name in group["params"]],
+        }
+        for group in groups
+    ]
+    return {"state": state, "param_groups": numbered}
+
+
+def named_states(
+    folder: Path, states: Sequence[Mapping[str, Any]], tensors: dict[str, Any], parameters: Sequence[Sequence[str]]
+) -> tuple[list[Any], list[dict[str, Any]]]:
+    """Add the tensors of all optimizers to ``tensors`` by name; return their groups and their entries that are no tensors.
+
+    Args:
+        folder: the checkpoint, for messages.
+        states: the state dict of each optimizer.
+        tensors: those of the models, by their names in a checkpoint.
+        parameters: of each optimizer, the names of its parameters in the order of its groups; empty: the states hold them.
+
+    Raises:
+        CheckpointError: the names are missing, or do not match the parameters.
+    """
+    if parameters and len(parameters) != len(states):
+        raise CheckpointError(
+            f"{folder} has {len(states)} optimizers, and names of parameters are given for {len(parameters)}",
+            do="give --parameters once for each optimizer, in their order",
+        )
+    all_groups, all_values = [], []
+    for index, state in enumerate(states):
+        groups = state["param_groups"]
+        numbers = [number for group in groups for number in group["params"]]
+        given = parameters[index] if parameters else [n for group in groups for n in group.get(_PARAMETER_NAMES, ())]
+        given = given or [
+            name for name in numbers if isinstance(name, str)
+        ]  # FSDP's full state dicts are keyed by name
+        names = dict(zip(numbers, _full_names(folder, index, given, len(numbers), tensors)))
+        values: dict[str, Any] = {}
+        for number, entries in state["state"].items():
+            name = names[number]
+            for key, value in entries.items():
+                if not isinstance(value, torch.Tensor):
+                    values.setdefault(name, {})[key] = value
+                    continue
+                own = tensors.get(name)
+                if key in _SHAPED_LIKE_PARAMETERS and own is not None and own.shape != value.shape:
+                    raise CheckpointError(
+                        f"{key} of {name} in optimizer {index} of {folder} has the shape {list(value.shape)}, and the "
+                        f"parameter {list(own.shape)}",
+                        do="give the names of the parameters in the order of the optimizer's groups",
+                    )
+                tensors[state_name(index, name, key)] = value
+        all_values.append(values)
+        all_groups.append(
+            [
+                {
+                    **{key: value for key, value in group.items() if key != _PARAMETER_NAMES},
+                    "params": [names[number] for number in group["params"]],
+                }
+                for group in groups
+            ]
+        )
+    return all_groups, all_values
+
+
+def _full_names(
+    folder: Path, index: int, given: Sequence[str], count: int, tensors: Mapping[str, Any]
+) -> Sequence[str]:
+    """Return the names of an optimizer's parameters as a checkpoint has them, with the prefix of their model."""
+    if not given:
+        raise CheckpointError(
+            f"optimizer {index} of {folder} numbers its parameters and does not name them",
+            do="give --parameters FILE, which the training script writes with\n"
+            f"           {_NAMES_FILE}\n"
+            "         or load the checkpoint in the script (accelerator.load_state reads this layout) and save it there",
+        )
+    if len(given) != count or len(set(given)) != count:
+        raise CheckpointError(
+            f"optimizer {index} of {folder} has {count} parameters, and {len(set(given))} names are given",
+            do="give each of its parameters one name, in the order of its groups",
+        )
+    names = list(plain_names(dict.fromkeys(given)))
+    models = {match[0] for name in tensors if (match := _MODEL.match(name))}
+    for prefix in ("", model_prefix(index), *sorted(models)):
+        full = [name if name == f"parameter.{i}" else f"{prefix}{name}" for i, name in enumerate(names)]
+        if all(name in tensors or name == f"parameter.{i}" for i, name in enumerate(full)):
+            return full
+    unknown = [name for name in names if not any(f"{prefix}{name}" in tensors for prefix in ("", *models))]
+    raise CheckpointError(
+        f"no model in {folder} has all parameters of optimizer {index}: {', '.join((unknown or names)[:3])}",
+        do="give the names that the model's own named_parameters() has",
+    )
