@@ -14,6 +14,8 @@ TEST_PROCESSES ?= 3
 # In the order of tests/order.py.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
+PROSE := docs $(wildcard *.md)
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test check format soak repeat clusters bench peers side-by-side lock test-gpu other-torch clean
 
@@ -26,11 +28,13 @@ demo: $(VENV)/.stamp ## train a small model on two CPU processes
 test: $(VENV)/.stamp ## run every test that needs no GPU
 	@$(BIN)/python -m pytest -m "not soak and not gpu" -n $(TEST_PROCESSES) $(BY_FILE)
 
-check: $(VENV)/.stamp ## format, lint, types, layering
+check: $(VENV)/.stamp ## format, lint, spelling, prose, types, layers
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/ruff check --quiet .
+	@$(BIN)/codespell $(PROSE) src tests examples benchmarks Makefile pyproject.toml
+	@$(BIN)/proselint check --config .proselintrc.json $(PROSE)
 	@$(BIN)/mypy --no-error-summary
-	@$(BIN)/python -m pytest tests/test_layering.py
+	@$(BIN)/python -m pytest tests/test_layering.py tests/test_import_contracts.py
 
 format: $(VENV)/.stamp ## rewrite the files as `make check` wants them
 	@$(BIN)/ruff format --quiet .

@@ -1,180 +1,134 @@
-"""The layers and the other rules of the source (CONTRIBUTING.md), and that each rule sees a planted violation."""
+"""The rules of the source (CONTRIBUTING.md) that are ours, and that each rule sees a planted violation."""
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.layering import (
-    FACES,
-    LAYERS,
-    ROOT_FILES,
-    eager_torch,
+from tests.source_rules import (
+    duplicate_classes,
     engine_branches,
-    environment_access,
-    is_torch_free,
-    layer_of,
+    full_folders,
+    long_functions,
+    missing_paths,
     module_state,
     more_than_reexports,
-    torch_cuda,
-    upward_imports,
+    private_reads,
     violations,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "echelon"
-FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
+SOURCES = {path.relative_to(SOURCE).as_posix(): path.read_text() for path in sorted(SOURCE.rglob("*.py"))}
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+
+# What starts in milliseconds: these import without torch. Folders, or single modules.
+TORCH_FREE = (
+    "base/",
+    "config/",
+    "status/",
+    "diagnose/",
+    "launch/",
+    "cli/",
+    "world/__init__.py",
+    "world/environment.py",
+) + tuple(
+    f"compat/{name}.py"
+    for name in ("__init__", "constants", "machine", "probes", "reexports", "unsupported", "variables")
+)
+# Torch's elastic agent is what these are made of; the rest of launch/ imports them when it starts processes.
+TORCH_AT_IMPORT = ("launch/agent.py", "launch/multinode/rendezvous.py")
+
+# What "The house redrawn" has not reached yet: at most so many. Lower a number when yours is lower; 0: delete the entry.
+PRIVATE_READS_LEFT = {"accelerator/": 85, "testing/": 3, "trainer/": 105}
+LONG_FUNCTIONS_LEFT = frozenset(
+    [
+        "__init__",
+        "load_content",
+        "begin_save",
+        "save_folder",
+        "_launch",
+        "_own_options",
+        "prepare_loader",
+        "dispatch",
+        "diagnose",
+        "notebook_launcher",
+        "make_plan",
+    ]
+)
+LONG_FILES = {"accelerator/accelerator.py": 1450, "trainer/trainer.py": 1350}  # the aim: 600 lines each
 
 
-@pytest.mark.parametrize("path", FILES)
+@pytest.mark.parametrize("path", SOURCES)
 def test_the_source_keeps_the_rules(path: str) -> None:
-    assert violations(path, (SOURCE / path).read_text()) == []
+    assert violations(path, SOURCES[path]) == []
 
 
 def test_the_torch_free_modules_load_without_torch() -> None:
-    modules = [_dotted(path) for path in FILES if is_torch_free(path)]
+    modules = [_dotted(path) for path in SOURCES if path.startswith(TORCH_FREE) and path not in TORCH_AT_IMPORT]
     assert "echelon.base.errors" in modules
     assert _first_that_loads_torch(modules) is None
 
 
-def test_the_architecture_page_shows_these_layers() -> None:
-    rows = re.findall(
-        r"^\| *(\d+) *\| *((?:`\w+/` *)+)\|", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE
-    )
-    table = {int(number): tuple(re.findall(r"`(\w+)/`", folders)) for number, folders in rows}
-    assert table == dict(enumerate(LAYERS))
+def test_no_file_reads_the_private_names_of_another() -> None:
+    found = list(private_reads(SOURCES))
+    left = {folder: [text for text in found if text.startswith(folder)] for folder in PRIVATE_READS_LEFT}
+    assert [text for text in found if not text.startswith(tuple(PRIVATE_READS_LEFT))] == []
+    assert {folder: texts for folder, texts in left.items() if len(texts) > PRIVATE_READS_LEFT[folder]} == {}
 
 
-def test_every_layer_has_its_folders_and_every_folder_its_layer() -> None:
-    there = {path.name for path in SOURCE.iterdir() if path.is_dir() and any(path.glob("*.py"))}
-    assert {folder for layer in LAYERS for folder in layer} == there - FACES
+def test_a_read_of_a_private_name_is_seen() -> None:
+    sources = {
+        "a.py": "class A:\n    def __init__(self):\n        self._x = 1\n    def f(self, other):\n        return other._x"
+    }
+    assert list(private_reads(sources)) == []
+    sources["b.py"] = "def g(a):\n    return a._x + a.f(a)._replace(x=1) + a.y"
+    assert list(private_reads(sources)) == ["b.py:2: reads a._x, which is private to another file"]
+    assert list(private_reads({**sources, "b.py": "class B:\n    def g(self):\n        return self._x"})) == []
 
 
-def test_no_folder_is_on_two_layers_or_is_a_face() -> None:
-    folders = [folder for layer in LAYERS for folder in layer]
-    assert len(folders) == len(set(folders))
-    assert not FACES & set(folders)
-
-
-@pytest.mark.parametrize("path", [*sorted(ROOT_FILES), "utils/operations.py", "state.py"])
-def test_what_is_outside_the_lines_may_import_anything(path: str) -> None:
-    assert upward_imports(path, "from echelon.trainer import Trainer\nfrom echelon import cli") == []
-
-
-@pytest.mark.parametrize(
-    ("path", "source"),
-    [
-        ("engines/ddp.py", "from echelon.accelerator import Accelerator"),
-        ("engines/ddp.py", "import echelon.accelerator.accelerator"),
-        ("engines/ddp.py", "from echelon import accelerator"),
-        ("engines/ddp.py", "def f():\n    from echelon.accelerator import Accelerator"),
-        ("engines/ddp.py", "if TYPE_CHECKING:\n    from echelon.accelerator import Accelerator"),
-        ("engines/ddp.py", "from ..accelerator import Accelerator"),
-        ("engines/ddp.py", "from .. import accelerator"),
-        ("engines/ddp.py", "import_module('echelon.accelerator')"),
-        ("engines/ddp.py", "importlib.import_module('echelon.accelerator.accelerator')"),
-        ("base/device.py", "from echelon.world.world import World"),
-        ("launch/spawn.py", "from echelon.distributed.setup import setup"),
-    ],
-)
-def test_an_import_of_a_higher_layer_is_seen(path: str, source: str) -> None:
-    assert len(found := upward_imports(path, source)) == 1, found
-    assert found[0].startswith(f"{path}:{source.count(chr(10)) + 1}: ")
-    assert found[0].endswith("up")
-
-
-@pytest.mark.parametrize(
-    ("path", "source"),
-    [
-        ("world/world.py", "from echelon.config.schema import RunConfig"),
-        ("data/loader.py", "from echelon.checkpoint.manifest import Manifest"),
-        ("trackers/wandb.py", "import echelon.precision.policy"),
-    ],
-)
-def test_an_import_of_a_neighbour_is_seen(path: str, source: str) -> None:
-    assert "both are on layer" in upward_imports(path, source)[0]
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "from echelon import World",
-        "import echelon",
-        "from echelon.utils import gather",
-        "from echelon.helpers import f",
-    ],
-)
-def test_an_import_around_the_layers_is_seen(source: str) -> None:
-    assert "name the module itself" in upward_imports("accelerator/accelerator.py", source)[0]
-
-
-def test_a_file_outside_every_layer_is_seen() -> None:
-    assert upward_imports("helpers.py", "") == ["helpers.py:1: 'helpers' is no folder of the layers and no face"]
-    assert upward_imports("common/tools.py", "") == [
-        "common/tools.py:1: 'common' is no folder of the layers and no face"
+def test_a_public_class_name_is_defined_once() -> None:
+    assert duplicate_classes(SOURCES) == []
+    assert duplicate_classes({"a.py": "class A: ...\nclass _B: ...", "b.py": "class A: ...\nclass _B: ..."}) == [
+        "class A is defined in a.py, b.py"
     ]
 
 
-def test_the_trainer_sees_the_accelerator_checkpoints_compat_and_base_only() -> None:
-    allowed = "from echelon.accelerator import Accelerator\nfrom echelon.base.errors import UsageError\nimport echelon.trainer.args"
-    assert upward_imports("trainer/trainer.py", allowed) == []
+def test_no_function_is_longer_than_80_lines() -> None:
+    found = [text for path, source in SOURCES.items() for text in long_functions(path, source)]
+    assert [text for text in found if not any(f": {name} has" in text for name in LONG_FUNCTIONS_LEFT)] == []
+
+
+def test_a_long_function_is_seen() -> None:
+    assert long_functions("a.py", "def f():\n" + "    g()\n" * 79) == []
+    assert long_functions("a.py", "\ndef f():\n" + "    g()\n" * 80) == ["a.py:2: f has 81 lines, over 80"]
+
+
+@pytest.mark.parametrize("path", LONG_FILES)
+def test_the_public_classes_stay_short(path: str) -> None:
+    assert SOURCES[path].count("\n") <= LONG_FILES[path]
+
+
+def test_no_folder_holds_more_than_20_files() -> None:
     assert (
-        "it may use accelerator, base, checkpoint, compat only"
-        in upward_imports("trainer/trainer.py", "from echelon.engines.base import Engine")[0]
-    )
-    assert "private name" in upward_imports("trainer/trainer.py", "from echelon.accelerator._steps import Step")[0]
-
-
-def test_imports_downward_and_of_the_own_folder_pass() -> None:
-    source = "import os\nimport torch\nfrom echelon import __version__, distributed\nfrom echelon.engines.base import Engine\nfrom echelon.base import environ"
-    assert upward_imports("engines/ddp.py", source) == []
-    assert upward_imports("engines/ddp.py", "from .base import Engine\nfrom ..data import sampler") == []
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import os\nos.environ['A'] = '1'",
-        "import os\nprint(os.environ.get('A'))",
-        "import os as _os\n_os.getenv('A')",
-        "import os.path\nos.putenv('A', '1')",
-        "import posix\nposix.environ",
-        "import os\ngetattr(os, 'environ')",
-        "import torch\nfrom os import environ",
-        "import torch\nfrom os import getenv as ask",
-    ],
-)
-def test_the_environment_outside_its_file_is_seen(source: str) -> None:
-    assert environment_access("world/environment.py", source) == [
-        "world/environment.py:2: the environment is read and written in base/environ.py only"
-    ]
-    assert environment_access("base/environ.py", source) == []
-
-
-def test_the_rest_of_os_and_our_own_environ_pass() -> None:
-    source = "import os\nfrom echelon.base import environ\nos.getpid()\nenviron.get('A')\nself.environ"
-    assert environment_access("world/environment.py", source) == []
-
-
-@pytest.mark.parametrize(
-    "source",
-    ["import torch\ntorch.cuda.synchronize()", "import torch as t\nt.cuda.is_available()", "\nimport torch.cuda"]
-    + ["\nfrom torch import cuda", "\nfrom torch.cuda import amp", "\nfrom torch.cuda.amp import GradScaler"],
-)
-def test_torch_cuda_outside_the_device_table_is_seen(source: str) -> None:
-    assert torch_cuda("precision/autocast.py", source)[0].startswith("precision/autocast.py:2: torch.cuda")
-    assert torch_cuda("base/device.py", source) == []
-
-
-def test_a_tensors_cuda_and_torch_accelerator_pass() -> None:
-    assert (
-        torch_cuda("precision/autocast.py", "import torch\ntorch.accelerator.synchronize()\nx.cuda()\n'torch.cuda'")
+        full_folders(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py*") if path.suffix != ".pyc")
         == []
     )
+    assert full_folders([f"a/{number}.py" for number in range(20)]) == []
+    assert full_folders([f"a/{number}.py" for number in range(21)] + ["a/b/c.py"]) == ["a/ holds 21 files, over 20"]
+
+
+@pytest.mark.parametrize("document", [pytest.param(path, id=path.name) for path in DOCUMENTS])
+def test_the_documents_name_paths_that_exist(document: Path) -> None:
+    assert missing_paths(document.name, document.read_text(), [ROOT, SOURCE, ROOT / "tests"]) == []
+
+
+def test_a_missing_path_is_seen() -> None:
+    text = "`base/` `launch/local/` `base/environ.py` but `floors/` and `base/nothing.py`; `OUT/model.py`"
+    assert missing_paths("a.md", text, [SOURCE]) == ["a.md: there is no base/nothing.py", "a.md: there is no floors/"]
 
 
 @pytest.mark.parametrize(
@@ -215,30 +169,6 @@ def test_a_branch_on_the_engine_is_seen(source: str) -> None:
 )
 def test_what_is_no_branch_on_the_engine_passes(source: str) -> None:
     assert engine_branches("accelerator/accelerator.py", source) == []
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import torch",
-        "import torch.distributed as dist",
-        "from torch import nn",
-        "try:\n    import torch\nexcept ImportError: ...",
-        "class A:\n    import torch",
-        "if TYPE_CHECKING: ...\nelse:\n    import torch",
-    ],
-)
-def test_an_eager_import_of_torch_is_seen(source: str) -> None:
-    assert len(eager_torch("config/schema.py", source)) == 1
-    assert len(eager_torch("world/environment.py", source)) == 1
-    assert eager_torch("world/group.py", source) == []
-
-
-@pytest.mark.parametrize(
-    "source", ["def f():\n    import torch", "if TYPE_CHECKING:\n    import torch", "import torchrun_like"]
-)
-def test_a_deferred_import_of_torch_passes(source: str) -> None:
-    assert eager_torch("config/schema.py", source) == []
 
 
 def test_a_module_that_loads_torch_through_another_one_is_named(
@@ -285,7 +215,7 @@ def test_constants_and_what_lives_in_functions_and_classes_pass() -> None:
         "for a in (): ...",
     ],
 )
-def test_code_in_a_face_is_seen(source: str) -> None:
+def test_code_in_a_compatibility_module_is_seen(source: str) -> None:
     assert len(more_than_reexports("state.py", source)) == 1
     assert len(more_than_reexports("utils/__init__.py", source)) == 1
     assert len(more_than_reexports("engines/__init__.py", source)) == 1
@@ -305,13 +235,6 @@ def test_aliases_and_calls_of_compat_stand_in_compatibility_modules_only(source:
     assert more_than_reexports("utils/__init__.py", source) == []
     assert more_than_reexports("__init__.py", source) == []
     assert len(more_than_reexports("engines/__init__.py", "import os\nos.getpid()")) == 1
-
-
-def test_layers_are_counted_from_base() -> None:
-    assert layer_of("base") == 0
-    assert layer_of("compat") + 1 == layer_of("config") == layer_of("world") == 2
-    assert layer_of("cli") == len(LAYERS) - 1 == 12
-    assert layer_of("utils") is None
 
 
 def _dotted(path: str) -> str:

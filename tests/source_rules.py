@@ -1,0 +1,304 @@
+"""Rules of the source of echelon that no tool covers, as functions from source text to the list of violations.
+
+Import directions are contracts of import-linter, `os.environ` and `torch.cuda` are banned names of ruff: pyproject.toml.
+``path`` is relative to ``src/echelon``, with slashes. ``test_layering.py`` runs the rules over the tree and over planted violations.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path, PurePosixPath
+
+__all__ = [
+    "COMPATIBILITY_MODULES",
+    "duplicate_classes",
+    "engine_branches",
+    "full_folders",
+    "long_functions",
+    "missing_paths",
+    "module_state",
+    "more_than_reexports",
+    "private_reads",
+    "violations",
+]
+
+# Module paths of accelerate that are kept so that its scripts run, and echelon.ray: re-exports only, outside the layers.
+COMPATIBILITY_MODULES = frozenset(
+    [
+        "big_modeling",
+        "checkpointing",
+        "commands",
+        "data_loader",
+        "hooks",
+        "inference",
+        "launchers",
+        "local_sgd",
+        "logging",
+        "memory_utils",
+        "optimizer",
+        "parallelism_config",
+        "ray",
+        "scheduler",
+        "state",
+        "tracking",
+        "utils",
+    ]
+)
+ENGINE_NAMES = frozenset({"single", "dp", "ddp", "zero1", "fsdp2", "deepspeed"})
+# Words of the field with other meanings, too (a mesh axis, one of something): an engine only beside an engine's variable.
+_AMBIGUOUS_ENGINES = frozenset({"single", "dp"})
+_MUTABLE_TYPES = frozenset(
+    {
+        "dict",
+        "list",
+        "set",
+        "bytearray",
+        "defaultdict",
+        "deque",
+        "Counter",
+        "OrderedDict",
+        "WeakKeyDictionary",
+        "WeakSet",
+    }
+    | {"WeakValueDictionary", "ChainMap"}
+)
+_MUTATORS = frozenset(
+    {
+        "add",
+        "append",
+        "clear",
+        "discard",
+        "extend",
+        "insert",
+        "pop",
+        "popitem",
+        "remove",
+        "setdefault",
+        "sort",
+        "update",
+    }
+)
+
+
+# Names with an underscore that the standard library, torch and transformers give to others.
+_FOREIGN_PRIVATE = frozenset(
+    ("_asdict", "_buffers", "_fields", "_get_device_type", "_make", "_metadata", "_modules", "_n_gpu", "_num_samples")
+    + ("_parameters", "_replace", "_shutdown", "_world")
+)
+
+
+def violations(path: str, source: str) -> list[str]:
+    """Return what every rule for one file finds."""
+    rules = (engine_branches, module_state, more_than_reexports)
+    return [found for rule in rules for found in rule(path, source)]
+
+
+def engine_branches(path: str, source: str) -> list[str]:
+    """Find decisions on which engine runs, outside ``engines/``: what callers may know is data (Capabilities)."""
+    if _folder(path) == "engines":
+        return []
+    lines = []
+    for node in ast.walk(_parse(source)):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            beside_engine = any("engine" in ast.unparse(side).lower() for side in sides)
+            names = {text for side in sides for text in _strings(side)} & ENGINE_NAMES
+            if names - (set() if beside_engine else _AMBIGUOUS_ENGINES) or any(map(_is_distributed_type, sides)):
+                lines.append(node.lineno)
+        elif isinstance(node, ast.Match):
+            beside_engine = "engine" in ast.unparse(node.subject).lower()
+            names = {text for case in node.cases for text in _strings(case.pattern)} & ENGINE_NAMES
+            if names - (set() if beside_engine else _AMBIGUOUS_ENGINES) or _is_distributed_type(node.subject):
+                lines.append(node.lineno)
+        elif isinstance(node, ast.Call) and _is_name(node.func, {"isinstance"}) and len(node.args) == 2:
+            classes = [n for n in ast.walk(node.args[1]) if isinstance(n, ast.Name | ast.Attribute)]
+            words = {n.id if isinstance(n, ast.Name) else n.attr for n in classes}
+            if any(word.endswith("Engine") and word != "Engine" for word in words):
+                lines.append(node.lineno)
+    return [f"{path}:{line}: a branch on the engine outside engines/" for line in sorted(lines)]
+
+
+def module_state(path: str, source: str) -> list[str]:
+    """Find mutable values of a module or class: a container that is no CONSTANT, a CONSTANT that is changed, a ``global``."""
+    tree = _parse(source)
+    found = []
+    constants = set()
+    for node in _module_level(tree):
+        if isinstance(node, ast.Assign):
+            targets, value = node.targets, node.value
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            targets, value = [node.target], node.value
+        else:
+            continue
+        for name in (target.id for target in targets if isinstance(target, ast.Name)):
+            if name.isupper():
+                constants.add(name)
+            elif name not in ("__all__", "__slots__") and _is_mutable(value):
+                found.append(f"{path}:{node.lineno}: {name} is mutable and lives as long as the process")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            found.append(f"{path}:{node.lineno}: global {', '.join(node.names)}")
+        elif (changed := _changed_name(node)) in constants:
+            found.append(f"{path}:{node.lineno}: {changed} is a constant and is changed")
+    return found
+
+
+def more_than_reexports(path: str, source: str) -> list[str]:
+    """Find functions, classes and computed values in a compatibility module or an ``__init__.py``."""
+    may_call = path == "__init__.py" or _folder(path) in COMPATIBILITY_MODULES
+    if not may_call and not path.endswith("/__init__.py"):
+        return []
+    return [
+        f"{path}:{node.lineno}: re-exports only: no code here"
+        for node in _parse(source).body
+        if not _is_reexport(node, may_call=may_call)
+    ]
+
+
+def _is_reexport(node: ast.stmt, *, may_call: bool) -> bool:
+    """Is it an import, a docstring, ``__all__``; in compatibility modules also an alias or a call of ``compat/``?"""
+    if isinstance(node, ast.If):
+        return _is_type_checking(node.test.operand if isinstance(node.test, ast.UnaryOp) else node.test) and all(
+            _is_reexport(child, may_call=may_call) for child in node.body + node.orelse
+        )
+    if isinstance(node, ast.Expr):
+        return isinstance(node.value, ast.Constant) or (may_call and isinstance(node.value, ast.Call))
+    if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        is_alias = may_call and isinstance(node.value, ast.Name | ast.Call)
+        return is_alias or all(_is_name(target, {"__all__"}) for target in targets)
+    return isinstance(node, ast.Import | ast.ImportFrom)
+
+
+def private_reads(sources: Mapping[str, str]) -> Iterator[str]:
+    """Find reads of another object's ``_name`` where a file of echelon other than the reader's defines that name."""
+    trees = {path: _parse(source) for path, source in sources.items()}
+    defined = {path: set(_defined_names(tree)) for path, tree in trees.items()}
+    everywhere = set().union(*defined.values()) - _FOREIGN_PRIVATE
+    for path, tree in trees.items():
+        private = {name for name in everywhere - defined[path] if re.match("_[^_]", name)}
+        for node in ast.walk(tree):
+            if (
+                isinstance(node, ast.Attribute)
+                and node.attr in private
+                and ast.unparse(node.value) not in ("self", "cls", "super()")
+            ):
+                yield f"{path}:{node.lineno}: reads {ast.unparse(node)}, which is private to another file"
+
+
+def duplicate_classes(sources: Mapping[str, str]) -> list[str]:
+    """Find public class names that are defined more than once."""
+    places = defaultdict(list)
+    for path, source in sources.items():
+        for node in ast.walk(_parse(source)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(path)
+    return [f"class {name} is defined in {', '.join(paths)}" for name, paths in places.items() if len(paths) > 1]
+
+
+def long_functions(path: str, source: str, *, limit: int = 80) -> list[str]:
+    """Find functions of more than ``limit`` lines."""
+    return [
+        f"{path}:{node.lineno}: {node.name} has {length} lines, over {limit}"
+        for node in ast.walk(_parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if (length := (node.end_lineno or node.lineno) - node.lineno + 1) > limit
+    ]
+
+
+def full_folders(paths: Iterable[str], *, limit: int = 20) -> list[str]:
+    """Find folders that hold more than ``limit`` files themselves."""
+    counts = Counter(PurePosixPath(path).parent.as_posix() for path in paths)
+    return [f"{folder}/ holds {count} files, over {limit}" for folder, count in counts.items() if count > limit]
+
+
+def missing_paths(document: str, text: str, roots: Iterable[Path]) -> list[str]:
+    """Find folders (`` `base/` ``) and Python files that a document names and that exist under none of ``roots``."""
+    named = sorted(set(re.findall(r"`([a-z][\w/]*/(?:\w+\.py)?)`", text)))
+    return [f"{document}: there is no {path}" for path in named if not any((root / path).exists() for root in roots)]
+
+
+@cache
+def _parse(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+def _defined_names(tree: ast.Module) -> Iterator[str]:
+    """Yield the names of functions, classes, fields and variables, and those of ``self``'s attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and _is_name(node.value, {"self", "cls"})
+        ):
+            yield node.attr
+
+
+def _folder(path: str) -> str:
+    return PurePosixPath(path).parts[0].removesuffix(".py")
+
+
+def _run_at_import(tree: ast.AST) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and _is_type_checking(node.test):
+            for other in node.orelse:
+                yield other
+                yield from _run_at_import(other)
+            continue
+        yield node
+        yield from _run_at_import(node)
+
+
+def _module_level(tree: ast.Module) -> Iterator[ast.stmt]:
+    for node in _run_at_import(tree):
+        if isinstance(node, ast.stmt) and not isinstance(node, ast.ClassDef):
+            yield node
+
+
+def _is_type_checking(test: ast.expr) -> bool:
+    return ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def _is_name(node: ast.AST, names: set[str]) -> bool:
+    return isinstance(node, ast.Name) and node.id in names
+
+
+def _strings(node: ast.AST) -> set[str]:
+    return {n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+
+
+def _is_distributed_type(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and (
+        node.attr == "distributed_type" or _is_name(node.value, {"DistributedType"})
+    )
+
+
+def _is_mutable(value: ast.expr) -> bool:
+    if isinstance(value, ast.Dict | ast.List | ast.Set | ast.DictComp | ast.ListComp | ast.SetComp):
+        return True
+    return (
+        isinstance(value, ast.Call) and ast.unparse(value.func).rpartition(".")[2].partition("[")[0] in _MUTABLE_TYPES
+    )
+
+
+def _changed_name(node: ast.AST) -> str | None:
+    """Return the plain name whose container ``node`` changes: ``NAME[key] = ..``, ``del NAME[key]``, ``NAME.append(..)``."""
+    if (
+        isinstance(node, ast.Subscript)
+        and isinstance(node.ctx, ast.Store | ast.Del)
+        and isinstance(node.value, ast.Name)
+    ):
+        return node.value.id
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _MUTATORS:
+        return node.func.value.id if isinstance(node.func.value, ast.Name) else None
+    return None
