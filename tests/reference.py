@@ -16,6 +16,7 @@ from torch import nn
 
 __all__ = [
     "PlainLoop",
+    "PlainTraining",
     "Round",
     "cut_batches",
     "dealt_batches",
@@ -23,6 +24,8 @@ __all__ = [
     "permutation",
     "sharded_order",
     "streamed_batches",
+    "train_plainly",
+    "warmup_then_linear",
 ]
 
 Round = list[list[int]]
@@ -196,3 +199,83 @@ class PlainLoop:
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         return total.detach()
+
+
+def warmup_then_linear(peak: float, *, warmup: int, total: int) -> Callable[[int], float]:
+    """Return the learning rate of each step: up to ``peak`` in ``warmup`` steps, and down to zero at step ``total``."""
+    return lambda step: peak * (step / warmup if step < warmup else max(0.0, (total - step) / (total - warmup)))
+
+
+@dataclass
+class PlainTraining:
+    """What ``train_plainly`` found in each update, and the model that it trained."""
+
+    model: nn.Module
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    batches: list[list[int]] = field(default_factory=list)
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """Return the parameters."""
+        return [parameter.detach() for parameter in self.model.parameters()]
+
+
+def train_plainly(
+    model: nn.Module,
+    loss_of: Callable[[list[int]], torch.Tensor | None],
+    *,
+    num_samples: int,
+    batch_size: int,
+    optimizer: torch.optim.Optimizer,
+    epochs: int = 1,
+    seed: int | None = None,
+    accumulation: int = 1,
+    drop_last: bool = False,
+    rate: Callable[[int], float] | None = None,
+    clip: Callable[[Iterator[nn.Parameter]], Any] | None = None,
+) -> PlainTraining:
+    """Train in one process over batches of the samples ``0 ... num_samples - 1``.
+
+    Args:
+        model: trained in place.
+        loss_of: the mean loss of the samples of a batch; None: they have no items, and the gradient is zero.
+        num_samples: of an epoch.
+        batch_size: of all ranks together.
+        optimizer: of the parameters of ``model``.
+        epochs: passes over the samples.
+        seed: each epoch has the order ``permutation(seed, epoch)``; None: in sequence.
+        accumulation: batches of an update, whose loss is the mean over them.
+        drop_last: leave out a short last batch.
+        rate: the learning rate of each step; None: that of ``optimizer``.
+        clip: clips the gradients before each step, and returns their norm.
+    """
+    found = PlainTraining(model)
+    for epoch in range(epochs):
+        torch.empty((), dtype=torch.int64).random_()  # a DataLoader draws the seed of its workers
+        order = range(num_samples) if seed is None else permutation(num_samples, seed=seed, epoch=epoch)
+        batches = batches_of(order, batch_size, drop_last=drop_last)
+        for start in range(0, len(batches), accumulation):
+            window = batches[start : start + accumulation]
+            optimizer.zero_grad()
+            total = 0.0
+            for batch in window:
+                loss = loss_of(batch)
+                if loss is not None:
+                    loss = loss / len(window)
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    total += loss.item()
+            for parameter in model.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            if rate is not None:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate(len(found.losses))
+            if clip is not None:
+                found.norms.append(float(clip(model.parameters())))
+            optimizer.step()
+            found.losses.append(total)
+            found.rates.append(float(optimizer.param_groups[0]["lr"]))
+            found.batches.append([index for batch in window for index in batch])
+    return found

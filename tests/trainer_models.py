@@ -1,4 +1,4 @@
-"""What the tests of the Trainer train: a line, its data, and quiet arguments."""
+"""What the tests of the Trainer train: models, their data, quiet arguments, and the plain loop over the same rows."""
 
 from __future__ import annotations
 
@@ -9,18 +9,42 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from echelon.trainer import TrainingArguments
+from echelon.trainer import Trainer, TrainerCallback, TrainingArguments
+from tests.reference import PlainTraining, train_plainly
 
-__all__ = ["DATA", "Line", "Net", "arguments", "net_data"]
+__all__ = [
+    "CONSTANT_SGD",
+    "DATA",
+    "DividingNet",
+    "EndsAfter",
+    "IgnoringNet",
+    "Line",
+    "Net",
+    "arguments",
+    "divided",
+    "logged",
+    "net_data",
+    "stacked",
+    "train_rows_plainly",
+]
+
+Rows = list[dict[str, torch.Tensor]]
+
+CONSTANT_SGD: dict[str, Any] = {
+    "learning_rate": 0.1,
+    "optim": "sgd",
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0,
+}
 
 
 class Line(nn.Module):
     """y = w x + b, from zero; it computes its own loss, as the models of transformers do."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: float = 0.0) -> None:
         super().__init__()
         self.layer = nn.Linear(1, 1)
-        nn.init.zeros_(self.layer.weight)
+        nn.init.constant_(self.layer.weight, start)
         nn.init.zeros_(self.layer.bias)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
@@ -36,22 +60,68 @@ class Net(nn.Module):
 
     main_input_name = "x"
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(4)
-        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        layers = [nn.Linear(6, 8), nn.Tanh(), *([nn.Dropout(dropout)] if dropout else []), nn.Linear(8, 3)]
+        self.layers = nn.Sequential(*layers).double()
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         logits = self.layers(x)
         return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
-def net_data(n: int) -> list[dict[str, torch.Tensor]]:
-    """Return ``n`` samples for ``Net``."""
+class DividingNet(Net):
+    """Divides the sum of its losses by ``num_items_in_batch``, as the language models of transformers do."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, **kwargs: Any) -> dict[str, torch.Tensor]:
+        outputs = super().forward(x, labels)
+        items = kwargs.get("num_items_in_batch")
+        if labels is not None and items is not None:
+            outputs["loss"] = divided(outputs, labels, items)
+        return outputs
+
+
+class IgnoringNet(Net):
+    """Takes every keyword argument, and returns the mean."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, **kwargs: Any) -> dict[str, torch.Tensor]:
+        return super().forward(x, labels)
+
+
+def divided(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """Return the sum over the labels by their number; without a number, an error."""
+    return F.cross_entropy(outputs["logits"], labels, reduction="sum") / num_items_in_batch
+
+
+def net_data(n: int, *, unlabelled: Any = ()) -> Rows:
+    """Return ``n`` samples for ``Net``; the labels of the samples ``unlabelled`` do not count."""
     generator = torch.Generator().manual_seed(1)
     return [
-        {"x": torch.randn(6, generator=generator, dtype=torch.float64), "labels": torch.tensor(i % 3)} for i in range(n)
+        {
+            "x": torch.randn(6, generator=generator, dtype=torch.float64),
+            "labels": torch.tensor(-100 if i in unlabelled else i % 3),
+        }
+        for i in range(n)
     ]
+
+
+def stacked(rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the inputs and the labels of ``rows`` as one batch."""
+    return torch.stack([row["x"] for row in rows]), torch.stack([row["labels"] for row in rows])
+
+
+def train_rows_plainly(
+    model: nn.Module, rows: Rows, *, optimizer: torch.optim.Optimizer | None = None, **options: Any
+) -> PlainTraining:
+    """Train ``model``, which computes its own loss, on ``rows`` by a plain loop; by default as ``CONSTANT_SGD``."""
+    return train_plainly(
+        model,
+        lambda batch: model(*stacked([rows[i] for i in batch]))["loss"],
+        num_samples=len(rows),
+        optimizer=optimizer or torch.optim.SGD(model.parameters(), lr=0.1),
+        **options,
+    )
 
 
 def arguments(folder: Path | str, **options: Any) -> TrainingArguments:
@@ -65,4 +135,22 @@ def arguments(folder: Path | str, **options: Any) -> TrainingArguments:
         "disable_tqdm": True,
         "use_cpu": True,
     }
+    if "logging_steps" in options:
+        defaults["logging_strategy"] = "steps"
     return TrainingArguments(**{**defaults, **options})
+
+
+def logged(trainer: Trainer, name: str = "loss") -> list[float]:
+    """Return the values of ``name`` in the logs of the training steps."""
+    return [entry[name] for entry in trainer.state.log_history if "loss" in entry]
+
+
+class EndsAfter(TrainerCallback):
+    """Ends a training after a step, and saves there; None: never."""
+
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            control.should_save = control.should_training_stop = True

@@ -10,78 +10,53 @@ import torch.nn.functional as F
 from torch import nn
 
 from echelon.base.errors import DesyncError, UsageError
-from echelon.trainer import EvalPrediction, Trainer, TrainerCallback, TrainingArguments
+from echelon.trainer import EvalPrediction, Trainer, TrainerCallback
 from tests.harness import RanksFailed, run_on_ranks
-from tests.trainer_models import Net, net_data
+from tests.reference import warmup_then_linear
+from tests.trainer_models import CONSTANT_SGD, Net, arguments, logged, net_data, stacked, train_rows_plainly
 
 SEED = 4
 
 
 def _train(folder: str, accumulation: int, optim: str) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], float]:
-    args = TrainingArguments(
-        output_dir=folder,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=accumulation,
-        num_train_epochs=2,
-        learning_rate=0.05,
-        warmup_steps=2,
-        optim=optim,
-        max_grad_norm=0.2,
-        logging_steps=2,
-        save_strategy="steps",
-        save_steps=3,
-        seed=SEED,
-        disable_tqdm=True,
-        use_cpu=True,
-    )
+    args = arguments(
+        folder, per_device_train_batch_size=4, gradient_accumulation_steps=accumulation, num_train_epochs=2, learning_rate=0.05,
+        warmup_steps=2, optim=optim, max_grad_norm=0.2, logging_steps=2, save_strategy="steps", save_steps=3, seed=SEED,
+    )  # fmt: skip
     trainer = Trainer(Net(), args, train_dataset=net_data(48))
     result = trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     return logs, {k: v.clone() for k, v in trainer.model.state_dict().items()}, result.training_loss
 
 
-def _reference(accumulation: int, optim: str) -> tuple[list[dict[str, float]], nn.Module, float]:
-    """Train by a plain loop with the batch of both ranks."""
-    model, data = Net(), net_data(48)
-    kind: Any = {"sgd": torch.optim.SGD, "adamw_torch": torch.optim.AdamW}[optim]
-    optimizer = kind(model.parameters(), lr=0.05, weight_decay=0.0)
-    size = 4 * 2 * accumulation
-    per_epoch = -(-48 // size)
-    logs, window, all_losses = [], [], []
-    for epoch in range(2):
-        order = torch.randperm(48, generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
-        for start in range(0, 48, size):
-            # Each micro-batch of a rank weighs the same, also in the short last update.
-            rows = [data[i] for i in order[start : start + size]]
-            loss = model(torch.stack([r["x"] for r in rows]), torch.stack([r["labels"] for r in rows]))["loss"]
-            optimizer.zero_grad()
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2)
-            step = len(all_losses)
-            rate = 0.05 * (step / 2 if step < 2 else (2 * per_epoch - step) / (2 * per_epoch - 2))
-            optimizer.param_groups[0]["lr"] = rate
-            optimizer.step()
-            window.append(loss.item())
-            all_losses.append(loss.item())
-            if len(all_losses) % 2 == 0:
-                logs.append({"loss": sum(window) / 2, "grad_norm": norm.item(), "learning_rate": rate})
-                window = []
-    return logs, model, sum(all_losses) / len(all_losses)
-
-
 @pytest.mark.parametrize(("accumulation", "optim"), [(1, "sgd"), (1, "adamw_torch"), (4, "sgd"), (4, "adamw_torch")])
 def test_two_ranks_train_as_one_process_with_both_batches(tmp_path: Any, accumulation: int, optim: str) -> None:
     # float64; only the order of additions differs. AdamW turns the noise of a zero gradient into a step: 1e-9.
     tolerance = 1e-12 if optim == "sgd" else 1e-9
-    expected, model, mean = _reference(accumulation, optim)
+    model = Net()
+    kind: Any = {"sgd": torch.optim.SGD, "adamw_torch": torch.optim.AdamW}[optim]
+    size = 4 * 2 * accumulation  # each micro-batch of a rank weighs the same, also in the short last update
+    plain = train_rows_plainly(
+        model,
+        net_data(48),
+        batch_size=size,
+        epochs=2,
+        seed=SEED,
+        optimizer=kind(model.parameters(), weight_decay=0.0),
+        rate=warmup_then_linear(0.05, warmup=2, total=2 * -(-48 // size)),
+        clip=lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.2),
+    )
+    losses = torch.tensor(plain.losses, dtype=torch.float64)
     for logs, weights, training_loss in run_on_ranks(_train, str(tmp_path), accumulation, optim, world_size=2):
-        assert len(logs) == len(expected)
-        for found, wanted in zip(logs, expected):
-            for name, value in wanted.items():
-                assert found[name] == pytest.approx(value, rel=tolerance), name
+        for name, expected in (
+            ("loss", losses.view(-1, 2).mean(1).tolist()),
+            ("grad_norm", plain.norms[1::2]),
+            ("learning_rate", plain.rates[1::2]),
+        ):
+            assert [entry[name] for entry in logs] == pytest.approx(expected, rel=tolerance), name
         for name, value in model.state_dict().items():
             torch.testing.assert_close(weights[name], value, rtol=tolerance, atol=tolerance * 1e-2)
-        assert training_loss == pytest.approx(mean, rel=tolerance)
+        assert training_loss == pytest.approx(losses.mean().item(), rel=tolerance)
     steps = 12 if accumulation == 1 else 4
     expected_folders = {f"checkpoint-{step}" for step in {*range(3, steps + 1, 3), steps}}
     assert {path.name for path in tmp_path.iterdir()} == expected_folders
@@ -93,9 +68,7 @@ def _metrics(result: EvalPrediction) -> dict[str, float]:
 
 
 def _evaluate(folder: str, n: int, batch_size: int) -> tuple[dict[str, float], Any, Any]:
-    args = TrainingArguments(
-        output_dir=folder, per_device_eval_batch_size=batch_size, use_cpu=True, disable_tqdm=True, save_strategy="no"
-    )
+    args = arguments(folder, per_device_eval_batch_size=batch_size)
     trainer = Trainer(Net(), args, eval_dataset=net_data(n), compute_metrics=_metrics)
     metrics = trainer.evaluate()
     output = trainer.predict(net_data(n))
@@ -107,10 +80,8 @@ def _evaluate(folder: str, n: int, batch_size: int) -> tuple[dict[str, float], A
 )
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_an_evaluation_counts_each_sample_once(tmp_path: Any, n: int, batch_size: int, world_size: int) -> None:
-    rows = net_data(n)
-    with torch.no_grad():
-        logits = Net()(torch.stack([row["x"] for row in rows]))["logits"]
-    labels = torch.stack([row["labels"] for row in rows])
+    x, labels = stacked(net_data(n))
+    logits = Net()(x)["logits"].detach()
     for metrics, predictions, label_ids in run_on_ranks(_evaluate, str(tmp_path), n, batch_size, world_size=world_size):
         # float64; matrix products of other batch sizes differ in the last bits.
         torch.testing.assert_close(torch.from_numpy(predictions), logits, rtol=1e-13, atol=1e-14)
@@ -120,25 +91,22 @@ def test_an_evaluation_counts_each_sample_once(tmp_path: Any, n: int, batch_size
         assert metrics["eval_loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-13)
 
 
-def _speak(folder: str) -> tuple[list[str], int]:
-    spoken: list[str] = []
+def _print_logs(folder: str) -> tuple[list[bool], int]:
+    on_rank_zero: list[bool] = []
 
-    class Listens(TrainerCallback):
+    class Recorder(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            spoken.append("world" if state.is_world_process_zero else "other")
+            on_rank_zero.append(state.is_world_process_zero)
 
-    args = TrainingArguments(
-        output_dir=folder, max_steps=1, logging_steps=1, use_cpu=True, save_strategy="no", disable_tqdm=False
-    )
-    trainer = Trainer(Net(), args, train_dataset=net_data(8), callbacks=[Listens()])
+    args = arguments(folder, max_steps=1, logging_steps=1, disable_tqdm=False)
+    trainer = Trainer(Net(), args, train_dataset=net_data(8), callbacks=[Recorder()])
     trainer.train()
     trainer.log_metrics("train", {"train_loss": 1.0})
-    return spoken, args.world_size
+    return on_rank_zero, args.world_size
 
 
 def test_only_rank_zero_prints(tmp_path: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    answers = run_on_ranks(_speak, str(tmp_path), world_size=2)
-    assert answers == [(["world"] * 2, 2), (["other"] * 2, 2)]
+    assert run_on_ranks(_print_logs, str(tmp_path), world_size=2) == [([True] * 2, 2), ([False] * 2, 2)]
     lines = [line for line in capfd.readouterr().out.splitlines() if "loss" in line or "*****" in line]
     assert len(lines) == 4  # the step, the summary, and the two of the table
     assert all(line.startswith("[rank 0] ") for line in lines)
@@ -159,20 +127,8 @@ def _tokens(folder: str) -> float:
     labels = torch.full((4, 4), -100.0, dtype=torch.float64)
     for row, count in enumerate((1, 4, 2, 3)):
         labels[row, :count] = 1.0
-    args = TrainingArguments(
-        output_dir=folder,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=2,
-        num_train_epochs=1,
-        logging_steps=1,
-        max_grad_norm=0,
-        optim="sgd",
-        learning_rate=0.001,
-        lr_scheduler_type="constant",
-        save_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
-    )
+    options = {**CONSTANT_SGD, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "logging_steps": 1}
+    args = arguments(folder, **{**options, "learning_rate": 0.001})
     model = Counts()
     trainer = Trainer(model, args, train_dataset=[{"x": x[i], "labels": labels[i]} for i in range(4)])
     trainer.train()
@@ -189,48 +145,37 @@ def test_tokens_of_all_ranks_weigh_equally(tmp_path: Any) -> None:
     assert max(run_on_ranks(_tokens, str(tmp_path), world_size=2)) < 1e-14
 
 
-def _metric_missing(folder: str) -> None:
-    Trainer(Net(), TrainingArguments(output_dir=folder, use_cpu=True), train_dataset=None).train()
+def _train_without_data(folder: str) -> None:
+    Trainer(Net(), arguments(folder), train_dataset=None).train()
 
 
 def test_an_error_names_the_rank(tmp_path: Any) -> None:
     with pytest.raises(RanksFailed) as failed:
-        run_on_ranks(_metric_missing, str(tmp_path), world_size=2)
+        run_on_ranks(_train_without_data, str(tmp_path), world_size=2)
     error = failed.value.errors[1]
     assert isinstance(error, UsageError)
     assert error.where == "rank 1, Trainer(train_dataset=)"
 
 
-class _LeavesItsEpochs(TrainerCallback):
+class _StopsEachEpoch(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_epoch_stop = True
 
 
 def _uneven(folder: str, num_samples: int) -> tuple[list[float], list[torch.Tensor]]:
-    args = TrainingArguments(
-        output_dir=folder,
-        per_device_train_batch_size=4,
-        num_train_epochs=2,
-        learning_rate=0.1,
-        lr_scheduler_type="linear",
-        optim="sgd",
-        accelerator_config={"even_batches": False},
-        logging_steps=1,
-        save_strategy="no",
-        seed=SEED,
-        disable_tqdm=True,
-        use_cpu=True,
-    )
-    trainer = Trainer(Net(), args, train_dataset=net_data(num_samples), callbacks=[_LeavesItsEpochs()])
+    args = arguments(
+        folder, per_device_train_batch_size=4, num_train_epochs=2, learning_rate=0.1, lr_scheduler_type="linear", optim="sgd",
+        accelerator_config={"even_batches": False}, logging_steps=1, seed=SEED,
+    )  # fmt: skip
+    trainer = Trainer(Net(), args, train_dataset=net_data(num_samples), callbacks=[_StopsEachEpoch()])
     trainer.train()
-    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
-    return rates, [p.detach() for p in trainer.model.parameters()]
+    return logged(trainer, "learning_rate"), [p.detach() for p in trainer.model.parameters()]
 
 
-def test_ranks_with_other_numbers_of_batches_have_one_schedule(tmp_path: Any) -> None:
-    """Three batches for two ranks: the rank that has one planned half as many steps, and came to 0 in the second one."""
+def test_ranks_with_different_numbers_of_batches_share_one_schedule(tmp_path: Any) -> None:
+    """Three batches for two ranks: the rank with one batch must not plan half as many steps."""
     (rates, weights), (other_rates, other_weights) = run_on_ranks(_uneven, str(tmp_path), 12)
-    # Two epochs of two steps are planned, and each is left after its first: steps 0 and 1 of 4.
+    # Two epochs of two steps are planned, and each ends after its first step: steps 0 and 1 of 4.
     assert rates == other_rates == pytest.approx([0.1, 0.1 * (1 - 1 / 4)])
     assert all(torch.equal(*both) for both in zip(weights, other_weights))  # the same gradients on both
 

@@ -9,43 +9,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from echelon.trainer import Trainer, TrainerCallback
+from echelon.trainer import Trainer
 from tests.harness import run_on_ranks
-from tests.trainer_models import Net, arguments, net_data
-
-
-class Dividing(Net):
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, **kwargs: Any) -> dict[str, torch.Tensor]:
-        logits = self.layers(x)
-        if labels is None:
-            return {"logits": logits}
-        items = kwargs.get("num_items_in_batch")
-        if items is None:
-            return {"loss": F.cross_entropy(logits, labels), "logits": logits}
-        return {"loss": F.cross_entropy(logits, labels, reduction="sum") / items, "logits": logits}
-
-
-class Ignoring(Net):
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, **kwargs: Any) -> dict[str, torch.Tensor]:
-        return super().forward(x, labels)
-
-
-def _divided(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    return F.cross_entropy(outputs["logits"], labels, reduction="sum") / num_items_in_batch
+from tests.trainer_models import DividingNet, EndsAfter, IgnoringNet, Net, arguments, divided, logged, net_data, stacked
 
 
 def _data(n: int) -> list[dict[str, torch.Tensor]]:
     """Batches hold different numbers of labels that count, and one holds none."""
-    return [
-        {**row, "labels": torch.tensor(-100) if i in (1, 5, 8, 9, 10, 11) else row["labels"]}
-        for i, row in enumerate(net_data(n))
-    ]
+    return net_data(n, unlabelled=(1, 5, 8, 9, 10, 11))
 
 
 _KINDS: dict[str, Any] = {
-    "function": (Net, {"compute_loss_func": _divided}),
-    "model": (Dividing, {}),
-    "smoothed": (Dividing, {"label_smoothing_factor": 0.1}),
+    "function": (Net, {"compute_loss_func": divided}),
+    "model": (DividingNet, {}),
+    "smoothed": (DividingNet, {"label_smoothing_factor": 0.1}),
     "mean": (Net, {}),
 }
 
@@ -67,10 +44,10 @@ def _expected(kind: str, n: int, *, num_together: int) -> float:
     total = counted = 0.0
     for start in range(0, n, size):
         part = rows[start : start + size]
-        labels = torch.stack([row["labels"] for row in part])
+        x, labels = stacked(part)
         if not bool((labels != -100).any()):
             continue  # no label, no loss: left out of the mean
-        logits = model.layers(torch.stack([row["x"] for row in part]))
+        logits = model.layers(x)
         smoothing = 0.1 if kind == "smoothed" else 0.0
         total += F.cross_entropy(logits, labels, label_smoothing=smoothing).item() * len(part)
         counted += len(part)
@@ -109,32 +86,25 @@ def test_an_exact_evaluation_is_the_mean_over_all_labels_on_any_number_of_ranks(
 
 
 def _train(folder: str, options: dict[str, Any]) -> tuple[list[str], list[float]]:
-    args = arguments(folder, logging_strategy="steps", logging_steps=1, learning_rate=0.0, **options)
-    trainer = Trainer(Ignoring(), args, train_dataset=net_data(12))
+    args = arguments(folder, logging_steps=1, learning_rate=0.0, **options)
+    trainer = Trainer(IgnoringNet(), args, train_dataset=net_data(12))
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         trainer.train()
-    told = [str(one.message) for one in found if "num_items_in_batch" in str(one.message)]
-    return told, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    texts = [str(one.message) for one in found if "num_items_in_batch" in str(one.message)]
+    return texts, logged(trainer)
 
 
-def test_a_loss_that_ignores_the_number_is_told_with_its_factor(tmp_path: Any) -> None:
+def test_a_loss_that_ignores_the_number_is_warned_of_with_its_factor(tmp_path: Any) -> None:
     (first, losses), (second, _) = run_on_ranks(_train, str(tmp_path), {"gradient_accumulation_steps": 3}, world_size=2)
     assert len(first) == 1
     assert "counts 6 times" in first[0]
     assert "(3 batches of an update x 2 processes)" in first[0]
-    assert not second  # rank zero speaks
+    assert not second  # rank zero warns
     order = torch.randperm(12, generator=torch.Generator().manual_seed(42)).tolist()
-    rows = [net_data(12)[i] for i in order]
-    logits = Net().layers(torch.stack([row["x"] for row in rows]))
-    mean = F.cross_entropy(logits, torch.stack([row["labels"] for row in rows])).item()
+    x, labels = stacked([net_data(12)[i] for i in order])
+    mean = F.cross_entropy(Net().layers(x), labels).item()
     assert losses == [pytest.approx(6 * mean, rel=1e-12)]  # as transformers logs it
-
-
-class _Stops(TrainerCallback):
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 3:
-            control.should_save = control.should_training_stop = True
 
 
 def _resumed(folder: str) -> tuple[float, list[float], list[float]]:
@@ -146,23 +116,22 @@ def _resumed(folder: str) -> tuple[float, list[float], list[float]]:
             losses.append(float(loss))
             return loss
 
-    options: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 4, "learning_rate": 0.1, "optim": "sgd"}
+    options: dict[str, Any] = {"logging_steps": 4, "learning_rate": 0.1, "optim": "sgd"}
     rows = net_data(24)
-    Noting(Net(), arguments(folder, **options), train_dataset=rows, callbacks=[_Stops()]).train()
+    Noting(Net(), arguments(folder, **options), train_dataset=rows, callbacks=[EndsAfter(3)]).train()
     trainer = Noting(Net(), arguments(folder, **options), train_dataset=rows)
     result = trainer.train(resume_from_checkpoint=True)
-    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return result.training_loss, losses, logged
+    return result.training_loss, losses, logged(trainer)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_mean_of_a_training_that_goes_on_within_a_window_is_that_of_its_own_steps(
+def test_the_mean_loss_after_a_resume_within_a_logging_window_is_that_of_its_own_steps(
     tmp_path: Any, world_size: int
 ) -> None:
     answers = run_on_ranks(_resumed, str(tmp_path), world_size=world_size)
     num_steps = 24 // 2 // world_size
     steps = torch.tensor([losses for _, losses, _ in answers], dtype=torch.float64).mean(dim=0).tolist()
     assert len(steps) == num_steps
-    for mean, _, logged in answers:
+    for mean, _, values in answers:
         assert mean == pytest.approx(sum(steps[3:]) / (num_steps - 3), rel=1e-12)
-        assert logged[0] == pytest.approx(sum(steps[:4]) / 4, rel=1e-12)  # the window is whole
+        assert values[0] == pytest.approx(sum(steps[:4]) / 4, rel=1e-12)  # the window is whole

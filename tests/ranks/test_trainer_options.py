@@ -17,33 +17,18 @@ from echelon.trainer import EvalPrediction, NonFiniteError, Trainer, TrainingArg
 from echelon.trainer.callbacks.time_limit import TimeLimitCallback
 from echelon.trainer.features.hyperparameter_search import BestRun
 from tests.harness import RanksFailed, run_on_ranks
-from tests.trainer_models import Net, arguments, net_data
+from tests.trainer_models import CONSTANT_SGD, Net, arguments, net_data, stacked, train_rows_plainly
 
 
 def _args(folder: str, **options: Any) -> TrainingArguments:
-    rate: dict[str, Any] = {"learning_rate": 0.1, "lr_scheduler_type": "constant", "optim": "sgd", "max_grad_norm": 0.0}
-    return arguments(
-        folder, **{"per_device_eval_batch_size": 2, "logging_strategy": "steps", "logging_steps": 1, **rate, **options}
-    )
+    return arguments(folder, **{**CONSTANT_SGD, "per_device_eval_batch_size": 2, "logging_steps": 1, **options})
 
 
-def _plain(n: int, batch: int, rate: float = 0.1) -> Net:
-    """One pass by a plain loop with the batch of both ranks."""
-    model, data = Net(), net_data(n)
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(42)).tolist()
-    for start in range(0, n, batch):
-        rows = [data[i] for i in order[start : start + batch]]
-        loss = model(torch.stack([r["x"] for r in rows]), torch.stack([r["labels"] for r in rows]))["loss"]
-        gradients = torch.autograd.grad(loss, list(model.parameters()))
-        with torch.no_grad():
-            for parameter, gradient in zip(model.parameters(), gradients):
-                parameter -= rate * gradient
-    return model
-
-
-def _close(weights: dict[str, torch.Tensor], expected: nn.Module) -> None:
-    for name, value in expected.state_dict().items():
-        torch.testing.assert_close(weights[name], value, rtol=1e-12, atol=1e-14)  # float64, another order of additions
+def _plain(n: int, batch_size: int, rate: float = 0.1) -> nn.Module:
+    """Train for one epoch by a plain loop with the batches of both ranks."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    return train_rows_plainly(model, net_data(n), batch_size=batch_size, seed=42, optimizer=optimizer).model
 
 
 def _evaluate_by_batches(folder: str) -> tuple[dict[str, float], list[bool], list[int], int]:
@@ -63,9 +48,8 @@ def _evaluate_by_batches(folder: str) -> tuple[dict[str, float], list[bool], lis
 
 
 def test_metrics_by_batches_and_tokens_are_those_of_all_ranks(tmp_path: Path) -> None:
-    rows = net_data(7)
-    logits = Net()(torch.stack([row["x"] for row in rows]))["logits"]
-    labels = torch.stack([row["labels"] for row in rows])
+    x, labels = stacked(net_data(7))
+    logits = Net()(x)["logits"]
     for found, calls, inputs, tokens in run_on_ranks(_evaluate_by_batches, str(tmp_path), world_size=2):
         assert found["eval_accuracy"] == (logits.argmax(-1) == labels).double().mean().item()
         assert found["eval_loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-13)
@@ -124,9 +108,9 @@ def _shard(folder: str) -> dict[str, torch.Tensor]:
 
 
 def test_a_sharded_training_equals_the_plain_loop(tmp_path: Path) -> None:
-    expected = _plain(16, 4)
+    expected = dict(_plain(16, 4).state_dict())
     for weights in run_on_ranks(_shard, str(tmp_path), world_size=2):
-        _close(weights, expected)
+        torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-14)  # float64, another order of additions
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "end"]
 
 
@@ -155,12 +139,11 @@ def _search(folder: str) -> tuple[Any, list[float]]:
 
 def test_rank_zero_chooses_the_settings_of_a_search(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
-    (best, rates), (told, same) = run_on_ranks(_search, str(tmp_path), world_size=2)
-    assert told == best  # transformers: None beside rank zero, whose next line fails there
+    (best, rates), (received, same) = run_on_ranks(_search, str(tmp_path), world_size=2)
+    assert received == best  # transformers: None beside rank zero, whose next line fails there
     assert rates == same
     assert sorted(rates) == [0.1, 0.5]
-    rows = net_data(4)
-    x, labels = torch.stack([row["x"] for row in rows]), torch.stack([row["labels"] for row in rows])
+    x, labels = stacked(net_data(4))
     losses = {rate: F.cross_entropy(_plain(16, 4, rate)(x)["logits"], labels).item() for rate in (0.1, 0.5)}
     run = BestRun(*best)
     assert run.hyperparameters == {"learning_rate": min(losses, key=losses.__getitem__)}

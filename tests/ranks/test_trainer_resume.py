@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from echelon.base.errors import CheckpointError, ConfigError, UsageError
@@ -22,32 +21,15 @@ from echelon.trainer import Trainer, TrainerCallback, TrainingArguments
 from echelon.trainer.checkpoint import save_on_error
 from echelon.world.group import close_group
 from tests.harness import RanksFailed, run_on_ranks
+from tests.reference import warmup_then_linear
+from tests.trainer_models import EndsAfter, Net, arguments, net_data, train_rows_plainly
 
 SEED, N, GLOBAL, STEPS = 4, 50, 12, 20  # 5 updates of an epoch, the last one of 2 samples
 
 
-class Net(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        torch.manual_seed(SEED)
-        layers = [nn.Linear(6, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3)]
-        self.layers = nn.Sequential(*layers).double()
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        logits = self.layers(x)
-        return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
-
-
 def _data() -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
     # A sample without a label counts nothing in the mean: an update is one over labels, not over samples.
-    return [
-        {
-            "x": torch.randn(6, generator=generator, dtype=torch.float64),
-            "labels": torch.tensor(-100 if i == 7 else i % 3),
-        }
-        for i in range(N)
-    ]
+    return net_data(N, unlabelled=(7,))
 
 
 def _args(folder: str, **options: Any) -> TrainingArguments:
@@ -59,23 +41,9 @@ def _args(folder: str, **options: Any) -> TrainingArguments:
         "optim": "sgd",
         "max_grad_norm": 0.3,
         "logging_steps": 1,
-        "save_strategy": "no",
         "seed": SEED,
-        "disable_tqdm": True,
-        "use_cpu": True,
     }
-    return TrainingArguments(output_dir=folder, **{**defaults, **options})
-
-
-class Ends(TrainerCallback):
-    """Ends a training after a step, and saves there."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            control.should_save = control.should_training_stop = True
+    return arguments(folder, **{**defaults, **options})
 
 
 def _train(
@@ -86,8 +54,8 @@ def _train(
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(9.0)
-    callbacks = [] if end is None else [Ends(end)]
-    trainer = Trainer(model, _args(folder, **options), train_dataset=data or _data(), callbacks=callbacks)
+    args = _args(folder, **options)
+    trainer = Trainer(model, args, train_dataset=data or _data(), callbacks=[EndsAfter(end)])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*has random states of .* processes")
         trainer.train(resume_from_checkpoint=resume)
@@ -105,24 +73,18 @@ def _train(
 
 
 def _plain_loop() -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Train with whole batches of GLOBAL samples; knows nothing of echelon."""
-    model, data, logs = Net(), _data(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for epoch in range(4):
-        order = torch.randperm(N, generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
-        for start in range(0, N, GLOBAL):
-            rows = [data[i] for i in order[start : start + GLOBAL]]
-            loss = model(torch.stack([r["x"] for r in rows]), torch.stack([r["labels"] for r in rows]))["loss"]
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-            step = len(logs)
-            optimizer.param_groups[0]["lr"] = 0.05 * (step / 2 if step < 2 else (STEPS - step) / (STEPS - 2))
-            optimizer.step()
-            optimizer.zero_grad()
-            logs.append(
-                {"loss": loss.item(), "grad_norm": norm.item(), "learning_rate": optimizer.param_groups[0]["lr"]}
-            )
-    return logs, model.state_dict()
+    """Train with whole batches of GLOBAL samples in one process of plain PyTorch."""
+    plain = train_rows_plainly(
+        Net(),
+        _data(),
+        batch_size=GLOBAL,
+        epochs=4,
+        seed=SEED,
+        rate=warmup_then_linear(0.05, warmup=2, total=STEPS),
+        clip=lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.3),
+    )
+    values = zip(plain.losses, plain.norms, plain.rates)
+    return [dict(zip(("loss", "grad_norm", "learning_rate"), one)) for one in values], plain.model.state_dict()
 
 
 def _require_close(found: Any, wanted: Any) -> None:

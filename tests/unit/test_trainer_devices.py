@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from echelon.base.errors import ConfigError
@@ -17,7 +16,17 @@ from echelon.base.warnings import EchelonWarning
 from echelon.trainer import Trainer, TrainingArguments
 from echelon.trainer.arguments.enums import ParallelMode
 from tests.cpu_data_parallel import cpu_devices
-from tests.trainer_models import Net, net_data
+from tests.trainer_models import (
+    CONSTANT_SGD,
+    DividingNet,
+    Net,
+    arguments,
+    divided,
+    logged,
+    net_data,
+    stacked,
+    train_rows_plainly,
+)
 
 DEVICES = 2
 
@@ -28,8 +37,8 @@ def devices() -> Iterator[None]:
         yield
 
 
-class Dividing(Net):
-    """Divides by the labels of the update, and says with how many samples each copy ran."""
+class Recording(DividingNet):
+    """Records with how many samples each copy ran."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,95 +46,53 @@ class Dividing(Net):
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, **kwargs: Any) -> dict[str, torch.Tensor]:
         self.seen.append(len(x))
-        logits = self.layers(x)
-        if labels is None:
-            return {"logits": logits}
-        items = kwargs.get("num_items_in_batch")
-        if items is None:
-            return {"loss": F.cross_entropy(logits, labels), "logits": logits}
-        return {"loss": F.cross_entropy(logits, labels, reduction="sum") / items, "logits": logits}
-
-
-def _divided(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    return F.cross_entropy(outputs["logits"], labels, reduction="sum") / num_items_in_batch
+        return super().forward(x, labels, **kwargs)
 
 
 def _args(folder: Path, **options: Any) -> TrainingArguments:
-    """Without use_cpu: that would leave the accelerators alone."""
-    return TrainingArguments(
-        output_dir=str(folder),
-        **{"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "num_train_epochs": 1,
-           "logging_strategy": "no", "save_strategy": "no", "disable_tqdm": True, "train_sampling_strategy": "sequential",
-           "learning_rate": 0.1, "optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0, **options},
-    )  # fmt: skip
-
-
-def _rows(n: int) -> list[dict[str, torch.Tensor]]:
-    return [{**row, "labels": torch.tensor(-100) if i % 5 == 4 else row["labels"]} for i, row in enumerate(net_data(n))]
-
-
-def _stacked(rows: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.stack([row["x"] for row in rows]), torch.stack([row["labels"] for row in rows])
-
-
-def _plain_loop(rows: list[dict[str, torch.Tensor]], *, size: int) -> tuple[nn.Module, list[float]]:
-    """SGD on the mean over the labels of ``size`` samples at a time; knows nothing of echelon."""
-    model, losses = Net(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for start in range(0, len(rows), size):
-        x, labels = _stacked(rows[start : start + size])
-        loss = F.cross_entropy(model.layers(x), labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return model, losses
+    """Without use_cpu, which would leave the accelerators alone."""
+    more = {"use_cpu": False, "per_device_eval_batch_size": 2, "train_sampling_strategy": "sequential"}
+    return arguments(folder, **{**CONSTANT_SGD, **more, **options})
 
 
 @pytest.mark.filterwarnings("ignore::echelon.base.warnings.EchelonWarning")
 @pytest.mark.parametrize(
     ("model_class", "options"),
-    [(Dividing, {}), (Net, {"compute_loss_func": _divided}), (Dividing, {"label_names": None})],
+    [(DividingNet, {}), (Net, {"compute_loss_func": divided})],
 )
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("n", [16, 13])  # 13: the last batch of 4 has one sample, for one of the two devices
 def test_every_label_of_an_update_weighs_the_same_on_all_devices(
     tmp_path: Path, model_class: Any, options: dict[str, Any], accumulation: int, n: int
 ) -> None:
-    rows, model = _rows(n), model_class()
-    args = _args(tmp_path, gradient_accumulation_steps=accumulation, logging_strategy="steps", logging_steps=1)
-    given = {name: value for name, value in options.items() if name == "compute_loss_func"}
-    trainer = Trainer(model, args, train_dataset=rows, eval_dataset=rows, **given)
+    rows, model, expected = net_data(n, unlabelled=range(4, n, 5)), model_class(), Net()
+    args = _args(tmp_path, gradient_accumulation_steps=accumulation, logging_steps=1)
+    trainer = Trainer(model, args, train_dataset=rows, eval_dataset=rows, **options)
     trainer.train()
-    expected, losses = _plain_loop(rows, size=2 * DEVICES * accumulation)
+    plain = train_rows_plainly(expected, rows, batch_size=2 * DEVICES * accumulation)
     for ours, theirs in zip(model.parameters(), expected.parameters()):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)  # float64, sums in another order
-    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert logged == pytest.approx(losses, rel=1e-12)
-    x, labels = _stacked(rows)
-    total = sum(
-        F.cross_entropy(expected.layers(x[i : i + 4]), labels[i : i + 4]).item() * len(x[i : i + 4])  # type: ignore[operator]
-        for i in range(0, n, 4)
-    )
+    assert logged(trainer) == pytest.approx(plain.losses, rel=1e-12)
+    x, labels = stacked(rows)
+    parts = [slice(start, min(start + 4, n)) for start in range(0, n, 4)]
+    total = sum(expected(x[part], labels[part])["loss"].item() * (part.stop - part.start) for part in parts)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(total / n, rel=1e-12)
-    output = trainer.predict(rows)
-    torch.testing.assert_close(
-        torch.from_numpy(output.predictions), expected.layers(x).detach(), rtol=1e-12, atol=1e-14
-    )  # type: ignore[operator]
+    predictions = torch.from_numpy(trainer.predict(rows).predictions)
+    torch.testing.assert_close(predictions, expected(x)["logits"].detach(), rtol=1e-12, atol=1e-14)
     assert trainer.model is model
     assert isinstance(trainer.model_wrapped, nn.DataParallel)
 
 
 def test_a_mean_that_the_model_takes_is_that_of_the_devices(tmp_path: Path) -> None:
-    rows, model = net_data(16), Net()
+    rows, model, expected = net_data(16), Net(), Net()
     trainer = Trainer(model, _args(tmp_path), train_dataset=rows)
-    with pytest.warns(EchelonWarning) as said:
+    with pytest.warns(EchelonWarning) as caught:
         trainer.train()
-    (text,) = [str(one.message) for one in said]
+    (text,) = [str(one.message) for one in caught]
     assert "copies the model to 2 devices" in text
     assert "echelon launch --num_processes 2 " in text
     assert "\n" not in text
-    expected, _ = _plain_loop(rows, size=4)  # every device has two of four samples
+    train_rows_plainly(expected, rows, batch_size=4)  # every device has two of four samples
     for ours, theirs in zip(model.parameters(), expected.parameters()):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
 
@@ -137,7 +104,7 @@ def test_the_arguments_say_how_many_devices_there_are_and_batches_are_theirs_tog
     assert (args.n_gpu, args.train_batch_size, args.eval_batch_size) == (2, 4, 6)
     assert args.parallel_mode is ParallelMode.NOT_DISTRIBUTED
     assert args.world_size == 1
-    model = Dividing()
+    model = Recording()
     with warnings.catch_warnings(), caplog.at_level("INFO", logger="echelon"):
         warnings.simplefilter("ignore", EchelonWarning)
         trainer = Trainer(model, args, train_dataset=net_data(8), eval_dataset=net_data(12))

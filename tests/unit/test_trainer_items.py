@@ -15,35 +15,21 @@ from torch import nn
 
 from echelon.base.warnings import EchelonWarning
 from echelon.trainer import EarlyStoppingCallback, Trainer
-from tests.trainer_models import Net, arguments, net_data
+from tests.trainer_models import (
+    CONSTANT_SGD,
+    DividingNet,
+    IgnoringNet,
+    Net,
+    arguments,
+    divided,
+    logged,
+    net_data,
+    stacked,
+    train_rows_plainly,
+)
 
 PER_BATCH = 4
 N = 10  # batches of 4, 4 and 2
-
-
-class Dividing(Net):
-    """Divides by what it is given, as the language models of transformers do."""
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, **kwargs: Any) -> dict[str, torch.Tensor]:
-        logits = self.layers(x)
-        if labels is None:
-            return {"logits": logits}
-        items = kwargs.get("num_items_in_batch")
-        if items is None:
-            return {"loss": F.cross_entropy(logits, labels), "logits": logits}
-        return {"loss": F.cross_entropy(logits, labels, reduction="sum") / items, "logits": logits}
-
-
-class Ignoring(Net):
-    """Takes everything, and returns the mean."""
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, **kwargs: Any) -> dict[str, torch.Tensor]:
-        return super().forward(x, labels)
-
-
-def divided(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    """The sum over the labels by their number; without a number, an error."""
-    return F.cross_entropy(outputs["logits"], labels, reduction="sum") / num_items_in_batch
 
 
 def sum_or_divided(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -74,11 +60,7 @@ class AnythingOverriding(Trainer):
 
 def _data(n: int = N) -> list[dict[str, torch.Tensor]]:
     """Every fifth label does not count."""
-    return [{**row, "labels": torch.tensor(-100) if i % 5 == 4 else row["labels"]} for i, row in enumerate(net_data(n))]
-
-
-def _stacked(rows: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.stack([row["x"] for row in rows]), torch.stack([row["labels"] for row in rows])
+    return net_data(n, unlabelled=range(4, n, 5))
 
 
 def _mean_of_batches(
@@ -88,7 +70,7 @@ def _mean_of_batches(
     total = 0.0
     for start in range(0, len(rows), size):
         part = rows[start : start + size]
-        x, labels = _stacked(part)
+        x, labels = stacked(part)
         logits = model.layers(x)  # type: ignore[operator]
         total += F.cross_entropy(logits, labels, label_smoothing=smoothing).item() * len(part)
     return total / len(rows)
@@ -99,13 +81,13 @@ def _mean_of_batches(
     [
         (Trainer, Net, {"compute_loss_func": divided}, 0.0),
         (Trainer, Net, {"compute_loss_func": sum_or_divided}, 0.0),
-        (Trainer, Dividing, {}, 0.0),
-        (Trainer, Ignoring, {}, 0.0),
+        (Trainer, DividingNet, {}, 0.0),
+        (Trainer, IgnoringNet, {}, 0.0),
         (Trainer, Net, {}, 0.0),
-        (Trainer, Dividing, {}, 0.1),
-        (Overriding, Dividing, {}, 0.0),
-        (OldOverriding, Dividing, {}, 0.0),
-        (AnythingOverriding, Dividing, {}, 0.0),
+        (Trainer, DividingNet, {}, 0.1),
+        (Overriding, DividingNet, {}, 0.0),
+        (OldOverriding, DividingNet, {}, 0.0),
+        (AnythingOverriding, DividingNet, {}, 0.0),
         (AnythingOverriding, Net, {"compute_loss_func": divided}, 0.0),
     ],
 )
@@ -133,7 +115,7 @@ def test_an_evaluation_divides_by_the_labels_of_its_batch(
     output = trainer.predict(rows)
     assert output.metrics["test_loss"] == pytest.approx(found["eval_a_loss"], rel=1e-15)
     assert output.predictions.shape == (N, 3)
-    assert np.array_equal(output.label_ids, _stacked(rows)[1].numpy())
+    assert np.array_equal(output.label_ids, stacked(rows)[1].numpy())
 
 
 def test_the_best_model_and_early_stopping_follow_the_mean_not_the_sum(tmp_path: Path) -> None:
@@ -156,7 +138,7 @@ def test_the_best_model_and_early_stopping_follow_the_mean_not_the_sum(tmp_path:
     trainer.train()
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert max(losses) < 3.0  # means: log(3) is 1.1; sums of 8 would be above 5
-    x, labels = _stacked(rows)
+    x, labels = stacked(rows)
     logits = trainer.model.layers(x)  # type: ignore[operator]
     mean = (8 * F.cross_entropy(logits[:8], labels[:8]) + F.cross_entropy(logits[8:], labels[8:])).item() / 9
     assert trainer.state.best_metric == pytest.approx(min(losses), rel=1e-15)
@@ -168,16 +150,14 @@ def test_a_loss_function_that_needs_the_number_trains_as_a_plain_loop(tmp_path: 
     rows = _data(8)
     model, reference = Net(), Net()
     args = arguments(
-        tmp_path, per_device_train_batch_size=4, learning_rate=0.1, optim="sgd", lr_scheduler_type="constant",
-        max_grad_norm=0.0, train_sampling_strategy="sequential", parity=parity,
-    )  # fmt: skip
+        tmp_path,
+        per_device_train_batch_size=4,
+        train_sampling_strategy="sequential",
+        parity=parity,
+        **CONSTANT_SGD,
+    )
     Trainer(model, args, train_dataset=rows, compute_loss_func=divided).train()
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-    for start in (0, 4):
-        x, labels = _stacked(rows[start : start + 4])
-        F.cross_entropy(reference.layers(x), labels).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train_rows_plainly(reference, rows, batch_size=4)
     for ours, theirs in zip(model.parameters(), reference.parameters()):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
 
@@ -186,22 +166,20 @@ def test_a_loss_function_that_needs_the_number_trains_as_a_plain_loop(tmp_path: 
 def test_an_update_without_labels_moves_nothing_and_has_no_mean(tmp_path: Path, parity: str) -> None:
     rows = [{**row, "labels": torch.tensor(-100)} if i // 2 in (0, 2) else row for i, row in enumerate(net_data(8))]
     options: dict[str, Any] = {"global_batch_size": 2, "canonical_shards": 2, "max_micro_batch_size": 1}
-    options |= {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
-    options |= {"train_sampling_strategy": "sequential", "logging_strategy": "steps", "logging_steps": 1}
+    options |= {**CONSTANT_SGD, "train_sampling_strategy": "sequential", "logging_steps": 1}
     trainer = Trainer(Net(), arguments(tmp_path, parity=parity, **options), train_dataset=rows)
     trainer.train()
 
     model, losses = Net(), []  # plain PyTorch
     for start in range(0, 8, 2):
-        x, labels = _stacked(rows[start : start + 2])
+        x, labels = stacked(rows[start : start + 2])
         loss = F.cross_entropy(model.layers(x), labels)
         losses.append(loss.item())
         if not loss.isnan():
             for parameter, gradient in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters()))):
                 parameter.data -= 0.1 * gradient
     assert [math.isnan(loss) for loss in losses] == [True, False, True, False]
-    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert logged == pytest.approx(losses, rel=1e-12, nan_ok=True)  # float64: sums of two in another order
+    assert logged(trainer) == pytest.approx(losses, rel=1e-12, nan_ok=True)  # float64: sums of two in another order
     for mine, wanted in zip(trainer.model.parameters(), model.parameters()):
         torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-14)
 
@@ -238,8 +216,14 @@ class IgnoringTrainer(Trainer):
 @pytest.mark.parametrize(
     ("trainer_class", "model_class", "options", "who", "remedy"),
     [
-        (Trainer, Ignoring, {}, "Ignoring.forward", "set Ignoring.accepts_loss_kwargs = False"),
-        (IgnoringTrainer, Dividing, {}, "IgnoringTrainer.compute_loss", "set Dividing.accepts_loss_kwargs = False"),
+        (Trainer, IgnoringNet, {}, "IgnoringNet.forward", "set IgnoringNet.accepts_loss_kwargs = False"),
+        (
+            IgnoringTrainer,
+            DividingNet,
+            {},
+            "IgnoringTrainer.compute_loss",
+            "set DividingNet.accepts_loss_kwargs = False",
+        ),
         (Trainer, Net, {"compute_loss_func": _ignoring}, "compute_loss_func", "leave that parameter out"),
     ],
 )
@@ -261,7 +245,7 @@ def test_a_loss_that_is_not_divided_by_the_number_is_told_once_where_that_matter
 
 
 def test_the_remedies_of_that_warning_make_the_loss_a_mean(tmp_path: Path) -> None:
-    class Remedied(Ignoring):
+    class Remedied(IgnoringNet):
         accepts_loss_kwargs = False
 
     class Scaled(IgnoringTrainer):
@@ -269,12 +253,12 @@ def test_the_remedies_of_that_warning_make_the_loss_a_mean(tmp_path: Path) -> No
 
     args = arguments(tmp_path, gradient_accumulation_steps=3, logging_strategy="epoch", learning_rate=0.0)
     rows = net_data(12)
-    x, labels = _stacked(rows)
+    x, labels = stacked(rows)
     mean = F.cross_entropy(Net().layers(x), labels).item()
     for trainer in (
         Trainer(Remedied(), args, train_dataset=rows),
-        Scaled(Dividing(), args, train_dataset=rows),
-        Trainer(Dividing(), args, train_dataset=rows),
+        Scaled(DividingNet(), args, train_dataset=rows),
+        Trainer(DividingNet(), args, train_dataset=rows),
         Trainer(Net(), args, train_dataset=rows, compute_loss_func=lambda out, y: F.cross_entropy(out["logits"], y)),
         Trainer(Net(), args, train_dataset=rows, compute_loss_func=divided),
     ):
@@ -294,7 +278,7 @@ def test_the_remedies_of_that_warning_make_the_loss_a_mean(tmp_path: Path) -> No
 def test_labels_of_the_next_word_are_counted_by_what_the_loss_does(
     tmp_path: Path, loss_type: str | None, has_encoder: bool, count: int
 ) -> None:
-    model: Any = Dividing()
+    model: Any = DividingNet()
     model.loss_type = loss_type
     model.config = type("Config", (), {"is_encoder_decoder": has_encoder, "use_cache": False})()
     batch = {"labels": torch.tensor([[1, 2, 2], [3, -100, 1]])}
@@ -304,7 +288,7 @@ def test_labels_of_the_next_word_are_counted_by_what_the_loss_does(
 
 def test_labels_that_are_no_tensor_are_not_counted(tmp_path: Path) -> None:
     batch = {"x": torch.zeros(1), "labels": [{"boxes": torch.zeros(2, 4)}]}
-    _, found = Trainer(Dividing(), arguments(tmp_path)).get_batch_samples(iter([batch]), 1, torch.device("cpu"))
+    _, found = Trainer(DividingNet(), arguments(tmp_path)).get_batch_samples(iter([batch]), 1, torch.device("cpu"))
     assert found is None
 
 

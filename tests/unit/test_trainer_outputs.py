@@ -15,7 +15,8 @@ from torch import nn
 
 from echelon.testing.model_outputs import OUTPUT_KINDS
 from echelon.trainer import Trainer
-from tests.trainer_models import Net, arguments, net_data
+from tests.reference import train_plainly
+from tests.trainer_models import CONSTANT_SGD, Net, arguments, net_data, stacked
 
 
 class _Named(NamedTuple):
@@ -53,21 +54,17 @@ class _Returning(Net):
 
 
 def _plain(precision: str) -> tuple[dict[str, torch.Tensor], float, np.ndarray[Any, Any]]:
-    """Train and evaluate by hand."""
-    model = _Returning(dict)
+    """Train and evaluate by a plain loop."""
+    model, (x, labels) = _Returning(dict), stacked(net_data(8))
+
+    def outputs_of(batch: list[int]) -> dict[str, torch.Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
+            outputs: dict[str, torch.Tensor] = model(x[batch], labels[batch])
+        return outputs
+
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = net_data(8)
-    x, labels = (torch.stack([one[name] for one in data]) for name in ("x", "labels"))
-    cast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16")
-    for part in range(4):
-        rows = slice(2 * part, 2 * part + 2)
-        with cast:
-            loss = model(x[rows], labels[rows])["loss"]
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    with torch.no_grad(), cast:
-        logits = model(x, labels)["logits"].float()
+    train_plainly(model, lambda batch: outputs_of(batch)["loss"], num_samples=8, batch_size=2, optimizer=optimizer)
+    logits = outputs_of([*range(8)])["logits"].float().detach()
     return dict(model.state_dict()), float(F.cross_entropy(logits, labels)), logits.numpy()
 
 
@@ -81,17 +78,9 @@ def test_models_train_and_evaluate_whatever_they_return(kind: str, precision: st
         return {}
 
     model: nn.Module = _Returning(_OF_TWO[kind])
-    options = arguments(
-        tmp_path,
-        optim="sgd",
-        learning_rate=0.1,
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0,
-        bf16=precision == "bf16",
-    )
-    options.train_sampling_strategy = "sequential"
+    args = arguments(tmp_path, **CONSTANT_SGD, bf16=precision == "bf16", train_sampling_strategy="sequential")
     data = net_data(8)
-    trainer = Trainer(model, options, train_dataset=data, eval_dataset=data, compute_metrics=compute_metrics)
+    trainer = Trainer(model, args, train_dataset=data, eval_dataset=data, compute_metrics=compute_metrics)
     trainer.train()
     metrics = trainer.evaluate()
     weights, loss, logits = _plain(precision)
