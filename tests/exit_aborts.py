@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Accelerator
-from echelon.engines.registry import load
+from echelon.engines.registry import load_engine
 
 ROOT = Path(__file__).resolve().parent.parent
 WORLD_SIZE = 3
@@ -121,7 +121,7 @@ def main() -> None:
         return
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     for name in ENGINES:
-        load(name)
+        load_engine(name)
     import_module("torch._dynamo")  # the first optimizer imports it
     began, done, bad = time.monotonic(), {"forked": 0, "fresh": 0}, 0
     for number in range(options.runs):

@@ -65,7 +65,7 @@ _REFUSALS: list[_Refusal] = [
     _Refusal(
         "an optimizer that was not prepared holds no shards",
         lambda p, at: not p.is_prepared and (at.engine or "").startswith("fsdp2"),
-        "of before prepare\\(\\), whose place sharded ones have taken",
+        "from before prepare\\(\\), which sharded ones have replaced",
     ),
     _Refusal(
         "parity off goes on in mid-epoch on the same number of processes",
@@ -75,7 +75,7 @@ _REFUSALS: list[_Refusal] = [
     _Refusal(
         "LBFGS needs whole parameters",
         lambda p, at: p.optimizer == "lbfgs" and (at.engine or "").startswith(("fsdp2", "zero1")),
-        "LBFGS (cannot step sharded parameters|looks at a parameter as a whole)|the state of LBFGS cannot be shared out",
+        "LBFGS (cannot step sharded parameters|looks at a parameter as a whole)|the state of LBFGS cannot be sharded",
     ),
     _Refusal(
         "LBFGS evaluates again, and the batches of an update are gone",
@@ -133,7 +133,7 @@ _EXPECTED_WARNINGS: list[str] = [
     "FSDP2-wrapped module .* returned a view tensor",
     "Sparse invariant checks are implicitly disabled",
     "EchelonWarning: settings of sharding are without effect on one process",  # fsdp= of a Trainer
-    "EchelonWarning: the last backward pass was not synchronised",
+    "EchelonWarning: the last backward pass was not synchronized",
     # of a layer that is unfrozen after DistributedDataParallel was made
     "EchelonWarning: this step uses gradients of Net that the other ranks have not seen",
     "EchelonWarning: .*was not prepared by this Accelerator",

@@ -211,7 +211,7 @@ def test_a_model_that_was_prepared_frozen_may_be_unfrozen(engine: str, max_norm:
         assert said == []
     else:
         assert len(said) == 1
-        assert "in which nothing trained when it was prepared" in said[0]
+        assert "that was fully frozen when it was prepared" in said[0]
     assert silent == []
 
 

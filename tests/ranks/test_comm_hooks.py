@@ -102,11 +102,11 @@ def _texts() -> list[str]:
 
 def test_batched_power_sgd_is_refused_and_so_is_what_makes_no_sense() -> None:
     (batched, alone, no_wrapper, no_state, unknown), _ = run_on_ranks(_texts)
-    assert batched.startswith("comm_hook='batched_power_sgd' fails in torch")
-    assert alone == "comm_wrapper='bf16' without a comm_hook has nothing to wrap"
-    assert no_wrapper == "comm_wrapper='power_sgd' is none"
-    assert no_state == "comm_state_option is given, and comm_hook='fp16' has no state"
-    assert unknown == "comm_hook='int8' is none"
+    assert batched.startswith("comm_hook='batched_power_sgd' does not work in torch")
+    assert alone == "comm_wrapper='bf16' without a comm_hook has no effect"
+    assert no_wrapper == "comm_wrapper='power_sgd' is unknown"
+    assert no_state == "comm_state_option is set, but comm_hook='fp16' has no state"
+    assert unknown == "comm_hook='int8' is unknown"
 
 
 def _through_the_accelerator() -> list[float]:

@@ -292,17 +292,17 @@ def _refusals() -> list[str]:
 def test_what_it_cannot_do_is_said() -> None:
     said = run_on_ranks(_refusals, world_size=2)[0]
     expected = [
-        "2 models would be trained, and DeepSpeed trains one",
+        "2 models would be trained, but DeepSpeed trains one",
         "2 optimizers were given",
-        "belong to none of the models beside it",
-        "keeps weights in float32, and the model has float64",
-        "DeepSpeed has no fp16 on this device (cpu)",
+        "belong to none of the models passed with it",
+        "keeps weights in float32, but the model has float64",
+        "DeepSpeed does not support fp16 on this device (cpu)",
         "was given a DummyOptim, but DeepSpeed's config defines no optimizer",
         "defines an optimizer (AdamW), but prepare() was given AdamW",
         "prepare() was given a DummyOptim, a placeholder for an entry of DeepSpeed's config",
-        "was given 1 parameters, and DeepSpeed clips all 2",
-        "clips by the second norm",
-        "no clipping by value",
+        "was given 1 parameters, but DeepSpeed clips all 2",
+        "clips by the 2-norm",
+        "does not support clipping by value",
         "cannot step with a closure",
         "cannot step with the gradients of one rank",
     ]
@@ -398,7 +398,7 @@ def test_deepspeed_compiles_its_own_optimizers(tmp_path: Path) -> None:
     _assert_like(state, _reference()[0])
     assert kind == "DeepSpeedCPUAdam"
     assert any(
-        f"DeepSpeed compiles cpu_adam now, which takes minutes; the result is kept in {tmp_path}" in line
+        f"DeepSpeed is compiling cpu_adam, which takes minutes; the result is cached in {tmp_path}" in line
         for line in said
     )
 

@@ -232,7 +232,7 @@ def _step_without_sync() -> tuple[Any, Any, int]:
             accelerator.backward(_loss(model, _mine(_ids()[0, 1])))  # torch's machinery goes on
             optimizer.step()
             weights.append(accelerator.get_state_dict(model))
-    return weights[0], weights[1], sum("was not synchronised" in str(w.message) for w in caught)
+    return weights[0], weights[1], sum("was not synchronized" in str(w.message) for w in caught)
 
 
 def test_a_step_without_synchronisation_is_synchronised() -> None:
@@ -372,7 +372,7 @@ def test_a_torch_that_cannot_average_gradients_is_refused() -> None:
     with pytest.raises(RanksFailed) as failed:
         run_on_ranks(_on_a_backend_that_adds_for_mean, False, world_size=2)
     assert all(isinstance(error, UsageError) for error in failed.value.errors.values())
-    assert "takes the sum of the ranks' gradients on CPUs for their mean" in str(failed.value.errors[0])
+    assert "sums gradients over the ranks on CPUs instead of averaging them" in str(failed.value.errors[0])
 
 
 def _norms_of_few_rows() -> tuple[float, float]:

@@ -185,7 +185,7 @@ def _refused(form: str) -> None:
         ("Muon", "Muon cannot step sharded parameters"),
         ("Rprop", "Rprop cannot step sharded parameters"),
         ("_Normalised", "_Normalised cannot step sharded parameters: torch says"),
-        ("penalty", "fully_shard makes no second derivatives"),
+        ("penalty", "fully_shard does not support second derivatives"),
     ],
 )
 def test_what_shards_cannot_do_is_an_error_with_a_way_out(form: str, said: str) -> None:

@@ -134,7 +134,7 @@ def _opaque() -> str:
 
 def test_an_output_in_which_ddp_can_find_nothing_is_refused() -> None:
     for text in run_on_ranks(_opaque):
-        assert "the forward pass of Returning returned a _Slots, in which no tensor is found" in text
+        assert "the forward pass of Returning returned a _Slots in which no tensor is found" in text
         assert "static_graph=True" in text
 
 

@@ -481,7 +481,7 @@ def _fused() -> None:
 
 
 def _groups_of_ranks() -> None:
-    FSDP2Engine(World.current(), options=ShardingOptions(replicas=2)).open_shards(8, list)
+    FSDP2Engine(World.current(), options=ShardingOptions(replicas=2)).build_sharded_update(8, list)
 
 
 REFUSED: list[tuple[Any, type[Exception], str]] = [

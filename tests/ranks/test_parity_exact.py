@@ -153,7 +153,7 @@ def _exact_all(cases: list[_Case]) -> list[dict[str, Any]]:
     with warnings.catch_warnings():
         # DDP reduces in one of two backward passes only; the step guard does the rest, and says that it is slower.
         warnings.filterwarnings(
-            "ignore", message="the last backward pass was not synchronised", category=EchelonWarning
+            "ignore", message="the last backward pass was not synchronized", category=EchelonWarning
         )
         return [_exact(case) for case in cases]
 

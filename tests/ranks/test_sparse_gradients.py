@@ -55,7 +55,7 @@ def _unseen(engine: str) -> list[torch.Tensor]:
     with accelerator.no_sync(model):
         inner = accelerator.unwrap_model(model)
         accelerator.backward(model(*_batch(0)) if dist.get_rank() == 0 else inner.layer.weight.sum() * 0.0)
-        with pytest.warns(EchelonWarning, match="was not synchronised") if dist.get_rank() == 0 else nullcontext():
+        with pytest.warns(EchelonWarning, match="was not synchronized") if dist.get_rank() == 0 else nullcontext():
             optimizer.step()
     return [p.detach() for p in inner.parameters()]
 

@@ -88,7 +88,7 @@ def test_an_unsynchronised_step_is_synchronised(form: str, native: bool) -> None
     (warned, *more), silent = results[0][1], results[1][1]
     assert (more, silent) == ([], [])
     text, line = warned
-    assert "not synchronised between the ranks" in text
+    assert "not synchronized between the ranks" in text
     assert line in _lines()
 
 

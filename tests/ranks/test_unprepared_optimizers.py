@@ -185,7 +185,7 @@ def _refused(form: str) -> str:
         ("fp16", 1, "multiplied by the fp16 loss scale (65536)"),
         ("fp16", 2, "multiplied by the fp16 loss scale (65536)"),
         ("in the backward pass", 2, "steps inside the backward pass"),
-        ("made before prepare", 2, "whose place sharded ones have taken"),
+        ("made before prepare", 2, "which sharded ones have replaced"),
     ],
 )
 def test_what_cannot_be_made_right_is_an_error_at_the_line(form: str, world_size: int, said: str) -> None:

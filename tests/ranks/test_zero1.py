@@ -247,7 +247,7 @@ def _own_part() -> tuple[list[str], bool]:
     names = sorted(state["optimizers"][0]["state"])
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, state)
-    with pytest.raises(UsageError, match="which another rank keeps"):
+    with pytest.raises(UsageError, match="which belongs to another rank"):
         accelerator._engine.load_sharded_state(model, [optimizer.optimizer], parts[1 - dist.get_rank()])
     return names, list(state["model"]) == [name for name, _ in _model().named_parameters()]
 
@@ -329,11 +329,11 @@ def _refusals() -> list[str]:
     lbfgs = torch.optim.LBFGS(_model().parameters())
     others = [_Averaging(_model().parameters(), lr=0.1), _Outer(_model().parameters()), replaced]
     for optimizer in [lbfgs, *others]:
-        with pytest.raises(UsageError, match="cannot be shared out") as caught:
+        with pytest.raises(UsageError, match="cannot be sharded") as caught:
             Accelerator(engine="zero1").prepare(optimizer)
         texts.append(str(caught.value))
     accelerator, model, optimizer = _trained("zero1")
-    with pytest.raises(UsageError, match="would need all ranks") as caught:
+    with pytest.raises(UsageError, match="needs all ranks") as caught:
         optimizer.state_dict()
     texts.append(str(caught.value))
     with accelerator.no_sync(model, unsynced=True), pytest.raises(UsageError, match="gradients of one rank") as caught:
@@ -350,7 +350,7 @@ def _refusals() -> list[str]:
 def test_what_cannot_be_shared_out_is_refused_with_what_to_do() -> None:
     for texts in run_on_ranks(_refusals):
         assert all("do:" in text for text in texts), texts
-        for text, reason in zip(texts, ["'_params'", "eval()", "'base'", "its step was replaced"]):
+        for text, reason in zip(texts, ["'_params'", "eval()", "'base'", "its step method was replaced"]):
             assert reason in text
 
 

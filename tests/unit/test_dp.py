@@ -56,7 +56,7 @@ def test_a_loss_of_each_device_is_averaged_whatever_the_samples_of_each() -> Non
         assert p.grad is not None
         assert q.grad is not None
         assert (p.grad - q.grad).norm() <= 1e-14 * q.grad.norm()  # float64, sums in another order
-    for reason in ("copies the model to 2 devices in each step", "threads", "first device", "this machine", "mean"):
+    for reason in ("copies the model to 2 devices in each step", "threads", "first device", "one machine", "mean"):
         assert reason in text
 
 
@@ -105,7 +105,7 @@ def test_with_fewer_than_two_devices_it_says_so_once_and_is_single() -> None:
     with cpu_devices(1):
         accelerator, model, text = _prepared(1)
         assert type(model) is _WithLoss
-    assert "this one has 1: it trains as with the engine single" in text
+    assert "this one has 1: it trains as the engine single does" in text
     assert accelerator.capabilities.num_devices == 1
 
 
@@ -135,4 +135,4 @@ def test_several_processes_are_refused() -> None:
     with pytest.raises(UsageError, match="there are 2 processes") as caught:
         DPEngine(world)
     assert "engine='dp'" in str(caught.value)
-    assert "run ddp" in str(caught.value)
+    assert "use ddp" in str(caught.value)

@@ -21,7 +21,7 @@ from echelon import (
 )
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.warnings import EchelonWarning
-from echelon.engines.pages import release_pages
+from echelon.engines.fsdp.meta_device import release_pages
 
 
 class Rotary(nn.Module):

@@ -365,10 +365,10 @@ def test_variables_that_are_misspelled_or_wrong_are_told(
     ("arguments", "text"),
     [
         ({"replicas": 0}, "replicas=0"),
-        ({"wrap_classes": ("A",), "min_num_params": 2}, "wrap_classes and min_num_params both say"),
-        ({"reduce_dtype": torch.int8}, "reduce_dtype=torch.int8 has no fractions"),
-        ({"ignored": "("}, "is no regular expression"),
-        ({"ignored": ("head",)}, "ignored holds a str"),
+        ({"wrap_classes": ("A",), "min_num_params": 2}, "wrap_classes and min_num_params both select"),
+        ({"reduce_dtype": torch.int8}, "reduce_dtype=torch.int8 is not a floating-point dtype"),
+        ({"ignored": "("}, "is not a valid regular expression"),
+        ({"ignored": ("head",)}, "ignored contains a str"),
     ],
 )
 def test_options_of_the_engine_are_checked(arguments: dict[str, Any], text: str) -> None:

@@ -36,6 +36,6 @@ class Capabilities:
     takes_closures: bool = True
     """``step`` takes a closure."""
     sums_shards: bool = False
-    """``open_shards``: gradients can be summed in an order that does not depend on the number of ranks."""
+    """``build_sharded_update``: gradients can be summed in an order that does not depend on the number of ranks."""
     keeps_float64: bool = True
     """A float64 model is trained in float64, its optimizer state included."""

@@ -1,4 +1,4 @@
-"""The engine seam: everything that depends on how the model is spread over the ranks, and nothing else."""
+"""The engine contract: everything that depends on how the model is distributed over the ranks, and nothing else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Engine", "Prepared"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What ``Engine.prepare`` gives back, in the order in which it was given."""
+    """The result of ``Engine.prepare``, in the order of its arguments."""
 
     models: tuple[nn.Module, ...]
     optimizers: tuple[Optimizer, ...]
@@ -30,43 +30,43 @@ class Prepared:
 
 
 class Engine(ABC):
-    """How models and optimizers live on the ranks. Every member is required; what callers may know is ``capabilities``.
+    """Distributes models and optimizers over the ranks. Callers may depend on ``capabilities`` only, never on the class.
 
-    An engine gets its world, precision and own options at construction. It knows nothing of launching, of data, of
-    configuration, of storage or of logs.
+    An engine gets its world, loss scaler and options at construction. It knows nothing of launching, data, configuration,
+    storage or logging. To wrap another engine, derive from ``DelegatingEngine``.
     """
 
     @classmethod
     @abstractmethod
     def from_options(cls, world: World, *, scaler: torch.amp.GradScaler | None, options: Mapping[str, Any]) -> Engine:
-        """Make the engine of ``world``; ``options`` are those of torch's wrapper where there is one."""
+        """Create the engine of ``world``; ``options`` go to torch's wrapper where there is one."""
 
     @property
     @abstractmethod
     def capabilities(self) -> Capabilities:
-        """The facts that the levels above may act on."""
+        """The facts about this engine that callers may depend on."""
 
     @property
     @abstractmethod
     def batch_axes(self) -> tuple[str, ...]:
-        """The axes of the device mesh along which batches are split."""
+        """The axes of the device mesh along which batches are split; empty: one rank reads everything."""
 
     @abstractmethod
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Any]
     ) -> Prepared:
-        """Spread ``models`` over the ranks and tie ``optimizers`` and ``schedulers`` to them.
+        """Distribute ``models`` over the ranks, and connect ``optimizers`` and ``schedulers`` to them.
 
         Collective: every rank, with the same objects in the same order.
         """
 
     @abstractmethod
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which backward passes of ``model`` stay local: gradients are only accumulated."""
+        """Return a context in which backward passes of ``model`` only accumulate gradients, without communication."""
 
     @abstractmethod
     def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context whose backward pass is synchronised although its forward passes ran in ``no_sync``.
+        """Return a context whose backward pass synchronizes although its forward passes ran in ``no_sync``.
 
         Collective: the backward pass in it.
         """
@@ -77,56 +77,53 @@ class Engine(ABC):
 
     @abstractmethod
     def backward(self, loss: torch.Tensor, model: nn.Module | None = None, **options: Any) -> None:
-        """Backpropagate ``loss`` (scaled for fp16 where the engine does that); ``options`` go to autograd.
+        """Backpropagate ``loss``, scaled for fp16 where the engine does that; ``options`` go to autograd.
 
-        Collective: on a synchronising pass.
+        Collective: on a synchronizing pass.
         """
 
     @abstractmethod
     def backward_zeros(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], **options: Any) -> None:
-        """Run ``backward`` so that those of ``parameters`` that it reaches get zeros (a rank without items).
+        """Run ``backward`` with zero gradients for those of ``parameters`` that it reaches (a rank without items).
 
-        The loss times zero would not do: a mean over no items is NaN, and so is its product with zero.
+        Multiplying the loss by zero would not work: the mean over no items is NaN.
 
         Collective: as ``backward``.
         """
 
     @abstractmethod
     def step(self, optimizer: Optimizer, *, closure: Any = None, unsynced: bool = False) -> bool:
-        """Take one optimizer step; return False when loss scaling skipped it.
+        """Take one optimizer step; return False if loss scaling skipped it.
 
-        Gradients that the other ranks have not seen are reduced first (the step guard), unless ``unsynced``.
+        Unless ``unsynced``, gradients that were not synchronized are reduced first (the step guard).
 
-        Collective: where the step guard has to reduce.
+        Collective: if the step guard has to reduce.
         """
 
     @property
-    def steps_by_itself(self) -> bool:
-        """Does the engine step an optimizer now without being asked, on a rank that has run out of batches?"""
+    def is_shadow_step(self) -> bool:
+        """Whether the running optimizer step is the engine's own, on a rank that has run out of batches (see ``join``)."""
         return False
 
     def replaced_parameters(self) -> Sequence[torch.Tensor]:
-        """Return the parameters in whose place ``prepare`` has put others, as far as they live."""
+        """Return the parameters that ``prepare`` replaced by others and that are still alive."""
         return ()
 
     def reduce_gradients(self, optimizer: Optimizer) -> bool:
-        """Reduce what the other ranks have not seen of the gradients of ``optimizer``, which is going to step by itself.
+        """Reduce the gradients of ``optimizer`` that were not synchronized; return whether there were any.
 
-        The step guard calls it for an optimizer that was not prepared; ``step`` does the same by itself.
+        The step guard calls this before the step of an optimizer that was not prepared. ``step`` does it itself.
 
-        Returns:
-            Was there something to reduce?
-
-        Collective: where there was.
+        Collective: if there are any.
 
         Raises:
-            UsageError: such a step cannot be right.
+            UsageError: such a step cannot be correct.
         """
         return False
 
     @abstractmethod
-    def settle(self) -> None:
-        """Finish what the last steps left for the next backward pass (the choice of the loss scale): before state is read."""
+    def update_loss_scale(self) -> None:
+        """Update the loss scale after the last steps, as the next backward pass would; call it before reading state."""
 
     @abstractmethod
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
@@ -134,95 +131,95 @@ class Engine(ABC):
 
     @abstractmethod
     def unscale(self, optimizer: Optimizer, *, unsynced: bool = False) -> None:
-        """Undo loss scaling on the gradients of ``optimizer``; a second time in one step is harmless.
+        """Undo loss scaling on the gradients of ``optimizer``; further calls in the same step do nothing.
 
-        Collective: where the step guard has to reduce, unless ``unsynced``.
+        Collective: if the step guard has to reduce, unless ``unsynced``.
         """
 
     @abstractmethod
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, unsynced: bool = False
     ) -> torch.Tensor:
-        """Scale the gradients so that their norm over the whole model is at most ``max_norm``; return that norm.
+        """Scale the gradients so that their norm over the whole model is at most ``max_norm``; return the norm before.
 
-        In the middle of an accumulation window (``unsynced``) the gradients are still each rank's own.
+        With ``unsynced`` (within an accumulation window), the gradients are each rank's own.
 
-        Collective: where parameters are sharded, or the step guard has to reduce.
+        Collective: if parameters are sharded, or the step guard has to reduce.
         """
 
     @abstractmethod
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float, *, unsynced: bool = False) -> None:
         """Clamp every gradient to ``[-clip_value, clip_value]``.
 
-        Collective: where the step guard has to reduce.
+        Collective: if the step guard has to reduce.
         """
 
     @abstractmethod
     def finish_gradients(self, model: nn.Module, factor: float) -> None:
-        """Multiply the reduced gradients of ``model`` by ``factor``: the one division of an update."""
+        """Multiply the reduced gradients of ``model`` by ``factor``: the only division of an update."""
 
     @abstractmethod
     def reduced(self, model: nn.Module) -> bool:
-        """Tell whether the other ranks have seen all gradients of ``model``."""
+        """Return whether all gradients of ``model`` are synchronized."""
 
-    def open_shards(self, num_shards: int, parameters: Callable[[], Sequence[torch.Tensor]]) -> ShardedUpdate:
-        """Leave gradients alone from now on: what is returned sums those of ``num_shards`` shards in a fixed order.
+    def build_sharded_update(self, num_shards: int, parameters: Callable[[], Sequence[torch.Tensor]]) -> ShardedUpdate:
+        """Stop reducing gradients, and return what sums those of ``num_shards`` batch shards in a fixed order.
 
-        Not of every engine: ``Capabilities.sums_shards``.
+        Only for engines with ``Capabilities.sums_shards``.
 
         Args:
-            num_shards: of an update, on all ranks together.
-            parameters: returns those that get gradients.
+            num_shards: per update, over all ranks.
+            parameters: returns the parameters that get gradients.
         """
         raise UsageError(
-            f"the engine {self.capabilities.name} cannot sum the gradients of shards in a fixed order",
+            f"the engine {self.capabilities.name} cannot sum the gradients of batch shards in a fixed order",
             where="parity='bitwise'",
             do="use engine='ddp', or parity='exact'",
         )
 
     @abstractmethod
     def sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, Any]:
-        """Return this rank's part of the state of ``model`` and ``optimizers``, by plain parameter names."""
+        """Return this rank's shard of the state of ``model`` and ``optimizers``, by plain parameter names."""
 
     @abstractmethod
     def load_sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
-        """Load what ``sharded_state`` returned.
+        """Load what ``sharded_state`` returned, on the same number of ranks.
 
-        Collective: where parameters are sharded.
+        Collective: if parameters are sharded.
         """
 
     @abstractmethod
     def full_state_dict(self, model: nn.Module) -> dict[str, Any] | None:
-        """Return the whole state dict of ``model`` by plain parameter names; where it is sharded, None on ranks but zero.
+        """Return the full state dict of ``model`` by plain parameter names; if it is sharded, on rank zero only, else None.
 
-        Collective: where parameters are sharded.
+        Collective: if parameters are sharded.
         """
 
     @abstractmethod
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
-        """Return the whole state dict of ``optimizer`` as torch numbers it; where it is sharded, None on ranks but zero.
+        """Return the full state dict of ``optimizer`` in torch's numbering; if it is sharded, on rank zero only, else None.
 
-        Collective: where the state is sharded.
+        Collective: if the state is sharded.
         """
 
     @abstractmethod
     def load_full_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load what ``full_optimizer_state`` returned on rank zero, of any engine; every rank gives the whole state.
+        """Load what ``full_optimizer_state`` of any engine returned on rank zero; every rank passes the full state.
 
-        Collective: where the state is sharded.
+        Collective: if the state is sharded.
         """
 
     def parameter_groups(self, optimizer: Optimizer) -> list[list[torch.Tensor]]:
-        """Return the model's own parameters in each group of ``optimizer``, in the order of the numbers of its whole state."""
+        """Return the model's parameters in each group of ``optimizer``, in the numbering of its full state."""
         return [list(group["params"]) for group in optimizer.param_groups]
 
-    def shape_of(self, parameter: torch.Tensor) -> torch.Size:
-        """Return the whole shape of a parameter of a prepared model, which its own part of it need not show."""
+    def full_shape(self, parameter: torch.Tensor) -> torch.Size:
+        """Return the unsharded shape of a parameter of a prepared model."""
         return parameter.shape
 
     @abstractmethod
     def release(self) -> None:
-        """Forget every model and optimizer, so that their memory can be freed."""
+        """Drop every model and optimizer, so that their memory can be freed."""
 
     @abstractmethod
     def unwrap(self, model: nn.Module) -> nn.Module:

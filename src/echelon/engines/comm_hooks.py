@@ -1,4 +1,4 @@
-"""How DDP compresses gradients on the wire: half precision, and PowerSGD; on gloo too, where torch's own hooks stop."""
+"""DDP communication hooks that compress gradients: half precision and PowerSGD; also on gloo, where torch's own hooks fail."""
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with the classes themselves.
 
@@ -27,17 +27,17 @@ def register_comm_hook(
     wrapper: str = "no",
     state_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Make ``model`` compress its gradients on their way; once a model, before its first backward pass.
+    """Register a communication hook that compresses the gradients of ``model``; once, before its first backward pass.
 
     Args:
         model: the wrapped model.
         hook: ``no``; ``fp16`` or ``bf16``: send half of the bytes; ``power_sgd``: send low-rank factors of each matrix;
             ``batched_power_sgd``: those of each whole bucket (coarser).
         wrapper: ``no``; ``fp16`` or ``bf16``: cast the bucket before the hook, and back after it.
-        state_options: of ``PowerSGDState``.
+        state_options: arguments of ``PowerSGDState``.
 
     Raises:
-        ConfigError: a combination that cannot work; nothing is changed then.
+        ConfigError: an unsupported combination.
 
     Source: torch.distributed.algorithms.ddp_comm_hooks; Vogels et al., "PowerSGD", NeurIPS 2019.
     """
@@ -56,34 +56,34 @@ def register_comm_hook(
 
 def _check(hook: str, wrapper: str, options: Mapping[str, Any]) -> None:
     if hook not in ("no", *_HOOKS):
-        raise ConfigError(f"comm_hook={hook!r} is none", do=f"give one of no, {', '.join(_HOOKS)}")
+        raise ConfigError(f"comm_hook={hook!r} is unknown", do=f"choose one of no, {', '.join(_HOOKS)}")
     if wrapper not in ("no", *_DTYPES):
         raise ConfigError(
-            f"comm_wrapper={wrapper!r} is none",
-            do=f"give one of no, {', '.join(_DTYPES)}, and other hooks as comm_hook",
+            f"comm_wrapper={wrapper!r} is unknown",
+            do=f"choose one of no, {', '.join(_DTYPES)}; set other hooks as comm_hook",
         )
     if hook == "no" and wrapper != "no":
         raise ConfigError(
-            f"comm_wrapper={wrapper!r} without a comm_hook has nothing to wrap", do=f"give comm_hook={wrapper!r} itself"
+            f"comm_wrapper={wrapper!r} without a comm_hook has no effect", do=f"set comm_hook={wrapper!r} instead"
         )
     if options and hook not in _POWER_SGD:
         raise ConfigError(
-            f"comm_state_option is given, and comm_hook={hook!r} has no state",
-            do="leave it out, or give comm_hook='power_sgd'",
+            f"comm_state_option is set, but comm_hook={hook!r} has no state",
+            do="remove it, or set comm_hook='power_sgd'",
         )
     if hook == "batched_power_sgd" and not _batched_works():
         raise ConfigError(
-            f"comm_hook='batched_power_sgd' fails in torch {torch.__version__}: its own orthogonalisation refuses the "
-            "matrices that the hook makes",
-            do="give comm_hook='power_sgd', which is also the more accurate one",
+            f"comm_hook='batched_power_sgd' does not work in torch {torch.__version__}: its orthogonalization rejects the "
+            "matrices of the hook",
+            do="set comm_hook='power_sgd', which is also more accurate",
         )
 
 
 def _batched_works() -> bool:
-    """Tell whether torch's batched hook survives its first compressed step.
+    """Return whether torch's batched hook survives its first compressed step.
 
-    In torch 2.13 it hands a matrix to a function that asserts a batch of them, and ends in a bare AssertionError on every
-    device (test_batched_power_sgd_is_refused). Asked of the function itself, so that a torch that mends it is believed.
+    In torch 2.13 it passes a matrix to a function that asserts a batch of them, a bare AssertionError on every device
+    (test_batched_power_sgd_is_refused). Calling that function also detects a torch in which this is fixed.
     """
     try:
         powerSGD_hook._orthogonalize(torch.eye(2))  # type: ignore[no-untyped-call]
@@ -95,7 +95,7 @@ def _batched_works() -> bool:
 def _half_hook(dtype: torch.dtype) -> Hook:
     def average_in_half(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
-        # Divided before the sum: fp16 overflows at 65504.
+        # Divide before the sum: fp16 overflows at 65504.
         sent = buffer.to(dtype).div_(dist.get_world_size(state))
         future = dist.all_reduce(sent, group=state, async_op=True).get_future()
 
@@ -105,7 +105,7 @@ def _half_hook(dtype: torch.dtype) -> Hook:
 
 
 def _compressed(hook: Hook, dtype: torch.dtype) -> Hook:
-    """Give ``hook`` the bucket in ``dtype``. Not torch's wrappers: DDP refuses the bf16 one by its name without NCCL."""
+    """Pass ``hook`` the bucket in ``dtype``. Not torch's wrappers: DDP rejects the bf16 one, by its name, without NCCL."""
 
     def in_half(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
@@ -122,11 +122,11 @@ def _compressed(hook: Hook, dtype: torch.dtype) -> Hook:
 
 
 def _one_at_a_time(hook: Hook) -> Hook:
-    """Finish the collectives of one bucket before the next one begins.
+    """Finish the collectives of one bucket before the next bucket starts.
 
-    PowerSGD starts its second collective when the first has ended, in a thread of gloo. With several buckets the order of
-    these differs between the ranks, and gloo adds tensors of different sizes, or aborts (torch 2.7 to 2.13;
-    test_power_sgd_works_with_several_buckets). DDP itself calls the hook in one order on all ranks.
+    PowerSGD starts its second collective in a gloo thread, when the first has finished. With several buckets their order
+    differs between the ranks, and gloo adds tensors of different sizes, or aborts (torch 2.7 to 2.13;
+    test_power_sgd_works_with_several_buckets). DDP itself calls the hook in the same order on all ranks.
     """
 
     def in_order(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

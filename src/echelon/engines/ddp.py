@@ -1,4 +1,4 @@
-"""The default engine of several ranks: torch's DistributedDataParallel, and a guard against unsynchronised steps."""
+"""The engine ``ddp``, the default of several ranks: torch's DistributedDataParallel, with the step guard."""
 
 from __future__ import annotations
 
@@ -22,16 +22,9 @@ from echelon.engines.base import Engine, Prepared
 from echelon.engines.bitwise.grad_norm import clip_by_rows
 from echelon.engines.bitwise.tree_sum import ReplicatedUpdate
 from echelon.engines.comm_hooks import register_comm_hook
-from echelon.engines.output_hooks import SightOfOutputs
-from echelon.engines.stepper import (
-    Stepper,
-    clip_gradients,
-    load_state,
-    multiply_gradients,
-    plain_state_dict,
-    state_of,
-    zeros_for,
-)
+from echelon.engines.output_hooks import OutputFlattener
+from echelon.engines.state_dicts import collect_named_state, load_named_state, plain_state_dict
+from echelon.engines.stepper import Stepper, clip_gradients, multiply_gradients, zero_backward
 from echelon.world.world import World
 
 __all__ = ["DDPEngine"]
@@ -40,7 +33,7 @@ _CAPABILITIES = Capabilities(name="ddp", replicates=True, sums_shards=True)
 
 
 class DDPEngine(Engine):
-    """Every rank holds the model; gradients are averaged over the ranks while the backward pass runs.
+    """Every rank holds the model; gradients are averaged over the ranks during the backward pass.
 
     Source: torch.nn.parallel.DistributedDataParallel.
     """
@@ -59,40 +52,34 @@ class DDPEngine(Engine):
         self._replicas: dict[int, Replica] = {}  # by id of the wrapper, which the replica keeps alive
         self._frozen: list[_Frozen] = []
         self._optimizers: list[ref[Optimizer]] = []  # in the order of prepare, the same on every rank
-        # By optimizer: what was looked up, and its parameters that no replica holds.
+        # By optimizer: the key of the look-up, and the parameters that no replica holds.
         self._strays: WeakKeyDictionary[Optimizer, tuple[list[int], list[torch.Tensor]]] = WeakKeyDictionary()
-        self._shared: dict[int, torch.Tensor] = {}  # by id: strays that were made equal on all ranks
+        self._shared: dict[int, torch.Tensor] = {}  # by id: strays that were broadcast to all ranks
         self._warned = False
-        self._reduces = True  # False: gradients are left alone (open_shards)
+        self._reduces = True  # False: gradients are not reduced (build_sharded_update)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without the models, which it knows by their identity: a copy has prepared nothing.
+        # Without models, which it identifies by id: a copy has prepared nothing.
         return partial(type(self), scaler=self._stepper.scaler, options=self._options), (self._world,)
 
     @classmethod
     def from_options(
         cls, world: World, *, scaler: torch.amp.GradScaler | None, options: Mapping[str, Any]
     ) -> DDPEngine:
-        """See ``Engine``."""
         return cls(world, scaler=scaler, options=options)
 
     @property
     def capabilities(self) -> Capabilities:
-        """See ``Engine``."""
         return _CAPABILITIES
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """Every rank reads its own part of the batch."""
         return ("dp_replicate",)
 
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Any]
     ) -> Prepared:
-        """Wrap each model that trains; a model without trainable parameters stays as it is.
-
-        Collective: every rank, with the same models in the same order (DDP sends rank 0's weights to all).
-        """
+        """Wrap each model that has trainable parameters (DDP broadcasts rank zero's weights); return the others unchanged."""
         wrapped = tuple(self._wrap(model) for model in models)
         self._optimizers += map(ref, optimizers)
         return Prepared(models=wrapped, optimizers=tuple(optimizers), schedulers=tuple(schedulers))
@@ -100,7 +87,7 @@ class DDPEngine(Engine):
     def _wrap(self, model: nn.Module) -> nn.Module:
         if not any(parameter.requires_grad for parameter in model.parameters()):
             self._frozen.append(_Frozen(model, self._share_strays))
-            return model  # DDP refuses a module without gradients; a frozen teacher has nothing to reduce
+            return model  # DDP rejects a module without gradients, and a frozen teacher has none to reduce
         device = self._world.device
         on_device = all(p.device.type == device.type for p in model.parameters())
         ids = [device.index] if device.type != "cpu" and on_device else None
@@ -111,34 +98,30 @@ class DDPEngine(Engine):
         wrapper = DistributedDataParallel(model, device_ids=ids, **options)
         register_comm_hook(wrapper, hook=hook, wrapper=outer, state_options=state_options)
         wrapper.require_backward_grad_sync = self._reduces
-        wrapper.require_forward_param_sync = self._reduces  # no buffer may depend on what a rank has seen
+        wrapper.require_forward_param_sync = self._reduces  # no buffer may depend on a rank's data
         hooks: Sequence[Any] = ()
         if wrapper.find_unused_parameters or wrapper.static_graph:
             where = "DistributedDataParallelKwargs(find_unused_parameters=True), or static_graph=True"
-            hooks = SightOfOutputs(wrapper, wrapper.module, where=where).hooks
+            hooks = OutputFlattener(wrapper, wrapper.module, where=where).hooks
         self._replicas[id(wrapper)] = Replica(wrapper, reduces=self._reduces, hooks=hooks)
         self._strays.clear()
         return wrapper
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """See ``Engine``. Source: DistributedDataParallel.no_sync."""
         replica = self._replicas.get(id(model))
         return _NoSync(replica.wrapper if replica is not None else None)
 
     def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """See ``Engine``; empty for a model that was not wrapped."""
         replica = self._replicas.get(id(model))
         return nullcontext() if replica is None else replica.sync_next_backward()
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """See ``Engine``; empty for models that were not wrapped. Source: torch.distributed.algorithms.join.Join."""
         wrappers: list[Any] = [self._replicas[id(model)].wrapper for model in models if id(model) in self._replicas]
         for wrapper in wrappers:
             refuse_to_join_sparse(wrapper.module)
         return torch.distributed.algorithms.join.Join(wrappers) if wrappers else nullcontext()
 
     def backward(self, loss: torch.Tensor, model: nn.Module | None = None, **options: Any) -> None:
-        """See ``Engine``."""
         for replica in self._replicas.values():
             replica.prepare_for_backward([loss])
         self._stepper.scale(loss).backward(**options)  # type: ignore[no-untyped-call]
@@ -146,25 +129,23 @@ class DDPEngine(Engine):
             replica.settle()
 
     def backward_zeros(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], **options: Any) -> None:
-        """See ``Engine``: a whole backward pass, so that DDP finds what its forward pass made it expect."""
-        with zeros_for(parameters):
+        with zero_backward(parameters):
             self.backward(loss, **options)
-        if loss.grad_fn is None:  # torch.zeros((), requires_grad=True), say; the other ranks' reach the model
+        if (
+            loss.grad_fn is None
+        ):  # e.g. torch.zeros((), requires_grad=True), while the other ranks' losses reach the model
             for replica in self._replicas.values():
                 replica.contribute_zeros()
 
     def step(self, optimizer: Optimizer, *, closure: Any = None, unsynced: bool = False) -> bool:
-        """See ``Engine``."""
         if not unsynced:
             self._guard_optimizer(optimizer)
         return self._stepper.step(optimizer, closure)
 
-    def settle(self) -> None:
-        """See ``Engine``."""
-        self._stepper.settle()
+    def update_loss_scale(self) -> None:
+        self._stepper.update_loss_scale()
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
-        """See ``Engine``; what was not reduced is gone with the gradients."""
         optimizer.zero_grad(set_to_none=set_to_none)
         if any(replica.is_dirty() for replica in self._replicas.values()):
             cleared = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -173,7 +154,6 @@ class DDPEngine(Engine):
                     replica.mark_reduced()
 
     def unscale(self, optimizer: Optimizer, *, unsynced: bool = False) -> None:
-        """See ``Engine``."""
         if not unsynced:
             self._guard_optimizer(optimizer)
         self._stepper.unscale(optimizer)
@@ -181,30 +161,27 @@ class DDPEngine(Engine):
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, unsynced: bool = False
     ) -> torch.Tensor:
-        """See ``Engine``. Source: torch.nn.utils.clip_grad_norm_."""
         parameters = list(parameters)
         if not unsynced:
             self._guard(parameters)
         return self._clip(parameters, max_norm, norm_type)
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float, *, unsynced: bool = False) -> None:
-        """See ``Engine``. Source: torch.nn.utils.clip_grad_value_."""
         parameters = list(parameters)
         if not unsynced:
             self._guard(parameters)
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def finish_gradients(self, model: nn.Module, factor: float) -> None:
-        """See ``Engine``."""
         multiply_gradients(model.parameters(), factor)
 
     def reduced(self, model: nn.Module) -> bool:
-        """See ``Engine``."""
         replica = self._replicas.get(id(model))
         return replica is None or not replica.is_dirty()
 
-    def open_shards(self, num_shards: int, parameters: Callable[[], Sequence[torch.Tensor]]) -> ReplicatedUpdate:
-        """See ``Engine``: DDP never reduces."""
+    def build_sharded_update(
+        self, num_shards: int, parameters: Callable[[], Sequence[torch.Tensor]]
+    ) -> ReplicatedUpdate:
         self._reduces = False
         self._clip = clip_by_rows
         return ReplicatedUpdate(
@@ -212,27 +189,22 @@ class DDPEngine(Engine):
         )
 
     def sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, Any]:
-        """Return the whole state: every rank has it all."""
-        return state_of(self.unwrap(model), optimizers)
+        """Return the full state: every rank has all of it."""
+        return collect_named_state(self.unwrap(model), optimizers)
 
     def load_sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
-        """See ``Engine``."""
-        load_state(self.unwrap(model), optimizers, state)
+        load_named_state(self.unwrap(model), optimizers, state)
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """See ``Engine``."""
         return plain_state_dict(self.unwrap(model))
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """See ``Engine``."""
         return optimizer.state_dict()
 
     def load_full_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """See ``Engine``."""
         optimizer.load_state_dict(dict(state))
 
     def release(self) -> None:
-        """See ``Engine``."""
         for replica in self._replicas.values():
             replica.release()
         self._replicas.clear()
@@ -244,12 +216,10 @@ class DDPEngine(Engine):
         self._shared.clear()
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """See ``Engine``."""
         inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         return inner
 
     def reduce_gradients(self, optimizer: Optimizer) -> bool:
-        """See ``Engine``."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for replica in self._replicas.values():
             replica.follow_before_step()
@@ -258,13 +228,13 @@ class DDPEngine(Engine):
         return is_reduced
 
     def _guard_optimizer(self, optimizer: Optimizer) -> None:
-        """Average what the other ranks have not seen of the gradients of ``optimizer``."""
+        """Average the gradients of ``optimizer`` that were not synchronized."""
         if self.reduce_gradients(optimizer):
             self._warn()
 
     def _strays_of(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the parameters of ``optimizer`` that no replica holds."""
-        # Looked up again only when there are other models or parameters: a step must not cost a walk over all of them.
+        # Cached until models or parameters change: a step must not walk over all of them.
         looked_up = [*(replica.version for replica in self._replicas.values()), *map(id, parameters)]
         known = self._strays.get(optimizer)
         if known is None or known[0] != looked_up:
@@ -273,10 +243,7 @@ class DDPEngine(Engine):
         return known[1]
 
     def _average_strays(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
-        """Average the gradients of those of ``parameters``, which are of ``optimizer``, that no replica holds.
-
-        Collective: where there are some.
-        """
+        """Average the gradients of those ``parameters`` of ``optimizer`` that no replica holds. Collective: if there are any."""
         strays = [p for p in self._strays_of(optimizer, parameters) if p.requires_grad]
         if strays:
             self._share_strays(strays)
@@ -290,12 +257,12 @@ class DDPEngine(Engine):
             self._warn()
 
     def _reduce(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Average the gradients of each dirty replica that holds one of ``parameters``; False: there is none.
+        """Average the gradients of each dirty replica that holds one of ``parameters``; return whether there are any.
 
-        Every rank runs the same program, so every rank comes here with the same replicas. An average of what DDP has
-        averaged already is that average, so a mixture of seen and unseen contributions comes out right too.
+        Every rank runs the same program, so every rank has the same dirty replicas. Averaging again what DDP has averaged
+        does not change it, so a mixture of synchronized and local contributions is correct, too.
 
-        Collective: when something is to be reduced.
+        Collective: if there are any.
         """
         ids = set(map(id, parameters))
         is_reduced = False
@@ -315,31 +282,31 @@ class DDPEngine(Engine):
         frozen = {id(p) for model in self._frozen for p in model.parameters}
         if any(id(p) in frozen for p in new):
             warn(
-                f"{len(new)} parameter(s) of this optimizer are of a model in which nothing trained when it was prepared: DDP does "
-                "not know it, and echelon averages their gradients over the ranks at each step. Prepare the model after the first "
-                "of its parameters is unfrozen, which overlaps this with the backward pass."
+                f"{len(new)} parameter(s) of this optimizer belong to a model that was fully frozen when it was prepared: DDP does "
+                "not know it, and echelon averages their gradients over the ranks at each step. Prepare the model after its "
+                "first parameter is unfrozen, to overlap this with the backward pass."
             )
         else:
             warn(
                 f"{len(new)} parameter(s) of this optimizer belong to no prepared model: echelon averages their gradients "
-                "over the ranks at each step. Prepare the model that holds all parameters, which overlaps this with the "
+                "over the ranks at each step. Prepare the model that holds all parameters, to overlap this with the "
                 "backward pass."
             )
         for parameter in new:
-            dist.broadcast(parameter.data, src=0)  # the ranks may have initialised them differently
+            dist.broadcast(parameter.data, src=0)  # the ranks may have initialized them differently
 
     def _warn(self) -> None:
         if not self._warned:
             self._warned = True
             warn(
-                "the last backward pass was not synchronised between the ranks (a step inside no_sync(), a forward "
+                "the last backward pass was not synchronized between the ranks (a step inside no_sync(), a forward pass "
                 "through the bare module, or through an object that holds it): echelon averages the gradients now, so "
-                "the result is right, but slower. Forward through the prepared model, and step outside no_sync()."
+                "the result is correct, but slower. Call the prepared model, and step outside no_sync()."
             )
 
 
 class _Frozen:
-    """A model that was prepared and not wrapped: nothing in it trained. What is unfrozen is shared before its first use."""
+    """A model without trainable parameters, which was not wrapped. Parameters unfrozen later are broadcast before their first use."""
 
     def __init__(self, model: nn.Module, share: Callable[[list[torch.Tensor]], None]) -> None:
         self.parameters = list(model.parameters())
@@ -354,7 +321,7 @@ class _Frozen:
 
 
 class _NoSync:
-    """DDP.no_sync without the cost of a generator; empty for a model that was not wrapped."""
+    """DDP.no_sync without the cost of a generator; does nothing for a model that was not wrapped."""
 
     __slots__ = ("_before", "_wrapper")
 

@@ -1,4 +1,8 @@
-"""Bring the parts of an optimizer's state to rank zero: structure as JSON, tensors as their bytes; nothing is pickled."""
+"""Gathers sharded optimizer state on rank zero: the structure as JSON, tensors as their bytes.
+
+torch's own ways (``ZeroRedundancyOptimizer.consolidate_state_dict``, ``dist.gather_object``, ``torch.distributed.checkpoint``)
+exchange pickles, which echelon does not load from a network.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,14 @@ import torch.distributed as dist
 from echelon.base.errors import UsageError
 from echelon.distributed.small_messages import bytes_of, gather_bytes, host_wire
 
-__all__ = ["gather_parts"]
+__all__ = ["gather_optimizer_state"]
 
 
-def gather_parts(part: Mapping[int, Any]) -> dict[int, Any] | None:
-    """Return on rank zero what all ranks bring, with copies of the tensors on the CPU; None elsewhere.
+def gather_optimizer_state(part: Mapping[int, Any]) -> dict[int, Any] | None:
+    """Return the union of all ranks' ``part`` on rank zero, with tensors copied to the CPU; None elsewhere.
 
     Args:
-        part: tensors, numbers, text, lists, tuples and dicts, by a number that no other rank brings.
+        part: tensors, numbers, text, lists, tuples and dicts, by a number that is unique over the ranks.
 
     Collective: every rank.
 
@@ -41,7 +45,7 @@ def gather_parts(part: Mapping[int, Any]) -> dict[int, Any] | None:
 
 
 def _describe(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return ``value`` as JSON, and put its tensors into ``tensors`` in the order in which ``_rebuild`` takes them."""
+    """Return ``value`` as JSON, and append its tensors to ``tensors`` in the order in which ``_rebuild`` consumes them."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
@@ -52,13 +56,13 @@ def _describe(value: Any, tensors: list[torch.Tensor]) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     raise UsageError(
-        f"the state of an optimizer holds a {type(value).__name__}, which cannot be sent to another rank",
-        do="keep tensors, numbers, text, lists, tuples and dicts in it, or use an engine that does not shard it (ddp)",
+        f"the optimizer state holds a {type(value).__name__}, which cannot be sent to another rank",
+        do="keep only tensors, numbers, text, lists, tuples and dicts in it, or use an engine that does not shard it (ddp)",
     )
 
 
 def _rebuild(value: Any, rank: int, own: Iterator[torch.Tensor] | None) -> Any:
-    """Return what ``_describe`` described on ``rank``; its tensors are the next of ``own``, or arrive from there."""
+    """Return what ``_describe`` described on ``rank``; its tensors are taken from ``own``, or received from ``rank``."""
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()

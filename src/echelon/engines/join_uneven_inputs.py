@@ -1,4 +1,4 @@
-"""Uneven inputs where the ranks share out the optimizer's state: ranks that have run out step with the others."""
+"""Uneven inputs with sharded optimizer state: ranks that have run out of batches keep stepping with the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from echelon.engines.sharded_optimizer import ShardedOptimizer
 
 __all__ = ["join_sharded"]
 
-_ENDED = -1
+_JOINED = -1
 
 
 @contextmanager
@@ -25,29 +25,29 @@ def join_sharded(
     wrappers: Sequence[DistributedDataParallel],
     optimizers: Sequence[ShardedOptimizer],
     *,
-    note: Callable[[bool], None],
+    on_step: Callable[[bool], None],
 ) -> Iterator[None]:
-    """Let ranks run out of batches at different steps; those that have done so still step their part of the parameters.
+    """Let ranks run out of batches at different steps; joined ranks still step their part of the parameters.
 
-    Torch's own hook for that steps once for each forward pass, whether the others step or not, by gradients that the
-    rank does not have and by a learning rate that its scheduler has left behind.
+    Torch's own hook for that steps once per forward pass, whether the others step or not, with gradients that the rank does
+    not have, and a learning rate that its scheduler has not updated.
 
     Args:
         wrappers: the models.
-        optimizers: of them.
-        note: is called with True before a rank that has ended steps, and with False afterwards.
+        optimizers: theirs.
+        on_step: called with True before a joined rank steps, and with False afterwards.
 
     Collective: every rank enters.
 
     Source: torch.distributed.algorithms.join.Join.
     """
-    events = _Events(wrappers, optimizers, note)
-    # Made for what it sets in the wrappers: their forward passes tell the ranks that have ended whether they reduce.
+    events = _Events(wrappers, optimizers, on_step)
+    # For its side effect on the wrappers: their forward passes notify joined ranks whether they reduce.
     Join([events, *wrappers])
     with Join([events]):
         handles: list[Any] = [
-            *(wrapper.register_forward_pre_hook(events.tell_forward) for wrapper in wrappers),
-            *(optimizer.register_step_pre_hook(events.tell_step) for optimizer in optimizers),
+            *(wrapper.register_forward_pre_hook(events.notify_forward) for wrapper in wrappers),
+            *(optimizer.register_step_pre_hook(events.notify_step) for optimizer in optimizers),
         ]
         try:
             yield
@@ -57,49 +57,46 @@ def join_sharded(
 
 
 class _Events(Joinable, JoinHook):
-    """Before each forward pass and each step, the ranks that run tell those that have ended, which take part in it."""
+    """Before each forward pass and each step, running ranks notify joined ranks, which shadow it."""
 
     def __init__(
         self,
         wrappers: Sequence[DistributedDataParallel],
         optimizers: Sequence[ShardedOptimizer],
-        note: Callable[[bool], None],
+        on_step: Callable[[bool], None],
     ) -> None:
         super().__init__()
-        self._note = note
+        self._on_step = on_step
         self._wrappers = list(wrappers)
         self._optimizers = list(optimizers)
         self._passes: list[JoinHook] = [wrapper.join_hook() for wrapper in wrappers]  # type: ignore[no-untyped-call]
 
     def join_hook(self, **_options: Any) -> JoinHook:
-        """See ``Joinable``."""
         return self
 
     @property
     def join_device(self) -> torch.device:
-        """See ``Joinable``."""
         device: torch.device = self._wrappers[0].join_device
         return device
 
     @property
     def join_process_group(self) -> Any:
-        """See ``Joinable``."""
         return self._wrappers[0].join_process_group
 
-    def tell_forward(self, wrapper: Any, _inputs: Any) -> None:
-        """Tell that ``wrapper`` runs now."""
-        self._tell(self._wrappers.index(wrapper))
+    def notify_forward(self, wrapper: Any, _inputs: Any) -> None:
+        """Notify joined ranks of a forward pass of ``wrapper``."""
+        self._notify(self._wrappers.index(wrapper))
 
-    def tell_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        """Tell that ``optimizer`` steps now; where ranks have ended, one of those that run sends them what they need."""
+    def notify_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        """Notify joined ranks of a step of ``optimizer``; if there are any, one running rank sends them what they need."""
         event = len(self._wrappers) + self._optimizers.index(optimizer)
-        events = self._tell(event)
-        if _ENDED in events:
-            _share_step(optimizer, events)
+        events = self._notify(event)
+        if _JOINED in events:
+            _send_step_to_joined(optimizer, events)
 
     def main_hook(self) -> None:
-        """Take part in the next event, as a rank that has ended."""
-        (events,) = gather_counts(_ENDED)
+        """Shadow the next event, on a joined rank."""
+        (events,) = gather_counts(_JOINED)
         event = max(events)
         if event < len(self._passes):
             self._passes[event].main_hook()
@@ -107,11 +104,11 @@ class _Events(Joinable, JoinHook):
             self._step(self._optimizers[event - len(self._passes)], events)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Take over the model of the rank that ended last."""
+        """Take the model of the last rank to join."""
         for each in self._passes:
             each.post_hook(is_last_joiner)
 
-    def _tell(self, event: int) -> list[int]:
+    def _notify(self, event: int) -> list[int]:
         work: Any = Join.notify_join_context(self)
         if work is not None:
             work.wait()
@@ -123,34 +120,31 @@ class _Events(Joinable, JoinHook):
         before = [p.grad for p in own]
         for parameter in own:
             parameter.grad = None
-        _share_step(optimizer, events)
-        self._note(True)
+        _send_step_to_joined(optimizer, events)
+        self._on_step(True)
         try:
             optimizer.step()
         finally:
-            self._note(False)
+            self._on_step(False)
         for parameter, gradient in zip(own, before):
             parameter.grad = gradient
 
 
-def _share_step(optimizer: ShardedOptimizer, events: list[int]) -> None:
-    """Give the ranks that have ended the settings and the gradients with which the others step.
-
-    Collective: every rank.
-    """
+def _send_step_to_joined(optimizer: ShardedOptimizer, events: list[int]) -> None:
+    """Send joined ranks the settings and gradients with which the others step. Collective: every rank."""
     rank, source = dist.get_rank(), events.index(max(events))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     message = None
     if rank == source:
         graded = [i for i, parameter in enumerate(parameters) if parameter.grad is not None]
-        message = json.dumps([[_plain(group) for group in optimizer.param_groups], graded]).encode()
+        message = json.dumps([[_plain_settings(group) for group in optimizer.param_groups], graded]).encode()
     settings, graded = json.loads(broadcast_bytes(message, source=source))
-    if events[rank] == _ENDED:
+    if events[rank] == _JOINED:
         for group, changes in zip(optimizer.param_groups, settings):
-            _set(group, changes)
+            _apply_settings(group, changes)
     for parameter in (parameters[i] for i in graded):
         owner = optimizer.owner(parameter)
-        if events[owner] != _ENDED:
+        if events[owner] != _JOINED:
             continue
         if rank == source:
             assert parameter.grad is not None
@@ -160,8 +154,8 @@ def _share_step(optimizer: ShardedOptimizer, events: list[int]) -> None:
             dist.recv(parameter.grad, src=source)
 
 
-def _plain(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of ``group`` that are numbers, text, or sequences of them; they are what changes in a run."""
+def _plain_settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of ``group`` that are numbers, text, or sequences of them: those that change during a run."""
     numbers = {n: v.item() if isinstance(v, torch.Tensor) else v for n, v in group.items() if n != "params"}
     kinds = (bool, int, float, str)
     return {
@@ -172,7 +166,7 @@ def _plain(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _set(group: dict[str, Any], settings: dict[str, Any]) -> None:
+def _apply_settings(group: dict[str, Any], settings: dict[str, Any]) -> None:
     for name, value in settings.items():
         if isinstance(group[name], torch.Tensor):
             group[name].fill_(value)

@@ -1,8 +1,8 @@
-"""Outputs of forward passes in which torch's wrappers find no tensors: given to them as a tuple, and put together again.
+"""Forward hooks that let torch's wrappers find the tensors of any output: flattened to a tuple for them, restored afterwards.
 
-DDP looks for the tensors of an output where it searches for unused parameters, or has a static graph; FSDP and DeepSpeed hang
-their backward pass on them. They know tuples, lists, dicts and some dataclasses, and take other objects for what holds none:
-gradients are then reduced too early, twice, or not at all.
+DDP looks for the output's tensors if it searches for unused parameters or has a static graph; FSDP and DeepSpeed attach their
+backward hooks to them. They search tuples, lists, dicts and some dataclasses, and assume that other objects hold no tensors:
+gradients are then reduced too early, twice, or never.
 """
 
 from __future__ import annotations
@@ -17,39 +17,40 @@ from torch.utils.hooks import RemovableHandle
 from echelon.base.errors import UsageError
 from echelon.distributed.tree import contents, leaves, map_tensors
 
-__all__ = ["SightOfOutputs", "show_outputs_to_hooks", "tensors_of", "with_tensors"]
+__all__ = ["OutputFlattener", "flatten_outputs_for_hooks", "output_tensors", "replace_output_tensors"]
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
+_NOTHING: Any = object()
 
 
-def _is_seen(output: Any) -> bool:
-    """Does torch find every tensor of ``output`` that can be found?"""
+def _is_searched(output: Any) -> bool:
+    """Return whether torch finds every tensor of ``output`` that can be found."""
     if isinstance(output, torch.Tensor):
         return True
     held = contents(output)
     if held is None:
-        return True  # nested in something else: a cache, say
+        return True  # nested in another object, such as a cache
     if type(output) in (tuple, list) or (isinstance(output, tuple) and hasattr(output, "_fields")):
-        return all(map(_is_seen, held))
+        return all(map(_is_searched, held))
     if type(output) is dict:
-        return all(map(_is_seen, output.values()))
+        return all(map(_is_searched, output.values()))
     return not any(isinstance(leaf, torch.Tensor) for leaf in leaves(output))
 
 
 def _attributes_of(output: Any) -> dict[str, Any]:
-    """Return the attributes of an object that is no container; empty for what has none of its own."""
+    """Return the attributes of an object that is not a container; empty for containers and plain values."""
     is_object = contents(output) is None and not isinstance(output, (torch.Tensor, type, nn.Module, *_SCALARS))
     return dict(getattr(output, "__dict__", {})) if is_object else {}
 
 
-def tensors_of(output: Any) -> list[torch.Tensor]:
-    """Return the tensors of an output: of containers, and of the attributes of an object that is none."""
+def output_tensors(output: Any) -> list[torch.Tensor]:
+    """Return the tensors of an output: of containers, and of the attributes of any other object."""
     held = _attributes_of(output) or output
     return [leaf for leaf in leaves(held) if isinstance(leaf, torch.Tensor)]
 
 
-def with_tensors(output: Any, tensors: Iterable[torch.Tensor]) -> Any:
-    """Return ``output`` with ``tensors`` in the place of ``tensors_of(output)``; an object that is no container is changed."""
+def replace_output_tensors(output: Any, tensors: Iterable[torch.Tensor]) -> Any:
+    """Return ``output`` with its ``output_tensors`` replaced; an object that is not a container is modified in place."""
     given = iter(tensors)
     attributes = _attributes_of(output)
     if not attributes:
@@ -60,52 +61,52 @@ def with_tensors(output: Any, tensors: Iterable[torch.Tensor]) -> Any:
     return output
 
 
-class _Taken:
-    """Forward hooks around somebody else's: what they see is a tuple of tensors."""
+class _FlattenHooks:
+    """A pair of forward hooks; the hooks registered between them see a tuple of tensors."""
 
     def __init__(self) -> None:
         self._output: Any = _NOTHING
 
-    def take(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
-        """Return the tensors of ``output``; None (no change) where torch sees them."""
+    def flatten(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
+        """Return the tensors of ``output``; None (no change) if torch finds them itself."""
         self._output = _NOTHING
-        if _is_seen(output) and not _attributes_of(output):
+        if _is_searched(output) and not _attributes_of(output):
             return None
-        tensors = tensors_of(output)
+        tensors = output_tensors(output)
         if not tensors:
             return None
         self._output = output
         return tuple(tensors)
 
-    def put_back(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
-        """Return what was taken, with the tensors that have become of its own."""
-        taken, self._output = self._output, _NOTHING
-        if taken is _NOTHING or not isinstance(output, tuple):  # not: the forward pass has failed in between
+    def restore(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
+        """Return the original output, with the tensors that the hooks in between returned."""
+        original, self._output = self._output, _NOTHING
+        if original is _NOTHING or not isinstance(output, tuple):  # not a tuple: the forward pass has failed in between
             return None
-        return with_tensors(taken, output)
+        return replace_output_tensors(original, output)
 
 
-class show_outputs_to_hooks:
+class flatten_outputs_for_hooks:
     """A context in which somebody registers forward hooks of ``module``: they see the tensors of any output."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._taken = _Taken()
+        self._hooks = _FlattenHooks()
 
     def __enter__(self) -> None:
-        self._module.register_forward_hook(self._taken.take)
+        self._module.register_forward_hook(self._hooks.flatten)
 
     def __exit__(self, *_: object) -> None:
-        self._module.register_forward_hook(self._taken.put_back)
+        self._module.register_forward_hook(self._hooks.restore)
 
 
-class SightOfOutputs:
-    """Lets the wrapper of a module (DDP's, DeepSpeed's) see the tensors of any output, where it looks for them."""
+class OutputFlattener:
+    """Flattens the outputs of a module for its wrapper (DDP's, DeepSpeed's), and restores them after the wrapper's forward."""
 
     def __init__(self, wrapper: nn.Module, module: nn.Module, *, where: str) -> None:
         self._where = where  # in the user's terms
         self._module = module
-        self._taken = _Taken()
+        self._flattening = _FlattenHooks()
         self._hook: RemovableHandle | None = None
         self.hooks = [
             wrapper.register_forward_pre_hook(self._begin),
@@ -114,27 +115,23 @@ class SightOfOutputs:
 
     def _begin(self, _wrapper: nn.Module, _inputs: Any) -> None:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            # For this pass alone: behind hooks that the script has registered by now, and not where it calls the bare module.
-            self._hook = self._module.register_forward_hook(self._take)
+            # For this pass only: it runs after the script's own hooks, and not when the script calls the bare module.
+            self._hook = self._module.register_forward_hook(self._flatten)
 
-    def _take(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+    def _flatten(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         is_opaque = contents(output) is None and not isinstance(output, (torch.Tensor, *_SCALARS))
-        if is_opaque and not tensors_of(output):
-            kind = type(output)
+        if is_opaque and not output_tensors(output):
             raise UsageError(
-                f"the forward pass of {type(module).__name__} returned a {kind.__name__}, in which no tensor is found: the "
-                "gradients could not be reduced, which hangs on those of the output",
+                f"the forward pass of {type(module).__name__} returned a {type(output).__name__} in which no tensor is found, "
+                "and gradients are reduced by hooks on the output's tensors",
                 where=self._where,
-                do="return a tensor, a tuple, a dict or a dataclass, or use other options",
+                do="return a tensor, a tuple, a dict or a dataclass, or remove these options",
             )
-        return self._taken.take(module, inputs, output)
+        return self._flattening.flatten(module, inputs, output)
 
     def _end(self, wrapper: nn.Module, inputs: Any, output: Any) -> Any:
         hook, self._hook = self._hook, None
         if hook is None:
             return None
         hook.remove()
-        return self._taken.put_back(wrapper, inputs, output)
-
-
-_NOTHING: Any = object()
+        return self._flattening.restore(wrapper, inputs, output)

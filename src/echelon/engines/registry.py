@@ -1,4 +1,4 @@
-"""Engine name -> class, imported when it is chosen; third parties add theirs by the entry point ``echelon.engines``."""
+"""Engine name -> class, imported on first use; third parties register theirs with the entry point ``echelon.engines``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from echelon.base.errors import ConfigError
 from echelon.compat.unsupported import TPU_ALTERNATIVE
 from echelon.engines.base import Engine
 
-__all__ = ["BY_DEEPSPEED", "ENGINES", "GROUPLESS", "ON_ALL_DEVICES", "SHARDING", "choose", "load"]
+__all__ = ["BY_DEEPSPEED", "ENGINES", "GROUPLESS", "ON_ALL_DEVICES", "SHARDING", "default_engine", "load_engine"]
 
 ENGINES = {
     "single": "echelon.engines.single:SingleEngine",
@@ -22,37 +22,37 @@ ENGINES = {
 }
 
 
-# What TPUs are asked for by.
+# Names that mean a TPU.
 _TPU = frozenset({"tpu", "xla", "torch_xla", "torchxla"})
 
-# Those that need no process group; in a lone process the others get one of one rank.
+# Engines without a process group; a single process creates a group of one rank for the others.
 GROUPLESS = frozenset({"single", "dp"})
 
-# Those of one process that run on every device that it sees.
+# Engines whose one process uses every visible device.
 ON_ALL_DEVICES = frozenset({"dp"})
 
-# Those that take ``options["sharding"]``, a ``ShardingOptions``.
+# Engines with ``options["sharding"]``, a ``ShardingOptions``.
 SHARDING = frozenset({"fsdp2"})
 
-# Those that take ``options["deepspeed"]``, a ``DeepSpeedOptions``.
+# Engines with ``options["deepspeed"]``, a ``DeepSpeedOptions``.
 BY_DEEPSPEED = frozenset({"deepspeed"})
 
 
-def choose(*, world_size: int, shard: bool = False) -> str:
-    """Return the name of the engine that a run gets when none was asked for; ``shard``: the model is to be sharded."""
+def default_engine(*, world_size: int, shard: bool = False) -> str:
+    """Return the name of the default engine; ``shard``: the run shards the model."""
     if world_size == 1:
         return "single"
     return "fsdp2" if shard else "ddp"
 
 
-def load(name: str) -> type[Engine]:
+def load_engine(name: str) -> type[Engine]:
     """Import the class of the engine ``name``.
 
     Raises:
-        ConfigError: there is none of that name; the nearest is given.
+        ConfigError: it is unknown; names the closest match.
     """
     places = dict(ENGINES)
-    if name not in places:  # to look at what is installed takes 15 ms and more
+    if name not in places:  # reading the installed entry points takes 15 ms and more
         places = {**{point.name: point.value for point in entry_points(group="echelon.engines")}, **places}
     if name not in places and name.lower() in _TPU:
         raise ConfigError(f"there is no engine {name!r}: echelon does not run on TPUs", do=TPU_ALTERNATIVE)
@@ -62,8 +62,8 @@ def load(name: str) -> type[Engine]:
             f"there is no engine {name!r}",
             do=f"did you mean {near[0]!r}?"
             if near
-            else f"choose one of {', '.join(sorted(places))}, give an Engine, or install a package that names its own under "
-            "the entry point 'echelon.engines'",
+            else f"choose one of {', '.join(sorted(places))}, pass an Engine object, or install a package that registers it "
+            "with the entry point 'echelon.engines'",
         )
     module, _, attribute = places[name].partition(":")
     engine: type[Engine] = getattr(import_module(module), attribute)

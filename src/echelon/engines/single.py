@@ -1,4 +1,4 @@
-"""The engine of one device: the user's own objects, with a loss scaler where fp16 asks for one."""
+"""The engine of one device: the user's own objects, with a loss scaler for fp16."""
 
 from __future__ import annotations
 
@@ -14,15 +14,8 @@ from echelon.base.capabilities import Capabilities
 from echelon.engines.base import Engine, Prepared
 from echelon.engines.bitwise.grad_norm import clip_by_rows
 from echelon.engines.bitwise.tree_sum import ReplicatedUpdate
-from echelon.engines.stepper import (
-    Stepper,
-    clip_gradients,
-    load_state,
-    multiply_gradients,
-    plain_state_dict,
-    state_of,
-    zeros_for,
-)
+from echelon.engines.state_dicts import collect_named_state, load_named_state, plain_state_dict
+from echelon.engines.stepper import Stepper, clip_gradients, multiply_gradients, zero_backward
 from echelon.world.world import World
 
 __all__ = ["SingleEngine"]
@@ -34,7 +27,6 @@ class SingleEngine(Engine):
     """One process, one device."""
 
     def __init__(self, world: World, *, scaler: torch.amp.GradScaler | None = None) -> None:
-        self._world = world
         self._stepper = Stepper(scaler)
         self._clip = clip_gradients
 
@@ -42,109 +34,88 @@ class SingleEngine(Engine):
     def from_options(
         cls, world: World, *, scaler: torch.amp.GradScaler | None, options: Mapping[str, Any]
     ) -> SingleEngine:
-        """See ``Engine``."""
         return cls(world, scaler=scaler)
 
     @property
     def capabilities(self) -> Capabilities:
-        """See ``Engine``."""
         return _CAPABILITIES
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """No axis: one rank reads everything."""
         return ()
 
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Any]
     ) -> Prepared:
-        """Return the objects as they are."""
+        """Return the objects unchanged."""
         return Prepared(models=tuple(models), optimizers=tuple(optimizers), schedulers=tuple(schedulers))
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return an empty context."""
         return nullcontext()
 
     def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return an empty context."""
         return nullcontext()
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """Return an empty context."""
         return nullcontext()
 
     def backward(self, loss: torch.Tensor, model: nn.Module | None = None, **options: Any) -> None:
-        """See ``Engine``."""
         self._stepper.scale(loss).backward(**options)  # type: ignore[no-untyped-call]
 
     def backward_zeros(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], **options: Any) -> None:
-        """See ``Engine``."""
-        with zeros_for(parameters):
+        with zero_backward(parameters):
             self.backward(loss, **options)
 
     def step(self, optimizer: Optimizer, *, closure: Any = None, unsynced: bool = False) -> bool:
-        """See ``Engine``; there are no other ranks to see the gradients."""
         return self._stepper.step(optimizer, closure)
 
-    def settle(self) -> None:
-        """See ``Engine``."""
-        self._stepper.settle()
+    def update_loss_scale(self) -> None:
+        self._stepper.update_loss_scale()
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
-        """See ``Engine``."""
         optimizer.zero_grad(set_to_none=set_to_none)
 
     def unscale(self, optimizer: Optimizer, *, unsynced: bool = False) -> None:
-        """See ``Engine``."""
         self._stepper.unscale(optimizer)
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, unsynced: bool = False
     ) -> torch.Tensor:
-        """See ``Engine``. Source: torch.nn.utils.clip_grad_norm_."""
         return self._clip(parameters, max_norm, norm_type)
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float, *, unsynced: bool = False) -> None:
-        """See ``Engine``. Source: torch.nn.utils.clip_grad_value_."""
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def finish_gradients(self, model: nn.Module, factor: float) -> None:
-        """See ``Engine``."""
         multiply_gradients(model.parameters(), factor)
 
     def reduced(self, model: nn.Module) -> bool:
-        """Always: there are no other ranks."""
         return True
 
-    def open_shards(self, num_shards: int, parameters: Callable[[], Sequence[torch.Tensor]]) -> ReplicatedUpdate:
-        """See ``Engine``."""
+    def build_sharded_update(
+        self, num_shards: int, parameters: Callable[[], Sequence[torch.Tensor]]
+    ) -> ReplicatedUpdate:
         self._clip = clip_by_rows
         return ReplicatedUpdate(parameters, num_shards=num_shards, rank=0, world_size=1)
 
     def sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, Any]:
-        """Return the whole state: one rank has it all."""
-        return state_of(model, optimizers)
+        """Return the full state: the only shard."""
+        return collect_named_state(model, optimizers)
 
     def load_sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
-        """See ``Engine``."""
-        load_state(model, optimizers, state)
+        load_named_state(model, optimizers, state)
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """See ``Engine``."""
         return plain_state_dict(model)
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """See ``Engine``."""
         return optimizer.state_dict()
 
     def load_full_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """See ``Engine``."""
         optimizer.load_state_dict(dict(state))
 
     def release(self) -> None:
-        """See ``Engine``."""
-        # It keeps nothing.
+        """Do nothing: the engine holds no models or optimizers."""
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """See ``Engine``."""
         return model

@@ -1,32 +1,30 @@
-"""What the engines that keep models whole share: stepping with an optional loss scaler, clipping, and plain state dicts."""
+"""Optimizer steps with an optional loss scaler, and the operations on gradients that engines share."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
+from weakref import ref
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
+
+from echelon.base.errors import UsageError
 
 __all__ = [
     "Stepper",
     "clip_gradients",
-    "load_plain_state_dict",
-    "load_state",
     "multiply_gradients",
-    "plain_name",
-    "plain_parameters",
-    "plain_state_dict",
-    "state_of",
-    "zeros_for",
+    "repoint_scheduler",
+    "require_graph",
+    "zero_backward",
 ]
 
 
 class Stepper:
-    """Optimizer steps under an optional ``torch.amp.GradScaler``; knows whether a step was really taken."""
+    """Optimizer steps under an optional ``torch.amp.GradScaler``; reports whether a step was taken."""
 
     def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
         self.scaler = scaler
@@ -34,24 +32,24 @@ class Stepper:
         self._stepped: set[int] = set()
 
     def step(self, optimizer: Optimizer, closure: Any = None) -> bool:
-        """Step ``optimizer``; False when its gradients were infinite and the scaler left it out."""
+        """Step ``optimizer``; return False if the scaler skipped the step because gradients were infinite."""
         if self.scaler is None:
             optimizer.step(closure) if closure is not None else optimizer.step()
             return True
         if id(optimizer) in self._stepped:
-            self.settle()
-        # GradScaler refuses a closure with its own clear message.
+            self.update_loss_scale()
+        # GradScaler rejects a closure with its own clear message.
         self.scaler.step(optimizer, closure) if closure is not None else self.scaler.step(optimizer)
         self._stepped.add(id(optimizer))
-        # Not by a step hook: a fused optimizer is called in any case and skips inside its kernel. The scaler itself
-        # reads these numbers on the host, so this waits for nothing new (torch 2.7 to 2.13).
+        # Not by a step hook: a fused optimizer is always called, and skips inside its kernel. The scaler itself
+        # reads these numbers on the host, so this adds no synchronization (torch 2.7 to 2.13).
         found = self.scaler._found_inf_per_device(optimizer)
         return not any(value.item() for value in found.values())
 
-    def settle(self) -> None:
-        """Let the scaler choose its next scale, once after the steps of all optimizers.
+    def update_loss_scale(self) -> None:
+        """Update the scale, once after the steps of all optimizers.
 
-        A second optimizer must still be unscaled by the scale of its own backward, so this waits for the next one.
+        The next optimizer must still be unscaled with the scale of its own backward pass, so ``step`` cannot do this.
         Source: torch.amp.GradScaler.update ("once, after all optimizers used this iteration have been stepped").
         """
         if self.scaler is not None and self._stepped:
@@ -60,10 +58,10 @@ class Stepper:
             self._unscaled.clear()
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Undo the loss scale once per step, as ``GradScaler.unscale_``, which refuses a second time."""
+        """Undo the loss scale once per step; ``GradScaler.unscale_`` raises on a second call."""
         if self.scaler is not None and id(optimizer) not in self._unscaled:
             if id(optimizer) in self._stepped:
-                self.settle()
+                self.update_loss_scale()
             self.scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
 
@@ -71,19 +69,30 @@ class Stepper:
         """Return the loss to backpropagate."""
         if self.scaler is None:
             return loss
-        self.settle()
+        self.update_loss_scale()
         return self.scaler.scale(loss)
 
 
 @contextmanager
-def zeros_for(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Let backward passes in the block bring zeros to those of ``parameters`` that they reach."""
+def zero_backward(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Replace the gradients that backward passes in the block bring to ``parameters`` by zeros."""
     hooks = [p.register_hook(torch.zeros_like) for p in parameters if p.requires_grad]  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def require_graph(loss: torch.Tensor, engine: str) -> None:
+    """Raise UsageError if ``loss``, of a rank without items, has no autograd graph through the model."""
+    if loss.grad_fn is None:
+        raise UsageError(
+            "the loss of a rank without items does not depend on the model, while the other ranks' losses do: their "
+            "backward passes wait for this rank",
+            where=f"backward(), engine {engine}",
+            do="compute the loss from the model's outputs on every rank",
+        )
 
 
 def multiply_gradients(parameters: Iterable[torch.Tensor], factor: float) -> None:
@@ -96,8 +105,8 @@ def multiply_gradients(parameters: Iterable[torch.Tensor], factor: float) -> Non
 def clip_gradients(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
     """Scale the gradients so that their norm is at most ``max_norm``; return the norm before, 0-d.
 
-    Source: torch.nn.utils.clip_grad_norm_, the same numbers bit for bit; half of its time on small models goes into
-    sorting tensors by device and dtype, which one device and dtype need not.
+    Source: torch.nn.utils.clip_grad_norm_; the result is bit-identical. On small models half of its time goes into
+    grouping tensors by device and dtype, which a single device and dtype does not need.
     """
     owners = [p for p in parameters if p.grad is not None]
     gradients = [p.grad for p in owners if p.grad is not None]
@@ -110,70 +119,31 @@ def clip_gradients(parameters: Iterable[torch.Tensor], max_norm: float, norm_typ
     return norm  # type: ignore[no-any-return]
 
 
-def plain_state_dict(module: nn.Module) -> dict[str, Any]:
-    """Return the state dict of ``module`` by the names without ``torch.compile``, which puts its own between them."""
-    state = module.state_dict()
-    if not any(_COMPILED in name for name in state):
-        return state
-    plain = OrderedDict((plain_name(name), value) for name, value in state.items())
-    metadata = getattr(state, "_metadata", {})  # the versions of the modules' formats, by module
-    plain._metadata = {plain_name(f"{name}.")[:-1]: value for name, value in metadata.items()}  # type: ignore[attr-defined]
-    return plain
+def repoint_scheduler(scheduler: Any, *, old: Optimizer, new: Optimizer) -> None:
+    """Make ``scheduler``, and the schedulers inside it, drive ``new`` instead of ``old``."""
+    for inner in getattr(scheduler, "_schedulers", ()):  # ChainedScheduler, SequentialLR
+        repoint_scheduler(inner, old=old, new=new)
+    if scheduler.optimizer is old:
+        scheduler.optimizer = new
+        _record_step_calls(new)
+        new._opt_called = getattr(old, "_opt_called", False)  # type: ignore[attr-defined]
 
 
-def load_plain_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Load what ``plain_state_dict`` returned, whichever parts of ``module`` are compiled now; not ``strict``: a part of it."""
-    own = {plain_name(name): name for name in module.state_dict()}
-    is_plain = all(name == plain for plain, name in own.items())
-    renamed = state if is_plain else {own.get(name, name): value for name, value in state.items()}
-    module.load_state_dict(renamed, strict=strict)
+def _record_step_calls(optimizer: Optimizer) -> None:
+    """Wrap ``optimizer.step`` as a scheduler's constructor does; otherwise the scheduler warns that it was never called.
 
+    Source: torch.optim.lr_scheduler.LRScheduler (torch 2.7 to 2.13).
+    """
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        return
+    function: Any = optimizer.step.__func__  # type: ignore[attr-defined]
+    owner = ref(optimizer)  # the optimizer holds its step: avoids a reference cycle
 
-def plain_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters of ``module`` by the names of ``plain_state_dict``."""
-    return [(plain_name(name), parameter) for name, parameter in module.named_parameters()]
+    @wraps(function)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        self: Any = owner()
+        self._opt_called = True
+        return function(self, *args, **kwargs)
 
-
-_COMPILED = "_orig_mod."
-
-
-def plain_name(name: str) -> str:
-    """Return ``name`` without what ``torch.compile`` puts into it."""
-    return name.replace(_COMPILED, "")
-
-
-def state_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """Return the state of ``module`` and of ``optimizers``, the latter by parameter name."""
-    names = {id(p): name for name, p in plain_parameters(module)}
-    return {
-        "model": plain_state_dict(module),
-        "optimizers": [
-            {
-                "state": {names[id(p)]: dict(o.state[p]) for g in o.param_groups for p in g["params"] if p in o.state},
-                "param_groups": [
-                    {**{k: v for k, v in g.items() if k != "params"}, "params": [names[id(p)] for p in g["params"]]}
-                    for g in o.param_groups
-                ],
-            }
-            for o in optimizers
-        ],
-    }
-
-
-def load_state(module: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
-    """Load what ``state_of`` returned."""
-    load_plain_state_dict(module, state["model"])
-    parameters = dict(plain_parameters(module))
-    for optimizer, saved in zip(optimizers, state["optimizers"]):
-        # Optimizer.load_state_dict numbers parameters in the order of the groups, and casts the state to their device.
-        order = [name for group in saved["param_groups"] for name in group["params"]]
-        number = {name: i for i, name in enumerate(order)}
-        assert [id(parameters[n]) for n in order] == [id(p) for g in optimizer.param_groups for p in g["params"]], order
-        optimizer.load_state_dict(
-            {
-                "state": {number[name]: values for name, values in saved["state"].items()},
-                "param_groups": [
-                    {**group, "params": [number[name] for name in group["params"]]} for group in saved["param_groups"]
-                ],
-            }
-        )
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = step  # type: ignore[method-assign]

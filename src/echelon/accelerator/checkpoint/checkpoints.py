@@ -110,7 +110,7 @@ class Checkpoints:
         """See ``Accelerator.save_state``."""
         world = accelerator.world
         target = self._next(_one_folder(output_dir, world, "save_state"))
-        accelerator._engine.settle()
+        accelerator._engine.update_loss_scale()
         if safe_serialization and self._chosen_format() == "echelon":
             metric = None if metric is None else float(metric)
             return self._save_own(accelerator, target, blocking=blocking, metric=metric)
@@ -162,7 +162,7 @@ class Checkpoints:
         self, accelerator: Accelerator, input_dir: Any, load_kwargs: dict[str, Any] | None, options: dict[str, Any]
     ) -> None:
         """See ``Accelerator.load_state``."""
-        accelerator._engine.settle()
+        accelerator._engine.update_loss_scale()
         self.wait()
         map_location = options.pop("map_location", None)
         allowed = Allowed(options.pop("allow_missing", ()))

@@ -16,7 +16,7 @@ from echelon.accelerator.checkpoint.state_names import (
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.tensor_names import model_prefix, state_keys, state_name, state_values
 from echelon.engines.base import Engine
-from echelon.engines.stepper import load_plain_state_dict, plain_name, plain_state_dict
+from echelon.engines.state_dicts import load_plain_state_dict, plain_name, plain_state_dict
 
 __all__ = ["gathered_optimizer_state", "load_gathered_model", "load_gathered_optimizer"]
 
@@ -58,7 +58,7 @@ def load_gathered_model(
     prefix = model_prefix(index)
     parameters = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
     shapes = {
-        name: tuple(engine.shape_of(parameters[name]) if name in parameters else value.shape)
+        name: tuple(engine.full_shape(parameters[name]) if name in parameters else value.shape)
         for name, value in plain_state_dict(model).items()
         if isinstance(value, torch.Tensor)
     }

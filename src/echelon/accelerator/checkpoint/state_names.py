@@ -15,7 +15,7 @@ from echelon.base.errors import CheckpointError, UsageError
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.tensor_names import model_prefix
 from echelon.engines.base import Engine
-from echelon.engines.stepper import plain_name, plain_parameters
+from echelon.engines.state_dicts import plain_name, plain_parameters
 
 __all__ = [
     "Allowed",

@@ -32,8 +32,8 @@ from echelon.checkpoint.regions import box_of
 from echelon.checkpoint.save import Content
 from echelon.checkpoint.tensor_names import model_prefix, state_keys, state_name, state_values
 from echelon.data.loader import PreparedLoader
-from echelon.engines.shards import from_parts
-from echelon.engines.stepper import load_plain_state_dict, plain_state_dict
+from echelon.engines.shards import restore_shard
+from echelon.engines.state_dicts import load_plain_state_dict, plain_state_dict
 
 if TYPE_CHECKING:
     from echelon.accelerator.accelerator import Accelerator
@@ -353,7 +353,7 @@ def _read_like(checkpoint: Checkpoint, name: str, parameter: torch.Tensor) -> to
     if checkpoint.layout(name).shape != tuple(parameter.shape) or not is_dtensor(parameter):
         return checkpoint.read(name)
     _, box, _ = box_of(parameter)
-    sharded: torch.Tensor = from_parts({"values": checkpoint.read(name, box)}, parameter)
+    sharded: torch.Tensor = restore_shard({"values": checkpoint.read(name, box)}, parameter)
     return sharded
 
 

@@ -29,8 +29,8 @@ from echelon.compat.constants import (
 )
 from echelon.compat.variables import parse_flag_from_env
 from echelon.distributed.control import raise_on_all_ranks
-from echelon.engines.fsdp.meta_device import give_memory
-from echelon.engines.shards import slices_of
+from echelon.engines.fsdp.meta_device import allocate_tensors
+from echelon.engines.shards import local_slices
 
 __all__ = ["init_empty_weights", "init_on_device", "load_checkpoint_and_dispatch", "load_checkpoint_in_model"]
 
@@ -217,14 +217,14 @@ def _read(model: nn.Module, checkpoint: Path, *, device: torch.device, strict: b
     _check(model, checkpoint, own, stored, found, lacking=lacking, strict=strict)
     on_meta = [name for name, tensor in _named(model) if tensor.is_meta]
     if on_meta:
-        give_memory(model, on_meta, device=device)
+        allocate_tensors(model, on_meta, device=device)
         own = dict(_own_tensors(model))  # buffers are others now
     filled: dict[int, str] = {}
     with torch.no_grad():
         for name, weight in found:
             target = own[name]
             local = target.to_local() if is_dtensor(target) else target
-            part = weight.read(slices_of(target))
+            part = weight.read(local_slices(target))
             first = filled.setdefault(id(target), name)
             if first == name:
                 local.copy_(part)

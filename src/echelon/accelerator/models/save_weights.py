@@ -14,7 +14,7 @@ from echelon.accelerator.prepare.compile import is_compiled_module
 from echelon.base.errors import CheckpointError
 from echelon.base.sharded import is_dtensor
 from echelon.checkpoint.formats.weight_files import aliases_in
-from echelon.engines.shards import part_like
+from echelon.engines.shards import shard_like
 
 __all__ = ["load_weights"]
 
@@ -63,7 +63,7 @@ def load_weights(
         )
     # Of a sharded parameter this rank takes its part.
     parts = {
-        name: part_like(value, state[name]) if is_dtensor(state.get(name)) else value for name, value in named.items()
+        name: shard_like(value, state[name]) if is_dtensor(state.get(name)) else value for name, value in named.items()
     }
     try:
         missing, unexpected = bare.load_state_dict(parts, strict=False, **kwargs)

@@ -11,7 +11,7 @@ from echelon.base.errors import CheckpointError
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.tensor_names import model_prefix
 from echelon.engines.base import Engine
-from echelon.engines.stepper import plain_name, plain_state_dict
+from echelon.engines.state_dicts import plain_name, plain_state_dict
 
 __all__ = ["misfit", "require_model_of_checkpoint"]
 
@@ -50,7 +50,7 @@ def require_model_of_checkpoint(
     prefix, piece = model_prefix(index), f"model[{index}]."
     parameters = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
     own = {
-        name: engine.shape_of(parameters[name]) if name in parameters else value.shape
+        name: engine.full_shape(parameters[name]) if name in parameters else value.shape
         for name, value in plain_state_dict(model).items()
         if hasattr(value, "shape")
     }

@@ -36,7 +36,7 @@ from echelon.config.sources import current, from_code, refuse_launchers_variable
 from echelon.distributed.setup import setup
 from echelon.engines.base import Engine
 from echelon.engines.fsdp.options import ShardingOptions
-from echelon.engines.registry import GROUPLESS, SHARDING, choose, load
+from echelon.engines.registry import GROUPLESS, SHARDING, default_engine, load_engine
 from echelon.world.environment import detect
 from echelon.world.world import World
 
@@ -153,7 +153,7 @@ def build_world(config: RunConfig, options: InitProcessGroupKwargs, engine: Engi
     """Make the process group where there are several processes, or ``engine`` needs one, and none has been made by hand."""
     needs_group = False
     if isinstance(engine, str) and engine not in GROUPLESS:
-        load(engine)  # a name that no engine has is an error before a group is made for it
+        load_engine(engine)  # a name that no engine has is an error before a group is made for it
         needs_group = True
     if dist.is_initialized() or (detect().world_size == 1 and not needs_group):
         world = World.current(cpu=config.cpu)
@@ -258,10 +258,10 @@ def make_engine(
         )
     if isinstance(engine, Engine):
         return engine
-    name = engine or choose(world_size=world.world_size, shard=sharding is not None)
+    name = engine or default_engine(world_size=world.world_size, shard=sharding is not None)
     if sharding is not None and name not in SHARDING:
         warn("settings of sharding are without effect on one process: there is nothing to shard")
-    kind: Any = load(name)
+    kind: Any = load_engine(name)
     # to_kwargs() is what torch's DDP takes; the communication hook is the engine's own affair.
     hook = {
         "comm_hook": str(ddp_options.comm_hook),

@@ -304,7 +304,7 @@ def build_bitwise_update(
         )
     return BitwiseUpdate(
         surroundings=build_numerics_environment(config, world.device),
-        update=engine.open_shards(num_shards, parameters),
+        update=engine.build_sharded_update(num_shards, parameters),
         is_sharded=engine.capabilities.shards_parameters,
         **book,
     )

@@ -74,7 +74,7 @@ class StepGuard:
             if self._num_processes > 1 and is_in_backward():
                 self._refuse_inside_backward(optimizer)
             return None
-        if self.unsynced or self._engine.steps_by_itself or not self._holds_parameters(optimizer):
+        if self.unsynced or self._engine.is_shadow_step or not self._holds_parameters(optimizer):
             return None
         self._require_steppable(optimizer)
         self._make_right(optimizer)

@@ -1,4 +1,4 @@
-"""The norm of gradients, and clipping by it, with bits that do not depend on how their rows are spread over the ranks."""
+"""Clipping by a gradient norm that is bit-identical however the rows of the gradients are distributed over the ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.base.sharded import is_dtensor
-from echelon.engines.shards import local_parts, slices_of
+from echelon.engines.shards import local_slices, local_tensors
 
 __all__ = ["clip_by_rows"]
 
@@ -17,33 +17,33 @@ __all__ = ["clip_by_rows"]
 def clip_by_rows(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
     """Scale the gradients so that their norm is at most ``max_norm``; return the norm before, 0-d.
 
-    A row (along the first dim) is on one rank, and its norm is made there: the kernel gives the same bits however many
-    rows it is given. The norms of all rows are then in one float64 vector on every rank.
+    The norm of each row (along the first dim) is computed on the rank that holds it: the kernel's bits do not depend on the
+    number of rows. Every rank then gets the norms of all rows in one float64 vector.
 
-    Collective: where parameters are sharded.
+    Collective: if parameters are sharded.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return torch.tensor(0.0)
-    device = local_parts(gradients[:1])[0].device
+    device = local_tensors(gradients[:1])[0].device
     is_sharded = any(is_dtensor(gradient) for gradient in gradients)
     is_first = not is_sharded or dist.get_rank() == 0
     rows = [_row_norms(gradient, norm_type, is_first=is_first).to(device) for gradient in gradients]
     vector = torch.cat(rows)
     if is_sharded:
-        dist.all_reduce(vector)  # each number is one rank's, the others' are zero: nothing is rounded
+        dist.all_reduce(vector)  # each element is non-zero on one rank only: no rounding
     norm: torch.Tensor = torch.linalg.vector_norm(vector, norm_type)
     norm = norm.to(max((gradient.dtype.to_real() for gradient in gradients), key=lambda dtype: torch.finfo(dtype).bits))
     if math.isfinite(max_norm):
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for gradient in local_parts(gradients):
+        for gradient in local_tensors(gradients):
             gradient.mul_(scale.to(gradient.device))
     return norm
 
 
 def _row_norms(gradient: torch.Tensor, norm_type: float, *, is_first: bool) -> torch.Tensor:
-    """Return the norm of each row of the whole gradient, zero where another rank has it."""
-    (local,) = local_parts([gradient])
+    """Return the norm of each row of the full gradient, zero for rows of other ranks."""
+    (local,) = local_tensors([gradient])
     if local.dim() < 2:
         found = local.reshape(-1).abs().double()
     else:
@@ -52,5 +52,5 @@ def _row_norms(gradient: torch.Tensor, norm_type: float, *, is_first: bool) -> t
     if not is_dtensor(gradient):
         return found if is_first else torch.zeros_like(found)
     norms = found.new_zeros(gradient.shape[0])
-    norms[slices_of(gradient)[0]] = found
+    norms[local_slices(gradient)[0]] = found
     return norms

@@ -1,8 +1,8 @@
-"""Gradients whose bits do not depend on the number of ranks: one fixed binary tree of sums over the shards of an update.
+"""Gradients that are bit-identical on any number of ranks: a fixed binary tree of sums over the batch shards of an update.
 
-The leaves of the tree are the canonical shards, numbered 0 to C - 1; rank r of W has those from ``r * C // W`` to
-``(r + 1) * C // W``. Floating-point addition is not associative, so every sum is made where the tree says, whoever has
-its parts: a rank adds up the largest subtrees that it has whole, and the rest of the tree is finished after an exchange.
+The leaves of the tree are the canonical shards, numbered 0 to C - 1; rank r of W holds those from ``r * C // W`` to
+``(r + 1) * C // W``. Floating-point addition is not associative, so the tree determines every sum, whichever rank holds its
+operands: a rank sums the largest subtrees that it holds completely, and the rest is summed after an exchange.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from echelon.data.exact.batch_slices import Contribution, shards_of
 
 __all__ = ["SumNode", "ReplicatedUpdate", "ShardedUpdate", "TreeSum", "roots_of", "top_of"]
 
-_SMALL = 2**18  # numbers: below it one exchange of everything is faster than two of parts
+_SMALL = 2**18  # elements: below it, one all-gather of everything is faster than two exchanges of parts
 Values = list[torch.Tensor | None]
-"""Of one leaf, or of a sum: None where nothing was added. An empty list stands for a leaf without any."""
+"""Gradients of a leaf, or a sum of them: None if no leaf had one. An empty list is a leaf without gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class SumNode:
 
     @property
     def leaves(self) -> range:
-        """What it is the sum of, where there are so many leaves."""
+        """The leaves below it, ignoring the number of leaves of the tree."""
         return range(self.index << self.level, (self.index + 1) << self.level)
 
     @property
@@ -43,7 +43,7 @@ class SumNode:
 
     @property
     def parent(self) -> SumNode:
-        """What it is a half of."""
+        """The sum of it and its sibling."""
         return SumNode(self.level + 1, self.index // 2)
 
     @property
@@ -53,12 +53,12 @@ class SumNode:
 
 
 def top_of(num_leaves: int) -> SumNode:
-    """Return the node that is the sum of all."""
+    """Return the root of the tree."""
     return SumNode((num_leaves - 1).bit_length(), 0)
 
 
 def roots_of(leaves: range, *, num_leaves: int) -> list[SumNode]:
-    """Return the largest nodes that have no leaves but ``leaves``, in order: what a rank can add up by itself."""
+    """Return the largest nodes all of whose leaves are in ``leaves``, in order: the sums that a rank computes alone."""
     roots: list[SumNode] = []
     pending = [top_of(num_leaves)] if leaves else []
     while pending:
@@ -72,7 +72,7 @@ def roots_of(leaves: range, *, num_leaves: int) -> list[SumNode]:
 
 
 class TreeSum:
-    """The sum over all leaves of a list of tensors, made again and again; every rank has a leaf at least."""
+    """Repeated sums over all leaves, each a list of tensors; every rank has at least one leaf."""
 
     def __init__(self, *, num_leaves: int, rank: int, world_size: int) -> None:
         self._num_leaves = num_leaves
@@ -84,12 +84,12 @@ class TreeSum:
         self._found: dict[SumNode, Values] = {}
 
     def reset(self) -> None:
-        """Begin a new sum."""
+        """Start a new sum."""
         self._next = self._leaves[self._rank].start
         self._found = {}
 
     def add(self, values: Values) -> None:
-        """Add the next leaf of this rank; the tensors belong to the sum from now on."""
+        """Add the next leaf of this rank; takes ownership of the tensors."""
         node, siblings = self._climb(self._next)
         self._next += 1
         for sibling in siblings:
@@ -97,12 +97,12 @@ class TreeSum:
         self._found[node] = values
 
     def finish(self, last: Values | None, like: Sequence[torch.Tensor]) -> Values:
-        """Return the sum, the same bits on every rank; None where no leaf of any rank had a value.
+        """Return the sum, bit-identical on every rank; None where no leaf of any rank had a value.
 
         Args:
-            last: the last leaf of this rank, which stays as it is: the sum may be finished again with another one. None:
-                it was added.
-            like: tensors of the shapes of the sum, of one dtype and device.
+            last: the last leaf of this rank. It is not modified, so ``finish`` may be called again with another one. None: it
+                was added.
+            like: tensors with the shapes of the sum, of one dtype and device.
 
         Collective: every rank.
         """
@@ -113,31 +113,31 @@ class TreeSum:
                 total = _sum(found.pop(sibling), total)
             found[node] = total
         if self._world_size == 1:
-            return self._own_copies(found[self._roots[0][0]] or [None] * len(like), last)
-        whole = self._exchange([_flat(found[node], like) for node in self._roots[self._rank]])
-        present = whole[-len(like) :].tolist()
-        parts = whole[: -len(like)].split([t.numel() for t in like])  # type: ignore[no-untyped-call]
+            return self._clone_shared(found[self._roots[0][0]] or [None] * len(like), last)
+        summed = self._exchange([_flat(found[node], like) for node in self._roots[self._rank]])
+        present = summed[-len(like) :].tolist()
+        parts = summed[: -len(like)].split([t.numel() for t in like])  # type: ignore[no-untyped-call]
         return [part.view_as(one) if there else None for part, one, there in zip(parts, like, present)]
 
-    def _own_copies(self, total: Values, last: Values | None) -> Values:
-        """Return ``total`` with copies of what a later ``finish`` needs as it is."""
+    def _clone_shared(self, total: Values, last: Values | None) -> Values:
+        """Return ``total`` with clones of the tensors that a later ``finish`` needs unmodified."""
         kept = {id(value) for values in (*self._found.values(), last or ()) for value in values}
         return [value.clone() if value is not None and id(value) in kept else value for value in total]
 
     def _climb(self, leaf: int) -> tuple[SumNode, list[SumNode]]:
-        """Return where the sum that ``leaf`` completes belongs, and the nodes that it is added to on the way."""
+        """Return the node that ``leaf`` completes, and the finished nodes that are added to it on the way up."""
         node, siblings, own = SumNode(0, leaf), [], self._roots[self._rank]
         while node not in own:
             sibling = node.sibling
             if sibling.leaves.start > leaf and sibling.leaves.start < self._num_leaves:
-                break  # it comes later
+                break  # added later
             if sibling.leaves.start < leaf:
                 siblings.append(sibling)
             node = node.parent
         return node, siblings
 
     def _exchange(self, mine: list[torch.Tensor]) -> torch.Tensor:
-        """Finish the tree: each rank a segment of the numbers, or, where they are few, every rank everything."""
+        """Finish the tree: each rank sums a segment of the elements; if there are few, every rank sums all."""
         size, like = mine[0].numel(), mine[0]
         counts = [len(roots) for roots in self._roots]
         nodes = [node for roots in self._roots for node in roots]
@@ -180,7 +180,7 @@ def _add(left: Values, right: Values) -> Values:
 
 
 def _sum(left: Values, right: Values) -> Values:
-    """Return ``left + right``, both unchanged."""
+    """Return ``left + right``; neither is modified."""
     both = [i for i, (a, b) in enumerate(zip(left, right)) if a is not None and b is not None]
     merged = _merged(left, right)
     if both:
@@ -195,7 +195,7 @@ def _merged(left: Values, right: Values) -> Values:
 
 
 def _flat(values: Values, like: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the values in one row, zeros for those that are absent, and at its end which are not."""
+    """Return the values concatenated, with zeros for absent ones, followed by flags: which are present."""
     values = values or [None] * len(like)
     parts = [torch.zeros_like(one) if value is None else value for value, one in zip(values, like)]
     present = like[0].new_tensor([value is not None for value in values])
@@ -203,71 +203,66 @@ def _flat(values: Values, like: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class ShardedUpdate(ABC):
-    """The gradients of an update whose shards are the same on any number of ranks; an engine's."""
+    """The gradients of an update whose batch shards are the same on any number of ranks; created by an engine."""
 
     @abstractmethod
     def begin(self, contribution: Contribution) -> None:
-        """Begin a micro-step: what the one before it left in the gradients is filed.
-
-        What a ``contribution`` without a shard of its own brings is not for the sum.
-        """
+        """Start a micro-step: add the gradients of the previous one to the sum, unless its contribution was padding."""
 
     @abstractmethod
     def before_backward(self) -> None:
-        """Prepare a backward pass: a second one in the last micro-step adds to the shard, not to the sum."""
+        """Prepare a backward pass: a second one in the last micro-step adds to the shard's gradients, not to the sum."""
 
     @abstractmethod
     def finish(self) -> None:
-        """After a backward pass in the last micro-step: the gradients become the sum over all shards.
+        """Replace the gradients by the sum over all shards, after a backward pass in the last micro-step.
 
         Collective: every rank.
         """
 
     @abstractmethod
-    def drop(self) -> None:
-        """Forget the update."""
+    def discard(self) -> None:
+        """Discard the update."""
 
 
 class ReplicatedUpdate(ShardedUpdate):
-    """Of an engine whose ranks all hold whole gradients, which it must leave alone."""
+    """For engines whose ranks hold full gradients, and do not reduce them."""
 
     def __init__(
         self, parameters: Callable[[], Sequence[torch.Tensor]], *, num_shards: int, rank: int, world_size: int
     ) -> None:
-        """``parameters()``: those that get gradients, now; the same in the same order on every rank."""
+        """``parameters()`` returns those that get gradients now, in the same order on every rank."""
         self._parameters = parameters
         self._new_tree = partial(TreeSum, num_leaves=num_shards, rank=rank, world_size=world_size)
         self._trees: dict[tuple[torch.dtype, torch.device], TreeSum] = {}
         self._left = len(shards_of(rank, world_size=world_size, num_shards=num_shards))
         self._num_own = self._left
         self._is_counted = False
-        self._local: list[torch.Tensor | None] | None = None  # of the last micro-step, once the sum was made
-        self._before: list[torch.Tensor | None] | None = []  # gradients of before the update, which nobody cleared
+        self._local: list[torch.Tensor | None] | None = None  # of the last micro-step, after ``finish``
+        self._before: list[torch.Tensor | None] | None = []  # gradients from before the update that were not cleared
 
     def begin(self, contribution: Contribution) -> None:
-        """See ``ShardedUpdate``."""
         if contribution.micro_step == 0:
             for tree in self._trees.values():
                 tree.reset()
             self._left = self._num_own
-            self._before = None  # the loop may still clear them, in this micro-step
+            self._before = None  # the loop may still clear them in this micro-step
         else:
-            self._set_aside()
+            self._save_earlier()
             if self._left:
-                self._file()
+                self._add_to_trees()
             for parameter in self._parameters():
                 parameter.grad = None
         self._is_counted, self._local = not contribution.is_padding, None
 
-    def _set_aside(self) -> None:
-        """Keep what is there of earlier updates when the first gradients of this one come."""
+    def _save_earlier(self) -> None:
+        """Save gradients of earlier updates before the first backward pass of this one."""
         if self._before is None:
             self._before = [p.grad for p in self._parameters()]
             for parameter in self._parameters():
                 parameter.grad = None
 
-    def _file(self) -> None:
-        """Give the gradients to the trees."""
+    def _add_to_trees(self) -> None:
         self._left -= 1
         for kind, parameters in self._by_kind().items():
             self._tree(kind).add([p.grad for p in parameters] if self._is_counted else [])
@@ -284,15 +279,13 @@ class ReplicatedUpdate(ShardedUpdate):
         return self._trees[kind]
 
     def before_backward(self) -> None:
-        """See ``ShardedUpdate``."""
-        self._set_aside()
+        self._save_earlier()
         if self._local is not None:
             for parameter, gradient in zip(self._parameters(), self._local):
                 parameter.grad = gradient
             self._local = None
 
     def finish(self) -> None:
-        """See ``ShardedUpdate``."""
         self._local = [p.grad for p in self._parameters()]
         for kind, parameters in self._by_kind().items():
             last = ([p.grad for p in parameters] if self._is_counted else []) if self._left else None
@@ -303,7 +296,6 @@ class ReplicatedUpdate(ShardedUpdate):
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else earlier + parameter.grad
 
-    def drop(self) -> None:
-        """See ``ShardedUpdate``."""
+    def discard(self) -> None:
         self._trees.clear()
         self._local, self._before = None, []

@@ -1,4 +1,4 @@
-"""The DeepSpeed library: ZeRO stages 0 to 3, with optimizer and parameters on the host or NVMe where its config says so."""
+"""The engine ``deepspeed``: ZeRO stages 0 to 3 by the DeepSpeed library, with offloading to the CPU or NVMe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from echelon.base.capabilities import Capabilities
 from echelon.base.errors import ConfigError, UsageError
 from echelon.engines.base import Engine, Prepared
 from echelon.engines.deepspeed.ds_config import unresolved
-from echelon.engines.deepspeed.flat_shards import follow_loading, whole_shape, write_whole
+from echelon.engines.deepspeed.flat_shards import full_shape, hook_loading, write_full
 from echelon.engines.deepspeed.library import announce_kernels, import_deepspeed
 from echelon.engines.deepspeed.model_run import DeepSpeedModel
 from echelon.engines.deepspeed.options import DeepSpeedOptions, DrivenScheduler, DummyOptim, DummyScheduler
@@ -29,20 +29,20 @@ from echelon.engines.deepspeed.training_config import (
     stage_of,
     training_config,
 )
-from echelon.engines.output_hooks import SightOfOutputs, show_outputs_to_hooks
-from echelon.engines.repoint import follow
-from echelon.engines.stepper import Stepper, load_state, plain_state_dict, state_of, zeros_for
+from echelon.engines.output_hooks import OutputFlattener, flatten_outputs_for_hooks
+from echelon.engines.state_dicts import collect_named_state, load_named_state, plain_state_dict
+from echelon.engines.stepper import Stepper, repoint_scheduler, require_graph, zero_backward
 from echelon.world.world import World
 
 __all__ = ["DeepSpeedEngine"]
 
 
 class DeepSpeedEngine(Engine):
-    """One model and its optimizer under DeepSpeed; further models may be prepared for evaluation.
+    """Trains one model with one optimizer by DeepSpeed; further models may be prepared for evaluation.
 
-    Gradients become those of the update when it is stepped or clipped, so a loop may call ``backward`` as often as it likes
-    before. Weights are float32: in stages 1 to 3 with fp16 or bf16, the model computes in copies of that dtype; in stage 0,
-    under autocast alone.
+    Gradients are finished when the update is stepped or clipped, so a loop may call ``backward`` any number of times before.
+    Weights are float32: with fp16 or bf16, the model computes in copies of that dtype in stages 1 to 3, and under autocast in
+    stage 0.
 
     Source: deepspeed.initialize; Rajbhandari et al., "ZeRO", 2020; Ren et al., "ZeRO-Offload", 2021.
     """
@@ -53,24 +53,24 @@ class DeepSpeedEngine(Engine):
         self._world = world
         self._scaler = scaler
         self._options = options or DeepSpeedOptions()
-        self._again = partial(type(self), world, scaler=scaler, options=options)
+        self._new = partial(type(self), world, scaler=scaler, options=options)
         self._run: DeepSpeedModel | None = None
         self._evaluated: list[Any] = []  # DeepSpeed's engines of models without an optimizer
         self._hooks: list[Any] = []  # on their modules
         self._is_local = False  # inside no_sync
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without models and optimizers, which it knows by their identity: a copy has prepared nothing.
-        return self._again, ()
+        # Without models and optimizers, which it identifies by id: a copy has prepared nothing.
+        return self._new, ()
 
     @classmethod
     def from_options(
         cls, world: World, *, scaler: torch.amp.GradScaler | None, options: Mapping[str, Any]
     ) -> DeepSpeedEngine:
-        """See ``Engine``; of ``options`` the entry ``deepspeed`` counts."""
+        """See ``Engine.from_options``; uses ``options["deepspeed"]``."""
         engine = cls(world, scaler=scaler, options=options.get("deepspeed"))
         if engine._options.makes_shards:
-            import_deepspeed(world)  # else whoever makes a model opens it, with a kernel that is compiled for a minute
+            import_deepspeed(world)  # otherwise deepspeed.zero.Init initializes it, and compiles a kernel for a minute
         return engine
 
     @property
@@ -79,12 +79,11 @@ class DeepSpeedEngine(Engine):
 
     @property
     def _holds_copies(self) -> bool:
-        """Does the model compute in 16-bit copies of weights that the ranks keep in float32, each a part?"""
+        """Whether the model computes in 16-bit copies of sharded float32 weights."""
         return self._stage > 0 and any(is_on(self._options.config, dtype) for dtype in ("fp16", "bf16"))
 
     @property
     def capabilities(self) -> Capabilities:
-        """See ``Engine``; they depend on the stage."""
         return Capabilities(
             name="deepspeed",
             distributed_type="DEEPSPEED",
@@ -101,24 +100,21 @@ class DeepSpeedEngine(Engine):
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """Every rank reads its own part of the batch."""
         return ("dp_replicate",) if self._stage < 3 else ("dp_shard",)
 
     # ---- prepare -----------------------------------------------------------------------------------------------------
 
     def prepare(self, models: Sequence[nn.Module], optimizers: Sequence[Any], schedulers: Sequence[Any]) -> Prepared:
-        """Hand the model that ``optimizers`` trains to DeepSpeed, with it and a ``DummyScheduler``.
+        """Initialize DeepSpeed with the model that ``optimizers`` trains.
 
-        A model without an optimizer is for evaluation: in stage 3 it is sharded, else every rank keeps rank zero's weights.
-
-        Collective: every rank, with the same objects in the same order.
+        A model without an optimizer is for evaluation: sharded in stage 3, otherwise broadcast from rank zero.
 
         Raises:
-            UsageError: several models or optimizers that train, or one without the other.
-            ConfigError: a config that cannot be used.
+            UsageError: several models or optimizers to train, or one without the other.
+            ConfigError: an invalid config.
         """
         if not models and not optimizers:
-            return Prepared(models=(), optimizers=(), schedulers=tuple(map(self._schedule, schedulers)))
+            return Prepared(models=(), optimizers=(), schedulers=tuple(map(self._build_scheduler, schedulers)))
         trained = self._trained_model(models, optimizers)
         self._require_complete()
         library = import_deepspeed(self._world)
@@ -133,29 +129,29 @@ class DeepSpeedEngine(Engine):
         if steppers and isinstance(optimizers[0], Optimizer) and steppers[0] is not optimizers[0]:
             for scheduler in schedulers:
                 if not isinstance(scheduler, DummyScheduler):
-                    follow(scheduler, old=optimizers[0], new=steppers[0])
+                    repoint_scheduler(scheduler, old=optimizers[0], new=steppers[0])
         return Prepared(
-            models=tuple(wrapped), optimizers=tuple(steppers), schedulers=tuple(map(self._schedule, schedulers))
+            models=tuple(wrapped), optimizers=tuple(steppers), schedulers=tuple(map(self._build_scheduler, schedulers))
         )
 
     def _require_complete(self) -> None:
         autos = unresolved(self._options.config)
         if autos:
             raise ConfigError(
-                f"DeepSpeed's config leaves {', '.join(autos)} to be found out ('auto'), and nobody has",
+                f"DeepSpeed's config has unresolved 'auto' values: {', '.join(autos)}",
                 where="engine deepspeed",
-                do="give numbers, or use Accelerator(deepspeed_plugin=), which knows the loaders and the model",
+                do="set numbers, or use Accelerator(deepspeed_plugin=), which resolves them from the loaders and the model",
             )
 
     def _trained_model(self, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> nn.Module | None:
-        """Return the model that ``optimizers`` trains; None: there is none."""
+        """Return the model that ``optimizers`` trains, or None."""
         if not optimizers:
             return None
         if len(optimizers) > 1:
             raise UsageError(
-                f"{len(optimizers)} optimizers were given, and DeepSpeed steps one",
+                f"{len(optimizers)} optimizers were given, but DeepSpeed steps one",
                 where="prepare(), engine deepspeed",
-                do="make one optimizer with several groups of parameters, or use the engine fsdp2 or ddp",
+                do="create one optimizer with several parameter groups, or use the engine fsdp2 or ddp",
             )
         owned = {id(p) for group in parameter_groups(optimizers[0]) for p in group}
         trained = [model for model in models if any(id(p) in owned for p in model.parameters())]
@@ -164,21 +160,21 @@ class DeepSpeedEngine(Engine):
         if self._run is not None or trained:
             number = len(trained) + (self._run is not None)
             raise UsageError(
-                f"{number} models would be trained, and DeepSpeed trains one for each Accelerator",
+                f"{number} models would be trained, but DeepSpeed trains one per Accelerator",
                 where="prepare(), engine deepspeed",
-                do="make them one module (nn.ModuleDict) with one optimizer, give the others an Accelerator of their own, or use "
-                "the engine fsdp2 or ddp",
+                do="combine them into one module (nn.ModuleDict) with one optimizer, create an Accelerator for each, or use the "
+                "engine fsdp2 or ddp",
             )
         raise UsageError(
-            "the parameters of the optimizer belong to none of the models beside it",
+            "the optimizer's parameters belong to none of the models passed with it",
             where="prepare(), engine deepspeed",
-            do="give prepare() the model and its optimizer in one call: DeepSpeed makes one object of both",
+            do="pass the model and its optimizer to prepare() in one call: DeepSpeed makes one object of both",
         )
 
     def _initialize(self, library: Any, model: nn.Module, optimizer: Any, schedulers: Sequence[Any]) -> DeepSpeedModel:
         if any(p.dtype is torch.float64 for p in model.parameters()):
             raise UsageError(
-                "DeepSpeed keeps weights in float32, and the model has float64 ones",
+                "DeepSpeed keeps weights in float32, but the model has float64 parameters",
                 where="prepare(), engine deepspeed",
                 do="use model.float(), or the engine fsdp2 or ddp",
             )
@@ -187,7 +183,7 @@ class DeepSpeedEngine(Engine):
         )
         if is_on(config, "fp16") and not library.get_accelerator().is_fp16_supported():
             raise ConfigError(
-                f"DeepSpeed has no fp16 on this device ({self._world.device})",
+                f"DeepSpeed does not support fp16 on this device ({self._world.device})",
                 where="mixed_precision='fp16', engine deepspeed",
                 do="use mixed_precision='bf16', or ZeRO stage 0, or the engine fsdp2",
             )
@@ -208,8 +204,8 @@ class DeepSpeedEngine(Engine):
         if self._options.leaf_classes:
             library.utils.set_z3_leaf_modules(model, list(self._options.leaf_classes))
         clipping = float(config.pop("gradient_clipping", 0.0) or 0.0)
-        engine, *_ = self._shown(library.initialize, model, config=config, **arguments)
-        self._hooks += SightOfOutputs(engine, model, where="engine deepspeed").hooks
+        engine, *_ = self._call_initialize(library, model, config=config, **arguments)
+        self._hooks += OutputFlattener(engine, model, where="engine deepspeed").hooks
         return DeepSpeedModel(
             library,
             engine,
@@ -220,33 +216,32 @@ class DeepSpeedEngine(Engine):
             loop_clips=self._options.loop_clips,
         )
 
-    def _shown(self, initialize: Any, model: nn.Module, **arguments: Any) -> Any:
-        """Initialize; in stage 3 the library hangs on the output of every module, and sees a tuple where it knew no better."""
+    def _call_initialize(self, library: Any, model: nn.Module, **arguments: Any) -> Any:
+        """Call ``deepspeed.initialize``; in stage 3 it hooks the output of every module, which is flattened for that."""
         with ExitStack() as stack:
             for module in model.modules() if self._stage == 3 else ():
-                if not type(module).__module__.startswith("torch.nn.modules."):  # those return tensors
-                    stack.enter_context(show_outputs_to_hooks(module))
-            return initialize(model=model, **arguments)
+                if not type(module).__module__.startswith("torch.nn.modules."):  # these return tensors
+                    stack.enter_context(flatten_outputs_for_hooks(module))
+            return library.initialize(model=model, **arguments)
 
     def _evaluate(self, library: Any, model: nn.Module) -> nn.Module:
-        """Make ``model`` ready for evaluation."""
         if self._stage == 3:
-            engine, *_ = self._shown(library.initialize, model, config=evaluation_config(self._options.config))
-            self._hooks += follow_loading(model, partial(write_whole, library.zero, rank=self._world.rank))
+            engine, *_ = self._call_initialize(library, model, config=evaluation_config(self._options.config))
+            self._hooks += hook_loading(model, partial(write_full, library.zero, rank=self._world.rank))
             self._evaluated.append(engine)
             return engine  # type: ignore[no-any-return]
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.data, src=0)
         return model
 
-    def _schedule(self, scheduler: Any) -> Any:
+    def _build_scheduler(self, scheduler: Any) -> Any:
         if not isinstance(scheduler, DummyScheduler):
             return scheduler
         if self._run is None or self._run.engine.lr_scheduler is None:
             raise ConfigError(
-                "prepare() was given a DummyScheduler, and there is no schedule in DeepSpeed's config that it could stand for",
+                "prepare() was given a DummyScheduler, but DeepSpeed's config defines no scheduler",
                 where="ds_config 'scheduler'",
-                do="put a 'scheduler' into the config, give DummyScheduler(lr_scheduler_callable=), or a schedule of torch; and "
+                do="add a 'scheduler' to the config, set DummyScheduler(lr_scheduler_callable=), or pass a torch scheduler; and "
                 "prepare it with the model and the optimizer in one call",
             )
         return DrivenScheduler(self._run.engine.lr_scheduler)
@@ -254,68 +249,60 @@ class DeepSpeedEngine(Engine):
     # ---- backward ----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _synchronising(self, synchronise: bool) -> Iterator[None]:
-        before, self._is_local = self._is_local, not synchronise
+    def _set_sync(self, sync: bool) -> Iterator[None]:
+        before, self._is_local = self._is_local, not sync
         try:
             yield
         finally:
             self._is_local = before
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """See ``Engine``; stages 2 and 3 send gradients in every backward pass all the same: no rank has room for them."""
-        return self._synchronising(False)
+        """See ``Engine.no_sync``; stages 2 and 3 reduce in every backward pass anyway: no rank has memory for all gradients."""
+        return self._set_sync(False)
 
     def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """See ``Engine``."""
-        return self._synchronising(True)
+        return self._set_sync(True)
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """Return an empty context: ranks cannot run out of batches apart, which ``capabilities.joins_uneven`` says."""
+        """Return an empty context; ``capabilities.joins_uneven`` is False."""
         return nullcontext()
 
     def backward(self, loss: torch.Tensor, model: nn.Module | None = None, **options: Any) -> None:
-        """See ``Engine``; of ``options`` DeepSpeed knows ``retain_graph``.
+        """See ``Engine.backward``; DeepSpeed supports the option ``retain_graph`` only.
 
         Raises:
-            UsageError: other options, no model that trains, or gradients that were clipped and not stepped.
+            UsageError: other options, no model to train, or gradients that were clipped but not stepped.
         """
         retain = bool(options.pop("retain_graph", False))
         if any(value is not None for value in options.values()):
             raise UsageError(
-                f"backward() was given {', '.join(options)}, which DeepSpeed's does not know",
+                f"backward() was given {', '.join(options)}, which DeepSpeed does not support",
                 where="engine deepspeed",
-                do="leave it out, or use the engine fsdp2 or ddp",
+                do="remove it, or use the engine fsdp2 or ddp",
             )
-        self._required("backward()").backward(loss, retain_graph=retain, is_local=self._is_local)
+        self._require_run("backward()").backward(loss, retain_graph=retain, is_local=self._is_local)
 
     def backward_zeros(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], **options: Any) -> None:
-        """See ``Engine``."""
-        if loss.grad_fn is None:
-            raise UsageError(
-                "the loss of a rank without items does not depend on the model, and the other ranks' do: they wait for this "
-                "rank's part in the backward pass",
-                where="backward(), engine deepspeed",
-                do="compute the loss from the model's outputs on every rank",
-            )
-        with zeros_for(parameters):
+        require_graph(loss, "deepspeed")
+        with zero_backward(parameters):
             self.backward(loss, **options)
 
-    def _required(self, operation: str) -> DeepSpeedModel:
+    def _require_run(self, operation: str) -> DeepSpeedModel:
         if self._run is None:
             raise UsageError(
                 f"{operation} needs a model that was prepared together with its optimizer",
                 where="engine deepspeed",
-                do="give prepare() both in one call",
+                do="pass both to prepare() in one call",
             )
         return self._run
 
     # ---- step --------------------------------------------------------------------------------------------------------
 
     def step(self, optimizer: Optimizer, *, closure: Any = None, unsynced: bool = False) -> bool:
-        """See ``Engine``.
+        """See ``Engine.step``.
 
         Raises:
-            UsageError: a closure, or ``unsynced``: no rank could step alone.
+            UsageError: a closure, or ``unsynced``.
         """
         if unsynced or closure is not None:
             raise UsageError(
@@ -323,57 +310,56 @@ class DeepSpeedEngine(Engine):
                 where="LocalSGD, no_sync(unsynced=True)" if unsynced else "optimizer.step(closure)",
                 do="use the engine ddp for that",
             )
-        return self._required("step()").step()
+        return self._require_run("step()").step()
 
     def reduce_gradients(self, optimizer: Optimizer) -> bool:
-        """See ``Engine``: only DeepSpeed's own optimizer gets the gradients.
+        """Return False for DeepSpeed's own optimizer, the only one that gets the gradients.
 
         Raises:
-            UsageError: another one.
+            UsageError: another optimizer.
         """
         if self._run is not None and optimizer is self._run.optimizer:
             return False
         raise UsageError(
-            f"{type(optimizer).__name__} holds parameters of a model that DeepSpeed trains, and was not prepared with it: it would "
+            f"{type(optimizer).__name__} holds parameters of a model that DeepSpeed trains, but was not prepared with it: it would "
             "step without their gradients",
             where="step(), engine deepspeed",
             do="write model, optimizer = accelerator.prepare(model, optimizer), in one call, and step what it returns",
         )
 
-    def settle(self) -> None:
-        """See ``Engine``."""
+    def update_loss_scale(self) -> None:
         if self._run is not None:
-            self._run.stepper.settle()
+            self._run.stepper.update_loss_scale()
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
-        """See ``Engine``; a step has cleared them already."""
+        """See ``Engine.zero_grad``; after a step, DeepSpeed has already cleared them."""
         if self._run is not None:
-            self._run.drop_gradients()
+            self._run.discard_gradients()
 
     def unscale(self, optimizer: Optimizer, *, unsynced: bool = False) -> None:
-        """See ``Engine``: clipping and stepping do it; stages 1 to 3 have no gradients to look at in between."""
+        """Unscale in stage 0; in stages 1 to 3, clipping and stepping do it, and gradients are not accessible in between."""
         if self._run is not None and not unsynced:
             self._run.unscale()
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, unsynced: bool = False
     ) -> torch.Tensor:
-        """See ``Engine``; the smaller one of ``max_norm`` and the config's ``gradient_clipping`` holds.
+        """See ``Engine.clip_grad_norm``; the smaller of ``max_norm`` and the config's ``gradient_clipping`` applies.
 
-        In the middle of a window (``unsynced``) there is no norm yet: that of the last update is returned.
+        With ``unsynced`` there is no norm yet; returns that of the last update.
 
         Raises:
-            UsageError: another norm than the second, or not of all parameters that train.
+            UsageError: not the 2-norm, or not all trained parameters.
         """
-        run = self._required("clip_grad_norm_()")
+        run = self._require_run("clip_grad_norm_()")
         return run.last_norm if unsynced else run.clip(list(parameters), max_norm, float(norm_type))
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float, *, unsynced: bool = False) -> None:
-        """See ``Engine``. Raises: UsageError in stages 1 to 3, whose gradients DeepSpeed keeps to itself."""
-        run = self._required("clip_grad_value_()")
+        """See ``Engine.clip_grad_value``. Raises: UsageError in stages 1 to 3, whose gradients are not accessible."""
+        run = self._require_run("clip_grad_value_()")
         if self._stage > 0:
             raise UsageError(
-                "DeepSpeed has no clipping by value in ZeRO stages 1 to 3",
+                "DeepSpeed does not support clipping by value in ZeRO stages 1 to 3",
                 where="clip_grad_value_(), engine deepspeed",
                 do="use clip_grad_norm_(), or the engine fsdp2",
             )
@@ -382,41 +368,38 @@ class DeepSpeedEngine(Engine):
         torch.nn.utils.clip_grad_value_(list(parameters), clip_value)
 
     def finish_gradients(self, model: nn.Module, factor: float) -> None:
-        """See ``Engine``; multiplied when they are stepped or clipped."""
-        self._required("backward()").factor *= factor
+        """See ``Engine.finish_gradients``; applied when they are stepped or clipped."""
+        self._require_run("backward()").factor *= factor
 
     def reduced(self, model: nn.Module) -> bool:
-        """See ``Engine``."""
         return self._run is None or not self._run.is_local
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, Any]:
-        """See ``Engine``; of sharded tensors the values of this rank's part."""
         run = self._run
-        if run is None or model is not run.engine or run.parts is None:
-            return state_of(self.unwrap(model), optimizers)
+        if run is None or model is not run.engine or run.shards is None:
+            return collect_named_state(self.unwrap(model), optimizers)
         return run.own_state(with_optimizer=bool(optimizers))
 
     def load_sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
-        """See ``Engine``: on ranks of the same number."""
         run = self._run
-        if run is None or model is not run.engine or run.parts is None:
-            load_state(self.unwrap(model), optimizers, state)
+        if run is None or model is not run.engine or run.shards is None:
+            load_named_state(self.unwrap(model), optimizers, state)
         else:
             run.load_own_state(state)
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any] | None:
-        """See ``Engine``; in float32 where DeepSpeed keeps that, whatever dtype the model computes in."""
+        """See ``Engine.full_state_dict``; the float32 weights if DeepSpeed keeps them, whatever dtype the model computes in."""
         run = self._run
         if run is not None and model is run.engine:
             return run.full_state_dict(on_rank_zero=self.capabilities.shards_parameters)
         if model not in self._evaluated:
             return plain_state_dict(self.unwrap(model))
-        return self._gathered_state(model)
+        return self._gather_state_dict(model)
 
-    def _gathered_state(self, model: Any) -> dict[str, Any] | None:
-        """Return the state dict of a model that is sharded for evaluation. Collective."""
+    def _gather_state_dict(self, model: Any) -> dict[str, Any] | None:
+        """Gather the state dict of a model that is sharded for evaluation. Collective."""
         keep = self._world.rank == 0
         zero = import_deepspeed(self._world).zero
         found: dict[str, Any] = {}
@@ -429,31 +412,28 @@ class DeepSpeedEngine(Engine):
         return found if keep else None
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
-        """See ``Engine``; of stages 1 to 3 on the host."""
-        run = self._required("the optimizer's state")
-        return optimizer.state_dict() if run.parts is None else run.full_optimizer_state()
+        """See ``Engine.full_optimizer_state``; in stages 1 to 3, on the CPU."""
+        run = self._require_run("the optimizer state")
+        return optimizer.state_dict() if run.shards is None else run.full_optimizer_state()
 
     def load_full_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """See ``Engine``."""
-        run = self._required("the optimizer's state")
-        if run.parts is None:
+        run = self._require_run("the optimizer state")
+        if run.shards is None:
             optimizer.load_state_dict(dict(state))
         else:
-            run.load_optimizer_state(state, is_whole=True)
+            run.load_optimizer_state(state, is_full=True)
 
     def parameter_groups(self, optimizer: Optimizer) -> list[list[torch.Tensor]]:
-        """See ``Engine``; in stages 1 to 3, those that train, and no empty groups."""
+        """See ``Engine.parameter_groups``; in stages 1 to 3, trained parameters only, and no empty groups."""
         run = self._run
-        if run is None or run.parts is None:
+        if run is None or run.shards is None:
             return super().parameter_groups(optimizer)
-        return run.parts.parameter_groups
+        return run.shards.parameter_groups
 
-    def shape_of(self, parameter: torch.Tensor) -> torch.Size:
-        """See ``Engine``."""
-        return whole_shape(parameter)
+    def full_shape(self, parameter: torch.Tensor) -> torch.Size:
+        return full_shape(parameter)
 
     def release(self) -> None:
-        """See ``Engine``."""
         for hook in self._hooks:
             hook.remove()
         for engine in self._evaluated:
@@ -465,7 +445,6 @@ class DeepSpeedEngine(Engine):
             self._run = None
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """See ``Engine``."""
         ours = [*self._evaluated, *([] if self._run is None else [self._run.engine])]
         wrapper: Any = model
         inner: nn.Module = wrapper.module if any(model is one for one in ours) else model

@@ -1,4 +1,4 @@
-"""The DeepSpeed library itself: imported for this device and this process group, and its kernels."""
+"""Imports the DeepSpeed library for the device and process group of this run, and announces the kernels that it compiles."""
 
 from __future__ import annotations
 
@@ -27,42 +27,42 @@ _SHARED_MEMORY_KERNEL = "deepspeed_shm_comm"
 
 
 def import_deepspeed(world: World) -> Any:
-    """Return the module ``deepspeed``, talking over the present process group, on the device of ``world``.
+    """Return the module ``deepspeed``, initialized for the current process group and the device of ``world``.
 
     Collective: the first time for a process group.
 
     Raises:
         MissingExtraError: it is not installed.
-        UsageError: this process has used it for another kind of device.
+        UsageError: this process has used it with another kind of device.
     """
     on_cpu = world.device.type == "cpu"
-    # Beside an accelerator, a run on the CPU (cpu=True) must say so before the library looks around.
+    # On a machine with an accelerator, a run on the CPU (cpu=True) must set this before the library detects devices.
     with environ.patch({"DS_ACCELERATOR": "cpu"} if on_cpu else {}), warnings.catch_warnings():
-        # What ZeRO imports later brings a part of torch that uses the deprecated torch.jit.script.
+        # ZeRO imports a part of torch that uses the deprecated torch.jit.script.
         warnings.simplefilter("ignore", DeprecationWarning)
         deepspeed: Any = require("deepspeed", extra="deepspeed", purpose="engine='deepspeed'")
         import_module("deepspeed.runtime.zero.muon.muon_optimizer")
         device = deepspeed.get_accelerator().device_name()
     if device != world.device.type:
         raise UsageError(
-            f"DeepSpeed runs on {device!r} in this process, and the Accelerator on {world.device.type!r}",
-            do="choose the device before anything imports deepspeed, or set DS_ACCELERATOR",
+            f"DeepSpeed uses {device!r} in this process, but the Accelerator {world.device.type!r}",
+            do="create the Accelerator before anything imports deepspeed, or set DS_ACCELERATOR",
         )
-    if not dist.is_initialized():  # one process: it needs a group all the same
+    if not dist.is_initialized():  # DeepSpeed needs a group even for one process
         backend = "gloo" if on_cpu else None
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    _forget_other_groups()
+    _reset_ended_group()
     is_first = import_module("deepspeed.comm.comm").cdb is None
     with _without_kernel(deepspeed, _SHARED_MEMORY_KERNEL):
         deepspeed.init_distributed(verbose=False)
-    _use_present_names()
+    _replace_deprecated_names()
     if is_first:
-        _agree_on_numbers()
+        _synchronize_counters()
     return deepspeed
 
 
-def _forget_other_groups() -> None:
-    """Drop what the library keeps of a process group that has ended since: it would send through closed sockets."""
+def _reset_ended_group() -> None:
+    """Reset the library's state if its process group has been destroyed: it would use closed sockets."""
     groups: Any = import_module("deepspeed.utils.groups")
     if groups._WORLD_GROUP is not None and groups._WORLD_GROUP not in dist.distributed_c10d._world.pg_map:
         groups._release_process_group_references()
@@ -70,10 +70,10 @@ def _forget_other_groups() -> None:
         library.cdb = None
 
 
-def _agree_on_numbers() -> None:
-    """Number modules and parameters of ZeRO 3 alike on all ranks: some may have been in another group before. Collective.
+def _synchronize_counters() -> None:
+    """Synchronize the counters that number modules and parameters of ZeRO 3: some ranks may have counted before. Collective.
 
-    The library counts them in each process, and compares the numbers between the ranks (0.19.8).
+    The library counts per process, and compares the numbers between the ranks (0.19.8).
     """
     parameters: Any = import_module("deepspeed.runtime.zero.partition_parameters").Init
     offload: Any = import_module("deepspeed.runtime.zero.parameter_offload").DeepSpeedZeRoOffload
@@ -84,10 +84,10 @@ def _agree_on_numbers() -> None:
 
 @contextmanager
 def _without_kernel(deepspeed: Any, name: str) -> Iterator[None]:
-    """Let the library do without the kernel ``name`` in the block.
+    """Mark the kernel ``name`` as unavailable in the block.
 
-    On the CPU it compiles one for all-reduce through shared memory, for a minute, as soon as it is opened. Only tensor
-    parallel inference uses it (``inference_all_reduce``), and that goes through the process group where it is missing.
+    On the CPU, initialization compiles a kernel for all-reduce through shared memory, which takes a minute. Only tensor parallel
+    inference uses it (``inference_all_reduce``), and falls back to the process group.
     """
     compatible: dict[str, bool] = deepspeed.ops.__compatible_ops__
     before = compatible.get(name, False)
@@ -98,8 +98,8 @@ def _without_kernel(deepspeed: Any, name: str) -> Iterator[None]:
         compatible[name] = before
 
 
-def _use_present_names() -> None:
-    """Give the library the names of torch 2.13 for two collectives; each call by the old ones is a FutureWarning."""
+def _replace_deprecated_names() -> None:
+    """Replace two collectives by their names in torch 2.13: each call by the old names raises a FutureWarning."""
     backend: Any = import_module("deepspeed.comm.comm").cdb
     for old, new in (
         ("all_gather_function", "all_gather_single"),
@@ -110,15 +110,15 @@ def _use_present_names() -> None:
 
 
 def announce_kernels(config: Mapping[str, Any], *, optimizer: str | None) -> None:
-    """Say which kernels DeepSpeed is about to compile for ``config``, and that it takes minutes, once.
+    """Log which kernels DeepSpeed is about to compile for ``config``.
 
-    ``optimizer``: the kind of the one that DeepSpeed makes; None: it makes none.
+    ``optimizer``: the type of the optimizer that DeepSpeed creates, or None.
     """
     root = Path(environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
     missing = [name for name in _kernels(config, optimizer) if not any(root.glob(f"**/{name}/{name}.so"))]
     if missing:
         _logger.warning(
-            "DeepSpeed compiles %s now, which takes minutes; the result is kept in %s, so it is done once for this machine",
+            "DeepSpeed is compiling %s, which takes minutes; the result is cached in %s, so this happens once per machine",
             ", ".join(missing),
             root,
         )

@@ -1,4 +1,4 @@
-"""What the deepspeed engine is told, and the objects that stand for an optimizer or a schedule of DeepSpeed's config."""
+"""The options of the engine deepspeed, and placeholders for the optimizer and scheduler in DeepSpeed's config."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ __all__ = ["DeepSpeedOptions", "DummyOptim", "DummyScheduler", "DrivenScheduler"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedOptions:
-    """DeepSpeed's own configuration, and what is not in it."""
+    """DeepSpeed's config, and settings that it has no keys for."""
 
     config: Mapping[str, Any] = field(default_factory=lambda: {"zero_optimization": {"stage": 2}})
-    """As in ``ds_config.json``; read at ``prepare``, when no ``"auto"`` may be left in it."""
+    """As in ``ds_config.json``; read in ``prepare``, when every ``"auto"`` must be resolved."""
     loop_clips: bool = False
-    """``gradient_clipping`` is a default: where the loop clips, its value counts instead of the smaller one of both."""
+    """``gradient_clipping`` is a default: a value that the loop clips to replaces it, instead of the smaller of both."""
     makes_shards: bool = False
-    """Models are made in shards before ``prepare`` (``deepspeed.zero.Init``, which transformers calls)."""
+    """Models are created sharded before ``prepare`` (by ``deepspeed.zero.Init``, which transformers calls)."""
     leaf_classes: tuple[str, ...] = ()
-    """Modules (of experts) whose parameters stage 3 gathers together, whichever of them a batch reaches."""
+    """Classes of modules (of experts) whose parameters stage 3 gathers together, whichever of them a batch uses."""
 
 
 class DummyOptim:
-    """Stands for the optimizer in DeepSpeed's config: ``prepare`` gives that one back.
+    """A placeholder for the optimizer in DeepSpeed's config, which ``prepare`` returns in its place.
 
     Args:
-        params: of the model, or groups of them.
-        lr: for ``"auto"`` in the config, as ``weight_decay``.
-        weight_decay: see ``lr``.
-        kwargs: other arguments; kept for the caller.
+        params: parameters, or groups of them.
+        lr: resolves ``"auto"`` in the config.
+        weight_decay: resolves ``"auto"`` in the config.
+        kwargs: other arguments, stored unchanged.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
@@ -41,14 +41,14 @@ class DummyOptim:
 
 
 class DummyScheduler:
-    """Stands for the schedule in DeepSpeed's config, or for what ``lr_scheduler_callable`` makes of the real optimizer.
+    """A placeholder for the scheduler in DeepSpeed's config, or for the result of ``lr_scheduler_callable``.
 
     Args:
         optimizer: a ``DummyOptim`` or an optimizer.
-        total_num_steps: for ``"auto"`` in the config; of one process, as the steps of a loader before ``prepare``.
-        warmup_num_steps: for ``"auto"`` in the config.
-        lr_scheduler_callable: makes a schedule, given the optimizer.
-        kwargs: other arguments; kept for the caller.
+        total_num_steps: resolves ``"auto"`` in the config; counted as the length of a loader before ``prepare``.
+        warmup_num_steps: resolves ``"auto"`` in the config.
+        lr_scheduler_callable: creates a scheduler for the given optimizer.
+        kwargs: other arguments, stored unchanged.
     """
 
     def __init__(
@@ -67,15 +67,15 @@ class DummyScheduler:
 
 
 class DrivenScheduler:
-    """A schedule that DeepSpeed advances by itself, once with each update: ``step`` does nothing."""
+    """A scheduler that DeepSpeed steps itself, once per update: ``step`` does nothing."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
 
     def step(self, *_args: Any, **_kwargs: Any) -> None:
-        """Do nothing: the step of the optimizer has advanced it."""
+        """Do nothing: the optimizer step has stepped it."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":
-            raise AttributeError(name)  # not there yet (unpickling)
+            raise AttributeError(name)  # not set yet (unpickling)
         return getattr(self.scheduler, name)

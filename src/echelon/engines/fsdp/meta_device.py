@@ -1,8 +1,12 @@
-"""Models without values ("meta"): sharded, they get those of rank zero, or of a file; no rank needs to hold them whole."""
+"""Models on the meta device: sharded first, then filled from rank zero or from files, so no rank has to hold one whole."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
 from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,21 +16,23 @@ from torch import nn
 from echelon.base.errors import UsageError
 from echelon.base.sharded import is_dtensor
 from echelon.distributed.small_messages import broadcast_bytes, gather_counts
-from echelon.engines.pages import release_pages
-from echelon.engines.shards import fsdp_groups, slices_of
+from echelon.engines.fsdp.param_groups import fsdp_groups
+from echelon.engines.shards import local_slices
 
-__all__ = ["fill_from_rank_zero", "give_memory", "refuse_without_values", "take_values"]
+__all__ = ["allocate_tensors", "fill_from_rank_zero", "move_to_meta", "release_pages", "require_values"]
 
 Values = dict[str, torch.Tensor | None]
-"""What rank zero has, by name; elsewhere the same names, without the tensors."""
+"""Rank zero's tensors by name; on other ranks, the same names with None."""
 
-_PIECE_BYTES = 2**24  # sent at once: larger ones are no faster, and are memory beside the model's
+_CHUNK_BYTES = 2**24  # per broadcast: larger chunks are no faster, and need memory beside the model's
+_MIN_RELEASED_BYTES = 2**16  # below it the look-up costs more than the pages
+_PAGEOUT = 21  # MADV_PAGEOUT, Linux 5.4: unlike MADV_DONTNEED, it keeps modified pages
 
 
-def take_values(model: nn.Module, *, only_rank_zero: bool) -> Values | None:
-    """Put ``model`` on the meta device, and return the values that rank zero has.
+def move_to_meta(model: nn.Module, *, only_rank_zero: bool) -> Values | None:
+    """Move ``model`` to the meta device, and return rank zero's tensors.
 
-    None: every rank has values and keeps them (not with ``only_rank_zero``). What no rank has stays without values.
+    None: every rank has values and keeps them (not with ``only_rank_zero``). Tensors that no rank has are not returned.
 
     Collective: every rank.
 
@@ -40,21 +46,21 @@ def take_values(model: nn.Module, *, only_rank_zero: bool) -> Values | None:
         return None
     if min(counts) < counts[0]:
         raise UsageError(
-            f"{type(model).__name__} is on the meta device on rank zero ({counts[0]} tensors without values), and rank "
-            f"{counts.index(min(counts))} has values for it; rank zero's count",
+            f"{type(model).__name__} is on the meta device on rank zero ({counts[0]} tensors without values), but rank "
+            f"{counts.index(min(counts))} has values for it; rank zero's values are used",
             where="prepare()",
-            do="build or load it on rank zero, and on the meta device elsewhere; or on the meta device on every rank, and "
-            "then load_checkpoint_in_model()",
+            do="build or load it on rank zero, and on the meta device elsewhere; or build it on the meta device on every rank, "
+            "and call load_checkpoint_in_model() afterwards",
         )
     is_zero = dist.get_rank() == 0
     lacking = broadcast_bytes(lacking if is_zero else None)
     values = {name: tensor if is_zero else None for (name, tensor), lacks in zip(tensors.items(), lacking) if not lacks}
     parameters = list(model.parameters())
     with torch.no_grad():
-        _put_on_meta(model)
+        _replace_by_meta(model)
     if not is_zero:
         for parameter in parameters:
-            _empty(parameter)
+            _free(parameter)
     return values
 
 
@@ -63,11 +69,8 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers()
 
 
-def _put_on_meta(model: nn.Module) -> None:
-    """Replace every tensor by one without values; those that modules share stay shared.
-
-    The caller keeps the old ones alive: they are known by their ids.
-    """
+def _replace_by_meta(model: nn.Module) -> None:
+    """Replace every tensor by one on the meta device; shared tensors stay shared. The caller keeps the old ones alive."""
     made: dict[int, nn.Parameter] = {}
     buffers: dict[int, torch.Tensor] = {}
     for module in model.modules():
@@ -80,54 +83,47 @@ def _put_on_meta(model: nn.Module) -> None:
                 module._buffers[name] = buffers.setdefault(id(buffer), torch.empty_like(buffer, device="meta"))
 
 
-def _empty(parameter: torch.Tensor) -> None:
-    """Free the memory of a parameter that the model has no more; optimizers still know it, until they get the new one."""
+def _free(parameter: torch.Tensor) -> None:
+    """Free the memory of a replaced parameter, which optimizers still hold until they are repointed."""
     if isinstance(parameter, nn.Parameter):
         parameter.data = parameter.data.new_empty(0)
 
 
 def fill_from_rank_zero(model: nn.Module, values: Values, *, device: torch.device) -> None:
-    """Give the sharded ``model`` its parts of rank zero's ``values``, which are freed one by one.
-
-    Collective: every rank.
-    """
-    give_memory(model, values, device=device)
+    """Fill the shards of ``model`` from rank zero's ``values``, which are freed one by one. Collective: every rank."""
+    allocate_tensors(model, values, device=device)
     tensors = dict(_tensors(model))
     with torch.no_grad():
         for name, value in values.items():
-            _send(value, tensors[name], device=device)
+            _broadcast_chunks(value, tensors[name], device=device)
             if value is not None:
-                _empty(value)
+                _free(value)
 
 
-def _send(value: torch.Tensor | None, own: torch.Tensor, *, device: torch.device) -> None:
-    """Copy rank zero's ``value`` into the parts ``own`` of all ranks, some rows at a time.
-
-    Collective: every rank.
-    """
-    local, held = own.to_local() if is_dtensor(own) else own, slices_of(own)
+def _broadcast_chunks(value: torch.Tensor | None, own: torch.Tensor, *, device: torch.device) -> None:
+    """Copy rank zero's ``value`` into the shards ``own`` of all ranks, some rows at a time. Collective: every rank."""
+    local, held = own.to_local() if is_dtensor(own) else own, local_slices(own)
     if not own.dim():
         value, local, held = None if value is None else value.reshape(1), local.reshape(1), (slice(0, 1),)
     num_rows, row = (own.shape[0], own.shape[1:]) if own.dim() else (1, torch.Size())
-    num_at_once = max(1, _PIECE_BYTES // max(1, row.numel() * own.element_size()))
+    num_at_once = max(1, _CHUNK_BYTES // max(1, row.numel() * own.element_size()))
     for start in range(0, num_rows, num_at_once):
         stop = min(start + num_at_once, num_rows)
-        piece = torch.empty((stop - start, *row), dtype=own.dtype, device=device)
+        chunk = torch.empty((stop - start, *row), dtype=own.dtype, device=device)
         if value is not None:
-            piece.copy_(value[start:stop])
+            chunk.copy_(value[start:stop])
             release_pages(value[start:stop])
-        dist.broadcast(piece, src=0)
+        dist.broadcast(chunk, src=0)
         first, last = max(start, held[0].start), min(stop, held[0].stop)
         if first < last:
-            mine = piece[(slice(first - start, last - start), *held[1:])]
+            mine = chunk[(slice(first - start, last - start), *held[1:])]
             local[first - held[0].start : last - held[0].start].copy_(mine)
 
 
-def give_memory(model: nn.Module, names: Collection[str], *, device: torch.device) -> None:
-    """Move the parameters and buffers ``names`` of ``model``, sharded or not, from the meta device to ``device``.
+def allocate_tensors(model: nn.Module, names: Collection[str], *, device: torch.device) -> None:
+    """Allocate the parameters and buffers ``names`` of ``model`` on ``device``, uninitialized, in the place of meta tensors.
 
-    They are not initialised. Parameters stay the objects that optimizers know; what modules share stays shared. What torch offloads goes to the
-    host.
+    Parameters keep their identity, which optimizers rely on; shared tensors stay shared. Offloaded ones go to the CPU.
     """
     groups = fsdp_groups(model)
     on_host = {id(part.sharded_param) for group in groups if _is_offloaded(group) for part in group.fsdp_params}
@@ -150,17 +146,13 @@ def give_memory(model: nn.Module, names: Collection[str], *, device: torch.devic
 
 
 def _is_offloaded(group: Any) -> bool:
-    from torch.distributed.fsdp import CPUOffloadPolicy  # noqa: PLC0415 - who has a group of it has loaded it
+    from torch.distributed.fsdp import CPUOffloadPolicy  # noqa: PLC0415 - the caller's group has loaded it
 
     return isinstance(group.offload_policy, CPUOffloadPolicy)
 
 
-def refuse_without_values(model: nn.Module, *_: object) -> None:
-    """Raise where parameters or buffers of ``model`` are still on the meta device.
-
-    Raises:
-        UsageError: they are named.
-    """
+def require_values(model: nn.Module, *_: object) -> None:
+    """Raise UsageError, with names, if parameters or buffers of ``model`` are still on the meta device."""
     names = [name for name, tensor in _tensors(model) if tensor.is_meta]
     if names:
         raise UsageError(
@@ -168,3 +160,29 @@ def refuse_without_values(model: nn.Module, *_: object) -> None:
             f"{', '.join(names[:3])}",
             do="call load_checkpoint_in_model(model, folder) after prepare()",
         )
+
+
+def release_pages(tensor: torch.Tensor) -> None:
+    """Remove the pages of a memory-mapped ``tensor`` from this process's resident memory (Linux only); values do not change.
+
+    Weights are often memory-mapped (safetensors, transformers): without this, pages that were read stay resident until the
+    mapping of the whole file ends.
+    """
+    if sys.platform != "linux" or tensor.device.type != "cpu" or not tensor.numel():
+        return
+    start = tensor.data_ptr()
+    size = mmap.PAGESIZE
+    first, last = -(-start // size) * size, (start + tensor.numel() * tensor.element_size()) // size * size
+    if last - first >= _MIN_RELEASED_BYTES and _is_file_mapped(first):
+        # Advice only: if the kernel or a sandbox rejects it, the pages stay.
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _PAGEOUT)
+
+
+def _is_file_mapped(address: int) -> bool:
+    """Return whether a file is mapped at ``address``; anonymous memory would be written to swap."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        bounds, _, _, _, inode, *_ = line.split(maxsplit=5)
+        low, high = (int(bound, 16) for bound in bounds.split("-"))
+        if low <= address < high:
+            return inode != "0"
+    return False

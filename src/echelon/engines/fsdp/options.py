@@ -1,4 +1,4 @@
-"""How the parameters of a model are sharded over the ranks: the options of the sharding engine, plain data."""
+"""The options of the engine fsdp2, as plain data."""
 
 from __future__ import annotations
 
@@ -15,78 +15,80 @@ __all__ = ["ShardingOptions", "wrap_nothing"]
 
 
 def wrap_nothing(module: nn.Module) -> bool:
-    """Return False: a ``wrap_fn`` that leaves the whole model one unit."""
+    """Return False: a ``wrap_fn`` that makes the whole model one unit."""
     return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingOptions:
-    """What is sharded, over how many ranks, in which dtypes.
+    """How a model is sharded.
 
-    A unit is a module whose parameters are gathered together. At most one of ``wrap_classes``, ``min_num_params`` and
-    ``wrap_fn`` says which modules are units; none: the classes that the model names in ``_no_split_modules``, and the model
-    itself is always one.
+    A unit is a module whose parameters are all-gathered together. At most one of ``wrap_classes``, ``min_num_params`` and
+    ``wrap_fn`` selects the units; by default these are the classes in the model's ``_no_split_modules``. The model itself is
+    always a unit.
 
     Raises:
-        ConfigError: values that mean nothing, or contradict each other.
+        ConfigError: invalid or conflicting values.
     """
 
     reshard_after_forward: bool | int = True
-    """Free the whole parameters after the forward pass (ZeRO stage 3), or keep them until the backward pass (False, stage 2);
-    an integer: keep them sharded over that many ranks."""
+    """True: reshard parameters after the forward pass (ZeRO stage 3); False: keep them unsharded until the backward pass
+    (stage 2); an integer: reshard them to that many ranks."""
     replicas: int = 1
-    """Groups of ranks that each hold the whole model in shards (the axis ``dp_replicate``); 1: all ranks are one group."""
+    """Number of sharded replicas of the model (the mesh axis ``dp_replicate``)."""
     cpu_offload: bool = False
-    """Parameters, gradients and optimizer states live on the host between their uses."""
+    """Keep parameters, gradients and optimizer states on the CPU when they are not in use."""
     pin_memory: bool | None = None
-    """Of what is offloaded; None: where there is an accelerator."""
+    """Pin offloaded tensors; None: if there is an accelerator."""
     param_dtype: torch.dtype | None = None
-    """Of parameters and inputs in the forward and backward pass; the optimizer keeps the model's own. None: the model's."""
+    """Dtype of parameters and inputs in forward and backward; the optimizer keeps the model's dtype. None: the model's."""
     reduce_dtype: torch.dtype | None = None
-    """In which gradients are summed over the ranks; None: ``param_dtype``."""
+    """Dtype in which gradients are reduced; None: ``param_dtype``."""
     output_dtype: torch.dtype | None = None
-    """To which what a unit returns is cast; None: it is not."""
+    """Dtype to which the outputs of a unit are cast; None: not cast."""
     cast_forward_inputs: bool = True
     """Cast floating-point inputs to ``param_dtype``."""
     wrap_classes: tuple[str | type[nn.Module], ...] = ()
     """The classes of the units, or their names."""
     min_num_params: int = 0
-    """A module is a unit when it has so many parameters that are in no smaller unit."""
+    """Minimum number of parameters of a unit, not counting those of units inside it."""
     wrap_fn: Callable[[nn.Module], bool] | None = None
-    """Tells whether a module is a unit."""
+    """Returns whether a module is a unit."""
     activation_checkpointing: bool = False
-    """Compute the activations of each unit again in the backward pass, instead of keeping them."""
+    """Recompute the activations of each unit in the backward pass."""
     ignored: tuple[nn.Module | nn.Parameter, ...] | str | Callable[[nn.Module], bool] = ()
-    """What stays whole on every rank: modules and parameters, a regular expression for their full names, or a function that
-    tells whether a module does."""
+    """What is not sharded: modules and parameters, a regular expression for their full names, or a function that returns
+    whether to ignore a module."""
     ram_efficient_loading: bool = False
-    """Only rank zero has the weights before ``prepare``: the others get theirs from it."""
+    """Only rank zero needs the weights before ``prepare``, which sends them to the others."""
 
     def __post_init__(self) -> None:
         if self.reshard_after_forward < 0 or self.replicas < 1 or self.min_num_params < 0:
             raise ConfigError(
                 f"reshard_after_forward={self.reshard_after_forward}, replicas={self.replicas} and "
-                f"min_num_params={self.min_num_params} are counts",
-                do="give one replica at least, and no negative number",
+                f"min_num_params={self.min_num_params}: one of these is out of range",
+                do="set replicas to at least 1, and the others to at least 0",
             )
         chosen = [name for name in ("wrap_classes", "min_num_params", "wrap_fn") if getattr(self, name)]
         if len(chosen) > 1:
-            raise ConfigError(f"{' and '.join(chosen)} both say what is a unit", do="give one of them")
+            raise ConfigError(f"{' and '.join(chosen)} both select the units", do="set one of them")
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             dtype: torch.dtype | None = getattr(self, name)
             if dtype is not None and not dtype.is_floating_point:
-                raise ConfigError(f"{name}={dtype} has no fractions", do="give a floating-point dtype, or None")
+                raise ConfigError(
+                    f"{name}={dtype} is not a floating-point dtype", do="set a floating-point dtype, or None"
+                )
         if isinstance(self.ignored, str):
             try:
                 re.compile(self.ignored)
             except re.error as error:
                 raise ConfigError(
-                    f"ignored={self.ignored!r} is no regular expression: {error}",
-                    do="give one, or the modules themselves",
+                    f"ignored={self.ignored!r} is not a valid regular expression: {error}",
+                    do="pass a valid one, or the modules themselves",
                 ) from None
         elif isinstance(self.ignored, tuple):
             strange = {type(one).__name__ for one in self.ignored if not isinstance(one, nn.Module | nn.Parameter)}
             if strange:
                 raise ConfigError(
-                    f"ignored holds a {min(strange)}", do="give modules and parameters, or a regular expression"
+                    f"ignored contains a {min(strange)}", do="pass modules and parameters, or a regular expression"
                 )

@@ -1,4 +1,4 @@
-"""Where a script meets the shards of a model itself: a number of one shard is told, whole state dicts are taken apart."""
+"""Scripts that touch the shards themselves: a warning where a shard's value is read, and ``load_state_dict`` of full tensors."""
 
 from __future__ import annotations
 
@@ -10,32 +10,29 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from echelon.base.warnings import UserLine, user_line, warn
-from echelon.engines.shards import part_like
+from echelon.engines.shards import shard_like
 
-__all__ = ["take_whole_state_dicts", "watch_numbers_of_shards"]
+__all__ = ["accept_full_state_dicts", "warn_on_shard_values"]
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
 
 
-def watch_numbers_of_shards(owner: object) -> None:
-    """Warn, once a line, where a number is read off a tensor that is this rank's part of a sum, a norm or a maximum.
+def warn_on_shard_values(owner: object) -> None:
+    """Warn, once per line and while ``owner`` lives, if a script reads a value that is partial: this rank's share of a reduction.
 
-    ``p.grad.norm().item()``, ``float()`` and ``bool()`` of it give the number of one shard, and torch says nothing. The number
-    is left as it is: making it whole needs all ranks, and they need not all be there.
-
-    Args:
-        owner: as long as it lives.
+    ``p.grad.norm().item()``, ``float()`` and ``bool()`` return the value of one shard, and torch does not warn. The value is not
+    changed: the full one needs all ranks, which may not all be here.
     """
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handler = handlers.get(_ITEM)
     if handler is None:
-        handler = handlers[_ITEM] = _Reader()
-    if isinstance(handler, _Reader):
+        handler = handlers[_ITEM] = _ItemHandler()
+    if isinstance(handler, _ItemHandler):
         handler.owners.add(owner)
 
 
-class _Reader:
-    """Reads the number of a sharded tensor, in torch's place."""
+class _ItemHandler:
+    """Replaces torch's ``item()`` of a DTensor."""
 
     def __init__(self) -> None:
         self.owners: WeakSet[Any] = WeakSet()
@@ -48,28 +45,24 @@ class _Reader:
             if line not in self._lines:
                 self._lines.add(line)
                 warn(
-                    "a number was read off a sharded tensor: it is the sum, norm or maximum of this rank's shard alone, and another "
-                    "on each rank. For the whole one call x.full_tensor().item() on every rank in the place of x.item(); the norm of "
-                    "all gradients is accelerator.clip_grad_norm_(model.parameters(), float('inf')).",
+                    "a value was read from a sharded tensor: it is the sum, norm or maximum of this rank's shard only, and differs "
+                    "between the ranks. For the full value, call x.full_tensor().item() on every rank instead of x.item(); the norm "
+                    "of all gradients is accelerator.clip_grad_norm_(model.parameters(), float('inf')).",
                     at=line,
                 )
         return tensor.to_local().item()
 
 
-def take_whole_state_dicts(model: nn.Module) -> list[Any]:
-    """Let ``load_state_dict`` of ``model``, and of the modules in it, take whole tensors, of which each rank keeps its part.
-
-    Returns:
-        The handles of the hooks.
-    """
+def accept_full_state_dicts(model: nn.Module) -> list[Any]:
+    """Let ``load_state_dict`` of ``model``, and of the modules in it, accept full tensors; return the handles of the hooks."""
     modules: list[Any] = list(model.modules())
-    return [module.register_load_state_dict_pre_hook(_take_apart) for module in modules]
+    return [module.register_load_state_dict_pre_hook(_shard_values) for module in modules]
 
 
-def _take_apart(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+def _shard_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
     for name, own in [*module._parameters.items(), *module._buffers.items()]:
         value = state_dict.get(prefix + name)
         if not isinstance(own, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
             continue
-        if value.shape == own.shape:  # of other shapes torch names both
-            state_dict[prefix + name] = part_like(value.detach(), own)
+        if value.shape == own.shape:  # if they differ, torch's error names both
+            state_dict[prefix + name] = shard_like(value.detach(), own)

@@ -1,4 +1,4 @@
-"""Which modules of a model are sharded one by one, which parameters are left alone, and whose activations are recomputed."""
+"""Which modules of a model are sharding units, which parameters are ignored, and activation checkpointing of the units."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch.utils.checkpoint import checkpoint
 from echelon.base.errors import ConfigError
 from echelon.engines.fsdp.options import ShardingOptions
 
-__all__ = ["checkpoint_activations", "ignored_in", "modules_to_shard"]
+__all__ = ["checkpoint_activations", "ignored_parameters", "modules_to_shard"]
 
 
 def modules_to_shard(model: nn.Module, options: ShardingOptions) -> list[nn.Module]:
-    """Return the modules inside ``model`` that get shards of their own, inner ones first.
+    """Return the modules inside ``model`` that are units, inner ones first.
 
-    By the given function, else by class, else by size, else by the classes that the model names in ``_no_split_modules``
-    (transformers); else none: the model is one unit. A module whose parameters are tied to some outside it is left to the
-    unit around it, for both must be whole at the same time.
+    Selected by the given function, else by class, else by size, else by the classes in the model's ``_no_split_modules``
+    (transformers); else none: the model is one unit. A module whose parameters are tied to some outside it belongs to the
+    unit around it, because both must be unsharded at the same time.
 
     Raises:
-        ConfigError: a class was named that the model has not.
+        ConfigError: the model has no module of a given class.
     """
     inner = [module for _, module in model.named_modules() if module is not model]
     if options.wrap_fn is not None:
@@ -53,7 +53,7 @@ def _of_classes(model: nn.Module, inner: list[nn.Module], classes: tuple[str | t
 
 
 def _by_size(model: nn.Module, least: int) -> list[nn.Module]:
-    """Return units of at least ``least`` parameters that no unit inside them has."""
+    """Return units of at least ``least`` parameters, not counting those of units inside them."""
     chosen: list[nn.Module] = []
 
     def visit(module: nn.Module) -> int:
@@ -81,11 +81,11 @@ def _free_of_ties(model: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
     return free
 
 
-def ignored_in(model: nn.Module, ignored: Any) -> list[nn.Parameter]:
-    """Return the parameters that are left whole: of the given modules, parameters, or names (a pattern).
+def ignored_parameters(model: nn.Module, ignored: Any) -> list[nn.Parameter]:
+    """Return the parameters that are not sharded: of modules, parameters, or names that match a pattern.
 
     Raises:
-        ConfigError: it names nothing of the model.
+        ConfigError: the pattern matches nothing.
     """
     if not ignored:
         return []
@@ -102,18 +102,15 @@ def ignored_in(model: nn.Module, ignored: Any) -> list[nn.Parameter]:
         found = [p for part in parts for p in part if id(p) in own]
     if isinstance(ignored, str) and not found:
         raise ConfigError(
-            f"no module or parameter of {type(model).__name__} is named {ignored!r}",
+            f"no module or parameter name of {type(model).__name__} matches {ignored!r}",
             where="the ignored modules",
-            do="give a regular expression that matches a whole name of named_modules() or named_parameters()",
+            do="pass a regular expression that matches a full name of named_modules() or named_parameters()",
         )
     return list({id(p): p for p in found}.values())
 
 
 def checkpoint_activations(blocks: Iterable[nn.Module]) -> None:
-    """Let each block keep its inputs only, and compute its activations again in the backward pass.
-
-    The names of parameters stay. Source: torch.utils.checkpoint (non-reentrant).
-    """
+    """Checkpoint the activations of each block; parameter names do not change. Source: torch.utils.checkpoint (non-reentrant)."""
     for block in blocks:
         block.forward = partial(_recomputed, block.forward)
 

@@ -1,0 +1,140 @@
+"""The parameter groups that ``fully_shard`` keeps inside its modules: what torch has no public names for (torch 2.7 to 2.13)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from echelon.base.errors import UsageError
+from echelon.base.sharded import is_fsdp_module
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule  # slow to import
+
+__all__ = [
+    "clear_unreduced_gradients",
+    "fsdp_groups",
+    "fsdp_params",
+    "has_unreduced_gradients",
+    "reduce_accumulated_gradients",
+    "require_one_dtype",
+    "reshard",
+    "reshard_after_evaluation",
+    "sharded_parameters",
+    "unsharded_parameters",
+]
+
+
+def fsdp_groups(root: Any) -> list[Any]:
+    """Return torch's parameter groups of ``root`` and the modules in it. torch 2.7 has one per module, later versions a list."""
+    found: list[Any] = []
+    modules: Iterable[nn.Module] = root.modules()
+    for module in modules:
+        if is_fsdp_module(module):
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)
+            if groups is None:
+                groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+            found += groups
+    return found
+
+
+def fsdp_params(roots: Iterable[FSDPModule]) -> Iterator[Any]:
+    """Yield torch's record of each sharded parameter of ``roots``."""
+    for root in roots:
+        for group in fsdp_groups(root):
+            yield from group.fsdp_params
+
+
+def unsharded_parameters(roots: Iterable[FSDPModule], wanted: set[int]) -> list[torch.Tensor]:
+    """Return the unsharded parameters, as autograd sees them, of the sharded ones with the ids ``wanted``."""
+    return [
+        part._unsharded_param
+        for part in fsdp_params(roots)
+        if id(part.sharded_param) in wanted and hasattr(part, "_unsharded_param")
+    ]
+
+
+def sharded_parameters(roots: Iterable[FSDPModule], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return ``parameters`` with unsharded ones replaced by the sharded ones, each once and always in the same order.
+
+    Between the forward and backward passes of modules that are not resharded, a model has unsharded parameters and its
+    optimizers sharded ones. Without this, gradients would be matched to other parameters.
+    """
+    sharded = {
+        id(part._unsharded_param): part.sharded_param
+        for part in fsdp_params(roots)
+        if hasattr(part, "_unsharded_param")  # torch creates it in the first pass
+    }
+    found = [sharded.get(id(parameter), parameter) for parameter in parameters]
+    return list({id(parameter): parameter for parameter in found}.values())
+
+
+def _is_unreduced(part: Any) -> bool:
+    """Return whether a parameter holds an unsharded gradient, which was not reduced."""
+    own = getattr(part, "_unsharded_param", None)
+    return own is not None and (part.unsharded_accumulated_grad is not None or own.grad is not None)
+
+
+def has_unreduced_gradients(root: FSDPModule) -> bool:
+    """Return whether a backward pass has left gradients that were not reduced."""
+    return any(map(_is_unreduced, fsdp_params([root])))
+
+
+def clear_unreduced_gradients(roots: Iterable[FSDPModule], owners: set[int]) -> None:
+    """Drop the gradients that were not reduced of the sharded parameters with the ids ``owners``."""
+    for part in fsdp_params(roots):
+        if id(part.sharded_param) in owners and _is_unreduced(part):
+            part._unsharded_param.grad = None
+            if part.unsharded_accumulated_grad is not None:  # since torch 2.15, the same gradient
+                part.unsharded_accumulated_grad = None
+
+
+def reduce_accumulated_gradients(root: FSDPModule) -> None:
+    """Reduce what backward passes without reduction have accumulated. Collective: every rank of the mesh."""
+    root.set_requires_gradient_sync(True)
+    groups = [g for g in fsdp_groups(root) if any(map(_is_unreduced, g.fsdp_params))]
+    for group in reversed(groups):
+        group.post_backward()
+    for group in groups:
+        group.finalize_backward()
+        group._training_state = type(group._training_state).IDLE
+        group.comm_ctx.__dict__.get("reduce_scatter_states", []).clear()
+
+
+def reshard(root: nn.Module | FSDPModule) -> None:
+    """Free the unsharded parameters of ``root``, which keep old values after a step."""
+    for group in fsdp_groups(root):
+        if group.is_unsharded:
+            group.reshard()
+
+
+def reshard_after_evaluation(root: nn.Module, _args: Any, _out: Any) -> None:
+    """Free the unsharded parameters after a forward pass without a backward pass (a forward hook).
+
+    ``reshard_after_forward=False`` keeps them until the backward pass. Without one they would stay in the place of the shards,
+    with the values from before the next step: changes of ``model.parameters()`` would be lost.
+    """
+    if not torch.is_grad_enabled():
+        reshard(root)
+
+
+def require_one_dtype(root: FSDPModule) -> None:
+    """Raise UsageError if a unit holds parameters of several dtypes; torch's error, in the first forward pass, names none."""
+    names = {id(p): name for name, p in root.named_parameters()}  # type: ignore[attr-defined]
+    for group in fsdp_groups(root):
+        by_dtype: dict[torch.dtype, torch.Tensor] = {}
+        for parameter in (part.sharded_param for part in group.fsdp_params):
+            if parameter.requires_grad:
+                by_dtype.setdefault(parameter.dtype, parameter)
+        if len(by_dtype) > 1:
+            found = " and ".join(f"{names.get(id(p), 'one')} ({dtype})" for dtype, p in list(by_dtype.items())[:2])
+            raise UsageError(
+                f"{found} are in one unit, and torch's fully_shard requires one dtype per unit",
+                where="prepare(), engine fsdp2",
+                do="cast the model to one dtype, wrap the modules of each dtype as units of their own (the wrap policy), exclude "
+                "them from sharding (ignored_modules), or use engine='ddp'",
+            )
