@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
-WIDTH, LEFT, ROW, GAP, BOXES = 940, 58, 50, 8, 400
+WIDTH, LEFT, ROW, GAP, BOXES = 960, 58, 46, 8, 440
 LEVELS = {"distributed": "Level 1", "accelerator": "Level 2", "trainer": "Level 3"}
 FONT = "-apple-system, BlinkMacSystemFont, 'Segoe UI', 'DejaVu Sans', Helvetica, Arial, sans-serif"
 LIGHT = {
@@ -38,7 +38,9 @@ def without_torch(page: str) -> set[str]:
 
 def text(x: float, y: float, words: str, *, size: float = 13, kind: str = "text", weight: int = 400) -> str:
     """Return a line of text."""
-    return f'<text class="{kind}" x="{x:g}" y="{y:g}" font-size="{size:g}" font-weight="{weight}">{escape(words)}</text>'
+    return (
+        f'<text class="{kind}" x="{x:g}" y="{y:g}" font-size="{size:g}" font-weight="{weight}">{escape(words)}</text>'
+    )
 
 
 def style() -> str:
