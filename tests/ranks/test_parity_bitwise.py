@@ -491,7 +491,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (_fractions, UsageError, "num_items=2.5 is not a whole number"),
     (_other_threads, ConfigError, "threads is 1 on rank 0 and 2 on rank 1"),
     (_fused, UsageError, "AdamW(fused=True) rounds differently"),
-    (_groups_of_ranks, UsageError, "here are 2 groups"),
+    (_groups_of_ranks, UsageError, "not within 2 groups"),
     (
         partial(_prepared, nn.Sequential(nn.Linear(64, 4), nn.BatchNorm1d(4))),
         UsageError,
