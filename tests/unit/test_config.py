@@ -139,7 +139,7 @@ def test_a_variable_that_only_the_launcher_translates_is_refused_without_it() ->
         with pytest.raises(ConfigError) as raised:
             Accelerator(cpu=True)
         assert raised.value.what == "ECHELON_FSDP_VERSION is for echelon launch, and this process was not started by it"
-        assert raised.value.do == "start by echelon launch, or set FSDP_VERSION"
+        assert raised.value.do == "start the script with echelon launch, or set FSDP_VERSION"
         with environ.patch({"ECHELON_CONFIG": json.dumps({"fsdp_version": [2, 3, "ECHELON_FSDP_VERSION"]})}):
             assert Accelerator(cpu=True).config.value.fsdp_version == 2
     with (

@@ -191,13 +191,13 @@ commands: null
 IMPOSSIBLE = {
     "distributed_type: XLA": "echelon.engines",
     "distributed_type: MEGATRON_LM": "distributed_type: FSDP or DEEPSPEED",
-    "compute_environment: AMAZON_SAGEMAKER": "inside the machine that SageMaker starts",
+    "compute_environment: AMAZON_SAGEMAKER": "inside the instance that SageMaker starts",
     "tpu_use_cluster: true": "echelon.engines",
     "downcast_bf16: 'yes'": "echelon.engines",
     "tpu_env: [A=1]": "echelon.engines",
-    "mpirun_config: {mpirun_hostfile: hosts}": "its ranks are recognised",
+    "mpirun_config: {mpirun_hostfile: hosts}": "echelon detects its ranks",
     "megatron_lm_config: {megatron_lm_tp_degree: 2}": "distributed_type: FSDP or DEEPSPEED",
-    "ipex_config: {ipex: true}": "PyTorch has these optimizations itself",
+    "ipex_config: {ipex: true}": "PyTorch has these optimizations built in",
     "fp8_config: {backend: TE, margin: 0}": "set it to AO",
 }
 
@@ -220,7 +220,7 @@ def test_a_key_that_asks_for_the_impossible_is_an_error_that_names_it_and_its_li
 
 
 TOGETHER = {
-    "mixed_precision: bf16\nmixed_precision: fp16": ("mixed_precision stands twice", "run.yaml:1 and", "run.yaml:2"),
+    "mixed_precision: bf16\nmixed_precision: fp16": ("mixed_precision is given twice", "run.yaml:1 and", "run.yaml:2"),
     "engine: zero1\nfsdp_config: {fsdp_version: 2}\ndistributed_type: FSDP": (
         *("sharded_by='fsdp' (from file", "run.yaml:3 (distributed_type: FSDP)) and engine='zero1' (from file"),
         "run.yaml:1) cannot both hold",
@@ -275,7 +275,7 @@ def test_what_fills_in_an_auto_is_explained() -> None:
     assert rows["zero_optimization.reduce_bucket_size"].endswith(
         "(filled in from the hidden size h of the model: h x h)"
     )
-    assert rows["optimizer.params.lr"].endswith("(filled in from what the script makes at the start of the run)")
+    assert rows["optimizer.params.lr"].endswith("(filled in from the objects that the script prepares)")
 
 
 def test_a_batch_that_does_not_fit_the_number_of_processes_names_all_of_them(tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_a_misspelt_name_is_told_with_its_line_in_every_format(kind: str, text: 
         ("toml", "a = [", "is not valid TOML"),
         ("json", "{'a': 1}", "is not valid JSON"),
         ("yaml", "a: [", "is not valid YAML"),
-        ("yaml", "base: &b {fsdp_version: 2}\nfsdp_config:\n  <<: *b\n", "'<<' is no name of a setting"),
+        ("yaml", "base: &b {fsdp_version: 2}\nfsdp_config:\n  <<: *b\n", "'<<' is not the name of a setting"),
         ("yaml", "fsdp_config: {fsdp_version: {a: 1}}", "unknown setting 'fsdp_config.fsdp_version.a'"),
     ],
 )

@@ -92,7 +92,7 @@ def test_a_file_that_is_wrong_is_named_without_what_stands_in_it(line: str) -> N
     Path("echelon.toml").write_text(f"cpu = true\n{line}\n", encoding="utf-8")
     report = _report()
     assert SECRET not in report
-    assert "settings: wrong (file echelon.toml:" in report
+    assert "settings: invalid (file echelon.toml:" in report
 
 
 def test_addresses_are_shown_when_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

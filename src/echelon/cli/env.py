@@ -1,4 +1,4 @@
-"""``echelon env``: what a bug report needs, and nothing secret."""
+"""``echelon env``: the facts that a bug report needs, without secrets."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ __all__ = ["command"]
 def command(config_file: str | None, addresses: bool, as_json: bool) -> None:
     """Show versions, machine, devices, network and settings, to paste into a bug report.
 
-    Nothing secret is in it: of variables there are the names and some numbers, of settings no texts, of paths no home, no
-    names of users and hosts.
+    It contains no secrets: variables appear by name, a few with numbers; settings without free text; paths without the home
+    folder; no names of users or hosts.
     """
     report: dict[str, Any] = {
         "versions": versions(),
         "system": system(),
         "devices": devices(),
         "network": interfaces(with_addresses=addresses),
-        "started by": ", ".join(starters()) or "nothing that is known: a shell",
+        "started by": ", ".join(starters()) or "no known launcher (a shell)",
         "settings": _settings(config_file, with_addresses=addresses),
         "variables": variables(),
     }
@@ -66,7 +66,7 @@ def _settings(config_file: str | None, *, with_addresses: bool) -> dict[str, str
         layers = [from_environment(), *([from_file(path)] if path else [])]
         resolved = derive(resolve(RunConfig, layers))
     except ConfigError as error:
-        # Its text may hold what stands there.
-        return without_home(f"wrong ({error.where}); echelon config explain says why")
+        # Its text may quote the value.
+        return without_home(f"invalid ({error.where}); see echelon config explain")
     found = settings(resolved, with_addresses=with_addresses)
     return {"file": without_home(str(path)), **found} if path else found

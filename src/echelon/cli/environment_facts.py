@@ -1,4 +1,8 @@
-"""Facts about an installation and a machine that anybody may see: no secrets, no names of people or hosts."""
+"""Facts about an installation and a machine that anybody may see: no secrets, no names of people or hosts.
+
+``torch.utils.collect_env`` is no substitute: it takes seconds (``pip list``, compilers) and shows no control groups, network
+interfaces or settings.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,14 @@ import socket
 import sys
 from collections.abc import Sequence
 from importlib import metadata
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from subprocess import CalledProcessError
 from types import MappingProxyType
 from typing import Literal, get_args, get_origin
 
 from echelon._version import __version__
 from echelon.base import environ
+from echelon.base.control_groups import group_folders
 from echelon.base.cores import usable_cores
 from echelon.base.device import accelerators, nccl_version
 from echelon.base.errors import ConfigError
@@ -31,7 +36,7 @@ __all__ = ["devices", "interfaces", "settings", "starters", "system", "variables
 
 Facts = dict[str, str]
 
-# Beside what echelon itself requires, or offers as an extra.
+# Beside the packages that echelon requires or that its extras install.
 _PACKAGES = (
     "accelerate",
     "lightning",
@@ -41,36 +46,21 @@ _PACKAGES = (
     "nvidia-nccl-cu12",
     "nvidia-cudnn-cu12",
 )
-_PREFIXES = (
-    *("ECHELON_", "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "DEEPSPEED_", "DS_", "PYTORCH_", "TORCH_"),
-    *(
-        "TORCHELASTIC_",
-        "TORCHINDUCTOR_",
-        "NCCL_",
-        "RCCL_",
-        "UCC_",
-        "UCX_",
-        "FI_",
-        "GLOO_",
-        "SLURM_",
-        "OMPI_",
-        "PMI_",
-        "PMIX_",
-    ),
-    *("KUBERNETES_", "CUDA_", "HIP_", "ROCR_", "HSA_", "XLA_", "OMP_", "MKL_", "KMP_", "GOMP_"),
+_PREFIX = re.compile(
+    "(ECHELON|ACCELERATE|FSDP|PARALLELISM_CONFIG|DEEPSPEED|DS|PYTORCH|TORCH|TORCHELASTIC|TORCHINDUCTOR|NCCL|RCCL|UCC|UCX|FI|GLOO|"
+    "SLURM|OMPI|PMI|PMIX|KUBERNETES|CUDA|HIP|ROCR|HSA|XLA|OMP|MKL|KMP|GOMP)_"
 )
-_NAMES = frozenset(
-    {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"}
-)
+_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK")
+_NAMES = frozenset({*_RANKS, "MASTER_ADDR", "MASTER_PORT"})
 _NUMBERS = re.compile(r"[\d,]{1,64}")
 _LEVEL = re.compile("off|version|debug|info|detail|trace|warn|warning|error|critical|abort", re.IGNORECASE)
-# The variables whose values are shown, if they look as they should: nobody keeps a secret in one, unless by mistake.
+# Variables whose values are shown if they have the expected form: a secret in one of them is a mistake.
 _SHOWN = MappingProxyType(
     {
         **dict.fromkeys(
             ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), _NUMBERS
         ),
-        **dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"), _NUMBERS),
+        **dict.fromkeys(_RANKS, _NUMBERS),
         **dict.fromkeys(("SLURM_NNODES", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID"), _NUMBERS),
         **dict.fromkeys(("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"), _NUMBERS),
         **dict.fromkeys(("NCCL_DEBUG", "TORCH_DISTRIBUTED_DEBUG", "GLOO_LOG_LEVEL", "ECHELON_LOG_LEVEL"), _LEVEL),
@@ -100,7 +90,7 @@ def versions() -> Facts:
 
 
 def _packages() -> Sequence[str]:
-    """Return the packages that echelon requires, or that an extra brings, but not those of its developers alone."""
+    """Return the packages that echelon requires or that an extra other than ``dev`` installs."""
     try:
         requirements = metadata.requires("echelon") or []
     except metadata.PackageNotFoundError:  # run from its source
@@ -114,7 +104,7 @@ def _packages() -> Sequence[str]:
 
 
 def system(root: Path = Path("/")) -> Facts:
-    """Return what the system is, and what it lets a process use.
+    """Return the operating system, the CPU, and what a process may use of the machine.
 
     Args:
         root: of the file system.
@@ -163,13 +153,10 @@ def _memory(root: Path) -> str:
 
 
 def _group_limit(root: Path, name: str) -> str:
-    """Return the tightest limit of the groups that this process is in; empty: none is set, or they are not of version 2."""
-    own = re.search(r"^0::(.*)$", _read(root / "proc/self/cgroup"), re.MULTILINE)
-    path = PurePosixPath(own[1] if own else "/")
-    # A container may see its own group as the root.
-    folders = [root / "sys/fs/cgroup" / str(group).lstrip("/") for group in (path, *path.parents)]
+    """Return the tightest limit of the control groups of this process; empty: none is set, or they are not of version 2."""
+    folders = (folder for folder, version in group_folders("", root) if version == 2)
     limits = [text for folder in folders if (text := _read(folder / name).strip()) and not text.startswith("max")]
-    return min(limits, key=lambda text: int(text.split()[0])) if limits else ""
+    return min(limits, key=lambda text: int(text.split()[0]), default="")
 
 
 def _open_files() -> str | None:
@@ -217,7 +204,7 @@ def _driver() -> str:
 
 
 def interfaces(*, with_addresses: bool = False, root: Path = Path("/")) -> Facts:
-    """Return for each network interface its kind, state, and where its addresses are from: loopback, private, public.
+    """Return the kind, state and speed of each network interface, and whether its addresses are loopback, private or public.
 
     Args:
         with_addresses: also the addresses themselves.
@@ -256,17 +243,17 @@ def _class_of(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
 
 
 def variables() -> Facts:
-    """Return the variables that steer a run: their names, and the values of a few that are numbers or levels."""
+    """Return the variables that affect a run: their names, and the values of a few that are numbers or levels."""
     found = {}
     for name, value in sorted(environ.snapshot().items()):
-        if name.startswith(_PREFIXES) or name in _NAMES:
+        if _PREFIX.match(name) or name in _NAMES:
             pattern = _SHOWN.get(name)
             found[name] = value if pattern is not None and pattern.fullmatch(value) else "(set)" if value else "(empty)"
     return found
 
 
 def starters() -> list[str]:
-    """Return what has started this process, or what it runs in."""
+    """Return what started this process: a launcher, a scheduler or a notebook."""
     found = []
     try:
         starter = detect().starter
@@ -288,11 +275,11 @@ def starters() -> list[str]:
 
 
 def settings(resolved: Resolved[RunConfig], *, with_addresses: bool = False) -> Facts:
-    """Return the settings that were given, and where; free text (paths, hosts, addresses) is left out.
+    """Return the settings that differ from the defaults, each with its origin, without free text (paths, hosts, addresses).
 
     Args:
         resolved: the settings.
-        with_addresses: show text, too.
+        with_addresses: also show free text.
     """
     types, found = field_types(RunConfig), {}
     for name in field_names(RunConfig):
@@ -310,7 +297,7 @@ def _choices(kinds: Sequence[object]) -> set[object]:
 
 
 def without_home(text: str) -> str:
-    """Return ``text`` with ``~`` for this user's home, and without his name in other paths."""
+    """Return ``text`` with ``~`` for this user's home, and without the user's name in other paths."""
     homes = {str(Path.home()), str(Path.home().resolve())} - {"/"}
     for home in sorted(homes, key=len, reverse=True):
         text = re.sub(rf"(?<![\w.~-]){re.escape(home)}(?![\w.-])", "~", text)

@@ -1,4 +1,4 @@
-"""File names and closed lists that scripts written for Accelerate read; they are part of its interface."""
+"""File names and lists of choices that are part of Accelerate's interface."""
 
 SCALER_NAME = "scaler.pt"
 MODEL_NAME = "pytorch_model"

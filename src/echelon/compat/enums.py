@@ -1,4 +1,4 @@
-"""Enums of Accelerate's interface; values for scripts to read and give, never branched on here."""
+"""Enums of Accelerate's interface: values for scripts to read and pass; echelon never branches on them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 
 class EnumWithContains(EnumMeta):
-    """Lets ``"bf16" in PrecisionType`` ask for a value."""
+    """Makes ``"bf16" in PrecisionType`` test for a value."""
 
     def __contains__(cls, item: object) -> bool:
         try:
@@ -46,7 +46,7 @@ class BaseEnum(Enum, metaclass=EnumWithContains):
 
 
 class LoggerType(BaseEnum):
-    """The trackers that ``log_with`` knows by name; ``ALL`` is every one that is installed."""
+    """The trackers that ``log_with`` accepts by name; ``ALL``: every installed one."""
 
     ALL = "all"
     AIM = "aim"
@@ -61,7 +61,7 @@ class LoggerType(BaseEnum):
 
 
 class DistributedType(str, Enum):
-    """How the run is spread, in Accelerate's words."""
+    """The kind of distribution of the run, with Accelerate's names."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -80,7 +80,7 @@ class DistributedType(str, Enum):
 
     @classmethod
     def of(cls, device: torch.device, *, distributed: bool) -> DistributedType:
-        """Return the plain kind: one process, or several on this kind of device."""
+        """Return the kind for one process, or several on this type of device."""
         name = {"cuda": "GPU"}.get(device.type, device.type.upper())
         return cls(f"MULTI_{name}") if distributed else cls.NO
 
@@ -119,7 +119,7 @@ class DynamoBackend(str, BaseEnum):
 
 
 class RNGType(BaseEnum):
-    """The random number generators that ranks can make equal."""
+    """The random number generators that can be synchronized between ranks."""
 
     TORCH = "torch"
     CUDA = "cuda"
@@ -135,7 +135,7 @@ class RNGType(BaseEnum):
 
 
 class DDPCommunicationHookType(BaseEnum):
-    """How DDP sends gradients."""
+    """How DDP compresses gradients for communication."""
 
     NO = "no"
     FP16 = "fp16"
@@ -152,7 +152,7 @@ class ComputeEnvironment(str, Enum):
 
 
 class SageMakerDistributedType(str, Enum):
-    """How SageMaker spreads a run."""
+    """How SageMaker distributes a run."""
 
     NO = "NO"
     DATA_PARALLEL = "DATA_PARALLEL"
@@ -169,7 +169,7 @@ class FP8BackendType(str, Enum):
 
 
 class CustomDtype(Enum):
-    """Sizes of weights for which torch has no one dtype."""
+    """Weight formats for which torch has no single dtype."""
 
     FP8 = "fp8"
     INT4 = "int4"

@@ -42,7 +42,7 @@ __all__ = [
 
 @dataclass
 class CPUInformation:
-    """The place of this process, as MPI or torchrun wrote it into the environment."""
+    """The rank of this process and the world size, from the variables of MPI or torchrun."""
 
     rank: int = 0
     world_size: int = 1
@@ -51,7 +51,7 @@ class CPUInformation:
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """Return the place of this process as the environment says it."""
+    """Return the rank of this process and the world size, from the environment."""
     return CPUInformation(
         rank=get_int_from_env(["RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"], 0),
         world_size=get_int_from_env(["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"], 1),
@@ -79,20 +79,20 @@ def get_current_device_type() -> tuple[str, str]:
 
 
 def is_port_in_use(port: int | None = None) -> bool:
-    """Tell whether something listens on ``port`` (29500) of this machine."""
+    """Tell whether a program listens on ``port`` (default: 29500) of this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(("127.0.0.1", 29500 if port is None else port)) == 0
 
 
 def get_free_port() -> int:
-    """Return a port of the loopback interface that nothing uses at this moment."""
+    """Return a port of the loopback interface that is free at this moment."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def convert_bytes(size: float) -> str:
-    """Return a size for people, in units of 1024: ``1.5 KB``."""
+    """Return a human-readable size, in units of 1024: ``1.5 KB``."""
     for unit in ("bytes", "KB", "MB", "GB", "TB"):
         if size < 1024:
             return f"{round(size, 2)} {unit}"
@@ -138,7 +138,7 @@ def get_driver_version() -> str:
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Return False where NVIDIA GPUs cannot talk to each other: several RTX 40 with a driver before 550.40.07."""
+    """Return False where NVIDIA GPUs cannot communicate directly: several RTX 40 with a driver before 550.40.07."""
     try:
         names, count = get_gpu_info()
         if count > 1 and any("RTX 40" in name for name in names):
@@ -158,11 +158,11 @@ def check_cuda_fp8_capability() -> bool:
 
 
 def check_os_kernel() -> None:
-    """Warn of a Linux kernel before 5.5, on which processes of a group were seen to hang."""
+    """Warn of a Linux kernel before 5.5, on which collectives may hang."""
     info = platform.uname()
     match = re.match(r"\d+\.\d+(\.\d+)?", info.release)
     if info.system == "Linux" and match and not at_least(match[0], "5.5.0"):
-        warn(f"the Linux kernel is {match[0]}: before 5.5.0 processes of a group may hang; upgrade it if yours do")
+        warn(f"the Linux kernel is {match[0]}: before 5.5.0, collectives may hang; upgrade the kernel if yours do")
 
 
 def _nvidia_smi(query: str) -> list[str]:

@@ -1,7 +1,7 @@
 """What is installed and what the hardware can do, as the ``is_*_available`` functions of Accelerate.
 
-Every answer is real: a package is there when it can be found and its distribution is installed in a version that works; a
-device when torch sees it. Nothing is imported to find out, except torch and what brings a device to it.
+A package is available when it can be found and its distribution is installed in a version that works; a device when torch
+finds one. Nothing is imported to find out, except torch and the package that adds a device to it.
 """
 
 from __future__ import annotations
@@ -10,86 +10,23 @@ import functools
 import importlib.metadata
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from echelon.base import environ
 from echelon.base.errors import MissingExtraError, UsageError
 from echelon.base.optional import is_available
 from echelon.base.versions import at_least
+from echelon.compat import reexports
 from echelon.compat.variables import parse_flag_from_env
 
-__all__ = [
-    "deepspeed_required",
-    "is_4bit_bnb_available",
-    "is_8bit_bnb_available",
-    "is_aim_available",
-    "is_amdsmi_available",
-    "is_bf16_available",
-    "is_bitsandbytes_multi_backend_available",
-    "is_bnb_available",
-    "is_boto3_available",
-    "is_clearml_available",
-    "is_comet_ml_available",
-    "is_cuda_available",
-    "is_datasets_available",
-    "is_deepspeed_available",
-    "is_dvclive_available",
-    "is_fp16_available",
-    "is_fp8_available",
-    "is_habana_gaudi1",
-    "is_hpu_available",
-    "is_import_timer_available",
-    "is_lomo_available",
-    "is_matplotlib_available",
-    "is_megatron_lm_available",
-    "is_mlflow_available",
-    "is_mlu_available",
-    "is_mps_available",
-    "is_msamp_available",
-    "is_musa_available",
-    "is_neuron_available",
-    "is_npu_available",
-    "is_numpy_available",
-    "is_pandas_available",
-    "is_peft_available",
-    "is_pippy_available",
-    "is_pynvml_available",
-    "is_pytest_available",
-    "is_rich_available",
-    "is_rocm_available",
-    "is_sagemaker_available",
-    "is_schedulefree_available",
-    "is_sdaa_available",
-    "is_swanlab_available",
-    "is_tensorboard_available",
-    "is_timm_available",
-    "is_torch_distributed_available",
-    "is_torch_xla_available",
-    "is_torchao_available",
-    "is_torchdata_available",
-    "is_torchdata_stateful_dataloader_available",
-    "is_torchvision_available",
-    "is_tqdm_available",
-    "is_trackio_available",
-    "is_transformer_engine_available",
-    "is_transformer_engine_mxfp8_available",
-    "is_transformers_available",
-    "is_triton_available",
-    "is_wandb_available",
-    "is_weights_only_available",
-    "is_xccl_available",
-    "is_xpu_available",
-    "torchao_required",
-]
-
-P = ParamSpec("P")
-T = TypeVar("T")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 # torch is imported inside the functions: this layer must import without it.
 
 
-def _package(module: str, *distributions: str, least: str | None = None, below: str | None = None) -> bool:
-    """Tell whether ``module`` is there, from one of the ``distributions`` (else its own name), in a version that fits."""
+def _is_installed(module: str, *distributions: str, least: str | None = None, below: str | None = None) -> bool:
+    """Tell whether ``module`` is installed by one of the ``distributions`` (default: its own name) in a version that fits."""
     if not is_available(module):
         return False
     for name in distributions or (module,):
@@ -99,6 +36,16 @@ def _package(module: str, *distributions: str, least: str | None = None, below: 
             continue
         return (least is None or at_least(version, least)) and (below is None or not at_least(version, below))
     return False
+
+
+def _probe(module: str, *distributions: str, least: str | None = None, below: str | None = None) -> Callable[[], bool]:
+    """Return a function that tells whether the package is installed; arguments as of ``_is_installed``."""
+
+    def is_installed() -> bool:
+        return _is_installed(module, *distributions, least=least, below=below)
+
+    is_installed.__doc__ = f"Tell whether {module} is installed{f', {least} or later' if least else ''}."
+    return is_installed
 
 
 def _device(kind: str, brought_by: str | None = None) -> bool:
@@ -113,7 +60,7 @@ def _device(kind: str, brought_by: str | None = None) -> bool:
     return module is not None and bool(module.is_available())
 
 
-# ---- devices ---------------------------------------------------------------------------------------------------------
+# Devices
 
 
 def is_cuda_available() -> bool:
@@ -186,7 +133,7 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
         UsageError: both are asked for.
     """
     if check_is_tpu and check_is_gpu:
-        raise UsageError("check_is_tpu and check_is_gpu exclude each other", do="ask for one of them")
+        raise UsageError("check_is_tpu and check_is_gpu exclude each other", do="pass one of them")
     if not parse_flag_from_env("USE_TORCH_XLA", default=True) or not is_available("torch_xla"):
         return False
     if not (check_is_tpu or check_is_gpu):
@@ -195,7 +142,7 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
     return kind == "TPU" if check_is_tpu else kind in ("GPU", "CUDA")
 
 
-# ---- what they can do ------------------------------------------------------------------------------------------------
+# What the device and torch can do
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
@@ -225,7 +172,7 @@ def is_fp8_available() -> bool:
 
 def is_transformer_engine_mxfp8_available() -> bool:
     """Tell whether Transformer Engine is installed and the device knows MXFP8."""
-    if not _package("transformer_engine", "transformer-engine"):
+    if not _is_installed("transformer_engine", "transformer-engine"):
         return False
     return bool(import_module("transformer_engine.pytorch.fp8").check_mxfp8_support()[0])
 
@@ -254,17 +201,49 @@ def is_pippy_available() -> bool:
     return True
 
 
-# ---- packages --------------------------------------------------------------------------------------------------------
+# Packages
+
+
+is_aim_available = _probe("aim", below="4.0.0")
+is_amdsmi_available = _probe("amdsmi")
+is_boto3_available = _probe("boto3")
+is_clearml_available = _probe("clearml")
+is_comet_ml_available = _probe("comet_ml", "comet-ml")
+is_datasets_available = _probe("datasets")
+is_deepspeed_available = _probe("deepspeed")
+is_dvclive_available = _probe("dvclive")
+is_import_timer_available = _probe("import_timer")
+is_lomo_available = _probe("lomo_optim", "lomo-optim")
+is_matplotlib_available = _probe("matplotlib")
+is_mlflow_available = _probe("mlflow", "mlflow", "mlflow-skinny")
+is_msamp_available = _probe("msamp", "ms-amp")
+is_pandas_available = _probe("pandas")
+is_peft_available = _probe("peft")
+is_pynvml_available = _probe("pynvml", "nvidia-ml-py", "pynvml")
+is_pytest_available = _probe("pytest")
+is_sagemaker_available = _probe("sagemaker")
+is_schedulefree_available = _probe("schedulefree")
+is_swanlab_available = _probe("swanlab")
+is_timm_available = _probe("timm")
+is_torchao_available = _probe("torchao", least="0.6.1")
+is_torchdata_available = _probe("torchdata")
+is_torchdata_stateful_dataloader_available = _probe("torchdata", least="0.8.0")
+is_torchvision_available = _probe("torchvision")
+is_tqdm_available = _probe("tqdm")
+is_trackio_available = _probe("trackio")
+is_transformers_available = _probe("transformers")
+is_triton_available = _probe("triton", "triton", "triton-xpu", "pytorch-triton")
+is_wandb_available = _probe("wandb")
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
     """Tell whether numpy is installed, at least in this version."""
-    return _package("numpy", least=min_version)
+    return _is_installed("numpy", least=min_version)
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
     """Tell whether bitsandbytes is installed, at least in this version."""
-    return _package("bitsandbytes", least=min_version)
+    return _is_installed("bitsandbytes", least=min_version)
 
 
 def is_bitsandbytes_multi_backend_available() -> bool:
@@ -286,213 +265,55 @@ def is_megatron_lm_available() -> bool:
     """Tell whether Megatron-LM is asked for (``ACCELERATE_USE_MEGATRON_LM``) and installed."""
     return (
         parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM")
-        and _package("megatron", "megatron-core", least="0.8.0")
+        and _is_installed("megatron", "megatron-core", least="0.8.0")
         and is_available("megatron.training")
     )
 
 
 def is_rich_available() -> bool:
     """Tell whether rich is installed and wanted (``ACCELERATE_ENABLE_RICH``)."""
-    return _package("rich") and parse_flag_from_env("ACCELERATE_ENABLE_RICH")
+    return _is_installed("rich") and parse_flag_from_env("ACCELERATE_ENABLE_RICH")
 
 
 def is_transformer_engine_available() -> bool:
     """Tell whether Transformer Engine is installed."""
     if is_hpu_available():
-        return _package("intel_transformer_engine", "intel-transformer-engine")
-    return _package("transformer_engine", "transformer-engine")
-
-
-def is_triton_available() -> bool:
-    """Tell whether Triton is installed."""
-    return _package("triton", "triton", "triton-xpu", "pytorch-triton")
+        return _is_installed("intel_transformer_engine", "intel-transformer-engine")
+    return _is_installed("transformer_engine", "transformer-engine")
 
 
 def is_tensorboard_available() -> bool:
     """Tell whether tensorboard or tensorboardX is installed."""
-    return _package("tensorboard") or _package("tensorboardX")
+    return _is_installed("tensorboard") or _is_installed("tensorboardX")
 
 
-def is_mlflow_available() -> bool:
-    """Tell whether MLflow is installed, whole or skinny."""
-    return _package("mlflow", "mlflow", "mlflow-skinny")
+# Decorators
 
 
-def is_aim_available() -> bool:
-    """Tell whether aim is installed, before version 4.0.0."""
-    return _package("aim", below="4.0.0")
-
-
-def is_amdsmi_available() -> bool:
-    """Tell whether amdsmi is installed."""
-    return _package("amdsmi")
-
-
-def is_boto3_available() -> bool:
-    """Tell whether boto3 is installed."""
-    return _package("boto3")
-
-
-def is_clearml_available() -> bool:
-    """Tell whether clearml is installed."""
-    return _package("clearml")
-
-
-def is_comet_ml_available() -> bool:
-    """Tell whether comet_ml is installed."""
-    return _package("comet_ml", "comet-ml")
-
-
-def is_datasets_available() -> bool:
-    """Tell whether datasets is installed."""
-    return _package("datasets")
-
-
-def is_deepspeed_available() -> bool:
-    """Tell whether deepspeed is installed."""
-    return _package("deepspeed")
-
-
-def is_dvclive_available() -> bool:
-    """Tell whether dvclive is installed."""
-    return _package("dvclive")
-
-
-def is_import_timer_available() -> bool:
-    """Tell whether import_timer is installed."""
-    return _package("import_timer")
-
-
-def is_lomo_available() -> bool:
-    """Tell whether lomo_optim is installed."""
-    return _package("lomo_optim", "lomo-optim")
-
-
-def is_matplotlib_available() -> bool:
-    """Tell whether matplotlib is installed."""
-    return _package("matplotlib")
-
-
-def is_msamp_available() -> bool:
-    """Tell whether msamp is installed."""
-    return _package("msamp", "ms-amp")
-
-
-def is_pandas_available() -> bool:
-    """Tell whether pandas is installed."""
-    return _package("pandas")
-
-
-def is_peft_available() -> bool:
-    """Tell whether peft is installed."""
-    return _package("peft")
-
-
-def is_pynvml_available() -> bool:
-    """Tell whether pynvml is installed."""
-    return _package("pynvml", "nvidia-ml-py", "pynvml")
-
-
-def is_pytest_available() -> bool:
-    """Tell whether pytest is installed."""
-    return _package("pytest")
-
-
-def is_sagemaker_available() -> bool:
-    """Tell whether sagemaker is installed."""
-    return _package("sagemaker")
-
-
-def is_schedulefree_available() -> bool:
-    """Tell whether schedulefree is installed."""
-    return _package("schedulefree")
-
-
-def is_swanlab_available() -> bool:
-    """Tell whether swanlab is installed."""
-    return _package("swanlab")
-
-
-def is_timm_available() -> bool:
-    """Tell whether timm is installed."""
-    return _package("timm")
-
-
-def is_torchao_available() -> bool:
-    """Tell whether torchao is installed, version 0.6.1 or later."""
-    return _package("torchao", least="0.6.1")
-
-
-def is_torchdata_available() -> bool:
-    """Tell whether torchdata is installed."""
-    return _package("torchdata")
-
-
-def is_torchdata_stateful_dataloader_available() -> bool:
-    """Tell whether torchdata is installed, version 0.8.0 or later."""
-    return _package("torchdata", least="0.8.0")
-
-
-def is_torchvision_available() -> bool:
-    """Tell whether torchvision is installed."""
-    return _package("torchvision")
-
-
-def is_tqdm_available() -> bool:
-    """Tell whether tqdm is installed."""
-    return _package("tqdm")
-
-
-def is_trackio_available() -> bool:
-    """Tell whether trackio is installed."""
-    return _package("trackio")
-
-
-def is_transformers_available() -> bool:
-    """Tell whether transformers is installed."""
-    return _package("transformers")
-
-
-def is_wandb_available() -> bool:
-    """Tell whether wandb is installed."""
-    return _package("wandb")
-
-
-# ---- decorators ------------------------------------------------------------------------------------------------------
-
-
-def torchao_required(func: Callable[P, T]) -> Callable[P, T]:
-    """Make ``func`` say how to install torchao where it is missing.
-
-    Raises:
-        MissingExtraError: when the function is called without torchao.
-    """
-
+def _requires(
+    func: Callable[_P, _T], package: str, *, extra: str, is_installed: Callable[[], bool]
+) -> Callable[_P, _T]:
     @functools.wraps(func)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not is_torchao_available():
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if not is_installed():
             raise MissingExtraError(
-                f"{func.__name__} needs the package 'torchao', which is not installed", do="pip install 'echelon[fp8]'"
+                f"{func.__name__} needs the package {package!r}, which is not installed",
+                do=f"pip install 'echelon[{extra}]'",
             )
         return func(*args, **kwargs)
 
     return checked
 
 
-def deepspeed_required(func: Callable[P, T]) -> Callable[P, T]:
-    """Make ``func`` say how to install deepspeed where it is missing.
+def torchao_required(func: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Make ``func`` raise ``MissingExtraError`` when it is called without torchao."""
+    return _requires(func, "torchao", extra="fp8", is_installed=lambda: is_torchao_available())
 
-    Raises:
-        MissingExtraError: when the function is called without deepspeed.
-    """
 
-    @functools.wraps(func)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not is_deepspeed_available():
-            raise MissingExtraError(
-                f"{func.__name__} needs the package 'deepspeed', which is not installed",
-                do="pip install 'echelon[deepspeed]'",
-            )
-        return func(*args, **kwargs)
+def deepspeed_required(func: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Make ``func`` raise ``MissingExtraError`` when it is called without deepspeed."""
+    return _requires(func, "deepspeed", extra="deepspeed", is_installed=lambda: is_deepspeed_available())
 
-    return checked
+
+if not TYPE_CHECKING:
+    __all__ = list(reexports.defined_names(globals()))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from types import ModuleType
 
-__all__ = ["lazy_names", "public_names"]
+__all__ = ["defined_names", "lazy_names", "public_names"]
 
 
 def lazy_names(package: str, stub: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
@@ -47,4 +47,11 @@ def public_names(namespace: Mapping[str, object]) -> Iterator[str]:
     """Yield the names of a module for ``import *``: no submodules, as ``random`` would replace that of the standard library."""
     for name, value in namespace.items():
         if name[0] != "_" and name != "TYPE_CHECKING" and not isinstance(value, ModuleType):
+            yield name
+
+
+def defined_names(namespace: Mapping[str, object]) -> Iterator[str]:
+    """Yield the public names that a module defines itself."""
+    for name in public_names(namespace):
+        if getattr(namespace[name], "__module__", None) == namespace["__name__"]:
             yield name

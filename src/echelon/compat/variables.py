@@ -1,4 +1,4 @@
-"""Reading, patching and clearing environment variables under Accelerate's names; ``environ`` does the access."""
+"""Read, patch and clear environment variables, with Accelerate's names; ``environ`` does the access."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     word = value.lower()
     if word not in _TRUE | _FALSE:
         raise ConfigError(
-            f"{value!r} is neither yes nor no", do="give one of y, yes, t, true, on, 1, n, no, f, false, off, 0"
+            f"{value!r} is neither yes nor no", do="use one of y, yes, t, true, on, 1, n, no, f, false, off, 0"
         )
     return word in _TRUE if to_bool else int(word in _TRUE)
 
@@ -87,31 +87,31 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
 
 
 def refuse_misspelled(prefix: str, known: Iterable[str]) -> None:
-    """Raise for a variable with ``prefix`` that is not ``known`` and looks like one that is; others may be somebody else's.
+    """Raise for an unknown variable with ``prefix`` that resembles a ``known`` one; others may belong to other programs.
 
     Raises:
-        ConfigError: there is one; the name that was meant is given.
+        ConfigError: there is one; the message names the known one.
     """
     ends = sorted(name.removeprefix(prefix) for name in known if name.startswith(prefix))
     for name in environ.snapshot():
         end = name.removeprefix(prefix)
-        # Without what they have in common, which would make any two short names alike: ECHELON_HELD is no ECHELON_SEED.
+        # Compared without the prefix, which would make short names similar: ECHELON_HELD does not mean ECHELON_SEED.
         if name.startswith(prefix) and end not in ends and (near := _nearest(end, ends)):
             raise ConfigError(
-                f"the variable {name} is not known",
+                f"unknown variable {name}",
                 where=f"env {name}",
-                do=f"did you mean {prefix}{near}? If it is your own, rename it: names that begin with {prefix} are settings",
+                do=f"did you mean {prefix}{near}? For a variable of your own, choose a name without the prefix {prefix}",
             )
 
 
 def _nearest(word: str, words: list[str]) -> str | None:
-    """Return the one of ``words`` that ``word`` was meant to be: alike by three quarters, or, of short ones, by one slip of the hand."""
+    """Return the word that ``word`` is likely to mean: three quarters similar, or, for short words, one typing error away."""
     near = get_close_matches(word, words, n=1, cutoff=0.75)
-    return near[0] if near else next((other for other in words if _is_one_slip(word, other)), None)
+    return near[0] if near else next((other for other in words if _is_one_typo(word, other)), None)
 
 
-def _is_one_slip(one: str, other: str) -> bool:
-    """Is a letter another one, missing, too much, or in its neighbour's place?"""
+def _is_one_typo(one: str, other: str) -> bool:
+    """Tell whether one letter is replaced, missing, added, or swapped with its neighbour."""
     if len(one) > len(other):
         one, other = other, one
     at = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), len(one))
@@ -140,7 +140,7 @@ def purge_accelerate_environment(func_or_cls: T) -> T:
     """Decorate a function, or the test methods of a class, so that ``ACCELERATE_*`` and ``ECHELON_*`` are as before after it."""
     if isinstance(func_or_cls, type):
         _purge_tests(func_or_cls)
-        # Subclasses bring tests of their own.
+        # Subclasses add tests of their own.
         func_or_cls.__init_subclass__ = classmethod(lambda cls, **kwargs: _purge_tests(cls))  # type: ignore[assignment]
         return func_or_cls
     assert callable(func_or_cls), func_or_cls
@@ -153,11 +153,11 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
-    """Return the lines ``NAME=value`` of an environment file; what such a line cannot hold is left out, with a warning."""
+    """Return the lines ``NAME=value`` of an environment file; variables that such a line cannot express are left out with a warning."""
     lines = []
     for name, value in current_env.items():
         if not name or not value or set(name + value) & set(";\n<> "):
-            # The value may be a secret: only the name is told.
+            # The value may be a secret: only the name is shown.
             warn(
                 f"the variable {name!r} is left out: its name or value is empty or holds one of `;`, `<`, `>`, space, newline"
             )

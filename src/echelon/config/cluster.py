@@ -59,7 +59,7 @@ class ClusterConfig:
                 setattr(self, field.name, {})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what is there: neither None nor an empty section."""
+        """Return the settings without None and empty sections."""
         return {name: value for name, value in asdict(self).items() if value is not None and value != {}}
 
     def to_yaml_file(self, yaml_file: str | Path) -> None:
@@ -85,13 +85,13 @@ def load_config_from_file(config_file: str | Path | None) -> ClusterConfig:
     """Return the settings in ``config_file``, in any format that the launcher reads; None: in the one that it would find.
 
     Raises:
-        ConfigError: there is none, or it asks for what is not offered.
+        ConfigError: there is none, or it requests something that is not supported.
 
-    Source: accelerate.commands.config.load_config_from_file. What only echelon knows (engine, parity, ...) is left out.
+    Source: accelerate.commands.config.load_config_from_file. Settings that accelerate does not have (engine, parity, ...) are left out.
     """
     path = config_file if config_file is not None else find()
     if path is None:
-        raise ConfigError("there is no config file", do="name one, or make one by echelon config")
+        raise ConfigError("no config file found", do="pass a path, or create a file with echelon config")
     values = chosen(derive(resolve(RunConfig, [from_file(path)])))
     known = {field.name for field in fields(ClusterConfig)}
     return ClusterConfig(**{name: value for name, value in for_accelerate(values).items() if name in known})

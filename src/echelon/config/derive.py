@@ -1,4 +1,4 @@
-"""What follows from the settings of a run, and settings that cannot hold together: for the launcher and ``config explain``."""
+"""Settings derived from others, and conflicts between settings: for the launcher and ``config explain``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from echelon.config.schema import RunConfig
 
 __all__ = ["SHARDING", "check", "check_installed", "given", "section_in_use", "derive", "with_engine"]
 
-# Whose settings each engine takes; the first is what its name alone asks for.
+# Which sharding settings each engine accepts; the first is the default of its name alone.
 _TAKES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "single": (),
@@ -31,7 +31,6 @@ _TAKES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "deepspeed": ("deepspeed",),
     }
 )
-# The section of the settings of each.
 _SECTION = MappingProxyType({"fsdp": "fsdp_config", "deepspeed": "deepspeed_config"})
 _HOW = MappingProxyType(
     {
@@ -39,12 +38,12 @@ _HOW = MappingProxyType(
         "deepspeed_config": "add --use_deepspeed, or distributed_type: DEEPSPEED",
     }
 )
-# What an engine needs that is not there with echelon; the extra has the same name.
+# The optional package that an engine needs; the extra has the same name.
 _PACKAGES = MappingProxyType({"deepspeed": "deepspeed"})
 _BY_SHARDING = MappingProxyType({"fsdp": "fsdp2", "deepspeed": "deepspeed"})
 SHARDING = frozenset(_HOW)
-"""The sections that say how the model is sharded: one of them counts."""
-# Fields that a DeepSpeed json says, too, and where.
+"""The sections about sharding; a run uses one of them."""
+# Fields that a DeepSpeed JSON file also has, and their names there.
 _IN_JSON = MappingProxyType(
     {
         "zero_stage": "zero_optimization.stage",
@@ -65,12 +64,12 @@ def given(resolved: Resolved[RunConfig], name: str) -> bool:
 
 
 def section_in_use(resolved: Resolved[RunConfig]) -> str | None:
-    """Return the section of settings that says how the model is sharded."""
+    """Return the section of settings that controls how the model is sharded."""
     return _SECTION.get(resolved.value.sharded_by or "")
 
 
 def derive(resolved: Resolved[RunConfig]) -> Resolved[RunConfig]:
-    """Fill in what follows from what was given; the origin of each such value says from what."""
+    """Fill in the settings that follow from others; the origin of each names the other."""
     derived: dict[str, tuple[Any, str]] = {}
     value, origins = resolved.value, resolved.origins
     if value.engine is not None and value.sharded_by is None and _TAKES.get(value.engine):
@@ -95,7 +94,7 @@ def derive(resolved: Resolved[RunConfig]) -> Resolved[RunConfig]:
 
 
 def with_engine(resolved: Resolved[RunConfig]) -> Resolved[RunConfig]:
-    """Fill in the engine that the run will get, to show it; the ranks choose by themselves."""
+    """Fill in the engine that the run will use, for display; the ranks choose it themselves."""
     value, origins = resolved.value, resolved.origins
     if value.engine is not None or value.num_processes is None:
         return resolved
@@ -107,11 +106,11 @@ def with_engine(resolved: Resolved[RunConfig]) -> Resolved[RunConfig]:
 
 
 def check(resolved: Resolved[RunConfig], *, world_size: int | None = None) -> None:
-    """Refuse what cannot be given, and settings that cannot hold together; ``resolved``: of ``settle``.
+    """Raise for unsupported and conflicting settings; ``resolved`` comes from ``derive``.
 
     Args:
         resolved: the settings.
-        world_size: the number of processes; None: not known yet.
+        world_size: the number of processes; None: unknown.
 
     Raises:
         ConfigError: it names the settings and their origins.
@@ -124,11 +123,11 @@ def check(resolved: Resolved[RunConfig], *, world_size: int | None = None) -> No
 
 
 def check_installed(resolved: Resolved[RunConfig], script: Path | None) -> None:
-    """Refuse a run whose ranks would all lack the package of its engine.
+    """Raise if the package of the engine is not installed.
 
     Args:
-        resolved: of ``settle``.
-        script: what the ranks run; one that names another engine which takes the same settings is left to them.
+        resolved: from ``derive``.
+        script: what the ranks run. If it names another engine with the same settings, the ranks check instead.
 
     Raises:
         MissingExtraError: it is not installed here.
@@ -155,9 +154,9 @@ def _check_offered(resolved: Resolved[RunConfig]) -> None:
     value, origins = resolved.value, resolved.origins
     if value.fp8_backend not in (None, "AO", "NO"):
         raise ConfigError(
-            f"fp8_backend={value.fp8_backend!r}: fp8 through other libraries than torchao is not offered",
+            f"fp8_backend={value.fp8_backend!r}: fp8 is supported through torchao only",
             where=str(origins["fp8_backend"]),
-            do="set it to AO, and leave the other settings of fp8 out",
+            do="set it to AO, and remove the settings of other fp8 libraries",
         )
     if value.engine is not None and value.engine not in _TAKES:
         others = {point.name for point in entry_points(group="echelon.engines")}
@@ -181,34 +180,34 @@ def _check_engine(resolved: Resolved[RunConfig]) -> None:
     raise ConfigError(
         f"{detail}={getattr(value, detail)!r} (from {origins[detail]}) and engine={value.engine!r} (from {origins['engine']}) "
         "cannot both hold",
-        do=f"leave engine out, or take away what shards the model (sharded_by={value.sharded_by!r}, from {origins['sharded_by']})",
+        do=f"remove engine, or remove sharded_by={value.sharded_by!r} (from {origins['sharded_by']})",
     )
 
 
 def _check_sections(resolved: Resolved[RunConfig]) -> None:
-    """Refuse settings of a way to shard that this run does not take: they would be ignored."""
+    """Raise for settings of a kind of sharding that this run does not use: they would be ignored."""
     used = section_in_use(resolved)
-    # Of a choice that lost against a stronger one, which has been told.
+    # Sections of an overridden choice, which has been reported.
     lost = {_SECTION[str(s.value)] for s in resolved.shadowed if s.name == "sharded_by" and s.value is not None}
     for key in KEYS:
         how = _HOW.get(key.section or "")
         if how is None or key.section in {used, *lost} or key.shared or not given(resolved, key.field):
             continue
-        # A variable without accelerate's prefix may be somebody else's; and they ask for nothing without ACCELERATE_USE_...
+        # A variable without accelerate's prefix may belong to another program; and it has no effect without ACCELERATE_USE_...
         if resolved.origins[key.field].source is SettingSource.ENV:
             continue
         raise ConfigError(
             f"{key.field}={getattr(resolved.value, key.field)!r} would have no effect: "
             + ("the model is not sharded" if used is None else f"the model is sharded by {resolved.value.sharded_by}"),
             where=str(resolved.origins[key.field]),
-            do=f"{how}, or leave {key.field} out",
+            do=f"{how}, or remove {key.field}",
         )
 
 
 def _check_json(resolved: Resolved[RunConfig], path: str, world_size: int | None) -> None:
     origin = resolved.origins["deepspeed_config_file"]
     if not Path(path).is_file():
-        raise ConfigError(f"there is no file {path}", where=str(origin), do="check deepspeed_config_file")
+        raise ConfigError(f"there is no file {path}", where=str(origin), do="correct the path")
     said = {".".join(entry.keys): entry for entry in read(path)}
     for name, other in _IN_JSON.items():
         entry, value = said.get(other), getattr(resolved.value, name)
@@ -217,7 +216,7 @@ def _check_json(resolved: Resolved[RunConfig], path: str, world_size: int | None
         raise ConfigError(
             f"{name}={value!r} (from {resolved.origins[name]}) and {other}={entry.value!r} (from file {entry.place}) "
             "cannot both hold",
-            do=f'leave one of the two out, or set {other} to "auto" in {path}',
+            do=f'remove one of the two, or set {other} to "auto" in {path}',
         )
     if world_size is not None:
         _check_batch(said, world_size, str(resolved.origins["num_processes"]))
@@ -239,5 +238,5 @@ def _check_batch(said: Mapping[str, DocumentEntry], world_size: int, processes: 
         raise ConfigError(
             f"train_batch_size={whole} (from file {numbers[names[0]].place}) is not train_micro_batch_size_per_gpu={micro} x "
             f"gradient_accumulation_steps={steps} x {world_size} processes (from {processes}) = {micro * steps * world_size}",
-            do='set train_batch_size to "auto", or make them fit',
+            do='set train_batch_size to "auto", or change one of the three numbers',
         )

@@ -23,18 +23,18 @@ class DocumentEntry:
     """One value of a file."""
 
     keys: tuple[str, ...]
-    """The names that lead to it, outermost first."""
+    """The path of names to it, outermost first."""
     value: Any
-    """No mapping, unless an empty one."""
+    """Never a mapping, except an empty one."""
     place: str
     """``path:line``."""
 
 
 def read(path: str | Path) -> list[DocumentEntry]:
-    """Return what the file ``path`` holds, in its order; by its suffix TOML, JSON, else YAML.
+    """Return the entries of the file ``path`` in order; its suffix chooses TOML or JSON, else YAML.
 
     Raises:
-        ConfigError: it is missing, is not what its suffix says, gives one name twice, or holds no mapping.
+        ConfigError: it is missing, does not match its suffix, gives a name twice, or is not a mapping.
     """
     path = Path(path)
     try:
@@ -48,7 +48,7 @@ def read(path: str | Path) -> list[DocumentEntry]:
     for entry in entries:
         if entry.keys in seen:
             raise ConfigError(
-                f"{'.'.join(entry.keys)} stands twice",
+                f"{'.'.join(entry.keys)} is given twice",
                 where=f"file {seen[entry.keys]} and {entry.place}",
                 do="remove one of the two",
             )
@@ -63,30 +63,32 @@ def _read_yaml(path: Path, text: str) -> list[DocumentEntry]:
     try:
         if is_json:
             data = json.loads(text)
-            text = text.expandtabs()  # JSON may be indented by tabs, YAML may not; in its strings there are none
+            text = text.expandtabs()  # JSON may be indented with tabs, YAML may not; JSON strings contain none
         else:
             data = yaml.safe_load(text)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except (yaml.YAMLError, ValueError) as error:
         kind = "JSON" if is_json else "YAML"
         raise ConfigError(
-            f"{path} is not valid {kind}: {error}", do="mend the file at the place named above"
+            f"{path} is not valid {kind}: {error}", do="fix the file at the position named above"
         ) from error
     if root is None:
         return []
     if not isinstance(root, yaml.MappingNode) or not isinstance(data, dict):
-        raise ConfigError(f"{path} holds no mapping of settings", do="write lines of the form `name: value`")
+        raise ConfigError(f"{path} does not contain a mapping of settings", do="write lines of the form `name: value`")
     return list(_flat(path, root, data, ()))
 
 
 def _flat(path: Path, node: Node, data: dict[Any, Any], keys: tuple[str, ...]) -> Iterator[DocumentEntry]:
-    # The nodes know the lines and what stands twice; the parser knows the values.
+    # The nodes have the lines and the duplicates; the parser has the values.
     values = {str(key): value for key, value in data.items()}
     for key, child in node.value:
         name = str(key.value)
-        if name not in values:  # `<<: *other`, or a name that is no text to YAML (`on: 1`)
+        if name not in values:  # `<<: *other`, or a name that YAML does not read as text (`on: 1`)
             raise ConfigError(
-                f"{name!r} is no name of a setting", where=f"file {path}:{key.start_mark.line + 1}", do="write it out"
+                f"{name!r} is not the name of a setting",
+                where=f"file {path}:{key.start_mark.line + 1}",
+                do="write it out",
             )
         value = values[name]
         here = (*keys, name)
@@ -104,7 +106,9 @@ def _read_toml(path: Path, text: str) -> list[DocumentEntry]:
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}", do="mend the file at the place named above") from error
+        raise ConfigError(
+            f"{path} is not valid TOML: {error}", do="fix the file at the position named above"
+        ) from error
     lines = _lines_of_toml(text)
 
     def flat(table: dict[str, Any], keys: tuple[str, ...]) -> Iterator[DocumentEntry]:
@@ -120,7 +124,7 @@ def _read_toml(path: Path, text: str) -> list[DocumentEntry]:
 
 
 def _lines_of_toml(text: str) -> dict[tuple[str, ...], int]:
-    """Return the line of each name at the beginning of a line; tomllib tells none."""
+    """Return the line of each name at the beginning of a line; tomllib reports none."""
     lines: dict[tuple[str, ...], int] = {}
     table: tuple[str, ...] = ()
     for number, line in enumerate(text.splitlines(), start=1):

@@ -1,4 +1,4 @@
-"""A configuration as a table: value, origin, and what it overrode; and two of them beside each other."""
+"""A configuration as a table of values, origins and overridden values; and the differences of two."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["differences", "show", "show_json"]
 
 
 def show(resolved: Resolved[RunConfig]) -> str:
-    """Return one line a setting: name, value, origin, and in brackets each value that lost."""
+    """Return one line per setting: name, value, origin, and in brackets the values that it overrides."""
     rows = []
     for name in field_names(RunConfig):
         lost = [f"{s.value!r} from {s.origin}" for s in resolved.shadowed if s.name == name]
@@ -23,7 +23,7 @@ def show(resolved: Resolved[RunConfig]) -> str:
 
 
 def show_json(path: str, resolved: Resolved[RunConfig]) -> str:
-    """Return one line for each setting in a json of DeepSpeed: its name there, value and place; what fills in an "auto"."""
+    """Return one line per setting in a DeepSpeed JSON file: name, value, place, and what fills in an "auto"."""
     rows = []
     for entry in read(path):
         name = ".".join(entry.keys)
@@ -32,7 +32,7 @@ def show_json(path: str, resolved: Resolved[RunConfig]) -> str:
     return _table(rows)
 
 
-# What fills in an "auto" at the start of the run, beside the settings themselves.
+# What fills in an "auto" at the start of the run, apart from settings.
 _FILLED = MappingProxyType(
     {
         "train_micro_batch_size_per_gpu": "the batch size of the loader",
@@ -59,11 +59,11 @@ _SETTINGS = MappingProxyType(
 def _filled(name: str, resolved: Resolved[RunConfig]) -> str:
     if (field := _SETTINGS.get(name)) is not None:
         return f"{field}={getattr(resolved.value, field)!r}, {resolved.origins[field]}"
-    return _FILLED.get(name, "what the script makes at the start of the run")
+    return _FILLED.get(name, "the objects that the script prepares")
 
 
 def differences(first: Resolved[RunConfig], second: Resolved[RunConfig]) -> str:
-    """Return one line for each setting that differs: name, and in both its value and origin; empty: none does."""
+    """Return one line per setting that differs: name, and its value and origin in both. Empty: no differences."""
     rows = []
     for name in field_names(RunConfig):
         values = [repr(getattr(resolved.value, name)) for resolved in (first, second)]

@@ -1,4 +1,4 @@
-"""From a file of settings - echelon's own, accelerate's, or DeepSpeed's json - to a layer."""
+"""Read a config file (echelon's, accelerate's, or a DeepSpeed JSON file) into a layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from echelon.config.resolve import Layer
 
 __all__ = ["accelerators_asked_for", "from_file"]
 
-# accelerate's `distributed_type`: the fields that it sets. The others set none: devices are found out.
+# accelerate's `distributed_type`: the fields that it sets. The others set none: devices are detected.
 _ON_ACCELERATORS = tuple(f"MULTI_{device}" for device in ("GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON"))
 _TYPES = MappingProxyType(
     {
@@ -28,11 +28,11 @@ _TYPES = MappingProxyType(
         **dict.fromkeys(_ON_ACCELERATORS),
     }
 )
-_MEGATRON = "shard the model by distributed_type: FSDP or DEEPSPEED"
-_MPI = "leave it out, and start by mpirun itself: its ranks are recognised"
-_SAGEMAKER = "run echelon launch inside the machine that SageMaker starts"
-# Names of accelerate that set no field: what to do where one asks for something. What is empty, false or "no" asks for
-# nothing, and neither do these, outside of TPUs.
+_MEGATRON = "set distributed_type: FSDP or DEEPSPEED to shard the model"
+_MPI = "remove it, and start the script with mpirun itself: echelon detects its ranks"
+_SAGEMAKER = "run echelon launch inside the instance that SageMaker starts"
+# Names of accelerate that set no field, with what to do where one requests something. Empty values, false and "no" request
+# nothing; the names in _SILENT request nothing outside of TPUs.
 _SILENT = frozenset({"main_training_function", "use_mps_device", "use_xpu"})
 _REFUSED = MappingProxyType(
     {
@@ -42,7 +42,7 @@ _REFUSED = MappingProxyType(
         **dict.fromkeys(("commands", "command_file", "downcast_bf16"), TPU_ALTERNATIVE),
         "megatron_lm_config": _MEGATRON,
         "mpirun_config": _MPI,
-        "ipex_config": "leave it out: PyTorch has these optimizations itself",
+        "ipex_config": "remove it: PyTorch has these optimizations built in",
         "use_megatron_lm": _MEGATRON,
         **dict.fromkeys(
             ("ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name"), _SAGEMAKER
@@ -67,10 +67,10 @@ _DEEPSPEED = frozenset({"zero_optimization", "train_micro_batch_size_per_gpu", "
 def from_file(path: str | Path) -> Layer:
     """Make a layer of the settings in a file; each keeps its line.
 
-    The names are echelon's or accelerate's, in YAML, JSON or TOML; a json of DeepSpeed is taken as ``deepspeed_config_file``.
+    The names are echelon's or accelerate's, in YAML, JSON or TOML; a DeepSpeed JSON file is taken as ``deepspeed_config_file``.
 
     Raises:
-        ConfigError: the file cannot be read, has a name that is not known, or asks for what is not offered.
+        ConfigError: the file cannot be read, has an unknown name, or requests something that is not supported.
     """
     entries = read(path)
     if Path(path).suffix == ".json" and _DEEPSPEED & {entry.keys[0] for entry in entries}:
@@ -116,7 +116,7 @@ def _add(layer: dict[str, Setting], entry: DocumentEntry) -> None:
             layer.setdefault(
                 sets[0], Setting(sets[1], Origin(SettingSource.FILE, f"{entry.place} (distributed_type: {value})"))
             )
-    elif first == "fp16" and len(entry.keys) == 1:  # before there was mixed_precision
+    elif first == "fp16" and len(entry.keys) == 1:  # older than mixed_precision
         origin = Origin(SettingSource.FILE, f"{entry.place} (fp16: {value})")
         layer.setdefault("mixed_precision", Setting("fp16" if value else "no", origin))
     elif (field := _field(entry)) is not None and not _is_nothing(field, value):
@@ -127,7 +127,7 @@ def _add(layer: dict[str, Setting], entry: DocumentEntry) -> None:
 
 def _refuse(entry: DocumentEntry) -> None:
     do = _REFUSED.get(entry.keys[0])
-    if entry.keys[-1] == "mpirun_ccl":  # a detail of mpirun, without a hostfile for it
+    if entry.keys[-1] == "mpirun_ccl":  # a detail of mpirun, meaningless without its hostfile
         return
     asks = str(entry.value).strip("[]' ").lower() not in ("", "no", "none", "false", "0", "{}")
     if asks and do is not None:
@@ -135,7 +135,7 @@ def _refuse(entry: DocumentEntry) -> None:
 
 
 def _field(entry: DocumentEntry) -> str | None:
-    """Return the field that the name in a file stands for; None: one that has no meaning here."""
+    """Return the field that a name in a file sets; None: it sets none here."""
     section, name = _section(entry.keys[0]), entry.keys[-1]
     if len(entry.keys) > (1 if section is None else 2):
         raise _unknown(entry, ())
@@ -151,7 +151,7 @@ def _field(entry: DocumentEntry) -> str | None:
         if candidate in names:
             return names[candidate]
     if section == "fp8_config" and {name, prefix + name} & _OTHER_FP8:
-        return None  # it belongs to another library, and the refusal is about fp8_backend, which names that
+        return None  # a setting of another fp8 library, which the error about fp8_backend names
     raise _unknown(entry, names)
 
 
@@ -163,13 +163,13 @@ def _section(name: str) -> str | None:
 
 
 def _is_nothing(field: str, value: Any) -> bool:
-    """Tell what accelerate writes where nothing was asked for."""
+    """Tell whether this is a value that accelerate writes where the user requested nothing."""
     return (field == "num_processes" and value == -1) or (field == "gpu_ids" and str(value).lower() in ("all", ""))
 
 
 def _impossible(entry: DocumentEntry, *, do: str) -> ConfigError:
     return ConfigError(
-        f"{'.'.join(entry.keys)}: {entry.value} asks for what echelon does not offer",
+        f"{'.'.join(entry.keys)}: {entry.value} is not supported by echelon",
         where=f"file {entry.place}",
         do=do,
     )
@@ -178,7 +178,7 @@ def _impossible(entry: DocumentEntry, *, do: str) -> ConfigError:
 def _unknown(entry: DocumentEntry, names: Any) -> ConfigError:
     known = [name for name in names if name not in _REFUSED] if len(entry.keys) == 1 else list(names)
     near = get_close_matches(entry.keys[-1], known, n=1)
-    if not near and len(entry.keys) > 1:  # right, in another section
+    if not near and len(entry.keys) > 1:  # a known name in the wrong section
         near = [f"{BY_FIELD[name].section or 'the top'}: {name}" for name in BY_FIELD if name == entry.keys[-1]]
     return ConfigError(
         f"unknown setting {'.'.join(entry.keys)!r}",

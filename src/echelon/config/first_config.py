@@ -1,4 +1,4 @@
-"""A first config file: the few settings that a machine suggests."""
+"""A first config file with the settings that suit this machine."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from echelon.config.write import write
 __all__ = ["default_config_file", "write_basic_config"]
 
 default_config_file = str(own_file())
-"""Where ``write_basic_config`` writes when it is told nothing else, as found when this was imported."""
+"""The default path of ``write_basic_config``, as determined when this module was imported."""
 
 
 def write_basic_config(mixed_precision: str = "no", save_location: str | Path | None = None) -> Path | bool:
-    """Write a config file with one process for each accelerator, and say how to start with it.
+    """Write a config file with one process per accelerator, and print how to launch with it.
 
     Args:
         mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8``.
-        save_location: the file, whose suffix says what kind: .toml, or .yaml or .json in accelerate's names; None: echelon's
-            own place, where the launcher finds it.
+        save_location: the file; its suffix chooses the format: .toml, or .yaml or .json with accelerate's names. None: the
+            default path of echelon, where the launcher finds it.
 
     Returns:
-        The path; False when a file is there already, which stays.
+        The path; False if the file exists, which is not changed.
 
     Raises:
-        ConfigError: no such precision, or no such kind of file.
+        ConfigError: an unknown precision or file format.
 
     Source: accelerate.utils.write_basic_config.
     """
     path = own_file() if save_location is None else Path(save_location)
     if path.exists():
-        print(f"{path} is there already and stays as it is; give another save_location for a new one")
+        print(f"{path} exists and was not changed; pass another save_location to write a new file")
         return False
     precision = mixed_precision.lower()
     if precision not in get_args(Precision):
         raise ConfigError(
-            f"mixed_precision={mixed_precision!r} is none", do=f"give one of {', '.join(get_args(Precision))}"
+            f"unknown mixed_precision={mixed_precision!r}", do=f"pass one of {', '.join(get_args(Precision))}"
         )
     count = num_devices()
     values = {"mixed_precision": precision, "num_processes": max(1, count), "cpu": count == 0}
     write(path, values)
     how = "" if save_location is None else f" --config_file {path}"
-    print(f"wrote {path}; start with: echelon launch{how} SCRIPT")
+    print(f"wrote {path}; launch with: echelon launch{how} SCRIPT")
     return path

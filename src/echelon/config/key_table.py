@@ -1,4 +1,4 @@
-"""The one table of names: each setting's field, accelerate's variable, its place in accelerate's files, its flags.
+"""The table of names: of each setting the field, accelerate's variable, the place in accelerate's files, the flags.
 
 Compatibility is data: files, environment, flags, what the launcher exports and docs/configuration.md all read it here.
 """
@@ -18,19 +18,19 @@ class Key:
     field: str
     """In ``RunConfig``; every key has the variable ``ECHELON_<FIELD>`` too."""
     variable: str | None = None
-    """The variable by which accelerate's launcher tells its ranks."""
+    """The variable with which accelerate's launcher passes it to its ranks."""
     section: str | None = None
-    """The part of accelerate's file in which it stands; None: the top."""
+    """Its section in accelerate's file; None: the top level."""
     names: tuple[str, ...] = ()
     """Its other names in files: old ones, and the one that accelerate writes first where it is not the field's."""
     flags: tuple[str, ...] = ()
-    """Its flags; none: it has no meaning on a command line."""
+    """Its flags; empty: it cannot be set on a command line."""
     shared: bool = False
-    """It stands in a section of accelerate's file, and means the same without what the section is about."""
+    """It is in a section of accelerate's file, but also applies without the feature of that section."""
 
     @property
     def written(self) -> str:
-        """The name that accelerate gives it in a file."""
+        """Its name in accelerate's files."""
         return self.names[0] if self.field in _RENAMED else self.field
 
 
@@ -198,7 +198,7 @@ KEYS = (
 
 BY_FIELD = MappingProxyType({key.field: key for key in KEYS})
 
-# Variables of accelerate that are no settings of this table: a misspelt one of the table is told by its likeness.
+# Variables that are not settings of this table; other unknown ones are compared with the table to find misspellings.
 OTHER_VARIABLES = frozenset(
     {
         "ACCELERATE_ALLOW_CP_STANDALONE",
@@ -217,7 +217,7 @@ OTHER_VARIABLES = frozenset(
         "ACCELERATE_USE_MPS_DEVICE",
         "ACCELERATE_USE_SAGEMAKER",
         "ACCELERATE_USE_XPU",
-        # What its processes tell each other.
+        # Exchanged between its processes.
         "ECHELON_BOARD",
         "ECHELON_CHOSEN_THREADS",
         "ECHELON_CONFIG",

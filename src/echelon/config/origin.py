@@ -1,4 +1,4 @@
-"""Where a setting came from, ordered from the weakest source to the strongest."""
+"""The origin of a setting; sources are ordered from the lowest to the highest precedence."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ __all__ = ["Origin", "Setting", "SettingSource"]
 
 
 class SettingSource(IntEnum):
-    """The layers of configuration; the higher one wins."""
+    """The layers of configuration; the higher one takes precedence."""
 
     DEFAULT = 0
     DERIVED = 1
-    """It follows from other settings."""
+    """Computed from other settings."""
     FILE = 2
     ENV = 3
     FLAG = 4
@@ -22,7 +22,7 @@ class SettingSource(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """One place: its layer, and the name of the flag, variable, file line or argument."""
+    """The layer of a setting, and the name of the flag, variable, file line or argument."""
 
     source: SettingSource
     detail: str = ""

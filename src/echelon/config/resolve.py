@@ -1,4 +1,4 @@
-"""Several layers of settings -> one frozen configuration that knows the origin of each value."""
+"""Merge layers of settings into one frozen configuration with the origin of each value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Layer = Mapping[str, Setting]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shadowed:
-    """A setting that lost against the same one in a stronger layer."""
+    """A setting that a higher layer overrides."""
 
     name: str
     value: object
@@ -30,7 +30,7 @@ class Shadowed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved(Generic[T]):
-    """The configuration, the origin of each field, and what was overridden."""
+    """The configuration, the origin of each field, and the overridden values."""
 
     value: T
     origins: Mapping[str, Origin]
@@ -43,7 +43,7 @@ class Resolved(Generic[T]):
 def resolve(schema: type[T], layers: Iterable[Layer], *, strict: bool = False) -> Resolved[T]:
     """Merge ``layers`` (in any order) into one ``schema``: code > flag > environment > file > default.
 
-    The same setting in two layers is no conflict: the stronger wins, the weaker is kept in ``shadowed``.
+    The same setting in two layers is not a conflict: the higher one wins, the lower one is kept in ``shadowed``.
 
     Raises:
         ConfigError: an unknown name (the nearest one is given), a value of the wrong type, or, when ``strict``,
@@ -70,7 +70,7 @@ def resolve(schema: type[T], layers: Iterable[Layer], *, strict: bool = False) -
         lost = shadowed[0]
         raise ConfigError(
             f"{lost.name} is set twice: {best[lost.name].value!r} (from {lost.winner}) and {lost.value!r} (from {lost.origin})",
-            do="remove one of the two, or leave --strict out",
+            do="remove one of the two, or drop --strict",
         )
     value = schema(**{name: setting.value for name, setting in best.items()})
     origins = {name: best[name].origin if name in best else Origin(SettingSource.DEFAULT) for name in names}

@@ -1,4 +1,4 @@
-"""What a run was started with: the settings, their origins and what these overrode, as a file in its folder."""
+"""The settings of a run with their origins and overridden values, as a file in the run's folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def of_run(folder: str | Path) -> Resolved[RunConfig]:
     """Return the settings of the run in ``folder``, or of the last one below it (``--log_dir``).
 
     Raises:
-        ConfigError: there is no run, or its file is spoilt.
+        ConfigError: there is no run, or its file is corrupt.
     """
     path = Path(folder) / RUN_FILE
     if not path.is_file():
@@ -47,10 +47,13 @@ def of_run(folder: str | Path) -> Resolved[RunConfig]:
     except OSError as error:
         raise ConfigError(
             f"there is no run in {folder}: {path.name} is missing",
-            do="name a folder made by echelon launch --log_dir DIR",
+            do="pass a folder that echelon launch --log_dir DIR created",
         ) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(f"{path} is not the file of a run: {error}", do="name another folder") from error
+        raise ConfigError(
+            f"{path} is not the config record of a run: {error}",
+            do="pass a folder that echelon launch --log_dir DIR created",
+        ) from error
     resolved = resolve(RunConfig, [layer])
     return Resolved(value=resolved.value, origins=resolved.origins, shadowed=shadowed)
 

@@ -1,4 +1,4 @@
-"""The choices of a run, frozen: what echelon can be told, each with its meaning and unit."""
+"""The settings of a run, frozen, each with its meaning and unit."""
 
 from __future__ import annotations
 
@@ -58,160 +58,165 @@ StateDict = Literal["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """Every choice that flags, environment, files or code can make; their other names are in ``config/key_table.py``."""
+    """Every setting that a flag, the environment, a file or code can give; their other names are in ``config/key_table.py``."""
 
     num_processes: int | None = None
-    """Processes of the run, on all machines together (``--nproc_per_node``: on each); None: one for each accelerator, one
-    on a machine without."""
+    """Processes of the whole run, on all machines (``--nproc_per_node``: per machine). None: one per accelerator, or
+    one process on a machine without accelerators."""
     num_machines: int = 1
-    """Machines of the run; as a flag also MIN:MAX: it goes on while machines leave and join."""
+    """Machines of the run. As a flag also MIN:MAX: the run continues while machines leave and join."""
     machine_rank: int = 0
-    """Which of them this one is; not given: any, and where ``main_process_ip`` is this machine's address, the first."""
+    """The rank of this machine. Not set: any free rank, and rank 0 where ``main_process_ip`` is an address of this
+    machine."""
     main_process_ip: str | None = None
-    """The address of rank zero's machine, as the others reach it; None: this one's loopback."""
+    """The address at which the other machines reach the machine of rank 0. None: the loopback address of this
+    machine."""
     main_process_port: int | None = None
-    """The port at which the machines meet (None: 29500); on one machine, of the store (None: a free one)."""
+    """The port of the rendezvous host (None: 29500); on one machine, the port of the store (None: a free one)."""
     rdzv_backend: str | None = None
-    """How machines find each other, in torchrun's words."""
+    """How machines find each other, with the values of torchrun."""
     same_network: bool = True
-    """Can the machines reach each other directly?"""
+    """Assert that the machines can reach each other directly."""
     gpu_ids: str | None = None
-    """The accelerators to use, such as ``0,2``; None: all."""
+    """The accelerators to use, such as ``0,2``. None: all."""
     enable_cpu_affinity: bool = False
-    """Bind each process to the cores near its accelerator; on the CPU, to a share of the cores."""
+    """Bind each process to the cores near its accelerator; on the CPU, to an equal share of the cores."""
     stall_timeout: float = 60.0
-    """After so many seconds without a move of a rank that waits for others, say why. 0: never."""
+    """Seconds without progress, while other ranks wait, after which a rank is reported as stalled. 0: never."""
     slow_timeout: float | None = None
-    """A rank may compile, import, save, load, or be in what it has declared slow for so many seconds, or compute while others
-    wait; then it is reported as a stall. 0: for ever. None: ten times ``stall_timeout``."""
+    """Seconds that a rank may spend compiling, importing, saving, loading or in a phase declared slow, or computing
+    while others wait, before it is reported as stalled. 0: no limit. None: ten times ``stall_timeout``."""
     on_stall: Literal["report", "restart", "stop"] = "report"
-    """What to do at a stall, besides the report: go on, restart (within ``max_restarts``), or stop with exit code 124."""
+    """What to do after reporting a stall: nothing (report), restart (within ``max_restarts``), or stop with exit code
+    124."""
     engine: str | None = None
-    """The engine by its name; None: by the number of processes, and whether the model is sharded."""
+    """The name of the engine. None: chosen by the number of processes and by whether the model is sharded."""
     sharded_by: Literal["fsdp", "deepspeed"] | None = None
-    """Whose settings say how the model is sharded: ``fsdp_*``, or those of DeepSpeed. None: it is whole on every process."""
+    """Which settings control sharding: ``fsdp_*``, or those of DeepSpeed. None: every process holds the whole model."""
     cpu: bool = False
     """Use the CPU even where accelerators are present."""
     mixed_precision: Precision = "no"
     """The dtype of autocast in the forward pass."""
     gradient_accumulation_steps: int = 1
-    """Micro-batches in one update."""
+    """Micro-batches per optimizer step."""
     gradient_clipping: float | None = None
-    """The largest norm of all gradients, for DeepSpeed, which clips by itself."""
+    """The maximum norm of the gradients for DeepSpeed, which clips them itself."""
     dynamo_backend: DynamoBackendName = "no"
-    """The backend of ``torch.compile`` for prepared models; no: they are not compiled."""
+    """The backend of ``torch.compile`` for prepared models. no: models are not compiled."""
     dynamo_mode: DynamoMode = "default"
     """The mode of ``torch.compile``."""
     dynamo_use_fullgraph: bool = False
-    """A model that does not compile into one graph is an error."""
+    """Raise an error if a model does not compile into one graph."""
     dynamo_use_dynamic: bool | None = None
-    """Compile for changing shapes; None: torch finds out."""
+    """Compile for dynamic shapes. None: torch detects them."""
     dynamo_use_regional_compilation: bool = False
-    """Compile the repeated blocks of a model one by one."""
+    """Compile the repeated blocks of a model separately."""
     parity: Parity = "off"
-    """What the update depends on: with ``off`` on the number of processes too, as in Accelerate; with ``exact`` it does not."""
+    """Whether the update depends on the number of processes: with ``off`` it does, as in Accelerate; with ``exact`` and
+    ``bitwise`` it does not."""
     canonical_shards: int = 8
-    """The shards of an update whose gradients are summed in a fixed order (bitwise): at least the number of processes."""
+    """Number of shards of an update whose gradients are summed in a fixed order (bitwise); at least the number of
+    processes."""
     max_micro_batch_size: int | None = None
-    """Samples of one process in one forward pass, in the exact modes; None: as many as its share of the batch has."""
+    """Largest micro-batch per process when parity is exact or bitwise. None: the process's share of the batch."""
     seed: int | None = None
-    """The seed of the run; None: the script's own."""
+    """The seed of the run. None: the script sets it."""
     allow_changed_data: bool = False
-    """Go on from the middle of an epoch although the data are others now; from where is told."""
+    """Resume in the middle of an epoch although the data have changed; the position is logged."""
     debug: bool = False
     """Check structure, shapes and dtypes of every collective across the ranks before it runs, on every backend."""
 
     fsdp_version: Literal[1, 2] | None = None
-    """Whose words the ``fsdp_*`` settings are; both run on torch's ``fully_shard``. None: those of 1."""
+    """Which version's names the ``fsdp_*`` settings use; both run on torch's ``fully_shard``. None: version 1."""
     fsdp_sharding_strategy: Strategy | None = None
-    """What is sharded, in the words of version 1."""
+    """What is sharded, with the names of FSDP version 1."""
     fsdp_reshard_after_forward: Resharding | bool | int | None = None
-    """Free whole parameters after the forward pass; a number: keep them sharded over so many ranks."""
+    """Free unsharded parameters after the forward pass. A number: reshard them over that many ranks."""
     fsdp_offload_params: bool | None = None
-    """Keep parameters, gradients and optimizer states on the host."""
+    """Keep parameters, gradients and optimizer states in host memory."""
     fsdp_auto_wrap_policy: WrapPolicy | None = None
-    """What is gathered at once."""
+    """How the model is divided into units that are gathered at once."""
     fsdp_transformer_layer_cls_to_wrap: str | None = None
-    """Names of the layers that are gathered at once, by commas."""
+    """Class names of the layers that form one unit each, separated by commas."""
     fsdp_min_num_params: int | None = None
-    """For SIZE_BASED_WRAP: the least number of parameters."""
+    """With SIZE_BASED_WRAP: the minimum number of parameters of a unit."""
     fsdp_backward_prefetch: Prefetch | None = None
-    """Without effect: the next unit is always gathered ahead."""
+    """No effect: the next unit is always prefetched."""
     fsdp_forward_prefetch: bool | None = None
-    """Without effect: gathering overlaps by itself."""
+    """No effect: all-gathers always overlap with computation."""
     fsdp_state_dict_type: StateDict | None = None
     """How state is saved: whole or in shards."""
     fsdp_use_orig_params: bool | None = None
-    """Without effect: parameters always keep their names."""
+    """No effect: parameters always keep their names."""
     fsdp_cpu_ram_efficient_loading: bool | None = None
-    """Only rank zero reads the weights. None: so it is, as in Accelerate, where its launcher starts an FSDP run."""
+    """Only rank 0 reads the weights. None: true where the launcher starts an FSDP run, as in Accelerate."""
     fsdp_sync_module_states: bool | None = None
-    """Without effect: rank zero's weights always go to all."""
+    """No effect: the weights of rank 0 are always sent to all ranks."""
     fsdp_activation_checkpointing: bool | None = None
-    """Compute activations again in the backward pass."""
+    """Recompute activations in the backward pass."""
     fsdp_activation_checkpointing_offload: bool | None = None
-    """Keep their inputs on the host; not offered yet."""
+    """Keep the inputs of checkpointed layers in host memory; not supported yet."""
     fsdp_ignored_modules: str | None = None
-    """A regular expression: what stays whole."""
+    """A regular expression for the names of modules that are not sharded."""
 
     deepspeed_config_file: str | None = None
-    """A DeepSpeed json; values of "auto" in it are filled in at the start of the run."""
+    """A DeepSpeed JSON file; its "auto" values are filled in at the start of the run."""
     zero_stage: Literal[0, 1, 2, 3] | None = None
-    """What DeepSpeed shards: nothing, optimizer states, gradients too, parameters too. None: 2."""
+    """The ZeRO stage of DeepSpeed: 0 shards nothing, 1 optimizer states, 2 gradients too, 3 parameters too. None: 2."""
     offload_optimizer_device: Offload | None = None
     """Where optimizer states are kept."""
     offload_param_device: Offload | None = None
     """Where parameters are kept."""
     offload_optimizer_nvme_path: str | None = None
-    """A folder for them, with ``nvme``."""
+    """The folder for optimizer states, with ``nvme``."""
     offload_param_nvme_path: str | None = None
-    """A folder for them, with ``nvme``."""
+    """The folder for parameters, with ``nvme``."""
     zero3_init_flag: bool | None = None
-    """Make models in shards from the start."""
+    """Construct models sharded from the start."""
     zero3_save_16bit_model: bool | None = None
-    """Let whole weights be gathered to save them."""
+    """Allow gathering the whole weights to save them."""
     deepspeed_moe_layer_cls_names: str | None = None
-    """Names of mixture-of-experts layers, by commas."""
+    """Class names of mixture-of-experts layers, separated by commas."""
     deepspeed_hostfile: str | None = None
-    """DeepSpeed's list of machines; for runs on many."""
+    """DeepSpeed's list of machines, for runs on several."""
     deepspeed_multinode_launcher: str | None = None
-    """How DeepSpeed starts many machines."""
+    """How DeepSpeed starts processes on several machines."""
     deepspeed_inclusion_filter: str | None = None
-    """The accelerators to use, as ``localhost:0,2``."""
+    """The accelerators to use, such as ``localhost:0,2``."""
     deepspeed_exclusion_filter: str | None = None
-    """Those not to use."""
+    """The accelerators not to use."""
 
     use_parallelism_config: bool = False
-    """Is the layout of the ranks given by ``parallelism_config_*``? True where one of them is."""
+    """Take the layout of the ranks from ``parallelism_config_*``. True where one of these is set."""
     parallelism_config_dp_replicate_size: int | None = None
-    """Groups of ranks that each hold the model."""
+    """Number of groups of ranks that each hold the whole model."""
     parallelism_config_dp_shard_size: int | None = None
-    """Ranks over which it is sharded."""
+    """Number of ranks over which the model is sharded."""
     parallelism_config_tp_size: int | None = None
-    """Ranks over which layers are split; not offered yet."""
+    """Tensor parallel size; not supported yet."""
     parallelism_config_cp_size: int | None = None
-    """Ranks over which sequences are cut; not offered yet."""
+    """Context parallel size; not supported yet."""
     parallelism_config_cp_backend: str | None = None
-    """Who cuts them."""
+    """The context parallel implementation."""
     parallelism_config_cp_comm_strategy: str | None = None
-    """How they talk."""
+    """The context parallel communication: all-gather or all-to-all."""
     parallelism_config_sp_size: int | None = None
-    """Ranks over which sequences are cut by heads; not offered yet."""
+    """Sequence parallel size; not supported yet."""
     parallelism_config_sp_backend: str | None = None
-    """Who cuts them."""
+    """The sequence parallel implementation."""
     parallelism_config_sp_seq_length: int | None = None
-    """The length of the sequences."""
+    """The sequence length."""
     parallelism_config_sp_seq_length_is_variable: bool | None = None
-    """Does it change?"""
+    """Whether the sequence length varies."""
     parallelism_config_sp_attn_implementation: str | None = None
-    """The attention of the model."""
+    """The attention implementation of the model."""
 
     fp8_backend: Literal["AO", "TE", "MSAMP", "NO"] | None = None
-    """Who computes in fp8; only torchao (AO) is offered."""
+    """The library that computes in fp8; only torchao (AO) is supported."""
     fp8_enable_fsdp_float8_all_gather: bool | None = None
     """Gather sharded parameters in fp8."""
     fp8_pad_inner_dim: bool | None = None
-    """Pad matrices to sizes that fp8 can multiply."""
+    """Pad matrices to sizes that fp8 kernels support."""
 
 
 _LEAST = {
@@ -247,7 +252,7 @@ def field_docs(schema: type) -> dict[str, str]:
 
 
 def field_types(schema: type) -> Mapping[str, tuple[object, ...]]:
-    """Return for each field of the dataclass ``schema`` the types that it may have, in the order in which they are tried."""
+    """Return the types of each field of the dataclass ``schema``, in the order in which they are tried."""
     return _TYPES if schema is RunConfig else _types(schema)
 
 
@@ -272,9 +277,9 @@ def coerce(kinds: tuple[object, ...], name: str, value: object, *, where: str) -
             if found:
                 _check_range(name, typed, where)
                 return typed
-    do = f"give {name} as {_describe(kinds)}"
+    do = f"set {name} to {_describe(kinds)}"
     if isinstance(value, str) and "$" in value:
-        do += "; the variable in it was not expanded: single quotes and files leave it as it is"
+        do += "; the variable in it was not expanded: single quotes and files do not expand variables"
     raise ConfigError(f"{name}={value!r} is not {_describe(kinds)}", where=where, do=do)
 
 
@@ -285,10 +290,10 @@ def _check_range(name: str, value: object, where: str) -> None:
     least = _LEAST.get(name)
     if least is not None and isinstance(value, (int, float)) and value < least:
         kind = "an integer" if isinstance(value, int) else "a number"
-        raise ConfigError(f"{name}={value} is below {least}", where=where, do=f"give {kind} from {least} on")
+        raise ConfigError(f"{name}={value} is below {least}", where=where, do=f"set {kind} of at least {least}")
     most = _MOST.get(name)
     if most is not None and isinstance(value, int) and value > most:
-        raise ConfigError(f"{name}={value} is above {most}", where=where, do=f"give an integer up to {most}")
+        raise ConfigError(f"{name}={value} is above {most}", where=where, do=f"set an integer of at most {most}")
 
 
 _TRUE = frozenset({"1", "true", "yes", "on", "y", "t"})
@@ -347,5 +352,5 @@ def _types(schema: type) -> Mapping[str, tuple[object, ...]]:
     return {name: get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,) for name, hint in hints}
 
 
-_TYPES = MappingProxyType(_types(RunConfig))  # 2 ms: once, not whenever settings are resolved
+_TYPES = MappingProxyType(_types(RunConfig))  # takes 2 ms: computed once
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", NoneType: "none"}

@@ -1,4 +1,4 @@
-"""Where settings are looked for when no file is named."""
+"""Where config files are searched when none is named."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ PROJECT_FILE = "echelon.toml"
 
 
 def own_file() -> Path:
-    """Return echelon's file for all projects of this user."""
+    """Return the path of echelon's config file for all projects of this user."""
     home = environ.get("XDG_CONFIG_HOME")
     return (Path(home) if home else Path.home() / ".config") / "echelon" / "default_config.toml"
 
 
 def accelerate_file() -> Path:
-    """Return the file that ``accelerate config`` writes."""
+    """Return the path of the file that ``accelerate config`` writes."""
     home = environ.get("HF_HOME")
     if home is None:
         home = f"{environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
@@ -26,7 +26,7 @@ def accelerate_file() -> Path:
 
 
 def find() -> Path | None:
-    """Return the first file that is there: this folder's, echelon's for this user, accelerate's. None: there is none."""
+    """Return the first file that exists: in this folder, echelon's for this user, accelerate's. None: there is none."""
     own, theirs = own_file(), accelerate_file()
     candidates = (
         Path(PROJECT_FILE),

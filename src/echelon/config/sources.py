@@ -36,9 +36,9 @@ __all__ = [
 CONFIG_VARIABLE = "ECHELON_CONFIG"
 
 CHOSEN_THREADS = "ECHELON_CHOSEN_THREADS"
-"""What the launcher has set OMP_NUM_THREADS to by itself, by the machine: where numbers must not depend on it, it does not count."""
+"""The OMP_NUM_THREADS that the launcher chose for this machine; ignored where results must not depend on the machine."""
 
-# A misspelt variable of the last two may be somebody else's: what reads them asks for the right ones.
+# A misspelled variable with one of the last two prefixes may belong to another program.
 _OWN_PREFIX = "ECHELON_"
 _PREFIXES = ("ACCELERATE_", _OWN_PREFIX, "FSDP_", "PARALLELISM_CONFIG_")
 _FIELDS = MappingProxyType(
@@ -53,21 +53,21 @@ _BY_LAUNCHER = frozenset(key.field for key in KEYS if key.section not in (None, 
     "sharded_by",
     "use_parallelism_config",
 }
-# What a machine may have of its own: what it has, which it is, and how it reaches the others.
+# Settings that may differ between machines.
 _PER_MACHINE = frozenset(
     {"num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "gpu_ids"}
     | {"same_network", "deepspeed_hostfile", "deepspeed_inclusion_filter", "deepspeed_exclusion_filter"}
-    | {"stall_timeout", "slow_timeout", "on_stall"}  # those of the machine at which the others meet count
+    | {"stall_timeout", "slow_timeout", "on_stall"}  # those of the rendezvous host apply
 )
 
 
 def from_flags(values: Mapping[str, tuple[object, str]]) -> Layer:
-    """Make a layer of command-line flags: field -> (value, the flag as it was typed)."""
+    """Make a layer from command-line flags: field -> (value, the flag as typed)."""
     return {name: Setting(value, Origin(SettingSource.FLAG, flag)) for name, (value, flag) in values.items()}
 
 
 def from_code(owner: str, values: Mapping[str, object]) -> Layer:
-    """Make a layer of the arguments given in code to ``owner``; None means that the argument was not given."""
+    """Make a layer from the arguments of ``owner`` in code; None means that the argument was not given."""
     return {
         name: Setting(value, Origin(SettingSource.CODE, f"{owner}({name}=)"))
         for name, value in values.items()
@@ -76,10 +76,10 @@ def from_code(owner: str, values: Mapping[str, object]) -> Layer:
 
 
 def from_environment() -> Layer:
-    """Make a layer of the ``ECHELON_*`` variables, and of those of accelerate that mean the same.
+    """Make a layer from the ``ECHELON_*`` variables and the equivalent ones of accelerate.
 
     Raises:
-        ConfigError: a variable with one of these prefixes is misspelt, or both ways to shard a model are asked for.
+        ConfigError: a variable with one of these prefixes is misspelled, or both kinds of sharding are requested.
     """
     layer: dict[str, Setting] = {}
     use = []
@@ -88,7 +88,7 @@ def from_environment() -> Layer:
             continue
         field = _FIELDS.get(variable)
         if field is not None:
-            if field not in layer or variable == own_variable(field):  # ours wins over the foreign one
+            if field not in layer or variable == own_variable(field):  # echelon's variable takes precedence
                 layer[field] = Setting(text, Origin(SettingSource.ENV, variable))
         elif variable in USE:
             use += [variable] if parse_flag_from_env(variable) else []
@@ -105,7 +105,7 @@ def from_environment() -> Layer:
 
 
 def without_effect() -> str | None:
-    """Return what is to be said of variables that begin as echelon's own and mean nothing to it; None: there are none."""
+    """Return a warning about variables that begin with echelon's prefix and are unknown; None: there are none."""
     names = sorted(
         name
         for name, text in environ.snapshot().items()
@@ -114,8 +114,8 @@ def without_effect() -> str | None:
     if not names:
         return None
     return (
-        f"{', '.join(names)} in the environment: not known to echelon, and without effect. If it is your own, a name that does "
-        f"not begin with {_OWN_PREFIX} is safe from later settings; `echelon config explain` shows those that count"
+        f"{', '.join(names)} in the environment: not known to echelon, and without effect. For a variable of your own, choose a name "
+        f"that does not begin with {_OWN_PREFIX}; `echelon config explain` shows the settings in effect"
     )
 
 
@@ -158,18 +158,18 @@ def current(code: Layer | None = None) -> Resolved[RunConfig]:
     """Resolve the configuration of this process: ``code`` over what the launcher resolved over the environment."""
     text = environ.get(CONFIG_VARIABLE)
     handed = decode(text) if text else {}
-    # The launcher has weighed the environment already, and also exports what it found under accelerate's names: only a
-    # variable that says something else (one set in the script, say) counts beside what it handed over.
+    # The launcher has resolved the environment, and exports the result under accelerate's names, too. Only a variable with
+    # another value (set in the script, for example) counts.
     later = {
         name: setting for name, setting in from_environment().items() if not _says(handed.get(name), name, setting)
     }
-    if not text and (message := without_effect()) is not None:  # else the launcher has said it
+    if not text and (message := without_effect()) is not None:  # else the launcher has warned
         _warn_once(message)
     return resolve(RunConfig, [handed, later, code or {}])
 
 
 def is_debug() -> bool:
-    """Return ``current().value.debug``; the other settings, which collectives need not, are not looked at."""
+    """Return ``current().value.debug`` without resolving the other settings: every collective calls this."""
     text = environ.get(CONFIG_VARIABLE)
     handed = decode(text).get("debug") if text else None
     key = BY_FIELD["debug"]
@@ -184,7 +184,7 @@ def is_debug() -> bool:
 
 
 def fingerprint(resolved: Resolved[RunConfig]) -> dict[str, tuple[object, str]]:
-    """Return what all ranks must have in common: of each setting that is not at its default the value and origin."""
+    """Return what all ranks must share: the value and origin of each setting that differs from its default."""
     default = RunConfig()
     return {
         name: (value, str(origin))
@@ -194,10 +194,10 @@ def fingerprint(resolved: Resolved[RunConfig]) -> dict[str, tuple[object, str]]:
 
 
 def refuse_launchers_variables(resolved: Resolved[RunConfig]) -> None:
-    """Refuse ``ECHELON_*`` variables that only ``echelon launch`` translates, in a process that it did not start.
+    """Raise for ``ECHELON_*`` variables that only ``echelon launch`` translates, in a process that it did not start.
 
     Raises:
-        ConfigError: there is one; what reads these settings in a process reads accelerate's variables.
+        ConfigError: there is one; in a process, these settings are read from accelerate's variables.
     """
     if environ.get(CONFIG_VARIABLE) is not None:
         return
@@ -207,12 +207,12 @@ def refuse_launchers_variables(resolved: Resolved[RunConfig]) -> None:
             raise ConfigError(
                 f"{origin.detail} is for echelon launch, and this process was not started by it",
                 where=str(origin),
-                do=f"start by echelon launch, or set {other}",
+                do=f"start the script with echelon launch, or set {other}",
             )
 
 
 def _says(handed: Setting | None, name: str, setting: Setting) -> bool:
-    """Tell whether ``setting`` repeats what the launcher handed over."""
+    """Tell whether ``setting`` equals the value that the launcher passed on."""
     if handed is None:
         return False
     return handed.value == coerce(field_types(RunConfig)[name], name, setting.value, where=str(setting.origin))

@@ -1,4 +1,4 @@
-"""Settings to a file: TOML in echelon's names; YAML or JSON as accelerate has them."""
+"""Write settings to a file: TOML with echelon's names, YAML or JSON with accelerate's."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from echelon.config.schema import RunConfig
 
 __all__ = ["chosen", "for_accelerate", "unknown_to_accelerate", "write", "write_mapping"]
 
-# What accelerate's file has no name for. Ours are read from its top, too; accelerate itself refuses such a file.
+# Settings without a name in accelerate's file. echelon reads them at its top level; accelerate rejects such a file.
 _OWN = ("engine", "parity", "max_micro_batch_size", "canonical_shards", "seed", "allow_changed_data")
 _TYPES = MappingProxyType({"fsdp": "FSDP", "deepspeed": "DEEPSPEED"})
 
 
 def chosen(resolved: Resolved[RunConfig]) -> dict[str, Any]:
-    """Return the settings that somebody gave and that differ from the defaults."""
+    """Return the settings that were given and differ from the defaults."""
     default = RunConfig()
     values = {key.field: getattr(resolved.value, key.field) for key in KEYS if given(resolved, key.field)}
     return {name: value for name, value in values.items() if value != getattr(default, name)}
@@ -55,16 +55,16 @@ def write_mapping(path: Path, data: Mapping[str, Any], *, suffix: str | None = N
 
         text = yaml.safe_dump(data)
     else:
-        raise ConfigError(f"{path}: a file of which kind?", do="give a name that ends in .toml, .yaml or .json")
+        raise ConfigError(f"{path}: unknown file format", do="use a name that ends in .toml, .yaml or .json")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", do="name another file") from error
+        raise ConfigError(f"cannot write {path}: {error.strerror}", do="pass another path") from error
 
 
 def unknown_to_accelerate(values: Mapping[str, Any]) -> list[str]:
-    """Return the names among ``values`` at which accelerate would stop."""
+    """Return the names among ``values`` that accelerate rejects."""
     alone = ["gradient_accumulation_steps"] if values.get("sharded_by") not in _DEEPSPEED else []
     return [name for name in (*_OWN, *alone) if name in values]
 
@@ -79,11 +79,13 @@ def _sections(values: Mapping[str, Any]) -> dict[str, Any]:
         else:
             table = tables.setdefault(key.section.removesuffix("_config"), {})
             table[name.removeprefix(SECTIONS[key.section])] = value
-    return dict(sorted(tables.items(), key=lambda item: isinstance(item[1], dict)))  # plain values first, or not at all
+    return dict(
+        sorted(tables.items(), key=lambda item: isinstance(item[1], dict))
+    )  # TOML needs plain values before tables
 
 
 def for_accelerate(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``values`` (field -> value) under the names of accelerate's file, and what such a file must have."""
+    """Return ``values`` (field -> value) under the names of accelerate's file, with the entries that such a file requires."""
     several = values.get("num_processes", 2) > 1
     plain = ("MULTI_CPU" if values.get("cpu") else "MULTI_GPU") if several else "NO"
     sharded_by = values.get("sharded_by")

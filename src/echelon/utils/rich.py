@@ -1,3 +1,3 @@
 """The names of ``accelerate.utils.rich``."""
 
-from echelon.base.rich_errors import install as install
+from echelon.compat.rich_tracebacks import install as install
