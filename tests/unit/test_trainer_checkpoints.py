@@ -352,7 +352,9 @@ def test_a_disk_that_is_full_is_told_and_then_ends_the_training(
                 monkeypatch.setattr(LocalStorage, "write", full)
             if state.global_step == 3:
                 monkeypatch.setattr(LocalStorage, "write", write)
-                monkeypatch.setattr("echelon.trainer.trainer.write_tensors", full)  # as save_pretrained would fail
+                monkeypatch.setattr(
+                    "echelon.trainer.checkpoint.save_model.write_tensors", full
+                )  # as save_pretrained would fail
 
     write = LocalStorage.write
     trainer.add_callback(Fills)

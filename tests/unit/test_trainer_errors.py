@@ -91,7 +91,7 @@ def test_nothing_to_train_or_evaluate_on(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as error:
         Trainer(Line(), _args(tmp_path)).evaluate()
     _says(error.value, what="eval_dataset is None", where="Trainer.evaluate", do="give an eval_dataset")
-    with pytest.raises(UsageError, match=r"no evaluation set 'three' \(there are: \['one'\]\)"):
+    with pytest.raises(UsageError, match=r"no evaluation set 'three' \(available: \['one'\]\)"):
         Trainer(Line(), _args(tmp_path), eval_dataset={"one": DATA}).evaluate("three")
     with pytest.raises(UsageError, match=r"there is no batch to train on \(samples: 4\)"):
         Trainer(Line(), _args(tmp_path, dataloader_drop_last=True), train_dataset=DATA).train()

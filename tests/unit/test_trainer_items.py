@@ -224,7 +224,7 @@ class IgnoringTrainer(Trainer):
             "IgnoringTrainer.compute_loss",
             "set DividingNet.accepts_loss_kwargs = False",
         ),
-        (Trainer, Net, {"compute_loss_func": _ignoring}, "compute_loss_func", "leave that parameter out"),
+        (Trainer, Net, {"compute_loss_func": _ignoring}, "compute_loss_func", "remove that parameter"),
     ],
 )
 def test_a_loss_that_is_not_divided_by_the_number_is_told_once_where_that_matters(
@@ -295,7 +295,7 @@ def test_labels_that_are_no_tensor_are_not_counted(tmp_path: Path) -> None:
 def test_smoothed_labels_of_many_kinds_at_once_are_refused_by_the_plain_loss(tmp_path: Path) -> None:
     model: Any = Net()
     model.config = type("Config", (), {"problem_type": "multi_label_classification", "use_cache": False})()
-    with pytest.warns(EchelonWarning, match="multi_label_classification: label_smoothing_factor=0.1 is left out"):
+    with pytest.warns(EchelonWarning, match="multi_label_classification: label_smoothing_factor=0.1 is ignored"):
         trainer = Trainer(model, arguments(tmp_path, label_smoothing_factor=0.1))
     assert trainer.label_smoother is None
 

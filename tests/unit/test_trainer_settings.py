@@ -259,8 +259,9 @@ def test_overrides_of_the_data_s_methods_are_used(tmp_path: Path) -> None:
 def test_labels_are_counted_on_one_rank_or_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     summed = []
     for wanted in (False, True):
-        trainer = Trainer(Configured(), _args(tmp_path, average_tokens_across_devices=wanted))
-        trainer._counts_items = True
+        model = Configured()
+        model.accepts_loss_kwargs = True  # type: ignore[assignment]
+        trainer = Trainer(model, _args(tmp_path, average_tokens_across_devices=wanted))
         monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
         monkeypatch.setattr(trainer.accelerator, "reduce", lambda count, how: summed.append(how) or count * 2)
         batch = {"labels": torch.tensor([1, -100, 3])}

@@ -51,6 +51,7 @@ def make_accelerator(args: TrainingArguments) -> Accelerator:
     Raises:
         ConfigError: a setting that the Trainer does not offer.
     """
+    accumulation_options(args)  # raises for a wrong key
     is_exact = args.parity not in (None, "off")
     settings = tracker_settings(args)
     project = settings.setdefault("project_config", ProjectConfiguration())

@@ -112,6 +112,11 @@ class LabelSmoother:
     ignore_index: int = -100
     """A label that does not count."""
 
+    @classmethod
+    def of(cls, factor: float) -> LabelSmoother | None:
+        """Return the loss for ``label_smoothing_factor``; None where it is 0."""
+        return cls(factor) if factor else None
+
     def __call__(
         self, model_output: Any, labels: torch.Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:

@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["num_positional", "parameters_of", "takes", "takes_anything", "takes_trial"]
+from echelon.base.errors import UsageError
+
+__all__ = ["new_model", "num_positional", "parameters_of", "takes", "takes_anything"]
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
@@ -29,12 +31,17 @@ def parameters_of(function: Callable[..., Any]) -> list[str]:
     return [name for name, p in inspect.signature(function).parameters.items() if p.kind not in variable]
 
 
-def takes_trial(model_init: Callable[..., Any]) -> bool:
-    """Tell whether ``model_init`` wants a trial: a parameter of that name, or one that must be given."""
+def new_model(model_init: Callable[..., nn.Module] | None, trial: Any) -> nn.Module:
+    """Return the model of ``model_init``, called with the trial if it has a parameter for it: named so, or without a default."""
+    assert model_init is not None
     kinds = inspect.Parameter
     wanted = inspect.signature(model_init).parameters.values()
     positional = [p for p in wanted if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
-    return bool(positional) and (positional[0].name == "trial" or positional[0].default is kinds.empty)
+    takes_trial = bool(positional) and (positional[0].name == "trial" or positional[0].default is kinds.empty)
+    model = model_init(trial) if takes_trial else model_init()
+    if model is None:
+        raise UsageError("model_init returned None", where="Trainer(model_init=)", do="return the model")
+    return model
 
 
 def num_positional(function: Callable[..., Any]) -> int | None:

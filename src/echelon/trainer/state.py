@@ -6,14 +6,11 @@ import json
 import math
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from echelon.trainer.arguments.training_arguments import TrainingArguments
-    from echelon.trainer.trainer import Trainer
-    from echelon.trainer.training_plan import TrainingPlan
+from echelon.trainer.arguments.training_arguments import TrainingArguments
 
-__all__ = ["TrainerControl", "TrainerState", "begin_state"]
+__all__ = ["TrainerControl", "TrainerState"]
 
 
 @dataclass
@@ -74,19 +71,6 @@ class TrainerControl:
     def state(self) -> dict[str, Any]:
         """Return what trainer_state.json keeps of this object."""
         return {"args": asdict(self), "attributes": {}}
-
-
-def begin_state(trainer: Trainer, plan: TrainingPlan) -> TrainerState:
-    """Return the state of a training that begins."""
-    state = TrainerState(
-        max_steps=plan.max_steps,
-        num_train_epochs=plan.num_epochs,
-        train_batch_size=trainer._train_batch_size,
-        is_local_process_zero=trainer.is_local_process_zero(),
-        is_world_process_zero=trainer.is_world_process_zero(),
-    )
-    state.compute_steps(trainer.args, plan.max_steps)
-    return state
 
 
 def _interval(steps: float, max_steps: int) -> int:

@@ -13,7 +13,7 @@ from echelon.base.lengths import length_of
 from echelon.base.logging import get_logger
 from echelon.trainer.arguments.training_arguments import TrainingArguments
 
-__all__ = ["TrainingPlan", "announce", "make_plan", "no_length"]
+__all__ = ["TrainingPlan", "announce", "make_plan", "no_length", "num_examples_of"]
 
 logger = get_logger(__name__)
 
@@ -44,6 +44,18 @@ class TrainingPlan:
     """Whether an epoch ends after ``batches_per_epoch``, whatever the data have: a limit of the user's."""
     ends_with_data: bool = False
     """Whether the training ends with its last epoch, whose data end it, and not after ``max_steps``."""
+
+    def initial_values(self) -> tuple[int, int, int, int, int, int, int]:
+        """Return the numbers in the order of ``Trainer.set_initial_training_values``."""
+        return (
+            self.num_epochs,
+            self.steps_per_epoch,
+            self.num_examples,
+            self.num_train_samples,
+            self.total_train_batch_size,
+            self.batches_per_epoch,
+            self.max_steps,
+        )
 
 
 def make_plan(
@@ -142,6 +154,12 @@ def _no_batch_on_some(batches: Sequence[int]) -> DesyncError:
         where="Trainer.train",
         do="use accelerator_config={'even_batches': True} (the default), a smaller per_device_train_batch_size, or fewer processes",
     )
+
+
+def num_examples_of(dataloader: Any) -> int | None:
+    """Return the samples of the data set of ``dataloader``; None where it has no length."""
+    num_examples = length_of(getattr(dataloader, "dataset", None))
+    return None if num_examples < 0 else num_examples
 
 
 def no_length() -> UsageError:

@@ -35,7 +35,7 @@ from echelon.trainer.arguments.renamed import KEPT, translate
 from echelon.trainer.arguments.unsupported import refuse_optimizer, refuse_what_is_not_offered
 from echelon.trainer.arguments.validation import check, complete
 
-__all__ = ["TrainingArguments", "resolve_path", "setting"]
+__all__ = ["TrainingArguments", "resolve_path", "set_num_devices", "setting"]
 
 logger = get_logger(__name__)
 
@@ -464,6 +464,11 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
 def resolve_path(args: TrainingArguments, path: str | Path | None = None) -> Path:
     """Return ``path`` (None: ``output_dir``) relative to the working directory in which ``args`` were created."""
     return args._creation_dir / Path(path or args.output_dir or "trainer_output").expanduser()
+
+
+def set_num_devices(args: TrainingArguments, count: int) -> None:
+    """Set ``args.n_gpu``, of a model that cannot be copied to all devices."""
+    args._n_gpu = count  # type: ignore[misc]
 
 
 def _default(item: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from echelon.accelerator.checkpoint.folders import require_whole
 from echelon.base.errors import ConfigError
@@ -10,20 +10,18 @@ from echelon.base.logging import get_logger
 from echelon.trainer.arguments.enums import SaveStrategy
 from echelon.trainer.checkpoint.checkpoint_folders import remove_last
 from echelon.trainer.checkpoint.resume import best_folder, load_model_from
-
-if TYPE_CHECKING:
-    from echelon.trainer.trainer import Trainer
+from echelon.trainer.hooks import TrainerHooks
 
 __all__ = ["load_best", "metric_for_best", "note_best", "remove_last_checkpoint"]
 
 logger = get_logger(__name__)
 
 
-def note_best(trainer: Trainer, metrics: dict[str, float]) -> bool:
+def note_best(hooks: TrainerHooks, metrics: dict[str, float]) -> bool:
     """Note the metric of an evaluation if it is the best so far, and tell whether it is."""
-    if trainer.args.metric_for_best_model is None:
+    if hooks.args.metric_for_best_model is None:
         return False
-    args, state, value = trainer.args, trainer.state, metric_for_best(trainer, metrics)
+    args, state, value = hooks.args, hooks.state, metric_for_best(hooks, metrics)
     if state.best_metric is None:  # nan is compared with a number from the beginning, and so is never the best
         state.best_metric = float("-inf" if args.greater_is_better else "inf")
     is_better = value > state.best_metric if args.greater_is_better else value < state.best_metric
@@ -34,17 +32,17 @@ def note_best(trainer: Trainer, metrics: dict[str, float]) -> bool:
     return is_better
 
 
-def metric_for_best(trainer: Trainer, metrics: dict[str, float]) -> float:
+def metric_for_best(hooks: TrainerHooks, metrics: dict[str, float]) -> float:
     """Return the value of ``metric_for_best_model``, which may be named with or without its ``eval_``.
 
     Raises:
         ConfigError: the evaluation gives none of this name.
     """
-    name = trainer.args.metric_for_best_model or "loss"
+    name = hooks.args.metric_for_best_model or "loss"
     name = name if name.startswith("eval_") else f"eval_{name}"
     if name not in metrics:
         raise ConfigError(
-            f"metric_for_best_model={trainer.args.metric_for_best_model!r}, but the evaluation gives no {name!r}; "
+            f"metric_for_best_model={hooks.args.metric_for_best_model!r}, but the evaluation gives no {name!r}; "
             f"it gives {', '.join(metrics)}",
             where="TrainingArguments.metric_for_best_model",
             do="choose one of them, or let compute_metrics return it",
@@ -52,7 +50,7 @@ def metric_for_best(trainer: Trainer, metrics: dict[str, float]) -> float:
     return metrics[name]
 
 
-def load_best(trainer: Trainer) -> None:
+def load_best(hooks: TrainerHooks, output_dir: Path) -> None:
     """Load the weights of the best checkpoint, where ``load_best_model_at_end`` asks for them.
 
     Collective: every rank.
@@ -60,16 +58,16 @@ def load_best(trainer: Trainer) -> None:
     Raises:
         CheckpointError: it is damaged.
     """
-    best = trainer.state.best_model_checkpoint
-    if trainer.args.load_best_model_at_end and best is not None:
-        logger.info("loading the best model from %s (%s)", best, trainer.state.best_metric)
-        folder = best_folder(trainer, best)
-        require_whole(trainer.accelerator, folder)
-        load_model_from(trainer.model, folder)
+    best = hooks.state.best_model_checkpoint
+    if hooks.args.load_best_model_at_end and best is not None:
+        logger.info("loading the best model from %s (%s)", best, hooks.state.best_metric)
+        folder = best_folder(hooks.args, output_dir, best)
+        require_whole(hooks.accelerator, folder)
+        load_model_from(hooks.model, folder)
 
 
-def remove_last_checkpoint(trainer: Trainer) -> None:
+def remove_last_checkpoint(hooks: TrainerHooks, output_dir: Path) -> None:
     """With save_total_limit=1 and a best checkpoint that is not the last one: the last one was kept to go on from."""
-    best = trainer.state.best_model_checkpoint
-    if trainer.args.should_save and best is not None and trainer.args.save_total_limit == 1:
-        remove_last(trainer._output_dir, best=best)
+    best = hooks.state.best_model_checkpoint
+    if hooks.args.should_save and best is not None and hooks.args.save_total_limit == 1:
+        remove_last(output_dir, best=best)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -14,10 +14,7 @@ from echelon.base import environ
 from echelon.base.errors import ConfigError
 from echelon.base.logging import get_logger
 from echelon.base.warnings import warn
-
-if TYPE_CHECKING:
-    from echelon.trainer.arguments.training_arguments import TrainingArguments
-    from echelon.trainer.trainer import Trainer
+from echelon.trainer.arguments.training_arguments import TrainingArguments
 
 __all__ = [
     "ARGUMENTS_FILE",
@@ -31,7 +28,6 @@ __all__ = [
     "remove_last",
     "remove_surplus",
     "write_json",
-    "write_model",
 ]
 
 logger = get_logger(__name__)
@@ -100,14 +96,6 @@ def get_last_checkpoint(folder: str | Path) -> str | None:
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
-
-
-def write_model(trainer: Trainer, folder: Path, weights: Any) -> None:
-    """Write the files of ``save_model`` with ``weights``; a subclass' own ``save_model`` is asked instead."""
-    if trainer._saves_in_its_own_way:
-        trainer.save_model(str(folder), _internal_call=True)
-    elif trainer.args.should_save:
-        trainer._save(str(folder), state_dict=weights)
 
 
 def write_json(path: Path, values: Any) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import safetensors
 import torch
@@ -19,75 +19,97 @@ from echelon.trainer.checkpoint.checkpoint_folders import (
     checkpoint_format,
     has_adapters,
     remove_surplus,
-    write_model,
 )
 from echelon.trainer.checkpoint.transformers_layout import save_transformers
+from echelon.trainer.hooks import TrainerHooks, notify
+from echelon.trainer.session import TrainerSession
 
-if TYPE_CHECKING:
-    from echelon.trainer.trainer import Trainer
-
-__all__ = ["save_checkpoint"]
+__all__ = ["CheckpointWriter"]
 
 
-def save_checkpoint(trainer: Trainer) -> bool:
-    """Write ``checkpoint-<step>``, and delete what is too much; False: the disk did not take it.
+class CheckpointWriter:
+    """Writes checkpoints of a training.
 
-    Collective: every rank.
+    Args:
+        hooks: of the Trainer.
+        session: of the Trainer.
+        write_files: (folder, state_dict=) writes the files of ``save_model``, on a rank that writes.
     """
-    args, state = trainer.args, trainer.state
-    folder = trainer._output_dir / f"{PREFIX}{state.global_step}"
-    best, before = state.best_global_step, state.best_model_checkpoint
-    if best is not None:
-        name = f"{PREFIX}{best}"
-        if best == state.global_step or (trainer._output_dir / name).exists():
-            state.best_model_checkpoint = str(trainer._output_dir_as_given / name)
-    state.stateful_callbacks = _callback_states(trainer)
-    with alone_in(trainer.accelerator, trainer._output_dir, prefix=PREFIX):
-        if checkpoint_format(args) == "transformers":
-            took_place = save_transformers(trainer, folder)
-        else:
-            took_place = _save_own(trainer, folder)
-    if not took_place:
-        state.best_model_checkpoint = before
-    elif args.should_save:
-        limit, best_model = args.save_total_limit, state.best_model_checkpoint
-        remove_surplus(trainer._output_dir, limit=limit, best=best_model, newest=folder)
-        if args.push_to_hub and trainer.is_world_process_zero():
-            trainer._tell("on_push_begin")
-            trainer._hub.upload_checkpoint(folder, step=state.global_step)
-    trainer.accelerator.wait_for_everyone()
-    return took_place
+
+    def __init__(self, hooks: TrainerHooks, session: TrainerSession, write_files: Callable[..., None]) -> None:
+        self._hooks = hooks
+        self._session = session
+        self._write_files = write_files
+
+    def save(self) -> bool:
+        """Write ``checkpoint-<step>``, and delete surplus ones; False: it could not be written.
+
+        Collective: every rank.
+        """
+        hooks, session = self._hooks, self._session
+        args, state, output_dir = hooks.args, hooks.state, session.output_dir(hooks.args)
+        folder = output_dir / f"{PREFIX}{state.global_step}"
+        best, before = state.best_global_step, state.best_model_checkpoint
+        if best is not None:
+            name = f"{PREFIX}{best}"
+            if best == state.global_step or (output_dir / name).exists():
+                state.best_model_checkpoint = str(session.output_dir_as_given(args) / name)
+        state.stateful_callbacks = _callback_states(hooks)
+        with alone_in(hooks.accelerator, output_dir, prefix=PREFIX):
+            if checkpoint_format(args) == "transformers":
+                is_written = save_transformers(
+                    hooks,
+                    folder,
+                    cursor=session.cursor,
+                    scheduler=session.optimizer.scheduler,
+                    write_model=self._write_model,
+                )
+            else:
+                is_written = self._save_own(folder)
+        if not is_written:
+            state.best_model_checkpoint = before
+        elif args.should_save:
+            remove_surplus(output_dir, limit=args.save_total_limit, best=state.best_model_checkpoint, newest=folder)
+            if args.push_to_hub and hooks.is_world_process_zero():
+                notify(hooks, "on_push_begin")
+                session.hub.upload_checkpoint(folder, step=state.global_step)
+        hooks.accelerator.wait_for_everyone()
+        return is_written
+
+    def _save_own(self, folder: Path) -> bool:
+        accelerator = self._hooks.accelerator
+        if self._hooks.args.save_only_model:
+            weights = accelerator.get_state_dict(self._hooks.model_wrapped)
+            return save_files(accelerator, folder, partial(self._write_beside, weights))
+        hook = accelerator.register_save_state_pre_hook(self._before_save)
+        try:
+            accelerator.save_state(folder)
+        finally:
+            hook.remove()
+        return is_saved(accelerator)
+
+    def _before_save(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
+        """Write what other programs read; weights that these files hold whole, by name, are not written a second time."""
+        folder, state = Path(output_dir), weights[0]
+        self._write_beside(state, folder)
+        if self._hooks.args.should_save and (has_adapters(self._hooks.model) or _holds_weights(folder, state)):
+            del weights[0]
+
+    def _write_beside(self, weights: Any, folder: Path) -> None:
+        self._write_model(folder, weights)
+        if self._hooks.args.should_save:
+            self._hooks.state.save_to_json(folder / STATE_FILE)
+
+    def _write_model(self, folder: Path, weights: Any) -> None:
+        """Write the files of ``save_model`` with ``weights``; an overridden ``save_model`` writes them itself."""
+        if self._session.interface.overrides_save_model:
+            self._hooks.save_model(str(folder), _internal_call=True)
+        elif self._hooks.args.should_save:
+            self._write_files(str(folder), state_dict=weights)
 
 
-def _save_own(trainer: Trainer, folder: Path) -> bool:
-    accelerator = trainer.accelerator
-    if trainer.args.save_only_model:
-        weights = accelerator.get_state_dict(trainer.model_wrapped)
-        return save_files(accelerator, folder, partial(_write_beside, trainer, weights))
-    hook = accelerator.register_save_state_pre_hook(partial(_save_hook, trainer))
-    try:
-        accelerator.save_state(folder)
-    finally:
-        hook.remove()
-    return is_saved(accelerator)
-
-
-def _save_hook(trainer: Trainer, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
-    """Write what others read; weights that stand there whole, under their own names, are not written a second time."""
-    folder, state = Path(output_dir), weights[0]
-    _write_beside(trainer, state, folder)
-    if trainer.args.should_save and (has_adapters(trainer.model) or _stands_in(folder, state)):
-        del weights[0]
-
-
-def _write_beside(trainer: Trainer, weights: Any, folder: Path) -> None:
-    write_model(trainer, folder, weights)
-    if trainer.args.should_save:
-        trainer.state.save_to_json(folder / STATE_FILE)
-
-
-def _stands_in(folder: Path, state: Mapping[str, torch.Tensor]) -> bool:
-    """Tell whether the files of weights in ``folder`` hold ``state``, name by name, tied weights once."""
+def _holds_weights(folder: Path, state: Mapping[str, torch.Tensor]) -> bool:
+    """Whether the files of weights in ``folder`` hold ``state``, name by name, tied weights once."""
     found: dict[str, list[int]] = {}
     for path in folder.glob("*.safetensors"):
         with safetensors.safe_open(path, framework="pt") as file:
@@ -101,9 +123,9 @@ def _stands_in(folder: Path, state: Mapping[str, torch.Tensor]) -> bool:
     )
 
 
-def _callback_states(trainer: Trainer) -> dict[str, Any]:
-    states: dict[str, Any] = {"TrainerControl": trainer.control.state()}
-    for callback in trainer.callback_handler.callbacks:
+def _callback_states(hooks: TrainerHooks) -> dict[str, Any]:
+    states: dict[str, Any] = {"TrainerControl": hooks.control.state()}
+    for callback in hooks.callback_handler.callbacks:
         state = getattr(callback, "state", None)  # the user's object, or one written for transformers
         if not callable(state):
             continue

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 from echelon.accelerator.checkpoint.folders import same_on_all_ranks
 from echelon.base.logging import get_logger
-
-if TYPE_CHECKING:
-    from echelon.trainer.loop import TrainingLoop
+from echelon.trainer.loop import TrainingLoop
 
 __all__ = ["save_after"]
 
@@ -25,8 +22,7 @@ def save_after(error: BaseException, loop: TrainingLoop) -> None:
 
     Collective: every rank that can.
     """
-    trainer = loop.trainer
-    accelerator, step = trainer.accelerator, trainer.state.global_step
+    accelerator, step = loop.hooks.accelerator, loop.hooks.state.global_step
     why = None
     if loop.is_stepping:
         why = "it came while the optimizer was stepping"

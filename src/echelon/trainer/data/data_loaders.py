@@ -13,11 +13,17 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from echelon.base.errors import UsageError
 from echelon.base.lengths import length_of
+from echelon.base.logging import get_logger
 from echelon.trainer.arguments.training_arguments import TrainingArguments
 from echelon.trainer.data.balanced_batches import BalancedBatchSampler
+from echelon.trainer.data.columns import ColumnFilter, Table, drop_columns
 from echelon.trainer.data.length_grouped_sampler import LengthGroupedSampler, lengths_of
+from echelon.trainer.hooks import TrainerHooks
+from echelon.trainer.model_interface import ModelInterface, columns_of
 
-__all__ = ["already_sharded", "as_dataset", "make_loader", "train_sampler"]
+__all__ = ["as_dataset", "build_loader", "choose_eval_dataset", "require_train_dataset", "train_sampler"]
+
+logger = get_logger(__name__)
 
 
 def as_dataset(data: Any) -> Any:
@@ -42,13 +48,8 @@ def as_dataset(data: Any) -> Any:
     return TensorDataset(*(torch.as_tensor(part) for part in data))
 
 
-def already_sharded(args: TrainingArguments, *, purpose: Literal["train", "eval"]) -> bool | None:
-    """Return whether the user says that each process has its own share of this data; None: nothing is said."""
-    return {"true": True, purpose: True, "false": False}.get(args.already_sharded or "none")
-
-
 def train_sampler(
-    args: TrainingArguments, dataset: Any, *, batch_size: int, accumulation: int, num_ranks: int, length_name: str
+    args: TrainingArguments, dataset: Any, *, batch_size: int, accumulation: int, num_ranks: int, tokenizer: Any
 ) -> Sampler[Any] | None:
     """Return the order of the training data (of the strategy ``batch_rebalance``, its batches).
 
@@ -60,7 +61,7 @@ def train_sampler(
         batch_size: samples of one rank in one forward pass.
         accumulation: forward passes of an optimizer step.
         num_ranks: ranks.
-        length_name: the column whose length is that of the sample.
+        tokenizer: its first input is the column whose length is that of the sample; else it is ``input_ids``.
     """
     if dataset is None or length_of(dataset) < 0:
         return None
@@ -68,7 +69,8 @@ def train_sampler(
         return SequentialSampler(dataset)
     if args.train_sampling_strategy == "random":
         return RandomSampler(dataset)
-    lengths = lengths_of(dataset, column=args.length_column_name, name=length_name)
+    names = getattr(tokenizer, "model_input_names", None) or ["input_ids"]
+    lengths = lengths_of(dataset, column=args.length_column_name, name=names[0])
     seed = args.seed if args.data_seed is None else args.data_seed
     if args.train_sampling_strategy == "group_by_length":
         return LengthGroupedSampler(batch_size * accumulation, lengths=lengths, seed=seed)
@@ -82,7 +84,69 @@ def train_sampler(
     )
 
 
-def make_loader(
+def require_train_dataset(dataset: Any) -> None:
+    """Raise where there is no training data.
+
+    Raises:
+        UsageError: ``dataset`` is None.
+    """
+    if dataset is None:
+        raise UsageError(
+            "there is nothing to train on: train_dataset is None",
+            where="Trainer(train_dataset=)",
+            do="give a train_dataset, or override get_train_dataloader",
+        )
+
+
+def choose_eval_dataset(given: Any, own: Any) -> Any:
+    """Return the data set that ``evaluate(given)`` means: ``given``, or one of the Trainer's ``own``.
+
+    Raises:
+        UsageError: there is none, or none of that name.
+    """
+    if isinstance(given, str) and isinstance(own, dict) and given in own:
+        return own[given]
+    dataset = given if given is not None else own
+    if dataset is None or isinstance(dataset, str):
+        known = list(own) if isinstance(own, dict) else "none by name"
+        raise UsageError(
+            "there is nothing to evaluate on: eval_dataset is None"
+            if dataset is None
+            else f"there is no evaluation set {dataset!r} (available: {known})",
+            where="Trainer.evaluate",
+            do="give an eval_dataset to the Trainer or to evaluate()",
+        )
+    return as_dataset(dataset)
+
+
+def build_loader(
+    hooks: TrainerHooks,
+    interface: ModelInterface,
+    dataset: Any,
+    sampler: Sampler[Any] | None,
+    batch_size: int,
+    *,
+    purpose: Literal["train", "eval"] = "eval",
+) -> DataLoader[Any]:
+    """Return the loader of ``dataset``, with the columns that the model takes, sharded over the ranks."""
+    args, accelerator, model = hooks.args, hooks.accelerator, hooks.model
+    collator, kept = hooks.data_collator, columns_of(hooks, interface)
+    if kept is not None and isinstance(dataset, Table):
+        dataset, dropped = drop_columns(dataset, kept, model=model)
+        if dropped:
+            logger.info("columns that %s.forward does not take: %s", type(model).__name__, ", ".join(dropped))
+    elif kept is not None:
+        collator = ColumnFilter(collator, kept)
+    rank, device = accelerator.process_index, accelerator.device
+    loader = _local_loader(
+        args, dataset, collator=collator, batch_size=batch_size, sampler=sampler, rank=rank, device=device
+    )
+    # Whether the user says that each process has its own share of the data; None: unspecified.
+    is_sharded = {"true": True, purpose: True, "false": False}.get(args.already_sharded or "none")
+    return accelerator.prepare_data_loader(loader, already_sharded=is_sharded)
+
+
+def _local_loader(
     args: TrainingArguments,
     dataset: Any,
     *,
@@ -92,7 +156,6 @@ def make_loader(
     rank: int,
     device: torch.device,
 ) -> DataLoader[Any]:
-    """Return the loader of one process, not yet dealt to the ranks."""
     workers = args.dataloader_num_workers
     options: dict[str, Any] = {
         "batch_size": batch_size,

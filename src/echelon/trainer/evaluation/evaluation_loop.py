@@ -2,110 +2,223 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from echelon.accelerator.preemption import Preempted
+from echelon.accelerator.prepare.data_loaders import forget_loader
 from echelon.base.errors import UsageError
 from echelon.base.logging import get_logger
 from echelon.trainer.data import batches
 from echelon.trainer.data.epoch_batches import EpochBatches
+from echelon.trainer.evaluation.prediction_step import evaluation_dtype
+from echelon.trainer.hooks import TrainerHooks, bind_log, notify
+from echelon.trainer.optim.prepared_optimizer import set_optimizer_mode
 from echelon.trainer.parity import items_of
-from echelon.trainer.results import EvalLoopOutput, EvalPrediction, as_numbers
+from echelon.trainer.results import EvalLoopOutput, EvalPrediction, PredictionOutput, as_numbers, speed_metrics
+from echelon.trainer.session import TrainerSession
+from echelon.trainer.training_plan import num_examples_of
 
-if TYPE_CHECKING:
-    from echelon.trainer.trainer import Trainer
-
-__all__ = ["main_input", "run_evaluation", "whole_model_as"]
+__all__ = ["evaluate", "predict", "run_evaluation"]
 
 logger = get_logger(__name__)
 
 
+def evaluate(
+    hooks: TrainerHooks, session: TrainerSession, dataset: Any, *, ignore_keys: list[str] | None, prefix: str
+) -> dict[str, float]:
+    """Do what ``Trainer.evaluate`` says.
+
+    Collective: every rank.
+    """
+    given = dataset if dataset is not None else hooks.eval_dataset
+    if isinstance(given, dict):
+        metrics: dict[str, float] = {}
+        for name, part in given.items():
+            part = part if dataset is not None else name
+            metrics |= hooks.evaluate(part, ignore_keys=ignore_keys, metric_key_prefix=f"{prefix}_{name}")
+        return metrics
+    session.memory.begin("eval")
+    dataloader = hooks.get_eval_dataloader(dataset)
+    start = time.time()
+    output = hooks.evaluation_loop(
+        dataloader,
+        description="Evaluation",
+        prediction_loss_only=True if hooks.compute_metrics is None else None,
+        ignore_keys=ignore_keys,
+        metric_key_prefix=prefix,
+    )
+    forget_loader(hooks.accelerator, dataloader)
+    output.metrics.update(_speed(hooks, session, prefix, start, output.num_samples))
+    output.metrics.update(session.memory.end("eval"))
+    bind_log(hooks)(output.metrics, None)
+    notify(hooks, "on_evaluate", metrics=output.metrics)
+    return output.metrics
+
+
+def predict(
+    hooks: TrainerHooks, session: TrainerSession, dataset: Any, *, ignore_keys: list[str] | None, prefix: str
+) -> PredictionOutput:
+    """Do what ``Trainer.predict`` says.
+
+    Collective: every rank.
+    """
+    session.memory.begin("test")
+    dataloader = hooks.get_test_dataloader(dataset)
+    start = time.time()
+    session.evaluation.is_predicting = True
+    try:
+        output = hooks.evaluation_loop(
+            dataloader, description="Prediction", ignore_keys=ignore_keys, metric_key_prefix=prefix
+        )
+    finally:
+        session.evaluation.is_predicting = False
+        forget_loader(hooks.accelerator, dataloader)
+    output.metrics.update(_speed(hooks, session, prefix, start, output.num_samples))
+    output.metrics.update(session.memory.end("test"))
+    notify(hooks, "on_predict", metrics=output.metrics)
+    return PredictionOutput(output.predictions, output.label_ids, output.metrics)
+
+
+def _speed(
+    hooks: TrainerHooks, session: TrainerSession, prefix: str, start: float, num_samples: int | None
+) -> dict[str, float]:
+    size = hooks.args.eval_batch_size * hooks.accelerator.num_processes
+    steps = -(-num_samples // size) if num_samples is not None else None
+    metrics = speed_metrics(prefix, start, num_samples=num_samples, num_steps=steps)
+    if not session.optimizer.is_prepared and session.evaluation.preparation_time is not None:
+        metrics[f"{prefix}_model_preparation_time"] = session.evaluation.preparation_time
+    return metrics
+
+
 def run_evaluation(
-    trainer: Trainer,
+    hooks: TrainerHooks,
+    session: TrainerSession,
     dataloader: Any,
     *,
     description: str,
-    prediction_loss_only: bool,
+    prediction_loss_only: bool | None,
     ignore_keys: list[str] | None,
-    metric_key_prefix: str,
+    prefix: str,
 ) -> EvalLoopOutput:
-    """Return what the model says of every sample of ``dataloader``, and the metrics.
+    """Return the model's outputs for every sample of ``dataloader``, and the metrics.
 
-    Every sample counts once: where the last batch of a rank is filled with samples that another rank has too, the model
+    Every sample counts once: where the last batch of a rank is padded with samples that another rank has too, the model
     gets the new ones only, so that the loss, too, is that of a single process.
 
     Collective: every rank, with the same number of batches.
     """
-    args = trainer.args
-    logger.info("***** Running %s *****", description)
-    num_examples = trainer._num_examples(dataloader)
-    logger.info("  Num examples%s", ": Unknown" if num_examples is None else f" = {num_examples}")
-    logger.info("  Batch size = %d", args.eval_batch_size)
-    limit = None if trainer._is_predicting else args.batches_of(args.limit_eval_batches, dataloader)
+    args, state = hooks.args, session.evaluation
+    loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+    with _cast_to(evaluation_dtype(hooks), hooks.model):
+        logger.info("***** Running %s *****", description)
+        num_examples = num_examples_of(dataloader)
+        logger.info("  Num examples%s", ": Unknown" if num_examples is None else f" = {num_examples}")
+        logger.info("  Batch size = %d", args.eval_batch_size)
+        limit = None if state.is_predicting else args.batches_of(args.limit_eval_batches, dataloader)
+        model = _prepared_model(hooks, session)
+        was_training = model.training
+        model.eval()
+        set_optimizer_mode(hooks.optimizer, "eval")
+        hooks.callback_handler.eval_dataloader = dataloader
+        numbered = EpochBatches(dataloader)
+        try:
+            collected, metrics, inputs = _evaluate_batches(
+                hooks, session, model, numbered, dataloader, limit=limit, loss_only=loss_only, ignore_keys=ignore_keys
+            )
+        finally:
+            state.real_samples = None
+            numbered.close()
+            model.train(was_training)
 
-    model = trainer._model_for_evaluation()
-    was_training = model.training
-    model.eval()
-    trainer._tell_optimizer("eval")
-    trainer.callback_handler.eval_dataloader = dataloader
-    collected = _Collected(trainer)
-    by_batch = args.batch_eval_metrics and trainer.compute_metrics is not None
+        everything = {name: column.joined() for name, column in collected.columns.items()}
+        predictions, label_ids = everything["logits"], everything["labels"]
+        if hooks.compute_metrics is not None and predictions is not None and not args.batch_eval_metrics:
+            metrics = _metrics_of(hooks, session, everything, inputs)
+        metrics = {_prefixed(name, prefix): value for name, value in as_numbers(metrics).items()}
+        if (mean := collected.mean_loss(filtered=args.logging_nan_inf_filter)) is not None:
+            metrics = {f"{prefix}_loss": mean, **metrics}
+        is_claimed = isinstance(getattr(dataloader, "dataset", None), IterableDataset)  # its length is what it says
+        if num_examples is None or limit is not None or is_claimed:
+            columns = collected.columns
+            num_examples = columns["losses"].num_samples or columns["logits"].num_samples or collected.num_observed
+        return EvalLoopOutput(predictions=predictions, label_ids=label_ids, metrics=metrics, num_samples=num_examples)
+
+
+def _evaluate_batches(
+    hooks: TrainerHooks,
+    session: TrainerSession,
+    model: nn.Module,
+    numbered: EpochBatches,
+    dataloader: Any,
+    *,
+    limit: int | None,
+    loss_only: bool,
+    ignore_keys: list[str] | None,
+) -> tuple[_Collected, dict[str, Any], Any]:
+    """Return what the batches gave, the metrics of them (with ``batch_eval_metrics``), and the last batch."""
+    args, state, collected = hooks.args, session.evaluation, _Collected(hooks)
+    by_batch = args.batch_eval_metrics and hooks.compute_metrics is not None
     metrics: dict[str, Any] = {}
-    observed, done = 0, 0
     inputs: Any = None
-    numbered = EpochBatches(dataloader)
-    try:
-        for inputs in numbered:
-            done += 1
-            size = batches.batch_size(inputs)
-            rows = _new_rows(trainer, dataloader, size)
-            if rows is not None and size is not None:
-                inputs = batches.cut(inputs, rows=rows, of=size)
-            trainer._round = _round_of(trainer, dataloader, size)
-            loss, logit, label = trainer.prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
-            extra = main_input(inputs, trainer) if "inputs" in args.include_for_metrics else None
-            if rows is not None and size is not None:
-                logit, label, extra = (batches.fill(part, rows=rows, of=size) for part in (logit, label, extra))
-            gathered = collected.gather(loss, logit, label, extra, size=size)
-            if loss is not None and trainer.accelerator.parity != "off":
-                collected.weigh(inputs, size=size)
-            if by_batch and gathered["logits"] is not None:
-                is_last = done == limit or not numbered.has_more()  # whatever its length says
-                metrics = _metrics_of(trainer, gathered, inputs, compute_result=is_last)
-            if by_batch and not trainer._is_predicting:
-                collected.keep(losses=gathered["losses"])
-            else:
-                collected.keep(**gathered)
-            observed += size or 0
-            trainer._after_evaluation_batch()
-            if done == limit:
-                break
-    finally:
-        trainer._round = None
-        numbered.close()
-        model.train(was_training)
+    for done, inputs in enumerate(numbered, 1):
+        size = batches.batch_size(inputs)
+        real = state.real_samples = _real_samples(hooks, dataloader, size)
+        # With none of its own the batch runs all the same: a forward pass may be collective; gathering leaves it out.
+        rows = real[0] if real is not None and 0 < real[0] < (size or 0) else None
+        if rows is not None and size is not None:
+            inputs = batches.cut(inputs, rows=rows, of=size)
+        loss, logit, label = hooks.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
+        column = _main_input(inputs, hooks) if "inputs" in args.include_for_metrics else None
+        if rows is not None and size is not None:
+            logit, label, column = (batches.fill(part, rows=rows, of=size) for part in (logit, label, column))
+        gathered = collected.gather(loss, logit, label, column, size=size)
+        if loss is not None and hooks.accelerator.parity != "off":
+            collected.weigh(inputs, size=size)
+        if by_batch and gathered["logits"] is not None:
+            is_last = done == limit or not numbered.has_more()  # whatever its length says
+            metrics = _metrics_of(hooks, session, gathered, inputs, compute_result=is_last)
+        if by_batch and not state.is_predicting:
+            collected.keep(losses=gathered["losses"])
+        else:
+            collected.keep(**gathered)
+        collected.num_observed += size or 0
+        _end_batch(hooks, session)
+        if done == limit:
+            break
+    return collected, metrics, inputs
 
-    everything = {name: column.joined() for name, column in collected.columns.items()}
-    predictions, label_ids = everything["logits"], everything["labels"]
-    if trainer.compute_metrics is not None and predictions is not None and not by_batch:
-        metrics = _metrics_of(trainer, everything, inputs)
-    metrics = {_prefixed(name, metric_key_prefix): value for name, value in as_numbers(metrics).items()}
-    if (mean := collected.mean_loss(filtered=args.logging_nan_inf_filter)) is not None:
-        metrics = {f"{metric_key_prefix}_loss": mean, **metrics}
-    is_claimed = isinstance(getattr(dataloader, "dataset", None), IterableDataset)  # its length is what it says
-    if num_examples is None or limit is not None or is_claimed:
-        columns = collected.columns
-        num_examples = columns["losses"].num_samples or columns["logits"].num_samples or observed
-    return EvalLoopOutput(predictions=predictions, label_ids=label_ids, metrics=metrics, num_samples=num_examples)
+
+def _end_batch(hooks: TrainerHooks, session: TrainerSession) -> None:
+    """Notify the callbacks; stop here if the run is asked to end, and nothing is lost by it.
+
+    Raises:
+        Preempted: it stops.
+    """
+    notify(hooks, "on_prediction_step")
+    is_boundary = session.evaluation.is_repeatable or not hooks.is_in_train
+    if is_boundary and hooks.accelerator.preemption.at_boundary(is_new_step=False, is_whole=True):
+        raise Preempted
+
+
+def _prepared_model(hooks: TrainerHooks, session: TrainerSession) -> nn.Module:
+    if not session.optimizer.is_prepared and session.evaluation.preparation_time is None:
+        start = time.time()
+        devices = hooks.accelerator.capabilities.num_devices
+        # A batch of several devices would not fit on one.
+        hooks.model_wrapped = hooks.accelerator.prepare_model(hooks.model, evaluation_mode=devices == 1)
+        session.evaluation.preparation_time = round(time.time() - start, 4)
+    return hooks.model_wrapped
 
 
 @contextmanager
-def whole_model_as(dtype: torch.dtype | None, model: nn.Module) -> Iterator[None]:
+def _cast_to(dtype: torch.dtype | None, model: nn.Module) -> Iterator[None]:
     """Inside, the numbers of ``model`` are of ``dtype``; afterwards those of before are back, which were on the host.
 
     Args:
@@ -127,46 +240,50 @@ def whole_model_as(dtype: torch.dtype | None, model: nn.Module) -> Iterator[None
             one.data = data.to(device)
 
 
-def main_input(inputs: Any, trainer: Trainer) -> Any:
+def _main_input(inputs: Any, hooks: TrainerHooks) -> Any:
     """Return the column of a batch that the model reads first: ``main_input_name`` of the model, else ``input_ids``.
 
     Raises:
         UsageError: the batch has no such column.
     """
-    name = getattr(trainer.model, "main_input_name", "input_ids")
+    name = getattr(hooks.model, "main_input_name", "input_ids")
     if isinstance(inputs, Mapping) and name in inputs:
-        return batches.to_device(inputs[name], trainer.accelerator.device)
+        return batches.to_device(inputs[name], hooks.accelerator.device)
     if isinstance(inputs, (list, tuple)) and inputs:
-        return batches.to_device(inputs[0], trainer.accelerator.device)
+        return batches.to_device(inputs[0], hooks.accelerator.device)
     raise UsageError(
         f"the batch has no {name!r}: its columns are {', '.join(map(str, inputs))}",
         where="TrainingArguments.include_for_metrics",
-        do=f"set main_input_name of {type(trainer.model).__name__} to the name of one of them",
+        do=f"set main_input_name of {type(hooks.model).__name__} to the name of one of them",
     )
 
 
-def _metrics_of(trainer: Trainer, found: Mapping[str, Any], inputs: Any, **more: Any) -> dict[str, Any]:
+def _metrics_of(
+    hooks: TrainerHooks, session: TrainerSession, found: Mapping[str, Any], inputs: Any, **more: Any
+) -> dict[str, Any]:
     """Call ``compute_metrics`` with what was gathered; nothing of a prediction without labels."""
     if found["labels"] is None:
-        _refuse_without_labels(trainer, inputs)
+        _refuse_without_labels(hooks, session, inputs)
         return {}
-    wanted = trainer.args.include_for_metrics
-    assert trainer.compute_metrics is not None
+    wanted = hooks.args.include_for_metrics
+    assert hooks.compute_metrics is not None
     prediction = EvalPrediction(
         predictions=found["logits"],
         label_ids=found["labels"],
         inputs=found["inputs"] if "inputs" in wanted else None,
         losses=found["losses"] if "loss" in wanted else None,
     )
-    return dict(trainer.compute_metrics(prediction, **more) or {})
+    return dict(hooks.compute_metrics(prediction, **more) or {})
 
 
 class _Collected:
     """What was gathered of all ranks, batch by batch."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self.columns = {name: _Column(trainer.args) for name in ("losses", "logits", "labels", "inputs")}
+    def __init__(self, hooks: TrainerHooks) -> None:
+        self._hooks = hooks
+        self.columns = {name: _Column(hooks.args) for name in ("losses", "logits", "labels", "inputs")}
+        self.num_observed = 0
+        """Samples of this rank."""
         self._weights: list[torch.Tensor] = []  # of the losses, sample by sample; none: they weigh the same
 
     def gather(self, loss: Any, logits: Any, labels: Any, inputs: Any, *, size: int | None) -> dict[str, Any]:
@@ -174,11 +291,11 @@ class _Collected:
 
         Collective: every rank, once a batch.
         """
-        trainer = self._trainer
+        hooks = self._hooks
         losses = None if loss is None else loss.detach().reshape(1).repeat(size or 1)
         labels, logits, inputs = self._padded(labels), self._padded(logits), self._padded(inputs)
-        if logits is not None and trainer.preprocess_logits_for_metrics is not None:
-            logits = trainer.preprocess_logits_for_metrics(logits, labels)
+        if logits is not None and hooks.preprocess_logits_for_metrics is not None:
+            logits = hooks.preprocess_logits_for_metrics(logits, labels)
         found = {"losses": losses, "logits": logits, "labels": labels, "inputs": inputs}
         return {name: None if part is None else self._gathered(part) for name, part in found.items()}
 
@@ -194,9 +311,9 @@ class _Collected:
         Collective: every rank, once a batch.
         """
         rows = batches.batch_size(inputs) or 1
-        items = items_of(inputs, model=self._trainer.model)
+        items = items_of(inputs, model=self._hooks.model)
         weight = 1.0 if items is None else items / rows
-        weights = torch.full((size or 1,), weight, dtype=torch.float64, device=self._trainer.accelerator.device)
+        weights = torch.full((size or 1,), weight, dtype=torch.float64, device=self._hooks.accelerator.device)
         self._weights.append(self._gathered(weights).cpu())
 
     def mean_loss(self, *, filtered: bool) -> float | None:
@@ -210,41 +327,35 @@ class _Collected:
     def _padded(self, part: Any) -> Any:
         if part is None or self._is_of_objects(part):
             return part
-        return self._trainer.accelerator.pad_across_processes(part, dim=1, pad_index=-100)
+        return self._hooks.accelerator.pad_across_processes(part, dim=1, pad_index=-100)
 
     def _gathered(self, part: Any) -> Any:
-        return self._trainer.accelerator.gather_for_metrics(part, use_gather_object=self._is_of_objects(part))
+        return self._hooks.accelerator.gather_for_metrics(part, use_gather_object=self._is_of_objects(part))
 
     def _is_of_objects(self, part: Any) -> bool:
         """Whether ``part`` is a list with an object for each sample; tensors are gathered as tensors all the same."""
-        return self._trainer.args.eval_use_gather_object and isinstance(part, list)
+        return self._hooks.args.eval_use_gather_object and isinstance(part, list)
 
 
-def _new_rows(trainer: Trainer, dataloader: Any, size: int | None) -> int | None:
-    """Return how many samples of this rank's batch no other rank has; None when all, or when that cannot be told."""
-    counted = _round_of(trainer, dataloader, size)
-    # With none of its own the batch runs all the same: models may talk in their forward; gathering leaves it out.
-    return counted[0] if counted is not None and 0 < counted[0] < (size or 0) else None
-
-
-def _round_of(trainer: Trainer, dataloader: Any, size: int | None) -> tuple[int, int] | None:
-    """Return how many samples of a batch of ``size`` count on this rank, and on all ranks; None when that cannot be told."""
-    if trainer.accelerator.num_processes == 1:
+def _real_samples(hooks: TrainerHooks, dataloader: Any, size: int | None) -> tuple[int, int] | None:
+    """Return how many samples of a batch of ``size`` are no padding, on this rank and on all; None where that is not known."""
+    accelerator = hooks.accelerator
+    if accelerator.num_processes == 1:
         return None
     last = getattr(dataloader, "last_step", None)  # of a prepared loader; a user's own has no such thing
-    if last is None or last.sizes[trainer.accelerator.process_index] != size:
+    if last is None or last.sizes[accelerator.process_index] != size:
         return None
-    return int(last.real[trainer.accelerator.process_index]), sum(int(new) for new in last.real)
+    return int(last.real[accelerator.process_index]), sum(int(new) for new in last.real)
 
 
-def _refuse_without_labels(trainer: Trainer, inputs: Any) -> None:
+def _refuse_without_labels(hooks: TrainerHooks, session: TrainerSession, inputs: Any) -> None:
     """Raise where metrics were asked for and cannot be computed; a prediction need not have labels."""
-    if trainer._is_predicting:
+    if session.evaluation.is_predicting:
         return
     seen = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else f"a {type(inputs).__name__}"
     raise UsageError(
         f"compute_metrics needs labels, and the batches have none: {seen} "
-        f"(label_names: {', '.join(trainer.label_names) or 'none'})",
+        f"(label_names: {', '.join(hooks.label_names) or 'none'})",
         where="Trainer(compute_metrics=)",
         do="name the label column 'labels', or set label_names to its name",
     )

@@ -5,17 +5,15 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from echelon.accelerator.memory import find_executable_batch_size, should_reduce_batch_size
 from echelon.base.errors import ConfigError, UsageError
-
-if TYPE_CHECKING:
-    from echelon.trainer.results import TrainOutput
-    from echelon.trainer.trainer import Trainer
+from echelon.trainer.hooks import TrainerHooks
+from echelon.trainer.results import TrainOutput
 
 __all__ = ["evaluation_ran_out", "smaller_batch_sizes", "train_with_a_batch_that_fits"]
 
@@ -27,7 +25,7 @@ def smaller_batch_sizes(batch_size: int, *, accumulation: int) -> list[int]:
 
 
 def train_with_a_batch_that_fits(
-    trainer: Trainer, attempt: Callable[[int, int], TrainOutput], *, accumulation: int
+    hooks: TrainerHooks, attempt: Callable[[int, int], TrainOutput], *, accumulation: int
 ) -> TrainOutput:
     """Call ``attempt(batch_size, accumulation)`` with smaller and smaller batches until one fits into memory.
 
@@ -40,8 +38,8 @@ def train_with_a_batch_that_fits(
         ConfigError: the model is sharded.
         UsageError: not even a batch of one sample fits.
     """
-    args = trainer.args
-    if trainer.accelerator.capabilities.shards_parameters:
+    args = hooks.args
+    if hooks.accelerator.capabilities.shards_parameters:
         raise ConfigError(
             "auto_find_batch_size is not offered for a model that is sharded",
             where="TrainingArguments.auto_find_batch_size",
@@ -49,8 +47,8 @@ def train_with_a_batch_that_fits(
         )
     total = args.train_batch_size * accumulation
     sizes = iter([*smaller_batch_sizes(args.train_batch_size, accumulation=accumulation), 0])
-    weights = {name: value.detach().cpu().clone() for name, value in trainer.model.state_dict().items()}
-    given = trainer.optimizer, trainer.lr_scheduler
+    weights = {name: value.detach().cpu().clone() for name, value in hooks.model.state_dict().items()}
+    given = hooks.optimizer, hooks.lr_scheduler
     states = [None if one is None else copy.deepcopy(one.state_dict()) for one in given]
     chance = random.getstate(), np.random.get_state(), torch.get_rng_state()
     tries = 0
@@ -59,14 +57,14 @@ def train_with_a_batch_that_fits(
         nonlocal tries
         tries += 1
         if tries > 1:
-            trainer.accelerator.free_memory()
-            trainer.model_wrapped = trainer.model
-            trainer.model.load_state_dict(weights)
-            trainer.optimizer, trainer.lr_scheduler = given
+            hooks.accelerator.free_memory()
+            hooks.model_wrapped = hooks.model
+            hooks.model.load_state_dict(weights)
+            hooks.optimizer, hooks.lr_scheduler = given
             for one, state in zip(given, states):
                 if one is not None and state is not None:
                     one.load_state_dict(state)
-            trainer.model.zero_grad()
+            hooks.model.zero_grad()
             random.setstate(chance[0])
             np.random.set_state(chance[1])
             torch.set_rng_state(chance[2])

@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,11 +15,9 @@ from echelon._version import __version__
 from echelon.base.logging import get_logger
 from echelon.base.optional import require
 from echelon.trainer.arguments.enums import HubStrategy
+from echelon.trainer.arguments.training_arguments import TrainingArguments
 from echelon.trainer.callbacks.loss_table import loss_rows
-
-if TYPE_CHECKING:
-    from echelon.trainer.arguments.training_arguments import TrainingArguments
-    from echelon.trainer.trainer import Trainer
+from echelon.trainer.hooks import TrainerHooks, notify
 
 __all__ = ["CARD_FILE", "HubUpload", "model_card", "push", "write_card"]
 
@@ -134,7 +132,8 @@ class HubUpload:
 
 
 def push(
-    trainer: Trainer,
+    hooks: TrainerHooks,
+    hub: HubUpload,
     message: str | None,
     *,
     blocking: bool,
@@ -146,42 +145,44 @@ def push(
 
     Collective: every rank.
     """
-    trainer.init_hf_repo(token=token)
-    trainer.save_model(_internal_call=True)
+    hooks.init_hf_repo(token=token)
+    hooks.save_model(_internal_call=True)
     result = None
-    if trainer.is_world_process_zero():
-        trainer._tell("on_push_begin")
-        trainer.create_model_card(**card)
-        trainer._hub.wait()
-        result = trainer._hub.upload(
+    if hooks.is_world_process_zero():
+        notify(hooks, "on_push_begin")
+        hooks.create_model_card(**card)
+        hub.wait()
+        result = hub.upload(
             message or "End of training",
             blocking=blocking,
             token=token,
-            revision=revision if revision is not None else trainer.args.hub_revision,
+            revision=revision if revision is not None else hooks.args.hub_revision,
         )
-    trainer.accelerator.wait_for_everyone()
+    hooks.accelerator.wait_for_everyone()
     return result
 
 
-def write_card(trainer: Trainer, metadata: Mapping[str, Any], *, name: str | None, data: Any) -> None:
+def write_card(
+    hooks: TrainerHooks, output_dir: Path, metadata: Mapping[str, Any], *, name: str | None, data: Any
+) -> None:
     """Write the card of a model into the output folder."""
     base, tags = metadata["base_model"], metadata["tags"]
     given = {
-        "library_name": "transformers" if hasattr(trainer.model, "push_to_hub") else "pytorch",
+        "library_name": "transformers" if hasattr(hooks.model, "push_to_hub") else "pytorch",
         **metadata,
-        "base_model": base or getattr(getattr(trainer.model, "config", None), "_name_or_path", None),
+        "base_model": base or getattr(getattr(hooks.model, "config", None), "_name_or_path", None),
         "tags": [*([tags] if isinstance(tags, str) else tags or []), "generated_from_trainer"],
     }
     text = model_card(
-        trainer.args,
-        trainer.state.log_history,
-        name=name or trainer._output_dir.absolute().name,
+        hooks.args,
+        hooks.state.log_history,
+        name=name or output_dir.absolute().name,
         metadata=given,
         data=data,
         versions={"echelon": __version__, "torch": torch.__version__, "python": platform.python_version()},
     )
-    trainer._output_dir.mkdir(parents=True, exist_ok=True)
-    (trainer._output_dir / CARD_FILE).write_text(text, encoding="utf-8")
+    output_dir.mkdir(parents=True, exist_ok=True)
+    (output_dir / CARD_FILE).write_text(text, encoding="utf-8")
 
 
 def model_card(

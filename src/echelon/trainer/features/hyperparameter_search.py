@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.logging import get_logger
 from echelon.base.optional import require
+from echelon.trainer.hooks import TrainerHooks
 
-if TYPE_CHECKING:
-    from echelon.trainer.trainer import Trainer
-
-__all__ = ["BestRun", "Trial", "default_compute_objective", "default_space", "search", "set_arguments"]
+__all__ = ["BestRun", "SearchState", "Trial", "default_compute_objective", "default_space", "search", "set_arguments"]
 
 logger = get_logger(__name__)
 
@@ -68,13 +67,15 @@ def set_arguments(args: Any, values: Mapping[str, Any]) -> None:
 
 
 def search(
-    trainer: Trainer,
+    hooks: TrainerHooks,
+    state: SearchState,
     *,
     space: Callable[[Any], Mapping[str, Any]] | None,
     objective: Callable[[dict[str, float]], Any],
     num_trials: int,
     direction: str | list[str],
     backend: Any,
+    name_of: Callable[[Any], str] | None,
     options: Mapping[str, Any],
 ) -> BestRun | list[BestRun] | None:
     """Run the trials, by optuna, and return the best one (of several directions, a list), on every rank.
@@ -82,12 +83,14 @@ def search(
     The arguments are afterwards what they were before.
 
     Args:
-        trainer: with ``model_init``.
+        hooks: of a Trainer with ``model_init``.
+        state: where the trial that is running is noted.
         space: trial -> settings of the trial.
         objective: metrics -> a number (or one for each direction).
         num_trials: trainings.
         direction: ``minimize``, ``maximize``, or a list of these.
         backend: ``optuna`` or None.
+        name_of: optuna's trial -> name of its folder; None: run-<number>.
         options: of ``optuna.create_study`` and of its ``optimize``.
 
     Collective: every rank; rank zero chooses the settings.
@@ -97,12 +100,12 @@ def search(
         ConfigError: another backend, or trials at the same time.
         MissingExtraError: optuna is not installed.
     """
-    _check(trainer, backend, options)
+    _check(hooks, backend, options)
     optuna: Any = require("optuna", extra="optuna", purpose="hyperparameter_search")
-    before = copy.copy(vars(trainer.args))
-    ranks = _Ranks(trainer, objective, optuna)
+    before = copy.copy(vars(hooks.args))
+    ranks = _Ranks(hooks, state, objective, optuna, name_of=name_of)
     try:
-        if not trainer.accelerator.is_main_process:
+        if not hooks.accelerator.is_main_process:
             return ranks.follow()
         optimize = {name: options[name] for name in _OF_OPTIMIZE if name in options}
         several = {"directions": direction} if isinstance(direction, list) else {"direction": direction}
@@ -118,8 +121,9 @@ def search(
             ranks.end(found)
         return found
     finally:
-        vars(trainer.args).update(before)
-        trainer._end_trials()
+        vars(hooks.args).update(before)
+        state.trial = None
+        hooks.create_accelerator_and_postprocess()
 
 
 class Trial:
@@ -153,14 +157,32 @@ class Trial:
         return self._ranks.objective(metrics)
 
 
+@dataclass
+class SearchState:
+    """The search that a Trainer runs."""
+
+    trial: Trial | None = None
+    """The trial that is running; None: no search is."""
+
+
 class _Ranks:
     """What rank zero decides for all: the settings of a trial, its early end, the end of the search."""
 
-    def __init__(self, trainer: Trainer, objective: Callable[[dict[str, float]], Any], optuna: Any) -> None:
+    def __init__(
+        self,
+        hooks: TrainerHooks,
+        state: SearchState,
+        objective: Callable[[dict[str, float]], Any],
+        optuna: Any,
+        *,
+        name_of: Callable[[Any], str] | None,
+    ) -> None:
         self.objective = objective
         self.optuna = optuna
-        self.leads = trainer.accelerator.is_main_process
-        self._trainer = trainer
+        self.leads = hooks.accelerator.is_main_process
+        self._hooks = hooks
+        self._state = state
+        self._name_of = name_of
 
     def leading(self, space: Callable[[Any], Mapping[str, Any]]) -> Callable[[Any], Any]:
         """Return what optuna calls for each trial, on rank zero."""
@@ -168,7 +190,7 @@ class _Ranks:
         def _run(trial: Any) -> Any:
             values = dict(space(trial))
             self.shared(("trial", (trial.number, values, trial.params)))
-            return self._trainer._run_trial(Trial(self, trial, values))
+            return self._run_trial(Trial(self, trial, values))
 
         return _run
 
@@ -178,28 +200,42 @@ class _Ranks:
             number, values, params = told[1]
             trial = self.optuna.trial.FixedTrial(params, number)
             try:
-                self._trainer._run_trial(Trial(self, trial, values))
+                self._run_trial(Trial(self, trial, values))
             except self.optuna.TrialPruned:
                 logger.debug("trial %d was ended early", number)
         found: BestRun | list[BestRun] | None = told[1]
         return found
 
+    def _run_trial(self, trial: Trial) -> Any:
+        """Train with the settings of ``trial`` and return its objective."""
+        hooks = self._hooks
+        set_arguments(hooks.args, trial.values)
+        if self._name_of is not None:
+            trial.name = self._name_of(trial.trial)
+        self._state.trial = trial
+        hooks.accelerator.free_memory()
+        hooks.create_accelerator_and_postprocess()  # the order of the data, precision and the like may be another one
+        hooks.train(trial=trial.trial)
+        if trial.objective is None:
+            trial.objective = trial.of(hooks.evaluate())
+        return trial.objective
+
     def end(self, found: BestRun | list[BestRun] | None) -> None:
         """Tell the other ranks that there is no further trial, and what was found; optuna's study stays here."""
         if isinstance(found, BestRun):
-            self.shared(("end", found._replace(run_summary=None)))
+            self.shared(("end", BestRun(*found[:3])))
         else:
-            self.shared(("end", found and [one._replace(run_summary=None) for one in found]))
+            self.shared(("end", found and [BestRun(*one[:3]) for one in found]))
 
     def shared(self, value: Any) -> Any:
         """Return rank zero's ``value``.
 
         Collective: every rank.
         """
-        return self._trainer.accelerator.gather_for_metrics([value], use_gather_object=True)[0]
+        return self._hooks.accelerator.gather_for_metrics([value], use_gather_object=True)[0]
 
 
-def _check(trainer: Trainer, backend: Any, options: Mapping[str, Any]) -> None:
+def _check(hooks: TrainerHooks, backend: Any, options: Mapping[str, Any]) -> None:
     name = str(getattr(backend, "value", backend or "optuna"))
     if name in _OTHER_BACKENDS:
         raise ConfigError(
@@ -217,7 +253,7 @@ def _check(trainer: Trainer, backend: Any, options: Mapping[str, Any]) -> None:
             where="Trainer.hyperparameter_search",
             do="leave it out; start the program several times with the same storage= and study_name= in place of it",
         )
-    if trainer.model_init is None:
+    if hooks.model_init is None:
         raise UsageError(
             "a search trains a new model in each trial, and this Trainer was given one model",
             where="Trainer.hyperparameter_search",

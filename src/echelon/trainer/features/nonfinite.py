@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from echelon.base.errors import EchelonError
 from echelon.trainer.data import batches
-
-if TYPE_CHECKING:
-    from echelon.trainer.trainer import Trainer
 
 __all__ = ["NonFiniteError", "checked_forward", "first_bad"]
 
@@ -73,16 +70,17 @@ def checked_forward(model: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
-def first_bad(trainer: Trainer, group: list[Any], *, num_items: Any) -> str | None:
+def first_bad(
+    model: nn.Module, group: list[Any], *, compute_loss: Callable[[nn.Module, Any], torch.Tensor] | None
+) -> str | None:
     """Return the first tensor of an update that is not finite, by name: in its batches, in the weights, in a forward pass
     (which runs once more), or among the gradients; None when all of this rank are finite.
 
     Args:
-        trainer: its gradients are there.
+        model: its gradients are there.
         group: the batches of the update.
-        num_items: what their losses are divided by.
+        compute_loss: (model, batch) -> loss; None: a forward pass would be collective, and is not run.
     """
-    model = trainer.model
     for inputs in group:
         columns = (
             inputs
@@ -95,11 +93,11 @@ def first_bad(trainer: Trainer, group: list[Any], *, num_items: Any) -> str | No
     for name, parameter in model.named_parameters():
         if (found := _count(parameter)) is not None:
             return f"the weight {name} holds {found}"
-    if not trainer.accelerator.capabilities.shards_parameters:  # there a forward pass is a talk among the ranks
+    if compute_loss is not None:
         try:
             for inputs in group:
                 with torch.no_grad(), checked_forward(model):
-                    loss = trainer._compute_loss(model, trainer._prepare_inputs(inputs), num_items)
+                    loss = compute_loss(model, inputs)
                 if (found := _count(loss)) is not None:
                     return f"the loss holds {found}, and every output of the model is finite"
         except NonFiniteError as error:

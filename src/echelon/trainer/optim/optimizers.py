@@ -13,14 +13,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from echelon.base.errors import ConfigError
+from echelon.base.errors import ConfigError, UsageError
 from echelon.base.optional import require
 from echelon.trainer.arguments.enums import OptimizerNames
 from echelon.trainer.arguments.training_arguments import TrainingArguments
 
 __all__ = [
     "decay_parameter_names",
+    "find_param_group",
     "optimizer_class_and_arguments",
+    "param_groups_of",
     "parameter_groups",
     "without_compiler",
 ]
@@ -221,6 +223,29 @@ def decay_parameter_names(model: nn.Module) -> list[str]:
         for name, _ in model.named_parameters()
         if name not in in_layer_norm and not _WITHOUT_DECAY.search(name.lower())
     ]
+
+
+def param_groups_of(optimizer: Any, method: str) -> list[dict[str, Any]]:
+    """Return the groups of ``optimizer``, for the method ``method`` of a Trainer.
+
+    Raises:
+        UsageError: it is None.
+    """
+    if optimizer is None:
+        raise UsageError(
+            "there is no optimizer yet", where=f"Trainer.{method}", do="call train() or create_optimizer() first"
+        )
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    return groups
+
+
+def find_param_group(optimizer: Any, model: nn.Module, param: str | nn.Parameter | None) -> Any:
+    """Return what ``Trainer.get_optimizer_group`` returns: the group of ``param``, or the parameters of all groups."""
+    groups = param_groups_of(optimizer, "get_optimizer_group")
+    if param is None:
+        return [group["params"] for group in groups]
+    wanted = model.get_parameter(param) if isinstance(param, str) else param
+    return next((group for group in groups if any(p is wanted for p in group["params"])), None)
 
 
 def parameter_groups(model: nn.Module, *, decaying: list[str], weight_decay: float) -> list[dict[str, Any]]:

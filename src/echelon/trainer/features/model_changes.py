@@ -1,4 +1,4 @@
-"""Activation checkpointing: activations are computed again in the backward pass, in place of being kept."""
+"""Changes of a model before it is trained: activation checkpointing, and the layers of liger_kernel."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any, Protocol, runtime_checkable
 from torch import nn
 
 from echelon.base.errors import UsageError
+from echelon.base.optional import require
 
-__all__ = ["enable_activation_checkpointing"]
+__all__ = ["apply_liger_kernel", "enable_activation_checkpointing"]
 
 
 @runtime_checkable
@@ -53,3 +54,13 @@ def enable_activation_checkpointing(model: nn.Module, options: Any) -> None:
         where="TrainingArguments.activation_checkpointing",
         do="wrap the layers with torch.utils.checkpoint in the model, or give it a method gradient_checkpointing_enable",
     )
+
+
+def apply_liger_kernel(model: nn.Module, options: dict[str, Any] | None) -> None:
+    """Replace layers of ``model`` by those of the package liger_kernel.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    package: Any = require("liger_kernel.transformers", extra="liger", purpose="use_liger_kernel=True")
+    package._apply_liger_kernel_to_instance(model=model, **(options or {}))

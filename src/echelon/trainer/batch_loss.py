@@ -1,0 +1,172 @@
+"""The loss of a batch: how the model and the loss functions are called, and what their loss is divided by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.base.warnings import warn
+from echelon.trainer.data.num_items import WatchedNumber, count_items, ignored_number
+from echelon.trainer.hooks import TrainerHooks
+from echelon.trainer.model_interface import columns_of
+from echelon.trainer.model_loss import loss_in, missing_column, without_labels
+from echelon.trainer.parity import items_of
+from echelon.trainer.session import TrainerSession
+
+__all__ = [
+    "call_compute_loss",
+    "call_model",
+    "compute_loss",
+    "count_update_items",
+    "run_training_step",
+    "training_loss",
+]
+
+
+def run_training_step(
+    hooks: TrainerHooks, session: TrainerSession, model: nn.Module, inputs: Any, num_items: Any
+) -> torch.Tensor:
+    """Do what ``Trainer.training_step`` says, with inputs that are on the device."""
+    accelerator = hooks.accelerator
+    with hooks.compute_loss_context_manager():
+        loss = training_loss(hooks, session, model, inputs, num_items)
+    if loss.dim() and accelerator.capabilities.num_devices > 1:
+        loss = loss.mean()  # one for each device
+    if accelerator.parity != "off":
+        accelerator.backward(loss, num_items=items_of(inputs, model=hooks.model))
+        return loss.detach()
+    is_scaled, num_steps = hooks.loss_is_scaled_for_ga, hooks.current_gradient_accumulation_steps
+    if num_steps != 1 and not (num_items is not None if is_scaled is None else is_scaled):
+        loss = loss / num_steps
+    accelerator.backward(loss)
+    return loss.detach()
+
+
+def training_loss(
+    hooks: TrainerHooks, session: TrainerSession, model: nn.Module, inputs: Any, num_items: Any
+) -> torch.Tensor:
+    """Return the loss of a batch; the first time, check that it is computed with ``num_items``."""
+    interface = session.interface
+    if interface.watches_items and isinstance(num_items, torch.Tensor):
+        num_items = WatchedNumber.of(num_items)
+    loss: torch.Tensor = call_compute_loss(hooks, session, model, inputs, num_items)
+    if isinstance(num_items, WatchedNumber):
+        interface.watches_items = False
+        if not num_items.is_used:
+            _warn_of_ignored_items(hooks, session)
+    return loss
+
+
+def call_compute_loss(
+    hooks: TrainerHooks,
+    session: TrainerSession,
+    model: nn.Module,
+    inputs: Any,
+    num_items: Any,
+    *,
+    return_outputs: bool = False,
+) -> Any:
+    """Call ``compute_loss`` with the arguments that it takes."""
+    options: dict[str, Any] = {"return_outputs": True} if return_outputs else {}
+    if session.interface.compute_loss_takes_items:
+        options["num_items_in_batch"] = num_items
+    try:
+        return hooks.compute_loss(model, inputs, **options)
+    except KeyError as error:
+        if isinstance(inputs, Mapping) and error.args and error.args[0] not in inputs:
+            kept = columns_of(hooks, session.interface)
+            raise missing_column(str(error.args[0]), inputs, kept=kept, label_names=hooks.label_names) from error
+        raise
+
+
+def compute_loss(
+    hooks: TrainerHooks, session: TrainerSession, model: nn.Module, inputs: Any, num_items: Any
+) -> tuple[torch.Tensor, Any]:
+    """Return the loss of a batch as ``Trainer.compute_loss`` defines it, and what the model returned."""
+    func, smoother, accelerator = hooks.compute_loss_func, hooks.label_smoother, hooks.accelerator
+    batch = inputs
+    inputs, labels = without_labels(inputs) if func is not None or smoother is not None else (inputs, None)
+    outputs = call_model(hooks, session, model, inputs, num_items)
+    if labels is None and not (func is not None and isinstance(inputs, Mapping)):
+        num_devices = accelerator.capabilities.num_devices
+        loss = loss_in(outputs, inputs, model=hooks.model, label_names=hooks.label_names, num_devices=num_devices)
+        if num_items is not None and loss.dim():
+            loss = loss * loss.numel()  # each device divided its sum by the items of all, and their mean is taken
+    elif func is None:
+        assert smoother is not None
+        assert labels is not None
+        loss = smoother(outputs, labels, session.interface.is_causal, num_items)
+    elif session.interface.loss_func_takes_items:
+        if num_items is None and accelerator.parity != "off":
+            # Those of the batch: an exact mode weighs the loss by itself.
+            loss = func(outputs, labels, num_items_in_batch=count_items(batch, model=hooks.model))
+        else:
+            loss = func(outputs, labels, num_items_in_batch=num_items)
+    else:
+        loss = func(outputs, labels)
+    if num_items is not None and hooks.args.average_tokens_across_devices:
+        loss = loss * _share_of_items(hooks, session)
+    return loss, outputs
+
+
+def call_model(hooks: TrainerHooks, session: TrainerSession, model: nn.Module, inputs: Any, num_items: Any) -> Any:
+    """Call ``model`` with the columns of a batch by name, or with its parts in their order, as many as forward takes."""
+    if isinstance(inputs, Mapping):
+        if num_items is not None and hooks.model_accepts_loss_kwargs:
+            return model(**inputs, num_items_in_batch=num_items)
+        return model(**inputs)
+    parts, num_positional = inputs if isinstance(inputs, (tuple, list)) else (inputs,), session.interface.num_positional
+    return model(*(parts if num_positional is None else parts[:num_positional]))
+
+
+def count_update_items(hooks: TrainerHooks, session: TrainerSession, samples: list[Any], device: torch.device) -> Any:
+    """Return how many labels the batches ``samples`` hold, over all ranks; None where no loss is divided by that number.
+
+    Collective: with ``average_tokens_across_devices``, where labels are counted.
+    """
+    accelerator = hooks.accelerator
+    is_exact = accelerator.parity != "off"  # there each loss brings its weight with it
+    first = samples[0] if samples else None
+    if not session.interface.counts_items or is_exact or not isinstance(first, Mapping) or "labels" not in first:
+        return None
+    counts = [count_items(batch, model=hooks.model) for batch in samples]
+    if any(count is None for count in counts):
+        return None
+    num_items: Any = sum(count for count in counts if count is not None)
+    real = session.evaluation.real_samples
+    if real is not None and not real[0]:
+        num_items = num_items * 0  # the whole batch is padding
+    if hooks.args.average_tokens_across_devices and accelerator.num_processes > 1:
+        num_items = accelerator.reduce(num_items.to(device), "sum")
+    return num_items
+
+
+def _share_of_items(hooks: TrainerHooks, session: TrainerSession) -> float:
+    """Return the factor of a sum divided by the items of all ranks, before the mean over the ranks is taken."""
+    real = session.evaluation.real_samples
+    if real is None:
+        return hooks.accelerator.num_processes
+    mine, of_all = real  # an evaluation weighs each rank by its samples, and one may have fewer than the others
+    return of_all / mine if mine else 1
+
+
+def _warn_of_ignored_items(hooks: TrainerHooks, session: TrainerSession) -> None:
+    """Warn of a loss that is not divided by the items of the update, where that makes a difference."""
+    is_overridden, args = session.interface.overrides_compute_loss, hooks.args
+    num_batches = 1 if hooks.loss_is_scaled_for_ga is False else session.update_size(args).accumulation_steps
+    averages = args.average_tokens_across_devices and not is_overridden
+    num_ranks = hooks.accelerator.num_processes if averages else 1
+    if num_batches * num_ranks == 1:
+        return
+    if hooks.compute_loss_func is not None and not is_overridden:
+        who, do = "compute_loss_func", "Divide the sum of its losses by it, or remove that parameter."
+    else:
+        model = type(hooks.model).__name__
+        who = f"{type(hooks).__name__}.compute_loss" if is_overridden else f"{model}.forward"
+        do = f"Divide the sum of its losses by it, or set {model}.accepts_loss_kwargs = False: then the mean is meant."
+    parts = [f"{num_batches} batches of an update"] if num_batches > 1 else []
+    parts += [f"{num_ranks} processes"] if num_ranks > 1 else []
+    warn(ignored_number(who=who, factor=num_batches * num_ranks, of=" x ".join(parts), do=do))

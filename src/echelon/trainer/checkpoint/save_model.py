@@ -1,0 +1,69 @@
+"""The files of ``save_model``: weights, tokenizer and arguments, as other programs read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from echelon.base.errors import ConfigError, UsageError
+from echelon.checkpoint.formats import transformers as transformers_format
+from echelon.checkpoint.formats.torch_files import write_pickled
+from echelon.checkpoint.formats.weight_files import write_tensors
+from echelon.trainer.checkpoint.checkpoint_folders import (
+    ARGUMENTS_FILE,
+    WEIGHTS_FILE,
+    SavesItself,
+    checkpoint_format,
+    write_json,
+)
+from echelon.trainer.hooks import TrainerHooks
+
+__all__ = ["save_model", "write_model_files"]
+
+
+def save_model(hooks: TrainerHooks, folder: Path, *, write_files: Callable[..., None]) -> None:
+    """Collect the weights, and call ``write_files(folder, state_dict=)`` on the ranks that write.
+
+    Collective: every rank.
+
+    Raises:
+        ConfigError: ``save_on_each_node`` with a sharded model.
+    """
+    state_dict = hooks.accelerator.get_state_dict(hooks.model_wrapped)
+    if not hooks.args.should_save:
+        return
+    if state_dict is None:  # of a sharded model only rank zero gets it
+        raise ConfigError(
+            "save_on_each_node=True, and the weights of a sharded model are whole on rank zero only",
+            where="TrainingArguments.save_on_each_node",
+            do="remove it, and share output_dir between the machines",
+        )
+    write_files(str(folder), state_dict=state_dict)
+
+
+def write_model_files(hooks: TrainerHooks, folder: Path, state_dict: dict[str, Any] | None) -> None:
+    """Write the files of ``save_model``, on the one rank that writes.
+
+    Raises:
+        UsageError: no ``state_dict``, where this rank has a part of the model.
+    """
+    if state_dict is None and hooks.accelerator.capabilities.shards_parameters:
+        raise UsageError(
+            "_save() on one rank has a part of the sharded model, and the other ranks are not asked for theirs",
+            do="call save_model() on every rank, or give _save() the state_dict that accelerator.get_state_dict() "
+            "returned on rank zero",
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    model, tokenizer = hooks.model, hooks.processing_class
+    state = model.state_dict() if state_dict is None else state_dict
+    if isinstance(model, SavesItself):
+        model.save_pretrained(str(folder), state_dict=state)
+    else:
+        write_tensors(state, folder / WEIGHTS_FILE)
+    if isinstance(tokenizer, SavesItself):
+        tokenizer.save_pretrained(str(folder))
+    if checkpoint_format(hooks.args) == "transformers":
+        write_pickled(hooks.args.to_dict(), folder / transformers_format.ARGUMENTS)
+    else:
+        write_json(folder / ARGUMENTS_FILE, hooks.args.to_dict())

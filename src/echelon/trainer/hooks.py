@@ -1,0 +1,144 @@
+"""What the parts of a Trainer may use of it: public attributes, and the methods that a subclass may override."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from echelon.accelerator import Accelerator
+from echelon.trainer.arguments.training_arguments import TrainingArguments
+from echelon.trainer.callbacks.callback_handler import CallbackHandler
+from echelon.trainer.model_loss import LabelSmoother
+from echelon.trainer.results import EvalLoopOutput, EvalPrediction, TrainOutput, speed_metrics
+from echelon.trainer.signatures import takes
+from echelon.trainer.state import TrainerControl, TrainerState
+
+__all__ = ["BoundMethods", "TrainerHooks", "bind_log", "bind_training_step", "notify", "record_logs"]
+
+
+class TrainerHooks(Protocol):
+    """The public attributes and methods of a Trainer that its parts use.
+
+    A script may replace any of the attributes and override any of the methods, so parts look them up when they need them.
+    """
+
+    args: TrainingArguments
+    accelerator: Accelerator
+    model: nn.Module
+    model_wrapped: nn.Module
+    model_init: Callable[[], nn.Module] | None
+    optimizer: Any
+    lr_scheduler: Any
+    optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None
+    state: TrainerState
+    control: TrainerControl
+    callback_handler: CallbackHandler
+    train_dataset: Any
+    eval_dataset: Any
+    data_collator: Callable[[Any], Any]
+    processing_class: Any
+    compute_loss_func: Callable[..., torch.Tensor] | None
+    compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None
+    preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None
+    label_smoother: LabelSmoother | None
+    label_names: list[str]
+    can_return_loss: bool
+    model_accepts_loss_kwargs: bool
+    loss_is_scaled_for_ga: bool | None
+    neftune_noise_alpha: float | None
+    current_gradient_accumulation_steps: int
+    is_in_train: bool
+
+    @property
+    def compute_loss(self) -> Callable[..., Any]: ...
+    @property
+    def training_step(self) -> Callable[..., torch.Tensor]: ...
+    @property
+    def log(self) -> Callable[..., None]: ...
+    def compute_loss_context_manager(self) -> AbstractContextManager[Any]: ...
+    def get_batch_samples(
+        self, epoch_iterator: Any, num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]: ...
+    def floating_point_ops(self, inputs: Any) -> float: ...
+    def get_num_trainable_parameters(self) -> int: ...
+
+    def train(self, *, trial: Any) -> TrainOutput: ...
+    def call_model_init(self, trial: Any = None) -> nn.Module: ...
+    def create_accelerator_and_postprocess(self) -> None: ...
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None: ...
+    def get_optimizer_cls_and_kwargs(
+        self, args: TrainingArguments, model: nn.Module | None = None
+    ) -> tuple[type[Optimizer], dict[str, Any]]: ...
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]: ...
+
+    def get_train_dataloader(self) -> Any: ...
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any: ...
+    def get_test_dataloader(self, test_dataset: Any) -> Any: ...
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]: ...
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput: ...
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[torch.Tensor | None, Any, Any]: ...
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None: ...
+    def init_hf_repo(self, token: str | None = None) -> None: ...
+    @property
+    def create_model_card(self) -> Callable[..., None]: ...
+    def is_local_process_zero(self) -> bool: ...
+    def is_world_process_zero(self) -> bool: ...
+
+
+class BoundMethods(NamedTuple):
+    """Methods that subclasses override although their names begin with an underscore, bound when training begins."""
+
+    prepare_inputs: Callable[[Any], Any]
+    """(batch) -> the batch on the device."""
+    save_checkpoint: Callable[[Any, Any], None]
+    """(model, trial) writes a checkpoint."""
+
+
+def notify(hooks: TrainerHooks, event: str, **more: Any) -> TrainerControl:
+    """Call ``event`` of the callbacks and return the control that results."""
+    hooks.control = hooks.callback_handler.call_event(event, hooks.args, hooks.state, hooks.control, **more)
+    return hooks.control
+
+
+def bind_training_step(hooks: TrainerHooks) -> Callable[[nn.Module, Any, Any], torch.Tensor]:
+    """Return ``training_step``, callable with (model, inputs, num_items_in_batch) whether or not an override takes the third."""
+    if takes(hooks.training_step, "num_items_in_batch"):
+        return lambda model, inputs, num_items: hooks.training_step(model, inputs, num_items)
+    return lambda model, inputs, _: hooks.training_step(model, inputs)
+
+
+def bind_log(hooks: TrainerHooks) -> Callable[[dict[str, Any], float | None], None]:
+    """Return ``log``, callable with (logs, start_time) whether or not an override takes the second."""
+    if takes(hooks.log, "start_time"):
+        return lambda logs, start_time: hooks.log(logs, start_time=start_time)
+    return lambda logs, _: hooks.log(logs)
+
+
+def record_logs(hooks: TrainerHooks, logs: dict[str, Any], start_time: float | None) -> None:
+    """Add the epoch and the tokens to ``logs``, append them to the history, and pass them to the callbacks."""
+    state = hooks.state
+    if state.epoch is not None:
+        logs["epoch"] = state.epoch
+    if hooks.args.include_num_input_tokens_seen != "no":
+        logs["num_input_tokens_seen"] = state.num_input_tokens_seen
+        if start_time is not None:
+            logs |= speed_metrics("train", start_time, num_tokens=state.num_input_tokens_seen)
+    state.log_history.append({**logs, "step": state.global_step})
+    notify(hooks, "on_log", logs=logs)

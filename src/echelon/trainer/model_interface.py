@@ -1,0 +1,95 @@
+"""What a model and the methods that compute its loss take: inspected once, when the Trainer is made and when training begins."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from echelon.base.warnings import warn
+from echelon.trainer.data.columns import KeptColumns, find_labels, forward_of, kept_columns
+from echelon.trainer.hooks import TrainerHooks
+from echelon.trainer.model_loss import is_causal
+from echelon.trainer.signatures import num_positional, takes, takes_anything
+
+__all__ = ["ModelInterface", "columns_of", "inspect_model"]
+
+
+@dataclass(kw_only=True)
+class ModelInterface:
+    """What is called how, for the loss of a batch."""
+
+    overrides_compute_loss: bool
+    computes_own_loss: bool
+    """The loss is computed outside of the model."""
+    num_positional: int | None
+    """Positional parameters of forward; None: any number."""
+    is_causal: bool
+    infers_labels: bool
+    """Forward takes no labels, and ``label_names`` is not set: the column is assumed to be ``labels``."""
+    compute_loss_takes_items: bool
+    loss_func_takes_items: bool
+    counts_items: bool
+    """The loss is divided by the labels of the whole update."""
+    watches_items: bool
+    """The next loss is checked to be computed with that number."""
+    counts_flops: bool
+    overrides_save_model: bool
+
+
+def inspect_model(hooks: TrainerHooks, *, base: type[Any]) -> ModelInterface:
+    """Move the model to the device, set the attributes that depend on it, and return what it takes.
+
+    Args:
+        hooks: ``label_names``, ``can_return_loss`` and ``model_accepts_loss_kwargs`` are set; ``label_smoother`` may be cleared.
+        base: the class whose methods count as not overridden.
+    """
+    model, args = hooks.model, hooks.args
+    config: Any = getattr(model, "config", None)
+    if hooks.label_smoother is not None and getattr(config, "problem_type", None) == "multi_label_classification":
+        warn(
+            f"{type(model).__name__} is for multi_label_classification: label_smoothing_factor="
+            f"{args.label_smoothing_factor} is ignored, because it needs one label a sample"
+        )
+        hooks.label_smoother = None
+    if not hasattr(model, "hf_device_map"):  # spread over devices already
+        model.to(hooks.accelerator.device)
+    if hasattr(config, "use_cache"):
+        config.use_cache = args.use_cache
+    forward = forward_of(model)
+    declared = getattr(model, "accepts_loss_kwargs", None)
+    hooks.model_accepts_loss_kwargs = takes_anything(forward) if declared is None else bool(declared)
+    kind, func = type(hooks), hooks.compute_loss_func
+    overrides_compute_loss = kind.compute_loss is not base.compute_loss or "compute_loss" in vars(hooks)
+    computes_own_loss = overrides_compute_loss or func is not None or hooks.label_smoother is not None
+    found = find_labels(forward)
+    infers_labels = args.label_names is None and not found and computes_own_loss
+    hooks.label_names = list(args.label_names or found or (["labels"] if infers_labels else []))
+    return_loss = inspect.signature(forward).parameters.get("return_loss")
+    hooks.can_return_loss = return_loss is not None and return_loss.default is True
+    compute_loss_takes_items = takes(hooks.compute_loss, "num_items_in_batch")
+    loss_func_takes_items = func is not None and takes(func, "num_items_in_batch")
+    counts_items = compute_loss_takes_items and (
+        hooks.model_accepts_loss_kwargs if func is None else loss_func_takes_items
+    )
+    compiles = args.torch_compile or any(hasattr(part, "_orig_mod") for part in model.modules())
+    return ModelInterface(
+        overrides_compute_loss=overrides_compute_loss,
+        computes_own_loss=computes_own_loss,
+        num_positional=num_positional(model.forward),
+        is_causal=is_causal(model),
+        infers_labels=infers_labels,
+        compute_loss_takes_items=compute_loss_takes_items,
+        loss_func_takes_items=loss_func_takes_items,
+        counts_items=counts_items,
+        watches_items=counts_items and not compiles,  # a compiler would compile for it
+        counts_flops=kind.floating_point_ops is not base.floating_point_ops or hasattr(model, "floating_point_ops"),
+        overrides_save_model=kind.save_model is not base.save_model,
+    )
+
+
+def columns_of(hooks: TrainerHooks, interface: ModelInterface) -> KeptColumns | None:
+    """Return the columns that reach the model; None: all."""
+    if not hooks.args.remove_unused_columns:
+        return None
+    return kept_columns(hooks.model, label_names=hooks.label_names, own_loss=interface.computes_own_loss)

@@ -1,0 +1,235 @@
+"""One call of ``Trainer.train``: from the arguments to a loop that is ready to run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from echelon.accelerator.checkpoint.folders import alone_in
+from echelon.accelerator.prepare.data_loaders import forget_loader
+from echelon.base.errors import UsageError
+from echelon.base.warnings import warn
+from echelon.trainer.build_accelerator import accumulation_options, set_seeds
+from echelon.trainer.checkpoint.checkpoint_folders import PREFIX
+from echelon.trainer.checkpoint.resume import ResumedTraining, find_checkpoint, saved_arguments
+from echelon.trainer.checkpoint.save_on_error import save_after
+from echelon.trainer.checkpoint.train_cursor import ResumePoint, TrainCursor
+from echelon.trainer.features.auto_find_batch_size import train_with_a_batch_that_fits
+from echelon.trainer.features.hyperparameter_search import set_arguments
+from echelon.trainer.features.model_changes import enable_activation_checkpointing
+from echelon.trainer.features.neftune import noisy_embeddings
+from echelon.trainer.features.nonfinite import checked_forward
+from echelon.trainer.hooks import BoundMethods, TrainerHooks
+from echelon.trainer.loop import TrainingLoop
+from echelon.trainer.model_interface import inspect_model
+from echelon.trainer.parity import check_exact
+from echelon.trainer.results import TrainOutput
+from echelon.trainer.session import TrainerSession, UpdateSize, global_batch_size
+from echelon.trainer.state import TrainerControl, TrainerState
+from echelon.trainer.training_plan import TrainingPlan, announce, make_plan, num_examples_of
+
+__all__ = ["TrainingRun", "plan_training"]
+
+
+class TrainingRun:
+    """One call of ``Trainer.train``.
+
+    Args:
+        hooks: the Trainer's public attributes and overridable methods.
+        session: the Trainer's parts.
+        methods: the Trainer's bound methods.
+        trial: of a search: settings as a dict, or optuna's trial.
+        ignore_keys: outputs of the model that evaluations leave out.
+    """
+
+    def __init__(
+        self,
+        hooks: TrainerHooks,
+        session: TrainerSession,
+        methods: BoundMethods,
+        *,
+        trial: Any,
+        ignore_keys: list[str] | None,
+    ) -> None:
+        self._hooks = hooks
+        self._session = session
+        self._methods = methods
+        self._trial = trial
+        self._ignore_keys = ignore_keys
+        self._folder: Path | None = None  # the checkpoint to resume from
+        self._allows_changed_data = False
+
+    def start(self, resume_from_checkpoint: Any, options: dict[str, Any]) -> TrainOutput:
+        """Train from the beginning, or from a checkpoint.
+
+        Args:
+            resume_from_checkpoint: as for ``Trainer.train``.
+            options: other keyword arguments of ``Trainer.train``.
+
+        Collective: every rank.
+        """
+        hooks, args, accelerator = self._hooks, self._hooks.args, self._hooks.accelerator
+        self._allows_changed_data = bool(
+            options.pop("allow_changed_data", False)
+            or args.allow_changed_data
+            or accelerator.config.value.allow_changed_data
+        )
+        wanted = _checkpoint_argument(resume_from_checkpoint, options)
+        if isinstance(self._trial, Mapping):
+            set_arguments(args, self._trial)
+        wanted = args.resume_from_checkpoint if wanted is None else wanted
+        output_dir = self._session.output_dir(args)
+        # Before the first step: a run that could not save would have computed for nothing.
+        with (
+            contextlib.nullcontext() if args.save_strategy == "no" else alone_in(accelerator, output_dir, prefix=PREFIX)
+        ):
+            self._folder = find_checkpoint(args, accelerator, output_dir, wanted)
+            accumulation = accumulation_options(args).get("num_steps") or args.gradient_accumulation_steps
+            self._session.fitted = None
+            if accelerator.parity != "off":
+                check_exact(hooks)
+                self._set_global_batch_size()
+            if not args.auto_find_batch_size:
+                return self._train(args.train_batch_size, accumulation)
+            return train_with_a_batch_that_fits(hooks, self._train, accumulation=accumulation)
+
+    def _set_global_batch_size(self) -> None:
+        """Set ``global_batch_size``: as given, else that of the checkpoint, else what these processes make together."""
+        args = self._hooks.args
+        if args.global_batch_size is None and self._folder is not None:
+            args.global_batch_size = saved_arguments(self._folder).get("global_batch_size")
+        args.global_batch_size = global_batch_size(args, self._hooks.accelerator.num_processes)
+
+    def _train(self, batch_size: int, accumulation: int) -> TrainOutput:
+        hooks, session, args = self._hooks, self._session, self._hooks.args
+        session.fitted = UpdateSize(batch_size, accumulation)
+        if hooks.model_init is not None:
+            set_seeds(args)
+            hooks.accelerator.free_memory()
+            hooks.model = hooks.model_wrapped = hooks.call_model_init(self._trial)
+            hooks.optimizer = hooks.lr_scheduler = None
+        session.interface = inspect_model(hooks, base=session.base)
+        hooks.is_in_train = True
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._leave)
+            session.memory.begin("train")
+            if args.activation_checkpointing:
+                enable_activation_checkpointing(hooks.model, args.activation_checkpointing_kwargs)
+            stack.enter_context(noisy_embeddings(hooks.model, hooks.neftune_noise_alpha))
+            if "underflow_overflow" in args.debug:
+                stack.enter_context(checked_forward(hooks.model))
+            loop = self._prepare_loop(batch_size, accumulation)
+            preemption, is_wanted = hooks.accelerator.preemption, args.save_on_signal or args.enable_jit_checkpoint
+            if is_wanted and not stack.enter_context(preemption.during(hooks.accelerator)):
+                warn(
+                    "save_on_signal has no effect: the program handles the signals itself, or this is not its main thread"
+                )
+            elif args.save_strategy != "no":
+                preemption.join()
+            try:
+                return loop.run()
+            except (Exception, KeyboardInterrupt) as error:
+                if args.save_on_exception:
+                    save_after(error, loop)
+                raise
+
+    def _prepare_loop(self, batch_size: int, accumulation: int) -> TrainingLoop:
+        """Prepare data, state, model and optimizer, load the checkpoint, and return the loop over them.
+
+        Collective: every rank.
+        """
+        hooks, session, resumed = self._hooks, self._session, None
+        loader = hooks.get_train_dataloader()
+        plan = plan_training(hooks, session, loader)
+        if self._folder is None:
+            hooks.state = self._new_state(plan)
+        else:
+            allows = self._allows_changed_data
+            resumed = ResumedTraining(hooks, session, self._folder, allows_changed_data=allows)
+            plan = resumed.extend_plan(plan)
+            hooks.state = resumed.restore_state(plan)
+        if (trial := session.search.trial) is not None:
+            hooks.state.is_hyper_param_search = True
+            hooks.state.trial_name, hooks.state.trial_params = trial.name, dict(trial.values)
+        hooks.control = TrainerControl()
+        session.optimizer.prepare(hooks, plan.max_steps)
+        hooks.callback_handler.train_dataloader = loader
+        session.cursor.load_state_dict(TrainCursor().state_dict())
+        start = ResumePoint() if resumed is None else resumed.load(loader, plan)
+        announce(
+            plan,
+            batch_size=batch_size,
+            num_devices=hooks.accelerator.capabilities.num_devices,
+            accumulation=accumulation,
+            num_parameters=hooks.get_num_trainable_parameters(),
+        )
+        return TrainingLoop(hooks, session, self._methods, plan, loader, start=start, ignore_keys=self._ignore_keys)
+
+    def _new_state(self, plan: TrainingPlan) -> TrainerState:
+        hooks, args = self._hooks, self._hooks.args
+        state = TrainerState(
+            max_steps=plan.max_steps,
+            num_train_epochs=plan.num_epochs,
+            train_batch_size=self._session.update_size(args).batch_size,
+            is_local_process_zero=hooks.is_local_process_zero(),
+            is_world_process_zero=hooks.is_world_process_zero(),
+        )
+        state.compute_steps(args, plan.max_steps)
+        return state
+
+    def _leave(self) -> None:
+        self._hooks.is_in_train = False
+        self._session.memory.cancel()
+        forget_loader(self._hooks.accelerator, self._hooks.callback_handler.train_dataloader)
+
+
+def plan_training(hooks: TrainerHooks, session: TrainerSession, loader: Any) -> TrainingPlan:
+    """Return the length of a training over ``loader``; in the exact modes its batches are those of all ranks, one an update.
+
+    Collective: every rank, with ``parity="off"``.
+    """
+    args, accelerator = hooks.args, hooks.accelerator
+    world_size = accelerator.num_processes
+    if accelerator.parity != "off":
+        whole = getattr(loader, "original", loader)
+        return make_plan(
+            args,
+            whole,
+            num_examples=num_examples_of(whole),
+            batch_size=getattr(whole, "batch_size", None) or global_batch_size(args, world_size),
+            accumulation=1,
+            world_size=1,
+        )
+
+    def gather_rows(row: list[int]) -> list[list[int]]:
+        rows: list[list[int]] = accelerator.gather(torch.tensor([row], device=accelerator.device)).tolist()
+        return rows
+
+    size = session.update_size(args)
+    batch_size = getattr(loader, "batch_size", None) or size.batch_size
+    return make_plan(
+        args,
+        loader,
+        num_examples=num_examples_of(loader),
+        batch_size=batch_size // world_size if accelerator.split_batches else batch_size,
+        accumulation=size.accumulation_steps,
+        world_size=world_size,
+        gather_rows=gather_rows if world_size > 1 else None,
+    )
+
+
+def _checkpoint_argument(given: Any, options: Mapping[str, Any]) -> Any:
+    """Return the checkpoint that ``train`` was given, also under its old name ``model_path``."""
+    unknown = [name for name in options if name != "model_path"]
+    if unknown:
+        raise UsageError(
+            f"train() does not take {', '.join(unknown)}", where="Trainer.train", do="see help(Trainer.train)"
+        )
+    if options.get("model_path") is None:
+        return given
+    warn("train(model_path=) is called resume_from_checkpoint= now")
+    return options["model_path"] if given is None else given
