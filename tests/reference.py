@@ -259,15 +259,16 @@ def train_plainly(
         for start in range(0, len(batches), accumulation):
             window = batches[start : start + accumulation]
             optimizer.zero_grad()
-            total = 0.0
+            total, is_trained = 0.0, False
             for batch in window:
                 loss = loss_of(batch)
                 if loss is not None:
                     loss = loss / len(window)
                     loss.backward()  # type: ignore[no-untyped-call]
                     total += loss.item()
-            for parameter in model.parameters():
-                if parameter.requires_grad and parameter.grad is None:
+                    is_trained = True
+            if not is_trained:
+                for parameter in model.parameters():
                     parameter.grad = torch.zeros_like(parameter)
             if rate is not None:
                 for group in optimizer.param_groups:

@@ -19,6 +19,7 @@ from echelon.distributed import shard
 from echelon.trainer import Trainer, TrainingArguments
 from tests.harness import run_on_ranks
 from tests.sharded_already import CUTS, STREAMS, HiddenSampler, StridedSampler, cut_loader, numbers
+from tests.trainer_models import RecordingModel, arguments
 
 ALL = [*CUTS, *STREAMS]
 
@@ -44,19 +45,6 @@ def _by_shard(name: str, n: int, num_workers: int) -> list[float]:
     return [value for batch in loader for value in _values(batch)]
 
 
-class _Seen(torch.nn.Module):
-    """Notes the samples of its training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.seen: list[float] = []
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        self.seen += x.flatten().tolist()
-        return {"loss": (self.weight * x).mean()}
-
-
 def _collate(samples: list[Any]) -> dict[str, torch.Tensor]:
     return {"x": torch.stack([sample[0] if isinstance(sample, tuple) else sample for sample in samples])}
 
@@ -75,21 +63,12 @@ def _by_trainer(name: str, n: int, num_workers: int, folder: str) -> list[float]
     parts = max(num_workers, 1) if name in STREAMS else 1
     mine = n // dist.get_world_size()
     steps = sum(-(-len(range(part, mine, parts)) // 2) for part in range(parts))
-    arguments = TrainingArguments(
-        output_dir=folder,
-        use_cpu=True,
-        per_device_train_batch_size=2,
-        max_steps=steps,
-        save_strategy="no",
-        disable_tqdm=True,
-        dataloader_num_workers=num_workers,
-        remove_unused_columns=False,
-    )
-    model = _Seen()
+    args = arguments(folder, max_steps=steps, dataloader_num_workers=num_workers, remove_unused_columns=False)
+    model = RecordingModel()
     if name in STREAMS:
-        trainer = Trainer(model, arguments, train_dataset=STREAMS[name](n), data_collator=_collate)
+        trainer = Trainer(model, args, train_dataset=STREAMS[name](n), data_collator=_collate)
     else:
-        trainer = _CutTrainer(model, arguments, train_dataset=numbers(n))
+        trainer = _CutTrainer(model, args, train_dataset=numbers(n))
         trainer.cut = cut_loader(name, n, 2, num_workers)
     trainer.train()
     return model.seen
@@ -165,20 +144,16 @@ class _Unprepared(Trainer):
 
 
 def _epochs_of_a_trainer(n: int, num_workers: int, prepares: bool, folder: str) -> tuple[list[float], int, list[str]]:
-    arguments = TrainingArguments(
-        output_dir=folder,
-        use_cpu=True,
-        per_device_train_batch_size=2,
+    args = arguments(
+        folder,
         num_train_epochs=2,
-        save_strategy="no",
-        disable_tqdm=True,
         dataloader_num_workers=num_workers,
         remove_unused_columns=False,
         already_sharded=True,
     )
-    model = _Seen()
+    model = RecordingModel()
     kind = Trainer if prepares else _Unprepared
-    trainer = kind(model, arguments, train_dataset=_Sized(n), data_collator=_collate)
+    trainer = kind(model, args, train_dataset=_Sized(n), data_collator=_collate)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.train()
@@ -210,19 +185,9 @@ def test_loader_workers_divide_what_their_rank_has(tmp_path: Any) -> None:
 
 def _shares_of_a_trainer(says: Any, folder: str) -> list[Any]:
     mine = Subset(numbers(24), range(dist.get_rank(), 24, 2))
-    model = _Seen()
-    arguments = TrainingArguments(
-        output_dir=folder,
-        use_cpu=True,
-        per_device_train_batch_size=2,
-        per_device_eval_batch_size=2,
-        num_train_epochs=1,
-        save_strategy="no",
-        disable_tqdm=True,
-        remove_unused_columns=False,
-        already_sharded=says,
-    )
-    trainer = Trainer(model, arguments, train_dataset=mine, eval_dataset=numbers(10), data_collator=_collate)
+    model = RecordingModel()
+    args = arguments(folder, per_device_eval_batch_size=2, remove_unused_columns=False, already_sharded=says)
+    trainer = Trainer(model, args, train_dataset=mine, eval_dataset=numbers(10), data_collator=_collate)
     trainer.train()
     trained, model.seen = model.seen, []
     trainer.evaluate()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,11 +17,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Accelerator, DataLoaderConfiguration, set_seed
 from echelon.accelerator.plugins.kwargs_handlers import DistributedDataParallelKwargs
+from echelon.base.errors import UsageError
 from echelon.base.warnings import EchelonWarning
 from tests.harness import run_on_ranks
+from tests.reference import train_plainly
 
 _SEED = 11
 _EPOCHS = 2
+_MAX_NORM = 0.05
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,27 @@ class _Loop:
     guards: bool = False  # if accelerator.sync_gradients: step and zero_grad
     num_losses: int = 1
     masks: bool = False  # a mean over the items of a mask, which may be empty: num_items=
+    drop_last: bool = False
+
+
+def _random_loops(seed: int, count: int) -> list[_Loop]:
+    draw = random.Random(seed)
+    loops = []
+    for _ in range(count):
+        losses = draw.choice(["samples", "masks", "two"])
+        loops.append(
+            _Loop(
+                n=draw.randint(1, 40),
+                batch_size=draw.randint(1, 13),
+                accumulation=draw.choice([1, 1, 2, 3]),
+                max_micro=draw.choice([None, None, 1, 2]),
+                optimizer=draw.choice(["sgd", "sgd", "adamw"]),
+                num_losses=1 + (losses == "two"),
+                masks=losses == "masks",
+                drop_last=draw.random() < 0.2,
+            )
+        )
+    return loops
 
 
 class _Branches(nn.Module):
@@ -75,12 +100,12 @@ def _data(loop: _Loop) -> TensorDataset:
     g = torch.Generator().manual_seed(loop.n)
     dtype = torch.float64 if loop.precision == "no" else torch.float32
     x, y = torch.randn(loop.n, 5, generator=g, dtype=dtype), torch.randn(loop.n, 3, generator=g, dtype=dtype)
-    return TensorDataset(x, y, (torch.rand(loop.n, 3, generator=g) < 0.3).to(dtype))
+    return TensorDataset(x, y, (torch.rand(loop.n, 3, generator=g) < 0.3).to(dtype), torch.arange(loop.n))
 
 
 def _losses(loop: _Loop, model: nn.Module, batch: Any) -> tuple[list[torch.Tensor], float]:
     """Return the mean losses, and how many items each is a mean over."""
-    x, y, mask = batch
+    x, y, mask, _ = batch
     if loop.masks:
         return [((model(x) - y).square() * mask).sum() / mask.sum()], float(mask.sum())
     losses = [(model(x) - y).square().mean()]
@@ -92,28 +117,42 @@ def _losses(loop: _Loop, model: nn.Module, batch: Any) -> tuple[list[torch.Tenso
 _Found = dict[str, Any]
 
 
+def _autocast(loop: _Loop) -> Any:
+    return nullcontext() if loop.precision == "no" else torch.autocast("cpu", dtype=torch.bfloat16)
+
+
 def _plain(loop: _Loop) -> _Found:
     model, data = _model(loop), _data(loop)
     optimizer = _optimizer(loop, model)
-    found: _Found = {"losses": [], "norms": []}
-    for epoch in range(_EPOCHS):
-        order = torch.randperm(loop.n, generator=torch.Generator().manual_seed(_SEED + epoch))
-        for indices in order.split(loop.batch_size):
-            with nullcontext() if loop.precision == "no" else torch.autocast("cpu", dtype=torch.bfloat16):
-                losses, items = _losses(loop, model, data[indices])
-            optimizer.zero_grad(set_to_none=loop.set_to_none)
-            loss = sum(losses[1:], losses[0])
-            if items:
-                loss.backward()  # type: ignore[no-untyped-call]
-                found["losses"].append(loss.item())
-            else:  # nothing to learn from: the gradient is zero, and the step is taken
-                for p in model.parameters():
-                    p.grad = torch.zeros_like(p)
-            if loop.clips in ("norm", "always"):
-                found["norms"].append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
-            elif loop.clips == "value":
-                nn.utils.clip_grad_value_(model.parameters(), 0.02)
-            optimizer.step()
+    gradients = []
+
+    def loss_of(batch: list[int]) -> torch.Tensor | None:
+        with _autocast(loop):
+            losses, items = _losses(loop, model, data[batch])
+        return sum(losses[1:], losses[0]) if items else None
+
+    def clip(parameters: Any) -> Any:
+        parameters, norm = list(parameters), 0.0
+        if loop.clips in ("norm", "always"):
+            norm = nn.utils.clip_grad_norm_(parameters, _MAX_NORM)
+        elif loop.clips == "value":
+            nn.utils.clip_grad_value_(parameters, 0.02)
+        gradients.append([p.grad.clone() for p in parameters if p.grad is not None])
+        return norm
+
+    plain = train_plainly(
+        model,
+        loss_of,
+        num_samples=loop.n,
+        batch_size=loop.batch_size,
+        epochs=_EPOCHS,
+        seed=_SEED,
+        optimizer=optimizer,
+        drop_last=loop.drop_last,
+        clip=clip,
+    )
+    batches = [sorted(batch) for batch in plain.batches]
+    found = {"losses": plain.losses, "norms": plain.norms, "gradients": gradients, "batches": batches}
     return {**found, **_end(model, optimizer)}
 
 
@@ -137,30 +176,47 @@ def _exact(loop: _Loop) -> _Found:
     )
     model: Any = _model(loop)
     optimizer: Any = _optimizer(loop, model)
-    loader: Any = DataLoader(_data(loop), batch_size=loop.batch_size, shuffle=True)
+    loader: Any = DataLoader(_data(loop), batch_size=loop.batch_size, shuffle=True, drop_last=loop.drop_last)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    found: _Found = {"losses": [], "norms": []}
+    found: _Found = {"losses": [], "norms": [], "gradients": [], "batches": []}
     for _ in range(_EPOCHS):
+        seen: list[int] = []
+        num_micro_steps = 0
         for batch in loader:
+            num_micro_steps += 1
             with accelerator.accumulate(model) if loop.accumulates else nullcontext():
                 if loop.clears == "first":
                     optimizer.zero_grad(set_to_none=loop.set_to_none)
                 losses, items = _losses(loop, model, batch)
                 for loss in losses:
                     accelerator.backward(loss, num_items=items if loop.masks else None)
-                if accelerator.sync_gradients and (not loop.masks or accelerator._window.total):
-                    found["losses"].append(accelerator.update_loss())
+                seen += accelerator.gather_for_metrics(batch[-1]).tolist()
+                norm: Any = 0.0
                 if loop.clips == "always" or (loop.clips == "norm" and accelerator.sync_gradients):
-                    norm = accelerator.clip_grad_norm_(model.parameters(), 0.5).item()
-                    if accelerator.sync_gradients:
-                        found["norms"].append(norm)
+                    norm = accelerator.clip_grad_norm_(model.parameters(), _MAX_NORM)
                 elif loop.clips == "value":
                     accelerator.clip_grad_value_(model.parameters(), 0.02)
+                if accelerator.sync_gradients:
+                    found["losses"].append(_update_loss(accelerator))
+                    found["norms"].append(float(norm))
+                    found["gradients"].append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+                    found["batches"].append(sorted(seen))
+                    seen = []
                 if accelerator.sync_gradients or not loop.guards:
                     optimizer.step()
                 if loop.clears == "last" and (accelerator.sync_gradients or not loop.guards):
                     optimizer.zero_grad(set_to_none=loop.set_to_none)
+        assert num_micro_steps == len(loader)
     return {**found, **_end(accelerator.unwrap_model(model), optimizer)}
+
+
+def _update_loss(accelerator: Accelerator) -> float:
+    """Return the loss of the update; zero where it has no items (update_loss() gives nan, or an error before the first loss)."""
+    try:
+        loss = accelerator.update_loss()
+    except UsageError:
+        return 0.0
+    return 0.0 if math.isnan(loss) else loss
 
 
 def _exact_all(loops: list[_Loop]) -> list[_Found]:
@@ -197,7 +253,17 @@ _LOOPS = [
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_way_to_write_the_loop_makes_the_update_of_the_whole_batch(world_size: int) -> None:
     loops = _LOOPS if world_size < 4 else [loop for loop in _LOOPS if loop.batch_size < 4]  # ranks without samples
-    by_rank = run_on_ranks(_exact_all, loops, world_size=world_size, timeout=120)
+    _expect_plain(loops, world_size, timeout=120)
+
+
+@pytest.mark.parametrize("count", [7, pytest.param(50, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.soak)])
+def test_random_loops_make_the_updates_of_the_whole_batches(world_size: int, count: int) -> None:
+    _expect_plain(_random_loops(seed=world_size, count=count), world_size, timeout=20 * count)
+
+
+def _expect_plain(loops: list[_Loop], world_size: int, timeout: float) -> None:
+    by_rank = run_on_ranks(_exact_all, loops, world_size=world_size, timeout=timeout)
     for number, loop in enumerate(loops):
         expected = _plain(loop)
         for rank, results in enumerate(by_rank):
@@ -210,9 +276,10 @@ def _compare(loop: _Loop, found: _Found, expected: _Found, *, why: str) -> None:
     rtol, atol = {"sgd": (1e-12, 1e-14), "adamw": (1e-9, 1e-14)}[loop.optimizer]
     if loop.precision == "bf16":
         rtol, atol = 2e-2, 2e-3
-    for name, values in expected.items():
+    assert found.pop("batches") == expected["batches"], why
+    for name in found:
         torch.testing.assert_close(
-            found[name], values, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n} of {why}: {m}"
+            found[name], expected[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n} of {why}: {m}"
         )
 
 
@@ -227,7 +294,7 @@ def _pair() -> tuple[list[nn.Module], list[Any]]:
 
 def _real_and_fake(models: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     generator, critic = models
-    x, y, _ = batch
+    x, y, *_ = batch
     return critic(x), critic(generator(y).detach())
 
 
@@ -274,7 +341,7 @@ def _separate(clears_first: bool) -> list[torch.Tensor]:
     loader: Any = DataLoader(_data(_Loop(n=9)), batch_size=4)
     models, optimizers, loader = accelerator.prepare(models, optimizers, loader)
     for _ in range(_EPOCHS):
-        for x, y, _mask in loader:
+        for x, y, *_ in loader:
             with accelerator.accumulate(*models):
                 for model, optimizer, inputs in zip(models, optimizers, (y, x)):
                     if clears_first:
@@ -289,7 +356,7 @@ def _separate(clears_first: bool) -> list[torch.Tensor]:
 def _plain_separate() -> list[torch.Tensor]:
     models, optimizers = _pair()
     for _ in range(_EPOCHS):
-        for x, y, _mask in DataLoader(_data(_Loop(n=9)), batch_size=4):
+        for x, y, *_ in DataLoader(_data(_Loop(n=9)), batch_size=4):
             for model, optimizer, inputs in zip(models, optimizers, (y, x)):
                 optimizer.zero_grad()
                 model(inputs).square().mean().backward()
@@ -413,7 +480,7 @@ def _collectives(parity: str, *, accumulation: int, weighted: bool) -> list[int]
     group: Any = dist.group.WORLD
     counts = []
     before = None
-    for x, y, _ in loader:
+    for x, y, *_ in loader:
         if before is None:  # not what the beginning of a pass costs
             before = group._get_sequence_number_for_group()
         with accelerator.accumulate(model):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -127,8 +128,8 @@ def _tokens(folder: str) -> float:
     labels = torch.full((4, 4), -100.0, dtype=torch.float64)
     for row, count in enumerate((1, 4, 2, 3)):
         labels[row, :count] = 1.0
-    options = {**CONSTANT_SGD, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "logging_steps": 1}
-    args = arguments(folder, **{**options, "learning_rate": 0.001})
+    options = {**CONSTANT_SGD, "per_device_train_batch_size": 1, "logging_steps": 1, "learning_rate": 0.001}
+    args = arguments(folder, gradient_accumulation_steps=4 // dist.get_world_size(), **options)
     model = Counts()
     trainer = Trainer(model, args, train_dataset=[{"x": x[i], "labels": labels[i]} for i in range(4)])
     trainer.train()
@@ -140,9 +141,10 @@ def _tokens(folder: str) -> float:
     return abs(model.weight.item() - wanted.item())
 
 
-def test_tokens_of_all_ranks_weigh_equally(tmp_path: Any) -> None:
-    # 1, 4, 2 and 3 tokens in the four batches of one update: the mean is over all 10.
-    assert max(run_on_ranks(_tokens, str(tmp_path), world_size=2)) < 1e-14
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_tokens_of_all_ranks_and_batches_weigh_equally(tmp_path: Any, world_size: int) -> None:
+    # 1, 4, 2 and 3 tokens in the four batches of one update: the mean is over all 10, not the mean of four means.
+    assert max(run_on_ranks(_tokens, str(tmp_path), world_size=world_size)) < 1e-14
 
 
 def _train_without_data(folder: str) -> None:

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from echelon import Trainer, TrainerCallback, TrainingArguments
+from echelon import Trainer
 from echelon.base.errors import ConfigError
 from tests.harness import run_on_ranks
+from tests.reference import PlainTraining, warmup_then_linear
+from tests.trainer_models import EndsAfter, arguments, logged, train_rows_plainly
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.deepspeed
@@ -63,9 +65,8 @@ def _samples() -> list[dict[str, torch.Tensor]]:
 def _train(folder: Path) -> tuple[float, float, list[float], float | None]:
     """Return the loss before and after, the learning rates, and how far a fresh model with the saved weights is off."""
     path = folder / "ds.json"
-    arguments = TrainingArguments(
-        output_dir=str(folder / "out"),
-        use_cpu=True,
+    args = arguments(
+        folder / "out",
         bf16=True,
         deepspeed=str(path),
         per_device_train_batch_size=4,
@@ -74,16 +75,14 @@ def _train(folder: Path) -> tuple[float, float, list[float], float | None]:
         learning_rate=0.05,
         warmup_steps=2,
         logging_steps=1,
-        save_strategy="no",
         report_to="none",
-        disable_tqdm=True,
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of DeepSpeed's, about torch
-        trainer = Trainer(model=Model(), args=arguments, train_dataset=_samples(), eval_dataset=_samples())  # type: ignore[arg-type]
+        trainer = Trainer(model=Model(), args=args, train_dataset=_samples(), eval_dataset=_samples())  # type: ignore[arg-type]
         trainer.train()
         rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        losses = logged(trainer)
         loss = trainer.evaluate()["eval_loss"]
         state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     off = None
@@ -115,25 +114,16 @@ def test_a_trainer_trains_under_a_config_full_of_auto(more: dict[str, Any], tmp_
 
 def _train_in_parts(folder: str, config: dict[str, Any], *, end: int | None, resume: bool) -> tuple[list[float], Any]:
     """Return the losses of all steps and the weights."""
-
-    class Ends(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == end:
-                control.should_save = control.should_training_stop = True
-
-    arguments = TrainingArguments(
+    args = arguments(
         folder,
-        use_cpu=True,
         deepspeed=config,
         per_device_train_batch_size=4,
         num_train_epochs=2,
         learning_rate=0.05,
         logging_steps=1,
-        save_strategy="no",
         seed=3,
         max_grad_norm=0.5,
         report_to="none",
-        disable_tqdm=True,
     )
     model = Model()
     if resume:
@@ -142,28 +132,25 @@ def _train_in_parts(folder: str, config: dict[str, Any], *, end: int | None, res
                 parameter.fill_(9.0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of DeepSpeed's, about torch
-        trainer = Trainer(model=model, args=arguments, train_dataset=_samples(), callbacks=[Ends()])  # type: ignore[arg-type]
+        trainer = Trainer(model=model, args=args, train_dataset=_samples(), callbacks=[EndsAfter(end)])  # type: ignore[arg-type]
         trainer.train(resume_from_checkpoint=resume)
         state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], state
+    return logged(trainer), state
 
 
-def _plain_loop() -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train on batches of both processes' samples; knows nothing of echelon."""
-    model, samples, losses = Model(), _samples(), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.0)
-    for epoch in range(2):
-        order = torch.randperm(64, generator=torch.Generator().manual_seed(3 + epoch)).tolist()
-        for start in range(0, 64, 8):
-            rows = [samples[i] for i in order[start : start + 8]]
-            loss = model(torch.stack([r["x"] for r in rows]), torch.stack([r["labels"] for r in rows]))["loss"]
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.param_groups[0]["lr"] = 0.05 * (1 - len(losses) / 16)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-    return losses, model.state_dict()
+def _plain_loop() -> PlainTraining:
+    """Train on batches of both processes' samples, by a plain loop."""
+    model = Model()
+    return train_rows_plainly(
+        model,
+        _samples(),
+        batch_size=8,
+        epochs=2,
+        seed=3,
+        optimizer=torch.optim.AdamW(model.parameters(), weight_decay=0.0),
+        rate=warmup_then_linear(0.05, warmup=0, total=16),
+        clip=lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.5),
+    )
 
 
 @pytest.mark.soak
@@ -178,10 +165,10 @@ def test_a_training_goes_on_from_its_checkpoint_as_if_it_had_not_been_stopped(st
     whole = run_on_ranks(_train_in_parts, str(tmp_path / "whole"), config, end=None, resume=False, timeout=120)
     run_on_ranks(_train_in_parts, str(tmp_path / "parts"), config, end=11, resume=False, timeout=120)  # in epoch 1
     again = run_on_ranks(_train_in_parts, str(tmp_path / "parts"), config, end=None, resume=True, timeout=120)
-    losses, weights = _plain_loop()
+    plain = _plain_loop()
     assert again[0][0] == whole[0][0]
-    assert whole[0][0] == pytest.approx(losses, rel=1e-4)  # float32, summed in another order over 16 steps
-    for name, value in weights.items():
+    assert whole[0][0] == pytest.approx(plain.losses, rel=1e-4)  # float32, summed in another order over 16 steps
+    for name, value in plain.model.state_dict().items():
         assert torch.equal(again[0][1][name], whole[0][1][name]), name
         torch.testing.assert_close(whole[0][1][name], value, rtol=1e-3, atol=1e-5)
 
@@ -192,14 +179,13 @@ def test_a_config_that_contradicts_the_arguments_is_an_error(tmp_path: Path) -> 
         ({"train_micro_batch_size_per_gpu": 3}, ("train_micro_batch_size_per_gpu=3", "4 (from derived DataLoader")),
         ({"optimizer": {"params": {"lr": 1.0}}}, ("optimizer.params.lr=1.0", "TrainingArguments.learning_rate")),
     ):
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path),
-            use_cpu=True,
+        args = arguments(
+            tmp_path,
             per_device_train_batch_size=4,
             gradient_accumulation_steps=2,
             report_to="none",
             deepspeed={"zero_optimization": {"stage": 2}, **config},
         )
         with pytest.raises(ConfigError) as caught:
-            Trainer(model=Model(), args=arguments)
+            Trainer(model=Model(), args=args)
         assert all(part in str(caught.value) for part in parts), str(caught.value)

@@ -33,6 +33,8 @@ from echelon.trainer import (
     TrainingArguments,
     get_last_checkpoint,
 )
+from tests.reference import PlainTraining, train_plainly, warmup_then_linear
+from tests.trainer_models import arguments, logged
 
 N, SIZE, EPOCHS, SEED = 22, 2, 2, 5  # 11 batches of an epoch: with accumulation 3 the last update has 2
 
@@ -84,8 +86,6 @@ class DrawsOnce(TrainerCallback):
 
 def _args(folder: Path, **options: Any) -> TrainingArguments:
     defaults: dict[str, Any] = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": SIZE,
         "num_train_epochs": EPOCHS,
         "gradient_accumulation_steps": 3,
         "learning_rate": 0.01,
@@ -96,67 +96,50 @@ def _args(folder: Path, **options: Any) -> TrainingArguments:
         "save_strategy": "steps",
         "save_steps": 1,
         "seed": SEED,
-        "disable_tqdm": True,
-        "use_cpu": True,
     }
-    return TrainingArguments(**{**defaults, **options})
+    return arguments(folder, **{**defaults, **options})
 
 
 def _trainer(args: TrainingArguments, *, seed: int = SEED, noise: bool = False, **options: Any) -> Trainer:
     return Trainer(Net(seed), args, train_dataset=Noisy(noise=noise), **options)
 
 
-def _losses(trainer: Trainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def _plain_loop() -> tuple[list[float], nn.Module]:
-    """Train as ``_args`` say; knows nothing of echelon."""
+def _plain_loop() -> PlainTraining:
+    """Train as ``_args`` say, by a plain loop."""
     model, data = Net(), Noisy(noise=False)
     torch.manual_seed(SEED)
-    weights = [p for name, p in model.named_parameters() if not name.endswith("bias")]
-    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
-    optimizer = torch.optim.AdamW([{"params": weights}, {"params": biases}], lr=0.01, weight_decay=0.0)
-    per_epoch = math.ceil(math.ceil(N / SIZE) / 3)
-    losses = []
-    for epoch in range(EPOCHS):
-        order = torch.randperm(N, generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
-        torch.empty((), dtype=torch.int64).random_()  # a DataLoader draws the seed of its workers
-        batches = [order[i : i + SIZE] for i in range(0, N, SIZE)]
-        for first in range(0, len(batches), 3):
-            group, total = batches[first : first + 3], 0.0
-            for rows in group:
-                loss = model(data.x[rows], torch.tensor([i % 3 for i in rows]))["loss"] / len(group)
-                loss.backward()
-                total += loss.double().item()
-            step = len(losses)
-            rate = step / 3 if step < 3 else (EPOCHS * per_epoch - step) / (EPOCHS * per_epoch - 3)
-            for one in optimizer.param_groups:
-                one["lr"] = 0.01 * rate
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(total)
-    return losses, model
+    return train_plainly(
+        model,
+        lambda rows: model(data.x[rows], torch.tensor([i % 3 for i in rows]))["loss"],
+        num_samples=N,
+        batch_size=SIZE,
+        epochs=EPOCHS,
+        seed=SEED,
+        accumulation=3,
+        optimizer=torch.optim.AdamW(model.parameters(), weight_decay=0.0),
+        rate=warmup_then_linear(0.01, warmup=3, total=EPOCHS * math.ceil(math.ceil(N / SIZE) / 3)),
+        clip=lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.5),
+    )
 
 
 @pytest.mark.parametrize("layout", ["echelon", "transformers"])
 def test_a_training_that_is_stopped_anywhere_goes_on_bit_for_bit(
     tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    losses, model = _plain_loop()
+    plain = _plain_loop()
+    losses = plain.losses
     monkeypatch.setenv("ECHELON_CHECKPOINT_FORMAT", layout)
     whole = _trainer(_args(tmp_path))
     whole.train()
-    assert _losses(whole) == losses
+    assert logged(whole) == losses
     assert len(losses) == 8
     for step in (1, 3, 4, 5, 8):  # 4 is the last of an epoch, 8 of all
         trainer = _trainer(_args(tmp_path / "again", save_strategy="no"), seed=99, callbacks=[DrawsOnce()])
         random.seed(step), np.random.seed(step), torch.manual_seed(step)
         result = trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
-        assert _losses(trainer) == losses, step
+        assert logged(trainer) == losses, step
         assert (result.global_step, trainer.state.epoch) == (8, 2.0)
-        for name, value in model.state_dict().items():
+        for name, value in plain.model.state_dict().items():
             assert torch.equal(trainer.model.state_dict()[name], value), (step, name)
         if step < 8:  # of this call alone
             assert result.training_loss == pytest.approx(sum(losses[step:]) / (8 - step), rel=1e-12)
@@ -170,7 +153,7 @@ def test_what_is_drawn_when_samples_are_read_is_drawn_again(tmp_path: Path, work
     for step in (2, 6):
         trainer = _trainer(_args(tmp_path / "again", **{**options, "save_strategy": "no"}), seed=99, noise=True)
         trainer.train(resume_from_checkpoint=tmp_path / f"checkpoint-{step}")
-        assert _losses(trainer) == _losses(whole)  # also the window that was open
+        assert logged(trainer) == logged(whole)  # also the window that was open
         for name, value in whole.model.state_dict().items():
             assert torch.equal(trainer.model.state_dict()[name], value), (step, name)
 
@@ -191,7 +174,7 @@ def test_the_newest_whole_checkpoint_is_taken_and_what_is_passed_over_is_told(tm
             EchelonWarning, match=r"(?s)checkpoint-4; newer.*checkpoint-8:.*model.safetensors is damaged.*-6: .*missing"
         ):
             again.train()
-        assert _losses(again) == _losses(whole)
+        assert logged(again) == logged(whole)
     with pytest.raises(CheckpointError, match=r"model.safetensors is damaged"):
         _trainer(_args(tmp_path)).train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
 
@@ -386,7 +369,7 @@ def test_an_error_leaves_a_checkpoint_of_the_last_whole_step(tmp_path: Path, noi
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-5"]
     again = _trainer(_args(tmp_path, save_strategy="no"), seed=99)
     again.train(resume_from_checkpoint="auto")
-    assert _losses(again) == _losses(whole)
+    assert logged(again) == logged(whole)
     for name, value in whole.model.state_dict().items():
         assert torch.equal(again.model.state_dict()[name], value), name
 
@@ -404,7 +387,7 @@ class Signals(TrainerCallback):
 def test_a_signal_ends_the_training_after_the_step_and_auto_goes_on(
     tmp_path: Path, setting: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    losses, before = _plain_loop()[0], signal.getsignal(signal.SIGTERM)
+    losses, before = _plain_loop().losses, signal.getsignal(signal.SIGTERM)
     options = {"save_strategy": "no", setting: True}
     first = _trainer(_args(tmp_path, **options), callbacks=[Signals()])
     if setting == "save_on_signal":
@@ -418,7 +401,7 @@ def test_a_signal_ends_the_training_after_the_step_and_auto_goes_on(
     assert signal.getsignal(signal.SIGTERM) is before
     second = _trainer(_args(tmp_path, **options), seed=99)
     assert second.train(resume_from_checkpoint="auto").global_step == 8
-    assert _losses(second) == losses
+    assert logged(second) == losses
 
 
 class SignalsInEvaluation(TrainerCallback):
@@ -452,7 +435,7 @@ def test_an_evaluation_that_a_signal_ends_is_made_again(tmp_path: Path) -> None:
     ]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 4
-    assert _losses(second) == _losses(whole)
+    assert logged(second) == logged(whole)
     for name, value in whole.model.state_dict().items():
         assert torch.equal(second.model.state_dict()[name], value), name
 
@@ -480,7 +463,7 @@ def test_the_example_of_the_document_goes_on(
             program.replace("Trainer(torch", "trainer = Trainer(torch").replace(").train()", "); trainer.train()"),
             scope,
         )
-        losses.append(_losses(scope["trainer"]))
+        losses.append(logged(scope["trainer"]))
     assert len(losses[0]) == 4
     assert losses[1] == losses[2][:1]
     assert len(losses[2]) == 4
@@ -496,7 +479,7 @@ def test_a_checkpoint_is_exported_for_transformers(tmp_path: Path) -> None:
     }
     again = _trainer(_args(tmp_path / "2", save_strategy="no"), seed=99)
     again.train(resume_from_checkpoint=out)
-    assert _losses(again) == _losses(whole)
+    assert logged(again) == logged(whole)
 
 
 class _Leaves(TrainerCallback):

@@ -66,7 +66,6 @@ def test_events_come_in_the_order_of_transformers(tmp_path: Path) -> None:
         tmp_path,
         per_device_train_batch_size=5,
         gradient_accumulation_steps=2,
-        logging_strategy="steps",
         logging_steps=1,
         eval_strategy="steps",
         per_device_eval_batch_size=5,
@@ -232,7 +231,7 @@ def _leaving(folder: Path, what: str, **options: Any) -> tuple[Trainer, Recorder
 
 
 def test_a_callback_can_end_the_training_within_an_update(tmp_path: Path) -> None:
-    trainer, recorder, seen = _leaving(tmp_path, "should_training_stop", logging_strategy="steps", logging_steps=1)
+    trainer, recorder, seen = _leaving(tmp_path, "should_training_stop", logging_steps=1)
     # The first update has three batches; of the second the first one ran, and nothing is stepped with.
     assert [row[0] for row in seen] == [0.0, 1.0, 2.0, 3.0]
     assert trainer.state.global_step == 1
@@ -542,7 +541,7 @@ def test_the_length_of_a_training(tmp_path: Path, options: dict[str, Any], steps
 
 
 def test_a_second_training_begins_anew_with_the_same_optimizer(tmp_path: Path) -> None:
-    trainer = Trainer(Line(), _args(tmp_path, logging_strategy="steps", logging_steps=1), train_dataset=DATA)
+    trainer = Trainer(Line(), _args(tmp_path, logging_steps=1), train_dataset=DATA)
     trainer.train()
     optimizer = trainer.optimizer
     trainer.train()
@@ -641,29 +640,6 @@ def test_the_best_model_comes_back(tmp_path: Path) -> None:
     args = _args(tmp_path, **{**options, "num_train_epochs": 3})
     trainer = Trainer(Goes(), args, train_dataset=DATA, eval_dataset=DATA, callbacks=stops)
     assert trainer.train().global_step == 5  # two evaluations after the best one
-
-
-def test_a_schedule_on_a_plateau_follows_the_evaluations(tmp_path: Path) -> None:
-    args = _args(
-        tmp_path,
-        learning_rate=1.0,
-        lr_scheduler_type="reduce_lr_on_plateau",
-        lr_scheduler_kwargs={"factor": 0.5, "patience": 0},
-        optim="sgd",
-        eval_strategy="steps",
-        eval_steps=1,
-        logging_strategy="steps",
-        logging_steps=1,
-        max_steps=4,
-    )
-
-    class Still(Line):
-        def forward(self, x: Any, labels: Any = None) -> Any:
-            return {"loss": 0.0 * super().forward(x, labels)["loss"] + 1.0, "logits": x}
-
-    trainer = Trainer(Still(), args, train_dataset=DATA, eval_dataset=DATA)
-    trainer.train()
-    assert [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry] == [1.0, 1.0, 0.5, 0.25]
 
 
 def test_the_screen_shows_the_numbers_and_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

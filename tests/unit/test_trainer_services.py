@@ -24,35 +24,13 @@ from echelon.trainer import (
     TrainingArguments,
 )
 from echelon.trainer.features.hyperparameter_search import default_compute_objective
+from tests.trainer_models import DATA, Line, arguments
 
-
-class Line(nn.Module):
-    def __init__(self, start: float = 0.0) -> None:
-        super().__init__()
-        self.layer = nn.Linear(1, 1)
-        nn.init.constant_(self.layer.weight, start)
-        nn.init.zeros_(self.layer.bias)
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        y = self.layer(x).squeeze(-1)
-        return {"logits": y} if labels is None else {"loss": F.mse_loss(y, labels), "logits": y}
-
-
-DATA = [{"x": torch.tensor([float(i)]), "labels": torch.tensor(2.0 * i)} for i in range(10)]
 PLAIN: dict[str, Any] = {"optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0}
 
 
 def _args(folder: Path | str, **options: Any) -> TrainingArguments:
-    defaults: dict[str, Any] = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 10,
-        "num_train_epochs": 1,
-        "logging_strategy": "no",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    return TrainingArguments(**{**defaults, **options})
+    return arguments(folder, **{"per_device_train_batch_size": 10, **options})
 
 
 # ---- search ----------------------------------------------------------------------------------------------------------

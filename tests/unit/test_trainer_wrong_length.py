@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
-from echelon import Accelerator, Trainer, TrainerCallback, TrainingArguments
+from echelon import Accelerator, Trainer, TrainingArguments
 from echelon.base.warnings import EchelonWarning
 from echelon.distributed import shard
+from tests.trainer_models import EndsAfter, RecordingModel, arguments, logged
 
 
 class Stream(IterableDataset[Any]):
@@ -65,19 +66,6 @@ class Samples(Sampler[int]):
         return iter(range(self.real))
 
 
-class Seen(torch.nn.Module):
-    """Notes the samples of its training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.seen: list[float] = []
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        self.seen += x.flatten().tolist()
-        return {"loss": (self.weight * x).mean(), "logits": x}
-
-
 class Plain(Trainer):
     """Its loader of the training data is its own, and not prepared."""
 
@@ -95,14 +83,7 @@ class ByItsSampler(Trainer):
 
 
 def _arguments(folder: Path, **options: Any) -> TrainingArguments:
-    return TrainingArguments(
-        str(folder),
-        use_cpu=True,
-        per_device_train_batch_size=2,
-        per_device_eval_batch_size=2,
-        logging_steps=1,
-        **{"save_strategy": "no", "report_to": "none", "disable_tqdm": True, **options},
-    )
+    return arguments(folder, per_device_eval_batch_size=2, logging_steps=1, **options)
 
 
 def _caught(run: Any) -> list[str]:
@@ -110,10 +91,6 @@ def _caught(run: Any) -> list[str]:
         warnings.simplefilter("always")
         run()
     return [str(w.message) for w in caught if issubclass(w.category, EchelonWarning)]
-
-
-def _logged(trainer: Any, name: str) -> list[float]:
-    return [entry[name] for entry in trainer.state.log_history if name in entry and "loss" in entry]
 
 
 CASES = [
@@ -126,21 +103,21 @@ CASES = [
 def test_every_sample_of_each_epoch_is_read_when_the_length_is_too_small(
     kind: type[Trainer], accumulation: int, parity: str, tmp_path: Path
 ) -> None:
-    model = Seen()
-    arguments = _arguments(
+    model = RecordingModel()
+    args = _arguments(
         tmp_path, num_train_epochs=2, gradient_accumulation_steps=accumulation, learning_rate=0.6, parity=parity
     )
-    trainer = kind(model, arguments, train_dataset=Stream(10, said=6))
+    trainer = kind(model, args, train_dataset=Stream(10, said=6))
     texts = _caught(trainer.train)
     assert model.seen == 2 * [float(i) for i in range(10)]
     steps = -(-5 // accumulation)  # of five batches
     planned = 2 * -(-3 // accumulation)
     assert trainer.state.global_step == trainer.state.max_steps == 2 * steps
     assert trainer.state.epoch == 2.0
-    rates = _logged(trainer, "learning_rate")
+    rates = logged(trainer, "learning_rate")
     # transformers' linear schedule for the steps that were planned; the last of them is kept.
     assert rates == pytest.approx([0.6 * (1 - min(i, planned - 1) / planned) for i in range(2 * steps)])
-    assert _logged(trainer, "epoch") == sorted(_logged(trainer, "epoch"))
+    assert logged(trainer, "epoch") == sorted(logged(trainer, "epoch"))
     (text,) = texts
     assert "epoch 1 had 5 batches" in text
     assert "3 by its length (Stream.__len__, " in text
@@ -150,9 +127,9 @@ def test_every_sample_of_each_epoch_is_read_when_the_length_is_too_small(
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_length_that_is_too_large_is_said(accumulation: int, tmp_path: Path) -> None:
-    model = Seen()
-    arguments = _arguments(tmp_path, num_train_epochs=2, gradient_accumulation_steps=accumulation)
-    trainer = Trainer(model, arguments, train_dataset=Stream(6, said=10))
+    model = RecordingModel()
+    args = _arguments(tmp_path, num_train_epochs=2, gradient_accumulation_steps=accumulation)
+    trainer = Trainer(model, args, train_dataset=Stream(6, said=10))
     (text,) = _caught(trainer.train)
     assert model.seen == 2 * [float(i) for i in range(6)]
     assert trainer.state.global_step == 2 * -(-3 // accumulation)
@@ -162,7 +139,7 @@ def test_a_length_that_is_too_large_is_said(accumulation: int, tmp_path: Path) -
 
 @pytest.mark.parametrize(("said", "seen"), [(6, [*range(10), *range(4)]), (20, [*range(10), *range(4)])])
 def test_max_steps_bounds_the_training_and_the_data_their_epoch(said: int, seen: list[int], tmp_path: Path) -> None:
-    model = Seen()
+    model = RecordingModel()
     trainer = Trainer(model, _arguments(tmp_path, max_steps=7), train_dataset=Stream(10, said=said))
     (text,) = _caught(trainer.train)
     assert model.seen == [float(i) for i in seen]
@@ -171,14 +148,14 @@ def test_max_steps_bounds_the_training_and_the_data_their_epoch(said: int, seen:
 
 
 def test_a_part_of_an_epoch_is_as_long_as_it_was_planned(tmp_path: Path) -> None:
-    model = Seen()
-    arguments = _arguments(tmp_path, num_train_epochs=1.5)
-    _caught(Trainer(model, arguments, train_dataset=Stream(10, said=8)).train)  # 4 batches: 2 are half of them
+    model = RecordingModel()
+    args = _arguments(tmp_path, num_train_epochs=1.5)
+    _caught(Trainer(model, args, train_dataset=Stream(10, said=8)).train)  # 4 batches: 2 are half of them
     assert model.seen == [float(i) for i in (*range(10), *range(4))]
 
 
 def test_a_limit_stays_one(tmp_path: Path) -> None:
-    model = Seen()
+    model = RecordingModel()
     trainer = Trainer(
         model, _arguments(tmp_path, num_train_epochs=2, limit_train_batches=2), train_dataset=Stream(10, 8)
     )
@@ -188,7 +165,7 @@ def test_a_limit_stays_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [Trainer, Plain])
 def test_a_stream_without_an_end_ends_and_it_is_said(kind: type[Trainer], tmp_path: Path) -> None:
-    model = Seen()
+    model = RecordingModel()
     trainer = kind(model, _arguments(tmp_path, num_train_epochs=2), train_dataset=Stream(None, said=6))
     (text,) = _caught(trainer.train)
     assert model.seen == [float(i) for i in (*range(12), *range(6))]  # twice as much as it says, and from then on that
@@ -199,7 +176,7 @@ def test_a_stream_without_an_end_ends_and_it_is_said(kind: type[Trainer], tmp_pa
 
 @pytest.mark.parametrize(("real", "said"), [(10, 6), (6, 10)])
 def test_the_length_of_a_sampler_may_be_wrong_too(real: int, said: int, tmp_path: Path) -> None:
-    model = Seen()
+    model = RecordingModel()
     data = [{"x": torch.tensor([float(i)])} for i in range(12)]
     trainer = ByItsSampler(model, _arguments(tmp_path, num_train_epochs=1), train_dataset=data)
     trainer.given = Samples(real, said)
@@ -207,15 +184,6 @@ def test_the_length_of_a_sampler_may_be_wrong_too(real: int, said: int, tmp_path
     assert model.seen == [float(i) for i in range(real)]
     assert f"epoch 1 had {real // 2} batches" in text
     assert f"{said // 2} by its length (Samples.__len__, " in text
-
-
-class _Ends(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            control.should_save = control.should_training_stop = True
 
 
 @pytest.mark.parametrize("kind", ["off", "exact", "transformers"])
@@ -229,19 +197,19 @@ def test_such_a_training_goes_on_from_each_of_its_steps(
     options: dict[str, Any] = {"checkpoint_format": kind} if kind == "transformers" else {"parity": kind}
 
     def train(folder: Path, *callbacks: Any, resume: bool = False) -> tuple[list[float], Any]:
-        model = Seen()
-        arguments = _arguments(folder, num_train_epochs=2, **options)
-        trainer = Trainer(model, arguments, train_dataset=Places(real, said), callbacks=list(callbacks))
+        model = RecordingModel()
+        args = _arguments(folder, num_train_epochs=2, **options)
+        trainer = Trainer(model, args, train_dataset=Places(real, said), callbacks=list(callbacks))
         _caught(lambda: trainer.train(resume_from_checkpoint=resume))
         return model.seen, trainer
 
     whole, trainer = train(tmp_path / "whole")
-    before, _ = train(tmp_path / "parts", _Ends(end))
+    before, _ = train(tmp_path / "parts", EndsAfter(end))
     after, again = train(tmp_path / "parts", resume=True)
     assert before + after == whole == 2 * [float(i) for i in range(real)]
     assert again.state.global_step == trainer.state.global_step
-    assert _logged(again, "learning_rate") == _logged(trainer, "learning_rate")
-    assert _logged(again, "epoch") == _logged(trainer, "epoch")
+    assert logged(again, "learning_rate") == logged(trainer, "learning_rate")
+    assert logged(again, "epoch") == logged(trainer, "epoch")
 
 
 @pytest.mark.parametrize("said", [4, 6, 12])
@@ -252,8 +220,8 @@ def test_an_evaluation_reads_all_and_computes_its_metrics_at_the_end(said: int, 
         results.append((len(np.asarray(prediction.predictions)), compute_result))
         return {"rows": float(sum(rows for rows, _ in results))} if compute_result else {}
 
-    arguments = _arguments(tmp_path, batch_eval_metrics=True, label_names=["x"])
-    trainer = Trainer(Seen(), arguments, eval_dataset=Stream(6, said), compute_metrics=metrics)
+    args = _arguments(tmp_path, batch_eval_metrics=True, label_names=["x"])
+    trainer = Trainer(RecordingModel(), args, eval_dataset=Stream(6, said), compute_metrics=metrics)
     found = {}
     assert _caught(lambda: found.update(trainer.evaluate())) == []
     assert results == [(2, False), (2, False), (2, True)]
