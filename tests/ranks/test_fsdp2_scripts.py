@@ -106,7 +106,7 @@ def test_a_number_of_one_shard_is_told_once_at_its_line() -> None:
     source = Path(__file__).read_text().splitlines()
     lines = [f"{Path(__file__).name}:{i}" for i, line in enumerate(source, 1) if line.endswith("# LINE")]
     assert [line for _, line in said] == lines
-    assert all("of this rank's shard alone" in text and "full_tensor()" in text for text, _ in said)
+    assert all("of this rank's shard only" in text and "full_tensor()" in text for text, _ in said)
     assert silent == []
 
 

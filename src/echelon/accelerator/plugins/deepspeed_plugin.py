@@ -1,4 +1,4 @@
-"""``DeepSpeedPlugin``: DeepSpeed's settings in Accelerate's words, from code, the environment, or a ``ds_config.json``."""
+"""``DeepSpeedPlugin``: DeepSpeed's settings under Accelerate's names, from code, the environment, or a ``ds_config.json``."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ __all__ = [
 _logger = get_logger(__name__)
 
 _ZERO = "zero_optimization"
-# Field -> its variable, and its key in DeepSpeed's config.
 _PREFIX = "ACCELERATE_DEEPSPEED_"
+# Field -> its variable.
 _VARIABLES = MappingProxyType(
     {
         "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
@@ -52,28 +52,17 @@ _VARIABLES = MappingProxyType(
         "hf_ds_config": f"{_PREFIX}CONFIG_FILE",
     }
 )
-_KEYS = MappingProxyType(
+# Field -> its key in DeepSpeed's config, and its default.
+_KEYS: Mapping[str, tuple[str, Any]] = MappingProxyType(
     {
-        "gradient_accumulation_steps": "gradient_accumulation_steps",
-        "gradient_clipping": "gradient_clipping",
-        "zero_stage": f"{_ZERO}.stage",
-        "offload_optimizer_device": f"{_ZERO}.offload_optimizer.device",
-        "offload_param_device": f"{_ZERO}.offload_param.device",
-        "offload_param_nvme_path": f"{_ZERO}.offload_param.nvme_path",
-        "offload_optimizer_nvme_path": f"{_ZERO}.offload_optimizer.nvme_path",
-        "zero3_save_16bit_model": f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
-    }
-)
-_DEFAULTS = MappingProxyType(
-    {
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "zero_stage": 2,
-        "offload_optimizer_device": "none",
-        "offload_param_device": "none",
-        "offload_optimizer_nvme_path": "none",
-        "offload_param_nvme_path": "none",
-        "zero3_save_16bit_model": False,
+        "gradient_accumulation_steps": ("gradient_accumulation_steps", "auto"),
+        "gradient_clipping": ("gradient_clipping", "auto"),
+        "zero_stage": (f"{_ZERO}.stage", 2),
+        "offload_optimizer_device": (f"{_ZERO}.offload_optimizer.device", "none"),
+        "offload_param_device": (f"{_ZERO}.offload_param.device", "none"),
+        "offload_param_nvme_path": (f"{_ZERO}.offload_param.nvme_path", "none"),
+        "offload_optimizer_nvme_path": (f"{_ZERO}.offload_optimizer.nvme_path", "none"),
+        "zero3_save_16bit_model": (f"{_ZERO}.stage3_gather_16bit_weights_on_model_save", False),
     }
 )
 _DEVICES = ("none", "cpu", "nvme")
@@ -81,25 +70,25 @@ _DEVICES = ("none", "cpu", "nvme")
 
 @dataclass
 class DeepSpeedPlugin:
-    """How DeepSpeed is used. None: from the environment (``ACCELERATE_DEEPSPEED_*``), else as said below.
+    """DeepSpeed's settings. None: from the environment (``ACCELERATE_DEEPSPEED_*``), else the default.
 
-    With ``hf_ds_config`` that config counts, and the other arguments fill what is ``"auto"`` in it.
+    With ``hf_ds_config``, that config applies, and the other arguments resolve ``"auto"`` values in it.
 
     Raises:
-        ConfigError: a value that is not known, or an argument and a key of the config that contradict each other.
+        ConfigError: an invalid value, or an argument that conflicts with the config.
     """
 
     hf_ds_config: Any = None
     """A path, a dict, JSON text, or an ``HfDeepSpeedConfig``."""
     gradient_accumulation_steps: int = None  # type: ignore[assignment]
-    """``"auto"`` (the default): those of the Accelerator."""
+    """``"auto"`` (the default): the Accelerator's."""
     gradient_clipping: float = None  # type: ignore[assignment]
-    """The largest norm; ``"auto"`` (the default): what the loop says by ``clip_grad_norm_``, else 1.0, as in Accelerate. 0:
-    none."""
+    """The maximum norm; 0: no clipping. ``"auto"`` (the default): what the loop passes to ``clip_grad_norm_``, else 1.0, as in
+    Accelerate."""
     zero_stage: int = None  # type: ignore[assignment]
-    """0 to 3; 2 by default."""
+    """0 to 3; default 2."""
     is_train_batch_min: bool = True
-    """Of several loaders, the smallest batch is that of the training; False: the largest."""
+    """Of several loaders, the one with the smallest batch is the training loader; False: the largest."""
     offload_optimizer_device: str = None  # type: ignore[assignment]
     """``none``, ``cpu`` or ``nvme``; in stages 1 to 3."""
     offload_param_device: str = None  # type: ignore[assignment]
@@ -109,15 +98,15 @@ class DeepSpeedPlugin:
     offload_param_nvme_path: str = None  # type: ignore[assignment]
     """A folder, for ``nvme``."""
     zero3_init_flag: bool = None  # type: ignore[assignment]
-    """In stage 3, let transformers' ``from_pretrained`` and ``from_config`` make models in shards; False on other engines."""
+    """In stage 3, let transformers' ``from_pretrained`` and ``from_config`` create sharded models; False on other engines."""
     zero3_save_16bit_model: bool = None  # type: ignore[assignment]
-    """Without effect: whole weights can always be gathered, and are float32 (Accelerate: of 16 bits, and with True only)."""
+    """No effect: full weights can always be gathered, in float32 (Accelerate: in 16 bits, and only with True)."""
     transformer_moe_cls_names: str = None  # type: ignore[assignment]
-    """By commas, the classes of layers of experts, which stage 3 gathers whole."""
+    """Comma-separated classes of expert layers, each of which stage 3 gathers as a whole."""
     enable_msamp: bool = None  # type: ignore[assignment]
-    """Not offered."""
+    """Not supported."""
     msamp_opt_level: Any = None
-    """Not offered."""
+    """Not supported."""
 
     def __post_init__(self) -> None:
         self._selected = False
@@ -128,25 +117,24 @@ class DeepSpeedPlugin:
             if getattr(self, name) is None and text is not None:
                 setattr(self, name, text)
                 self._given[name] = Origin(SettingSource.ENV, variable)
-        for name, default in _DEFAULTS.items():
+        for name, (_, default) in _KEYS.items():
             if getattr(self, name) is None:
                 setattr(self, name, default)
-        self._settle()
+        self._convert_fields()
         if self.hf_ds_config in (None, "none"):
             self.hf_ds_config = HfDeepSpeedConfig(self._own_config())
         else:
-            self._take_config(self.hf_ds_config)
+            self._load_config(self.hf_ds_config)
         self.deepspeed_config: dict[str, Any] = self.hf_ds_config.config
-        """What DeepSpeed gets; "auto" values are filled in when a model is prepared."""
+        """The config passed to DeepSpeed; ``prepare`` resolves its ``"auto"`` values."""
         self.origins: Mapping[str, Origin] = {}
-        """Where the values in ``deepspeed_config`` are from, by dotted key; empty until a model is prepared."""
-        self.deepspeed_config.setdefault("steps_per_print", float("inf"))  # DeepSpeed would print every ten steps
+        """Origin of each value in ``deepspeed_config``, by dotted key; empty until a model is prepared."""
+        self.deepspeed_config.setdefault("steps_per_print", float("inf"))  # DeepSpeed prints every ten steps by default
         is_zero3 = self.hf_ds_config.is_zero3()
         if self.zero3_init_flag is None:
             self.zero3_init_flag = is_zero3
         if self.zero3_init_flag and not is_zero3:
-            # Asked for by a yaml that was written for stage 3, and without a meaning in the others.
-            _logger.warning("zero3_init_flag counts in ZeRO stage 3 only, and this is stage %s", self.zero_stage)
+            _logger.warning("zero3_init_flag has no effect in ZeRO stage %s, only in stage 3", self.zero_stage)
             self.zero3_init_flag = False
 
     def _set(self) -> list[str]:
@@ -155,13 +143,13 @@ class DeepSpeedPlugin:
     def _refuse_msamp(self) -> None:
         if self.enable_msamp or environ.get("ACCELERATE_FP8_BACKEND") == "MSAMP":
             raise ConfigError(
-                "MS-AMP is not offered",
+                "MS-AMP is not supported",
                 where="DeepSpeedPlugin(enable_msamp=)",
                 do="use mixed_precision='bf16' or 'fp8'",
             )
 
-    def _settle(self) -> None:
-        """Give the fields their types."""
+    def _convert_fields(self) -> None:
+        """Convert the fields to their types, and check them."""
         for name, kind in (("gradient_accumulation_steps", int), ("gradient_clipping", float), ("zero_stage", int)):
             value: Any = getattr(self, name)
             if value != "auto":
@@ -169,11 +157,11 @@ class DeepSpeedPlugin:
                     setattr(self, name, kind(value))
                 except (TypeError, ValueError):
                     raise ConfigError(
-                        f"{name}={value!r} is no number", where=str(self._given.get(name, "")), do="give a number"
+                        f"{name}={value!r} is not a number", where=str(self._given.get(name, "")), do="set a number"
                     ) from None
         if self.zero_stage not in range(4):
             raise ConfigError(
-                f"zero_stage={self.zero_stage} is not known", where=str(self._given.get("zero_stage")), do="give 0 to 3"
+                f"zero_stage={self.zero_stage} is invalid", where=str(self._given.get("zero_stage")), do="set 0 to 3"
             )
         for name in ("zero3_init_flag", "zero3_save_16bit_model"):
             value = getattr(self, name)
@@ -183,14 +171,14 @@ class DeepSpeedPlugin:
             value = str(getattr(self, name)).lower()
             if value not in _DEVICES:
                 raise ConfigError(
-                    f"{name}={value!r} is not known",
+                    f"{name}={value!r} is invalid",
                     where=str(self._given.get(name, "")),
-                    do=f"give one of {', '.join(_DEVICES)}",
+                    do=f"choose one of {', '.join(_DEVICES)}",
                 )
             setattr(self, name, value)
 
     def _own_config(self) -> dict[str, Any]:
-        """Return a config of the arguments alone."""
+        """Return a config from the arguments alone."""
         zero: dict[str, Any] = {
             "stage": self.zero_stage,
             "stage3_gather_16bit_weights_on_model_save": self.zero3_save_16bit_model,
@@ -208,8 +196,8 @@ class DeepSpeedPlugin:
             config["gradient_clipping"] = self.gradient_clipping
         return config
 
-    def _take_config(self, given: Any) -> None:
-        """Use ``given``, and show its values as the fields."""
+    def _load_config(self, given: Any) -> None:
+        """Use ``given``, and set the fields to its values."""
         config = given if isinstance(given, HfDeepSpeedConfig) else HfDeepSpeedConfig(given)
         self.hf_ds_config = config
         if _ZERO not in config.config:
@@ -218,7 +206,7 @@ class DeepSpeedPlugin:
                 where="DeepSpeedPlugin(hf_ds_config=)",
                 do='add "zero_optimization": {"stage": 0}, or another stage',
             )
-        for name, key in _KEYS.items():
+        for name, (key, _) in _KEYS.items():
             value, own = config.get_value(key), getattr(self, name)
             origin = self._given.get(name)
             if value is None:
@@ -232,22 +220,22 @@ class DeepSpeedPlugin:
                 raise ConfigError(
                     f"{name}={own!r} (from {origin}) and {key}={value!r} (from {config.origin}) cannot both hold",
                     where="DeepSpeedPlugin",
-                    do=f'leave {name} out, or write "auto" in DeepSpeed\'s config',
+                    do=f'omit {name}, or write "auto" in DeepSpeed\'s config',
                 )
             else:
                 setattr(self, name, value)
         config.config.setdefault("gradient_accumulation_steps", self.gradient_accumulation_steps)
         config.set_stage_and_offload()
 
-    # ---- what Accelerate's scripts call -------------------------------------------------------------------------------
+    # ---- Accelerate's methods -----------------------------------------------------------------------------------------
 
     def fill_match(
         self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
     ) -> None:
-        """Fill the key with the value of that name in ``kwargs`` if it is "auto"; else note in ``mismatches`` if they differ.
+        """Replace an "auto" value of the key by the one in ``kwargs``; append other differences to ``mismatches``.
 
         Raises:
-            ConfigError: it is "auto", and not in ``kwargs``.
+            ConfigError: it is "auto", and ``kwargs`` has no value.
         """
         node, last = self.hf_ds_config.find_config_node(ds_key_long)
         if node is None:
@@ -255,7 +243,7 @@ class DeepSpeedPlugin:
         if node.get(last) == "auto":
             if ds_key_long not in kwargs:
                 raise ConfigError(
-                    f'{ds_key_long} is "auto", and no value is given for it', do="give one, or write it there"
+                    f'{ds_key_long} is "auto", but no value was passed', do="pass one, or set it in the config"
                 )
             node[last] = kwargs[ds_key_long]
         elif (
@@ -266,7 +254,7 @@ class DeepSpeedPlugin:
             mismatches.append(f"- ds {ds_key_long}={node[last]} vs arg {ds_key_long}={kwargs[ds_key_long]}")
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Tell whether the value of the key is to be found out."""
+        """Return whether the value of the key is ``"auto"``."""
         return bool(self.hf_ds_config.get_value(ds_key_long) == "auto")
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
@@ -281,10 +269,10 @@ class DeepSpeedPlugin:
         must_match: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Fill every "auto" of the config (or of a part of it, at ``prefix``) from ``kwargs``, by dotted key.
+        """Resolve every "auto" of the config (or of a part of it, at ``prefix``) from ``kwargs``, by dotted key.
 
         Raises:
-            ConfigError: a value is missing, or (``must_match``) contradicts the config.
+            ConfigError: a value is missing, or (``must_match``) conflicts with the config.
         """
         found = [] if mismatches is None else mismatches
         for key, value in (self.deepspeed_config if config is None else config).items():
@@ -298,10 +286,10 @@ class DeepSpeedPlugin:
             )
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Let DeepSpeed compute in ``mixed_precision``.
+        """Enable ``mixed_precision`` in the config.
 
         Raises:
-            ConfigError: its config asks for the other 16-bit dtype.
+            ConfigError: the config enables the other 16-bit dtype.
         """
         config = self.deepspeed_config
         dtype = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}.get(mixed_precision)
@@ -321,22 +309,22 @@ class DeepSpeedPlugin:
                 )
 
     def set_moe_leaf_modules(self, model: nn.Module) -> None:
-        """Let stage 3 gather the layers of experts of ``model`` whole; ``prepare`` does it by itself."""
+        """Let stage 3 gather each expert layer of ``model`` as a whole; ``prepare`` calls this itself."""
         classes = self.leaf_classes
         if classes:
             import_module("deepspeed.utils").set_z3_leaf_modules(model, list(classes))
 
     @property
     def leaf_classes(self) -> tuple[str, ...]:
-        """The classes of layers of experts."""
+        """The classes of expert layers."""
         return tuple(name.strip() for name in (self.transformer_moe_cls_names or "").split(",") if name.strip())
 
     def is_zero3_init_enabled(self) -> bool:
-        """Tell whether transformers makes models in shards."""
+        """Return whether transformers creates sharded models."""
         return self.zero3_init_flag
 
     def set_deepspeed_weakref(self) -> None:
-        """Tell transformers, where the program has imported it, of this config: its models are then made in shards."""
+        """Set this config in transformers, if it is imported, so that it creates sharded models."""
         self.dschf = None
         if "transformers" not in sys.modules:
             return
@@ -344,7 +332,7 @@ class DeepSpeedPlugin:
         integration.unset_hf_deepspeed_config()
         if not self.zero3_init_flag:
             return
-        # It reads the stage, the dtypes and the offloading; batches need only be numbers.
+        # transformers reads stage, dtypes and offloading; batch sizes only have to be numbers.
         config = {
             name: value
             for name, value in self.deepspeed_config.items()
@@ -353,11 +341,11 @@ class DeepSpeedPlugin:
         for name in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):
             if config.get(name, "auto") == "auto":
                 config[name] = 1
-        self.dschf = integration.HfDeepSpeedConfig(config)  # it is known as long as this lives
+        self.dschf = integration.HfDeepSpeedConfig(config)  # transformers holds a weak reference
 
     @contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """Make models in shards in the block, or (``enable=False``) whole."""
+        """Create sharded models in the block, or (``enable=False``) unsharded ones."""
         before = self.zero3_init_flag
         self.zero3_init_flag = enable
         self.set_deepspeed_weakref()
@@ -368,43 +356,43 @@ class DeepSpeedPlugin:
             self.set_deepspeed_weakref()
 
     def select(self, _from_accelerator_state: bool = False) -> None:
-        """Make this the plugin in use; ``AcceleratorState().select_deepspeed_plugin(name)`` calls it.
+        """Select this plugin; called by ``AcceleratorState().select_deepspeed_plugin(name)``.
 
         Raises:
-            UsageError: it was called by hand.
+            UsageError: called directly.
         """
         if not _from_accelerator_state:
             raise UsageError(
-                "a DeepSpeedPlugin is not selected by itself",
+                "DeepSpeedPlugin.select() was called directly",
                 do="call AcceleratorState().select_deepspeed_plugin(name)",
             )
         self.set_deepspeed_weakref()
         self._selected = True
 
     def select_for_torch(self) -> None:
-        """Make this the plugin in use, for an engine that takes whole models: transformers makes them so."""
+        """Select this plugin for an engine that shards models in ``prepare``: transformers creates unsharded ones."""
         self.zero3_init_flag = False
         self.set_deepspeed_weakref()
         self._selected = True
 
     def unselect(self) -> None:
-        """Make this a plugin that is not in use."""
+        """Deselect this plugin."""
         self._selected = False
 
     @property
     def selected(self) -> bool:
-        """Is this the plugin in use?"""
+        """Whether this plugin is selected."""
         return self._selected
 
-    # ---- what the Accelerator asks ------------------------------------------------------------------------------------
+    # ---- for the Accelerator ------------------------------------------------------------------------------------------
 
     @property
     def clips_by_default(self) -> bool:
-        """Is the norm of clipping a default, which gives way to the loop's own?"""
+        """Whether ``gradient_clipping`` is a default, which the loop's own value replaces."""
         return self.is_auto("gradient_clipping")
 
     def precision(self) -> Setting | None:
-        """Return the 16-bit dtype that the config asks for; None: it says nothing."""
+        """Return the 16-bit dtype that the config enables, or None."""
         for name in ("fp16", "bf16"):
             if str(self.get_value(f"{name}.enabled")).lower() == "true":
                 return Setting(
@@ -413,7 +401,7 @@ class DeepSpeedPlugin:
         return None
 
     def accumulation(self) -> Setting | None:
-        """Return the accumulation that the config or an argument asks for; None: it says nothing."""
+        """Return the accumulation steps that the config or an argument sets, or None."""
         value = self.get_value("gradient_accumulation_steps", "auto")
         if value == "auto":
             return None
@@ -422,7 +410,7 @@ class DeepSpeedPlugin:
 
 
 def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
-    """Return the plugin in use.
+    """Return the selected plugin.
 
     Raises:
         UsageError: DeepSpeed is not used.
@@ -430,19 +418,19 @@ def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
     plugin: DeepSpeedPlugin | None = state.deepspeed_plugin
     if plugin is None:
         raise UsageError(
-            "there is no DeepSpeedPlugin in use",
-            do="give Accelerator(deepspeed_plugin=), or start with --use_deepspeed",
+            "no DeepSpeedPlugin is selected",
+            do="pass Accelerator(deepspeed_plugin=), or launch with --use_deepspeed",
         )
     return plugin
 
 
 def map_pytorch_optim_to_deepspeed(optimizer: Optimizer) -> Optimizer:
-    """Return DeepSpeed's optimizer for the host that does what ``optimizer`` does; ``prepare`` calls it where it is needed."""
+    """Return DeepSpeed's CPU optimizer that corresponds to ``optimizer``; ``prepare`` calls this itself."""
     return host_optimizer(optimizer)
 
 
 class DeepSpeedSchedulerWrapper(DrivenScheduler):
-    """A schedule that DeepSpeed advances; Accelerate's name."""
+    """A scheduler that DeepSpeed steps; Accelerate's name."""
 
     def __init__(self, scheduler: Any, optimizers: Any) -> None:
         super().__init__(scheduler)
@@ -450,42 +438,42 @@ class DeepSpeedSchedulerWrapper(DrivenScheduler):
 
 
 class DeepSpeedOptimizerWrapper:
-    """An optimizer that DeepSpeed steps: ``step`` and ``zero_grad`` do nothing. For engines that were made by hand."""
+    """An optimizer that DeepSpeed steps: ``step`` and ``zero_grad`` do nothing. For engines that the script created."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
 
     def zero_grad(self, set_to_none: Any = None) -> None:
-        """Do nothing: DeepSpeed's step has."""
+        """Do nothing: DeepSpeed's step clears gradients."""
 
     def step(self) -> None:
-        """Do nothing: ``DeepSpeedEngineWrapper.backward`` has."""
+        """Do nothing: ``DeepSpeedEngineWrapper.backward`` steps."""
 
     @property
     def step_was_skipped(self) -> bool:
-        """Were the gradients infinite?"""
+        """Whether the gradients were infinite."""
         return bool(getattr(self.optimizer, "overflow", False))
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
-            raise AttributeError(name)  # not there yet (unpickling)
+            raise AttributeError(name)  # not set yet (unpickling)
         return getattr(self.optimizer, name)
 
 
 class DeepSpeedEngineWrapper:
-    """Calls backward and step of a DeepSpeed engine that was made by hand, as Accelerate does; ``prepare`` needs none."""
+    """Calls backward and step of a DeepSpeed engine that the script created, as Accelerate does; ``prepare`` does not use it."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
 
     def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
-        """Backpropagate ``loss``, and step if it is the last of its update. Collective: then."""
+        """Backpropagate ``loss``, and step if ``sync_gradients``. Collective: then."""
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
         self.engine.backward(loss, **kwargs)
         if sync_gradients:
             self.engine.step()
 
     def get_global_grad_norm(self) -> Any:
-        """Return the norm of the gradients of the last update."""
+        """Return the gradient norm of the last update."""
         norm = self.engine.get_global_grad_norm()
         return norm.item() if isinstance(norm, torch.Tensor) else norm

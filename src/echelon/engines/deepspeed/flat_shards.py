@@ -262,9 +262,9 @@ def _load_parameters(
 
     In stage 3 the parameters are empty, so their values in the state dict are replaced by these empty tensors.
     """
-    for name, parameter in module._parameters.items():
+    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
         value = state_dict.get(prefix + name)
-        if parameter is None or not isinstance(value, torch.Tensor) or value.shape != full_shape(parameter):
+        if not isinstance(value, torch.Tensor) or value.shape != full_shape(parameter):
             continue  # torch reports missing values and other sizes
         load_parameter(parameter, value)
         if hasattr(parameter, "ds_id"):

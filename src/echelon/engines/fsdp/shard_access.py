@@ -60,7 +60,7 @@ def accept_full_state_dicts(model: nn.Module) -> list[Any]:
 
 
 def _shard_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    for name, own in [*module._parameters.items(), *module._buffers.items()]:
+    for name, own in [*module.named_parameters("", False, False), *module.named_buffers("", False, False)]:
         value = state_dict.get(prefix + name)
         if not isinstance(own, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
             continue

@@ -1,4 +1,4 @@
-"""``TrainingArguments(deepspeed=)``: DeepSpeed's config with the numbers of the arguments, and its optimizer and schedule."""
+"""``TrainingArguments(deepspeed=)``: a plugin from DeepSpeed's config and the arguments, and its placeholders."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ __all__ = ["deepspeed_optimizer", "deepspeed_plugin", "deepspeed_schedule"]
 
 
 def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin | None:
-    """Return the plugin for ``args.deepspeed``; None: it is not given.
+    """Return the plugin for ``args.deepspeed``; None: DeepSpeed is not requested.
 
-    What goes by the model, and by the number of steps, stays "auto" until these are known.
+    Values that depend on the model or the number of steps stay "auto" until these are known.
 
     Raises:
-        ConfigError: the config and the arguments contradict each other.
+        ConfigError: the config and the arguments conflict.
     """
     if not args.deepspeed:
         return None
     assert isinstance(args.deepspeed, dict), args.deepspeed
     plugin = plugin_knowing(args.deepspeed, _known(args), batch_size=args.train_batch_size, of="TrainingArguments")
-    # The Trainer divides by the batches of an update itself, so to DeepSpeed each of them is one.
+    # The Trainer divides by the batches of an update itself, so DeepSpeed sees each batch as an update.
     plugin.gradient_accumulation_steps = plugin.deepspeed_config["gradient_accumulation_steps"] = 1
     plugin.deepspeed_config.pop("train_batch_size", None)
     return plugin
 
 
 def _known(args: TrainingArguments) -> dict[str, tuple[str, Any]]:
-    """Return, by the key of the config, the argument and its value."""
+    """Return the argument and its value, by key of the config."""
     return {
         "gradient_accumulation_steps": ("gradient_accumulation_steps", args.gradient_accumulation_steps),
         "gradient_clipping": ("max_grad_norm", args.max_grad_norm),
@@ -47,7 +47,7 @@ def _known(args: TrainingArguments) -> dict[str, tuple[str, Any]]:
 
 
 def deepspeed_optimizer(args: TrainingArguments, groups: list[dict[str, Any]]) -> DummyOptim | None:
-    """Return what stands for the optimizer of DeepSpeed's config; None: it has none."""
+    """Return a placeholder for the optimizer in DeepSpeed's config; None: it defines none."""
     if not isinstance(args.deepspeed, dict) or "optimizer" not in args.deepspeed:
         return None
     return DummyOptim(groups, lr=args.learning_rate, weight_decay=args.weight_decay)
@@ -56,9 +56,9 @@ def deepspeed_optimizer(args: TrainingArguments, groups: list[dict[str, Any]]) -
 def deepspeed_schedule(
     args: TrainingArguments, optimizer: Any, *, num_steps: int, num_shares: int, make: Callable[[Any], Any]
 ) -> DummyScheduler | None:
-    """Return what stands for the schedule of DeepSpeed's config, or for ``make`` of its optimizer; None: neither is there.
+    """Return a placeholder for the scheduler in DeepSpeed's config, or for ``make`` of its optimizer; None: it defines neither.
 
-    ``num_shares``: by how much the steps of a ``DummyScheduler`` are divided.
+    ``num_shares``: the number by which the steps of a ``DummyScheduler`` are divided.
     """
     if not isinstance(args.deepspeed, dict):
         return None
