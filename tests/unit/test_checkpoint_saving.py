@@ -196,7 +196,7 @@ class _Elsewhere(Wrapped):
 
 
 def test_machines_without_a_shared_folder_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echelon.checkpoint.save._PATIENCE_S", 0.0)
+    monkeypatch.setattr("echelon.checkpoint.commit._VISIBLE_WITHIN_S", 0.0)
 
     def run(world: Any, gather: Any) -> str:
         storage = _Elsewhere() if world.rank == 1 else LocalStorage()

@@ -278,7 +278,7 @@ def test_tensorboard_event_files_hold_what_was_logged(tmp_path: Path, caplog: py
     (settings,) = (tmp_path / "run").glob("*/hparams.yml")
     assert settings.read_text() == "api_key: (hidden)\nlr: 0.1\nmodel:\n  depth: 3\n  size: s\n"
     assert [m for m in caplog.messages if "odd" in m] == [
-        "TensorBoard takes a number, a string or a dict of numbers; 'odd' is of type list and was left out"
+        "TensorBoard accepts a number, a string or a dict of numbers; 'odd' is of type list and is not logged"
     ]
 
 

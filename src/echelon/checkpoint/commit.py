@@ -1,8 +1,8 @@
-"""From a folder beside its place into its place, in one step: at every instant the old checkpoint is whole, or the new one.
+"""The commit of a checkpoint of any layout: at every instant the old checkpoint is whole, or the new one.
 
-One way for every layout, with a manifest and without. The order is all: files are synced, then the folder's names, then the
-folder gets its name, then that name is synced, and only then anything old goes; and what goes loses its name first, for good.
-A crash leaves at most a folder ``<name>.tmp-<token>``, which is no checkpoint, or ``<name>.old-<token>``, which is a whole one.
+The order matters: files are synced, then the names in the folder, then the folder is renamed, then its new name is synced, and
+only then anything old is deleted, which loses its name first. A crash leaves at most a folder ``<name>.tmp-<token>``, which is
+no checkpoint, or ``<name>.old-<token>``, which is a whole one.
 """
 
 from __future__ import annotations
@@ -10,22 +10,24 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from echelon.base.errors import UsageError
+from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.warnings import warn
-from echelon.checkpoint.manifest import MANIFEST, is_part as is_part_of_own
+from echelon.checkpoint.manifest import MANIFEST, is_part as is_part_of_own, read_manifest
 from echelon.checkpoint.storage import Storage, remove_tree
 from echelon.checkpoint.tensor_file import write_file
 
 __all__ = [
-    "begin",
+    "PendingFolder",
     "clean",
-    "commit",
     "discard",
     "make_folders",
+    "new_folder",
     "new_token",
     "place_of",
     "require_folder_or_nothing",
@@ -38,7 +40,8 @@ _ASIDE = re.compile(r"(.+)\.(tmp|old)-[0-9a-f]{16}")
 _NUM_ASIDE_BYTES = len(".tmp-") + 16
 _MAX_NAME_BYTES = 255  # of every file system in use
 _ABANDONED_AFTER = timedelta(minutes=10)
-"""A folder in which nothing was written for so long belongs to a save that was killed."""
+"""A folder in which nothing was written for this long belongs to a save that was killed."""
+_VISIBLE_WITHIN_S = 5.0
 
 
 def new_token() -> str:
@@ -46,69 +49,134 @@ def new_token() -> str:
     return secrets.token_hex(8)
 
 
-def begin(storage: Storage, target: Path, token: str) -> Path:
-    """Make and return the folder that is written before it becomes ``target``.
+@dataclass(slots=True, kw_only=True)
+class PendingFolder:
+    """A folder that is written under ``<name>.tmp-<token>`` and then takes the place of ``target``, for every layout.
 
-    An older checkpoint that a crash left under its other name gets its place back; what killed saves to ``target`` have left,
-    and nobody writes any more, is removed.
+    All ranks that write into it have one of these; the rank that made the folder owns it, and commits it.
+    """
+
+    storage: Storage
+    target: Path
+    """Without symbolic links (``Storage.real_path``)."""
+    token: str
+    """Of this save."""
+    fence: Callable[[], None] | None = None
+    """Raises when this run may not write here any more; called before the folder is made, and right before the names change."""
+    is_owner: bool = False
+    _is_committing: bool = False
+    _has_manifest: bool = False
+
+    @property
+    def path(self) -> Path:
+        """Where the files are written."""
+        return self.target.parent / f"{self.target.name}.tmp-{self.token}"
+
+    def make(self, *, may_exist: bool = False) -> None:
+        """Make the folder, and own it.
+
+        An older checkpoint that a crash left under its other name gets its place back; what killed saves to ``target`` left
+        behind is removed.
+
+        Args:
+            may_exist: do nothing where the folder of another machine is visible here.
+        """
+        if self.fence is not None:
+            self.fence()
+        storage, target = self.storage, self.target
+        require_replaceable(storage, target)
+        make_folders(storage, target.parent)
+        place = place_of(storage, target)
+        if place != target:
+            storage.rename(place, target)
+            storage.sync_folder(target.parent)
+        _remove_abandoned(storage, target)
+        try:
+            storage.make_folder(self.path)
+        except FileExistsError:
+            if not may_exist:
+                raise
+        else:
+            self.is_owner = True
+
+    def is_visible(self) -> bool:
+        """Whether this process sees the folder, which a network file system may take a while to show."""
+        deadline = time.monotonic() + _VISIBLE_WITHIN_S
+        while self.storage.kind(self.path) is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self.storage.kind(self.path) == "folder"
+
+    def commit(self, *, manifest: bytes | None, is_part: Callable[[str], bool]) -> None:
+        """Make the folder, in which every file is synced, the checkpoint; when it returns, a power cut changes nothing.
+
+        Does nothing on ranks that do not own it.
+
+        Args:
+            manifest: the file that makes it a checkpoint; None: of a layout without one, where its name does.
+            is_part: whether a file of this name in the old folder belongs to the checkpoint that is replaced; others are
+                kept.
+        """
+        if not self.is_owner:
+            return
+        storage, target, new = self.storage, self.target, self.path
+        self._has_manifest = manifest is not None
+        if manifest is not None:
+            write_file(storage, new / MANIFEST, [manifest])
+        is_new = storage.kind(target) is None
+        if not is_new:
+            _keep_foreign(storage, target, new, is_part)
+        storage.sync_folder(new)
+        if self.fence is not None:
+            self.fence()
+        self._is_committing = True
+        old = new
+        if is_new:
+            storage.rename(new, target)
+        elif not storage.exchange(new, target):
+            old = target.with_name(new.name.replace(".tmp-", ".old-"))
+            storage.rename(target, old)
+            storage.rename(new, target)
+        storage.sync_folder(target.parent)
+        if not is_new:
+            try:
+                retire(storage, old)
+            except OSError as error:
+                warn(f"{target} is saved, but {old}, which it has replaced, could not be deleted: {error}")
+
+    def give_up(self) -> None:
+        """Remove what was written, unless the names may have changed: then the folder may hold the old checkpoint."""
+        try:
+            if self.is_owner and not self._may_hold_the_old_one() and self.storage.kind(self.path) == "folder":
+                discard(self.storage, self.path)
+        except OSError:
+            return  # the error that led here is the one to show; the next start of the run removes the rest
+
+    def _may_hold_the_old_one(self) -> bool:
+        if not (self._is_committing and self._has_manifest):
+            return self._is_committing
+        try:
+            return read_manifest(self.storage, self.target).token == self.token
+        except CheckpointError:
+            return False
+
+
+@contextmanager
+def new_folder(storage: Storage, target: Path) -> Iterator[Path]:
+    """Yield a folder that becomes ``target`` when the block ends without an error; one process, no manifest.
 
     Args:
         storage: of the folder.
-        target: without symbolic links (``Storage.real_path``).
-        token: of this save.
+        target: without symbolic links (``Storage.real_path``); what is there is replaced.
     """
-    require_replaceable(storage, target)
-    make_folders(storage, target.parent)
-    place = place_of(storage, target)
-    if place != target:
-        storage.rename(place, target)
-        storage.sync_folder(target.parent)
-    _remove_abandoned(storage, target)
-    folder = target.with_name(f"{target.name}.tmp-{token}")
-    storage.make_folder(folder)
-    return folder
-
-
-def commit(
-    storage: Storage,
-    folder: Path,
-    target: Path,
-    *,
-    manifest: bytes | None,
-    is_part: Callable[[str], bool],
-    fence: Callable[[], None] | None = None,
-) -> None:
-    """Make ``folder``, in which every file is synced, the checkpoint ``target``; when it returns, a power cut changes nothing.
-
-    Args:
-        storage: where both are.
-        folder: as ``begin`` made it.
-        target: where it goes. A folder that is there is replaced; what others have put into it is kept.
-        manifest: the file that makes it a checkpoint; None: of a layout that has none, a folder is one by its name.
-        is_part: tells by its name whether a file in the old folder was a part of what is replaced.
-        fence: raises when this run may not write here any more; called right before the names change.
-    """
-    if manifest is not None:
-        write_file(storage, folder / MANIFEST, [manifest])
-    is_new = storage.kind(target) is None
-    if not is_new:
-        _keep_foreign(storage, target, folder, is_part)
-    storage.sync_folder(folder)
-    if fence is not None:
-        fence()
-    old = folder
-    if is_new:
-        storage.rename(folder, target)
-    elif not storage.exchange(folder, target):
-        old = target.with_name(folder.name.replace(".tmp-", ".old-"))
-        storage.rename(target, old)
-        storage.rename(folder, target)
-    storage.sync_folder(target.parent)
-    if not is_new:
-        try:
-            retire(storage, old)
-        except OSError as error:
-            warn(f"{target} is saved, but {old}, which it has replaced, could not be deleted: {error}")
+    folder = PendingFolder(storage=storage, target=target, token=new_token())
+    folder.make()
+    try:
+        yield folder.path
+        sync_tree(storage, folder.path)
+        folder.commit(manifest=None, is_part=lambda _: True)
+    except BaseException:
+        folder.give_up()
+        raise
 
 
 def make_folders(storage: Storage, folder: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import socket
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
@@ -18,7 +17,7 @@ from safetensors import SafetensorError
 from echelon._version import __version__
 from echelon.base.errors import CheckpointError, EchelonError
 from echelon.checkpoint import typed_json
-from echelon.checkpoint.commit import begin, commit, discard, new_token, require_replaceable, sync_tree
+from echelon.checkpoint.commit import PendingFolder, new_token, require_replaceable, sync_tree
 from echelon.checkpoint.manifest import (
     OBJECTS,
     Manifest,
@@ -62,7 +61,6 @@ class SaveFailedError(CheckpointError):
 
 # Torch's own writer says of a disk that is full only where it is in its file.
 _FILE_REFUSED = re.compile(r"inline_container|PytorchStreamWriter|unexpected pos|file write failed|iostream error")
-_PATIENCE_S = 5.0  # what a network file system may need to show a new folder to another machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,23 +80,38 @@ class Content:
 
 @dataclass(slots=True, kw_only=True)
 class Save:
-    """A save that has begun: everything is decided, nothing of the state is written yet."""
+    """A save that is prepared: every rank knows what it writes, and nothing of the state is written yet."""
 
-    target: Path
-    folder: Path
-    token: str
+    pending: PendingFolder
     rank: int
     crew: Sequence[int]
-    """The ranks that write into this folder; the first makes it a checkpoint."""
+    """The ranks that write into this folder; the first commits it."""
     tensors: list[tuple[str, torch.Tensor]]
     """What this rank writes, by the names in its file: the tensors themselves, which must not change until it is done."""
     objects: dict[str, bytes]
     """The other files that this rank writes."""
     manifest: Manifest
     """Without the files."""
-    storage: Storage
     is_part: Callable[[str], bool]
-    fence: Callable[[], None] | None
+
+    @property
+    def target(self) -> Path:
+        """Where the checkpoint goes."""
+        return self.pending.target
+
+    @property
+    def folder(self) -> Path:
+        """Where it is written."""
+        return self.pending.path
+
+    @property
+    def token(self) -> str:
+        """The name of this save among all saves."""
+        return self.pending.token
+
+    @property
+    def _storage(self) -> Storage:
+        return self.pending.storage
 
     @property
     def num_bytes(self) -> int:
@@ -125,9 +138,9 @@ class Save:
         files = {}
         if self.tensors:
             name = tensors_file(self.rank)
-            files[name] = write_tensors(self.storage, self.folder / name, self.tensors)
+            files[name] = write_tensors(self._storage, self.folder / name, self.tensors)
         for name, content in self.objects.items():
-            files[name] = write_file(self.storage, self.folder / name, [content])
+            files[name] = write_file(self._storage, self.folder / name, [content])
         if self.rank == self.crew[0]:
             files |= self._added("")
         return {name: [facts.size, facts.xxh3_128] for name, facts in files.items()}
@@ -135,9 +148,9 @@ class Save:
     def _added(self, inside: str) -> dict[str, FileFacts]:
         """Sync the files that others (hooks) have put into the folder, and return what is known of them."""
         found: dict[str, FileFacts] = {}
-        for name in self.storage.entries(self.folder / inside):
+        for name in self._storage.entries(self.folder / inside):
             path = f"{inside}{name}"
-            kind = self.storage.kind(self.folder / path)
+            kind = self._storage.kind(self.folder / path)
             if kind == "folder":
                 found |= self._added(f"{path}/")
             elif kind == "file" and (inside or not is_part(name)):
@@ -148,28 +161,21 @@ class Save:
                         where="a hook of save_state",
                         do="give it a name in UTF-8 without backslashes",
                     )
-                found[path] = sync_file(self.storage, self.folder / path)
+                found[path] = sync_file(self._storage, self.folder / path)
         if inside:
-            self.storage.sync_folder(self.folder / inside)
+            self._storage.sync_folder(self.folder / inside)
         return found
 
     def _commit(self, files: Sequence[dict[str, list[Any]]]) -> None:
         if self.rank != self.crew[0]:
             return
         merged = {name: FileFacts(*facts) for rank in self.crew for name, facts in files[rank].items()}
-        commit(
-            self.storage,
-            self.folder,
-            self.target,
-            manifest=replace(self.manifest, files=merged).to_bytes(),
-            is_part=self._is_part_of_old(),
-            fence=self.fence,
-        )
+        self.pending.commit(manifest=replace(self.manifest, files=merged).to_bytes(), is_part=self._is_part_of_old())
 
     def _is_part_of_old(self) -> Callable[[str], bool]:
         """Return what tells whether a file in the folder that is replaced belongs to the checkpoint there."""
         try:
-            old = read_manifest(self.storage, self.target).files
+            old = read_manifest(self._storage, self.target).files
         except CheckpointError:
             return self.is_part
         return lambda name: self.is_part(name) or name in old
@@ -179,7 +185,7 @@ class Save:
 
     def _missing_bytes(self) -> str:
         try:
-            free = self.storage.free_bytes(self.folder.parent)
+            free = self._storage.free_bytes(self.folder.parent)
         except OSError:
             return ""
         names = [tensors_file(self.rank), *self.objects]
@@ -189,13 +195,13 @@ class Save:
 
     def _written_bytes(self, path: Path) -> int:
         try:
-            handle = self.storage.open(path)
+            handle = self._storage.open(path)
         except OSError:
             return 0
         try:
-            return self.storage.size(handle)
+            return self._storage.size(handle)
         finally:
-            self.storage.close(handle)
+            self._storage.close(handle)
 
     def leave_out(self, prefix: str) -> None:
         """Do not write the tensors whose names begin with ``prefix``. The same on every rank."""
@@ -205,15 +211,8 @@ class Save:
         self.tensors = [(name, tensor) for name, tensor in self.tensors if not name.startswith(prefix)]
 
     def give_up(self) -> None:
-        """Remove what was written, unless the names have changed already: then the folder may hold the old checkpoint."""
-        if self.rank == self.crew[0] and not self._is_in_place():
-            _remove(self.storage, self.folder)
-
-    def _is_in_place(self) -> bool:
-        try:
-            return read_manifest(self.storage, self.target).token == self.token
-        except CheckpointError:
-            return False
+        """Remove what was written, unless it is committed."""
+        self.pending.give_up()
 
 
 def as_save_failure(
@@ -335,57 +334,57 @@ def begin_save(
     storage = storage or LocalStorage()
     target = storage.real_path(target)
     is_first = world.rank == 0 or (on_each_node and world.is_local_rank_zero)
-    own = _Own()
+    own = _LocalContent()
     announced = run_on_all_ranks(f"saving {target}", lambda: own.collect(content, world, is_first=is_first), gather)
     nodes = [each["node"] for each in announced]
     crew = [rank for rank, node in enumerate(nodes) if node == world.node_rank or not on_each_node]
-    token: str = announced[0]["token"]
     aliases = _common_aliases([announced[rank] for rank in crew])
-    layouts: dict[str, TensorLayout] = {}
-    folder = target.parent / f"{target.name}.tmp-{token}"
+    pending = PendingFolder(storage=storage, target=target, token=announced[0]["token"], fence=fence)
 
-    def make_folder() -> None:
-        layouts.update(assign_writers({rank: _pieces(announced[rank], without=aliases) for rank in crew}))
+    def make_folder() -> dict[str, TensorLayout]:
+        layouts = assign_writers({rank: _shards_of(announced[rank], without=aliases) for rank in crew})
         require_replaceable(storage, target)
         if is_first:
-            if fence is not None:
-                fence()
-            begin(storage, target, token)
+            pending.make()
+        return layouts
 
     try:
-        run_on_all_ranks(f"making {folder}", as_save_failure(make_folder, target), gather)
-        _require_shared(storage, folder, announced, crew, gather)
+        layouts = _on_all_ranks(f"making {pending.path}", as_save_failure(make_folder, target), gather)
+        _require_shared(pending, announced, crew, gather)
     except BaseException:
-        if is_first:
-            _remove(storage, folder)
+        pending.give_up()
         raise
+    objects = {OBJECTS: own.objects} if is_first else {}
+    if content.rank_objects:
+        objects[rank_objects_file(world.rank)] = own.rank_objects
+    manifest = Manifest(
+        token=pending.token,
+        created=announced[0]["created"],
+        written_by=f"echelon {__version__}",
+        world_size=world.world_size,
+        progress=content.progress,
+        config=content.config,
+        layout=content.layout,
+        files={},
+        tensors=layouts,
+        aliases=aliases,
+    )
     return Save(
-        target=target,
-        folder=folder,
-        token=token,
+        pending=pending,
         rank=world.rank,
         crew=crew,
         tensors=own.to_write(layouts, world.rank),
-        objects={
-            **({OBJECTS: own.objects} if is_first else {}),
-            **({rank_objects_file(world.rank): own.rank_objects} if content.rank_objects else {}),
-        },
-        manifest=Manifest(
-            token=token,
-            created=announced[0]["created"],
-            written_by=f"echelon {__version__}",
-            world_size=world.world_size,
-            progress=content.progress,
-            config=content.config,
-            layout=content.layout,
-            files={},
-            tensors=layouts,
-            aliases=aliases,
-        ),
-        storage=storage,
+        objects=objects,
+        manifest=manifest,
         is_part=is_part,
-        fence=fence,
     )
+
+
+def _on_all_ranks(what: str, action: Callable[[], Any], gather: Gather) -> Any:
+    """Return the result of ``action`` on this rank, which need not be JSON. Otherwise as ``run_on_all_ranks``."""
+    results: list[Any] = []
+    run_on_all_ranks(what, lambda: results.append(action()), gather)
+    return results[0]
 
 
 def save_folder(
@@ -420,63 +419,38 @@ def save_folder(
     """
     storage = storage or LocalStorage()
     target = storage.real_path(target)
-    told = gather(json.dumps([new_token(), socket.gethostname(), world.node_rank]).encode())
-    token: str = json.loads(told[0])[0]
-    folder = target.parent / f"{target.name}.tmp-{token}"
-    is_owner = is_renaming = False
+    token = gather(new_token().encode())[0].decode()
+    pending = PendingFolder(storage=storage, target=target, token=token, fence=fence)
 
-    def make_folder() -> None:
-        nonlocal is_owner
-        if fence is not None:
-            fence()
-        try:
-            begin(storage, target, token)
-        except FileExistsError:  # rank zero's, on a disk that the machines share
-            return
-        is_owner = True
-
-    def require_folder() -> None:
-        deadline = time.monotonic() + _PATIENCE_S
-        while storage.kind(folder) is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        if storage.kind(folder) != "folder":
+    def require_visible() -> None:
+        if not pending.is_visible():
             raise CheckpointError(
-                f"rank {world.rank} on {socket.gethostname()} does not see {folder}, which the first rank of this machine sees",
+                f"rank {world.rank} on {socket.gethostname()} does not see {pending.path}, which the first rank of this "
+                "machine sees",
                 do="give a folder that all ranks of a machine share",
             )
 
-    def rename() -> None:
-        nonlocal is_renaming
+    def run(what: str, action: Callable[[], None], *, here: bool = True) -> None:
+        run_on_all_ranks(what, as_save_failure(action if here else lambda: None, target), gather)
 
-        def check() -> None:
-            nonlocal is_renaming
-            if fence is not None:
-                fence()
-            is_renaming = True
-
-        if is_owner:
-            commit(storage, folder, target, manifest=None, is_part=is_part, fence=check)
-
-    def do(what: str, action: Callable[[], None]) -> None:
-        run_on_all_ranks(what, as_save_failure(action, target), gather)
-
+    making, is_first_of_machine = f"making {pending.path}", world.is_local_rank_zero
     try:
-        do(f"making {folder}", make_folder if world.rank == 0 else lambda: None)
-        do(f"making {folder}", make_folder if world.rank and world.is_local_rank_zero else lambda: None)
-        do(f"making {folder}", require_folder)
-        do(f"writing {target}", lambda: write(folder, is_owner))
+        run(making, pending.make, here=world.rank == 0)
+        # Machines that do not see rank zero's folder make their own.
+        run(making, lambda: pending.make(may_exist=True), here=is_first_of_machine and world.rank != 0)
+        run(making, require_visible)
+        run(f"writing {target}", lambda: write(pending.path, pending.is_owner))
         # By one rank of each machine: what a machine has written is synced there, on a network file system, too.
-        do(f"syncing {folder}", (lambda: sync_tree(storage, folder)) if world.is_local_rank_zero else lambda: None)
-        do(f"renaming {folder}", rename)
+        run(f"syncing {pending.path}", lambda: sync_tree(storage, pending.path), here=is_first_of_machine)
+        run(f"renaming {pending.path}", lambda: pending.commit(manifest=None, is_part=is_part))
     except BaseException:
-        if is_owner and not is_renaming:  # else the folder may hold the old checkpoint
-            _remove(storage, folder)
+        pending.give_up()
         raise
-    return is_owner
+    return pending.is_owner
 
 
-class _Own:
-    """What this rank has."""
+class _LocalContent:
+    """The content of this rank, encoded."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
@@ -503,7 +477,7 @@ class _Own:
         for name in ("progress", "config", "layout"):  # of the manifest, which is written when everything else is
             typed_json.encode(getattr(content, name), name=name)
         self.objects, self.rank_objects = typed_json.to_bytes(objects), typed_json.to_bytes(rank_objects)
-        pieces, aliases = [], {}
+        shards, aliases = [], {}
         seen: dict[Any, str] = {}
         for name, tensor in tensors.items():
             shape, box, values = box_of(tensor)
@@ -512,7 +486,7 @@ class _Own:
             if values.device.type == "meta":
                 raise CheckpointError(f"{name} has no values: it is on the meta device", do="load the weights first")
             self._tensors[name] = values
-            pieces.append([name, dtype, shape, box.offset, box.lengths])
+            shards.append([name, dtype, shape, box.offset, box.lengths])
             view = (values.device, values.data_ptr(), dtype, shape, box, values.stride())
             if values.numel() and seen.setdefault(view, name) != name:
                 aliases[name] = seen[view]
@@ -521,7 +495,7 @@ class _Own:
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "node": world.node_rank,
             "host": socket.gethostname(),
-            "pieces": pieces,
+            "shards": shards,
             "aliases": aliases,
         }
 
@@ -537,7 +511,7 @@ class _Own:
 
 def _common_aliases(announced: Sequence[dict[str, Any]]) -> dict[str, str]:
     """Return the further names of tensors on which all ranks that have them agree."""
-    has = [{piece[0] for piece in each["pieces"]} for each in announced]
+    has = [{shard[0] for shard in each["shards"]} for each in announced]
     return {
         name: target
         for name, target in announced[0]["aliases"].items()
@@ -545,39 +519,28 @@ def _common_aliases(announced: Sequence[dict[str, Any]]) -> dict[str, str]:
     }
 
 
-def _pieces(announced: dict[str, Any], *, without: Mapping[str, str]) -> list[LocalShard]:
+def _shards_of(announced: dict[str, Any], *, without: Mapping[str, str]) -> list[LocalShard]:
     return [
         LocalShard(name, dtype, tuple(shape), ChunkBounds(tuple(offset), tuple(lengths)))
-        for name, dtype, shape, offset, lengths in announced["pieces"]
+        for name, dtype, shape, offset, lengths in announced["shards"]
         if name not in without
     ]
 
 
 def _require_shared(
-    storage: Storage, folder: Path, announced: Sequence[dict[str, Any]], crew: Sequence[int], gather: Gather
+    pending: PendingFolder, announced: Sequence[dict[str, Any]], crew: Sequence[int], gather: Gather
 ) -> None:
-    """Raise on every rank unless all ranks of the crew see the folder that the first has made.
+    """Raise on every rank unless all ranks of the crew see the folder that the first one made.
 
     Collective: every rank.
     """
-    deadline = time.monotonic() + _PATIENCE_S
-    while storage.kind(folder) is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    seen = gather(b"1" if storage.kind(folder) == "folder" else b"0")
+    seen = gather(b"1" if pending.is_visible() else b"0")
     blind = [rank for rank in crew if seen[rank] != b"1"]
     if blind:
         hosts = ", ".join(f"rank {rank} on {announced[rank]['host']}" for rank in blind)
         raise CheckpointError(
-            f"{folder.parent} is not one folder for all ranks: rank {crew[0]} on {announced[crew[0]]['host']} has made "
-            f"{folder.name} in it, and these do not see it: {hosts}",
+            f"{pending.target.parent} is not one folder for all ranks: rank {crew[0]} on {announced[crew[0]]['host']} has made "
+            f"{pending.path.name} in it, and these do not see it: {hosts}",
             do="give a folder that all machines share, or save_on_each_node=True (ProjectConfiguration) when every machine "
             "has the whole state",
         )
-
-
-def _remove(storage: Storage, folder: Path) -> None:
-    try:
-        if storage.kind(folder) == "folder":
-            discard(storage, folder)
-    except OSError:
-        return  # the error that brought us here is the one to show; the next start of the run removes the rest

@@ -230,23 +230,15 @@ def _require_new(target: Path) -> None:
 @contextmanager
 def _new_folder(source: Path, out: str) -> Iterator[tuple[Path, Path]]:
     """Yield ``source`` and a folder that becomes ``out`` when the block ends well."""
-    from echelon.checkpoint.commit import begin, commit, discard, new_token, sync_tree  # noqa: PLC0415 - torch
+    from echelon.checkpoint.commit import new_folder  # noqa: PLC0415 - torch
     from echelon.checkpoint.formats.merged_weights import require_apart  # noqa: PLC0415 - torch
     from echelon.checkpoint.storage import LocalStorage  # noqa: PLC0415 - torch
 
     storage, target = LocalStorage(), Path(out).expanduser().absolute()
     require_apart(source, target)
     _require_new(target)
-    target = storage.real_path(target)
-    folder = begin(storage, target, new_token())
-    try:
+    with new_folder(storage, storage.real_path(target)) as folder:
         yield source, folder
-        sync_tree(storage, folder)
-        commit(storage, folder, target, manifest=None, is_part=lambda _: True)
-    except BaseException:
-        if storage.kind(folder) == "folder":
-            discard(storage, folder)
-        raise
 
 
 def _lines(path: str) -> list[str]:

@@ -14,10 +14,8 @@ from echelon.trackers.registry import (
     get_available_trackers,
     register_tracker_class,
 )
-from echelon.trackers.swanlab import SwanLabTracker
 from echelon.trackers.tensorboard import TensorBoardTracker
-from echelon.trackers.trackio import TrackioTracker
-from echelon.trackers.wandb import WandBTracker
+from echelon.trackers.wandb import SwanLabTracker, TrackioTracker, WandBTracker
 
 __all__ = [
     "LOGGER_TYPE_TO_CLASS",

@@ -13,7 +13,7 @@ __all__ = ["AimTracker"]
 
 
 class AimTracker(GeneralTracker):
-    """Logs to a ``aim.Run``.
+    """Logs to an ``aim.Run``.
 
     Args:
         run_name: the name of the run.
@@ -33,7 +33,7 @@ class AimTracker(GeneralTracker):
 
     @on_main_process
     def start(self) -> None:
-        """Begin the run."""
+        """Start the run."""
         self.writer = _aim().Run(repo=self.aim_repo_path, **self.init_kwargs)
         self.writer.name = self.run_name
 

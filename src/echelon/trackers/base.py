@@ -1,4 +1,4 @@
-"""The interface of every experiment tracker, and the ranks on which it acts."""
+"""The interface of every experiment tracker, and the decorator that limits a method to rank zero."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def on_main_process(function: F) -> F:
-    """Make a method of a tracker run on rank zero only, if its ``main_process_only`` says so; elsewhere it gives None."""
+    """Make a method of a tracker run on rank zero only, if its ``main_process_only`` says so; elsewhere it returns None."""
 
     @functools.wraps(function)
-    def where_it_should(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(self, "main_process_only", False) and known_rank() not in (None, 0):
             return None
         return function(self, *args, **kwargs)
 
-    return where_it_should  # type: ignore[return-value]
+    return wrapper  # type: ignore[return-value]
 
 
 class GeneralTracker:
     """Base class of the trackers, for your own ones too.
 
-    A subclass has the attributes ``name`` and ``requires_logging_directory`` (is a folder its second argument?) and the
-    property ``tracker`` (the object of the tracking library); it overrides what it needs of the methods. Its constructor
-    takes the project's name first and must not start anything: that is for ``start``, which runs on every rank.
+    A subclass has the attributes ``name`` and ``requires_logging_directory`` (whether its second argument is a folder) and the
+    property ``tracker`` (the object of the tracking library); it overrides the methods that it needs. Its constructor
+    takes the project's name first and must not start anything: ``start`` does, which runs on every rank.
 
     Raises:
         NotImplementedError: one of the three is missing; it is named.
     """
 
     main_process_only = True
-    """Does it act on rank zero only? Honoured by methods under ``@on_main_process``."""
+    """Whether methods under ``@on_main_process`` run on rank zero only."""
     registered: ClassVar[Mapping[str, type[GeneralTracker]]] = MappingProxyType({})
-    """By name, what ``register_tracker_class`` was given in this process."""
+    """The classes given to ``register_tracker_class`` in this process, by name."""
 
     def __init__(self, _blank: bool = False) -> None:
         needed = () if _blank else ("name", "requires_logging_directory", "tracker")
@@ -53,13 +53,13 @@ class GeneralTracker:
             )
 
     def start(self) -> None:
-        """Begin the run."""
+        """Start the run."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store ``values`` as the settings of the run."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Store ``values``, measured at ``step``; ``kwargs`` are the tracking library's own."""
+        """Store ``values``, measured at ``step``; ``kwargs`` are those of the tracking library."""
 
     def finish(self) -> None:
         """End the run."""

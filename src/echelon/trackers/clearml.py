@@ -8,14 +8,13 @@ from echelon.base import environ
 from echelon.base.errors import UsageError
 from echelon.base.optional import require
 from echelon.trackers.base import GeneralTracker, on_main_process
-from echelon.trackers.dropped import Dropped
-from echelon.trackers.values import hide_secrets, is_number, plain
+from echelon.trackers.values import DroppedValues, hide_secrets, is_number, plain
 
 __all__ = ["ClearMLTracker"]
 
 
 class ClearMLTracker(GeneralTracker):
-    """Logs to a task of ``clearml``: the current one, if the script has made one, else a new one.
+    """Logs to a task of ``clearml``: the script's current task, else a new one.
 
     Args:
         run_name: the project and the task, unless CLEARML_PROJECT and CLEARML_TASK name them.
@@ -31,11 +30,11 @@ class ClearMLTracker(GeneralTracker):
         self.init_kwargs = kwargs
         self.task: Any = None
         self._is_own = False
-        self._dropped = Dropped("ClearML")
+        self._dropped = DroppedValues("ClearML")
 
     @on_main_process
     def start(self) -> None:
-        """Find or begin the task."""
+        """Find or create the task."""
         clearml: Any = require("clearml", extra="clearml", purpose="log_with='clearml'")
         self.task = clearml.Task.current_task()
         if not self.task:
@@ -68,7 +67,7 @@ class ClearMLTracker(GeneralTracker):
         reporter = self.task.get_logger()
         for name, value in plain(values).items():
             if not is_number(value):
-                self._dropped.tell(name, value, "a number")
+                self._dropped.warn_once(name, value, "a number")
             elif step is None:
                 reporter.report_single_value(name=name, value=value, **kwargs)
             else:
@@ -105,7 +104,7 @@ class ClearMLTracker(GeneralTracker):
 
     @on_main_process
     def finish(self) -> None:
-        """Close the task, unless the script made it."""
+        """Close the task, unless the script created it."""
         if self._is_own:
             self.task.close()
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from echelon.base.optional import require
 from echelon.trackers.base import GeneralTracker, on_main_process
-from echelon.trackers.dropped import Dropped
-from echelon.trackers.values import hide_secrets, is_number, plain
+from echelon.trackers.values import DroppedValues, hide_secrets, is_number, plain
 
 __all__ = ["CometMLTracker"]
 
@@ -28,13 +27,13 @@ class CometMLTracker(GeneralTracker):
         self.run_name = run_name
         self.init_kwargs = kwargs
         self.writer: Any = None
-        self._dropped = Dropped("Comet")
+        self._dropped = DroppedValues("Comet")
 
     @on_main_process
     def start(self) -> None:
-        """Begin the experiment."""
+        """Start the experiment."""
         comet_ml: Any = require("comet_ml", extra="comet_ml", purpose="log_with='comet_ml'")
-        # comet_ml.start, which can work offline and go on with an experiment, came with 3.41.
+        # comet_ml.start, which works offline and can resume an experiment, exists since 3.41.
         begin = comet_ml.start if hasattr(comet_ml, "start") else comet_ml.Experiment
         self.writer = begin(project_name=self.run_name, **self.init_kwargs)
 
@@ -61,9 +60,9 @@ class CometMLTracker(GeneralTracker):
             elif isinstance(value, dict):
                 self.writer.log_metrics(value, step=step, **kwargs)
             else:
-                self._dropped.tell(name, value, "a number, a string or a dict of numbers")
+                self._dropped.warn_once(name, value, "a number, a string or a dict of numbers")
 
     @on_main_process
     def finish(self) -> None:
-        """Send what is left, and end."""
+        """Send pending data, and end the experiment."""
         self.writer.end()

@@ -6,8 +6,7 @@ from typing import Any
 
 from echelon.base.optional import require
 from echelon.trackers.base import GeneralTracker, on_main_process
-from echelon.trackers.dropped import Dropped
-from echelon.trackers.values import hide_secrets, plain
+from echelon.trackers.values import DroppedValues, hide_secrets, plain
 
 __all__ = ["DVCLiveTracker"]
 
@@ -16,8 +15,8 @@ class DVCLiveTracker(GeneralTracker):
     """Logs to a ``dvclive.Live``.
 
     Args:
-        run_name: not used: DVCLive names its runs itself.
-        live: a ``Live`` that exists already.
+        run_name: unused: DVCLive names its runs itself.
+        live: an existing ``Live``.
         kwargs: of ``dvclive.Live``.
     """
 
@@ -28,11 +27,11 @@ class DVCLiveTracker(GeneralTracker):
         super().__init__()
         self.live = live
         self.init_kwargs = kwargs
-        self._dropped = Dropped("DVCLive")
+        self._dropped = DroppedValues("DVCLive")
 
     @on_main_process
     def start(self) -> None:
-        """Make the ``Live``, unless it was given."""
+        """Create the ``Live``, unless it was given."""
         if self.live is None:
             dvclive: Any = require("dvclive", extra="dvclive", purpose="log_with='dvclive'")
             self.live = dvclive.Live(**self.init_kwargs)
@@ -49,7 +48,7 @@ class DVCLiveTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log ``values`` and go to the next step; ``kwargs`` are those of ``Live.log_metric``."""
+        """Log ``values`` and advance to the next step; ``kwargs`` are those of ``Live.log_metric``."""
         plots: Any = require("dvclive.plots", extra="dvclive", purpose="log_with='dvclive'")
         if step is not None:
             self.live.step = step
@@ -57,7 +56,7 @@ class DVCLiveTracker(GeneralTracker):
             if plots.Metric.could_log(value):
                 self.live.log_metric(name, value, **kwargs)
             else:
-                self._dropped.tell(name, value, "a number or a string")
+                self._dropped.warn_once(name, value, "a number or a string")
         self.live.next_step()
 
     @on_main_process

@@ -43,11 +43,11 @@ class JSONLTracker(GeneralTracker):
 
     @on_main_process
     def start(self) -> None:
-        """Open the file; a resumed run goes on where it was."""
+        """Open the file; a resumed run appends to it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("a+", encoding="utf-8")
         if not _ends_with_newline(self.path):
-            self._file.write("\n")  # a run that was killed while it wrote: its half line must not spoil the next one
+            self._file.write("\n")  # a run was killed while it wrote: its partial line must not corrupt the next one
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -73,7 +73,7 @@ class JSONLTracker(GeneralTracker):
 
 
 def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield what a ``JSONLTracker`` wrote, with the types it was given; a line cut off by a crash is left out."""
+    """Yield what a ``JSONLTracker`` wrote, with the original types; a line cut off by a crash is skipped."""
     with Path(path).open(encoding="utf-8") as file:
         for line in file:
             try:

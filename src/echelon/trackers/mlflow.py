@@ -11,8 +11,7 @@ from echelon.base.errors import ConfigError
 from echelon.base.logging import get_logger
 from echelon.base.optional import require
 from echelon.trackers.base import GeneralTracker, on_main_process
-from echelon.trackers.dropped import Dropped
-from echelon.trackers.values import hide_secrets, is_number, plain
+from echelon.trackers.values import DroppedValues, hide_secrets, is_number, plain
 
 __all__ = ["MLflowTracker"]
 
@@ -22,12 +21,12 @@ _FALSE = frozenset({"n", "no", "f", "false", "off", "0"})
 
 
 class MLflowTracker(GeneralTracker):
-    """Logs to a run of ``mlflow``. The variables MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, MLFLOW_TAGS and MLFLOW_NESTED_RUN win.
+    """Logs to a run of ``mlflow``. The variables MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, MLFLOW_TAGS and MLFLOW_NESTED_RUN take precedence.
 
     Args:
-        experiment_name: found by this name, or made.
+        experiment_name: created if none has this name.
         logging_dir: where a new experiment keeps its artifacts.
-        run_id: a run to go on with.
+        run_id: a run to resume.
         tags: of the run and of a new experiment; a dict, or JSON text of one.
         nested_run: a run inside the active one.
         run_name: of a new run.
@@ -58,11 +57,11 @@ class MLflowTracker(GeneralTracker):
         self.run_name = run_name
         self.description = description
         self.active_run: Any = None
-        self._dropped = Dropped("MLflow")
+        self._dropped = DroppedValues("MLflow")
 
     @on_main_process
     def start(self) -> None:
-        """Find or make the experiment, and begin the run."""
+        """Find or create the experiment, and start the run."""
         mlflow = _mlflow()
         found = mlflow.search_experiments(filter_string=f"name = '{self.experiment_name}'")
         if len(found) > 1:
@@ -89,13 +88,13 @@ class MLflowTracker(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store the settings as parameters, in as many requests as MLflow needs; one that is too long for it is left out."""
+        """Store the settings as parameters, in as many requests as MLflow needs; values that are too long are skipped."""
         mlflow = _mlflow()
         limits: Any = require("mlflow.utils.validation", extra="mlflow", purpose="log_with='mlflow'")
         kept: list[tuple[str, Any]] = []
         for name, value in plain(hide_secrets(values)).items():
             if len(str(value)) > limits.MAX_PARAM_VAL_LENGTH:
-                self._dropped.tell(name, value, f"parameters of at most {limits.MAX_PARAM_VAL_LENGTH} characters")
+                self._dropped.warn_once(name, value, f"parameters of at most {limits.MAX_PARAM_VAL_LENGTH} characters")
             else:
                 kept.append((name, value))
         size = limits.MAX_PARAMS_TAGS_PER_BATCH
@@ -110,7 +109,7 @@ class MLflowTracker(GeneralTracker):
             if is_number(value):
                 metrics[name] = value
             else:
-                self._dropped.tell(name, value, "a number")
+                self._dropped.warn_once(name, value, "a number")
         _mlflow().log_metrics(metrics, step=step, **kwargs)
 
     @on_main_process

@@ -1,4 +1,4 @@
-"""Which trackers there are: by name, by what is installed, and the user's own."""
+"""The registry of trackers: by name, by installed library, and those that a user registers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ from echelon.trackers.comet import CometMLTracker
 from echelon.trackers.dvclive import DVCLiveTracker
 from echelon.trackers.jsonl import JSONLTracker
 from echelon.trackers.mlflow import MLflowTracker
-from echelon.trackers.swanlab import SwanLabTracker
 from echelon.trackers.tensorboard import TensorBoardTracker
-from echelon.trackers.trackio import TrackioTracker
-from echelon.trackers.wandb import WandBTracker
+from echelon.trackers.wandb import SwanLabTracker, TrackioTracker, WandBTracker
 
 __all__ = [
     "LOGGER_TYPE_TO_CLASS",

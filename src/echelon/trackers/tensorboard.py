@@ -9,8 +9,7 @@ from typing import Any
 
 from echelon.base.optional import is_available, require
 from echelon.trackers.base import GeneralTracker, on_main_process
-from echelon.trackers.dropped import Dropped
-from echelon.trackers.values import flat, hide_secrets, is_number, plain
+from echelon.trackers.values import DroppedValues, flat, hide_secrets, is_number, plain
 
 __all__ = ["TensorBoardTracker"]
 
@@ -33,7 +32,7 @@ class TensorBoardTracker(GeneralTracker):
         self.logging_dir = os.path.join(logging_dir, run_name)
         self.init_kwargs = kwargs
         self.writer: Any = None
-        self._dropped = Dropped("TensorBoard")
+        self._dropped = DroppedValues("TensorBoard")
 
     @on_main_process
     def start(self) -> None:
@@ -84,7 +83,7 @@ class TensorBoardTracker(GeneralTracker):
             elif isinstance(value, dict):
                 self.writer.add_scalars(name, value, global_step=step, **kwargs)
             else:
-                self._dropped.tell(name, value, "a number, a string or a dict of numbers")
+                self._dropped.warn_once(name, value, "a number, a string or a dict of numbers")
         self.writer.flush()
 
     @on_main_process

@@ -1,4 +1,4 @@
-"""What may be logged: tensors and numpy scalars become plain numbers, nested settings flat ones, secrets stay secret."""
+"""Values for logging: tensors and numpy scalars as plain numbers, nested settings as flat ones, secrets hidden."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["flat", "hide_secrets", "is_number", "plain"]
+from echelon.base.logging import get_logger
+
+__all__ = ["DroppedValues", "flat", "hide_secrets", "is_number", "plain"]
 
 _SECRET = re.compile(
     r"(^|[_\-. ])(password|passwd|passphrase|secrets?|credentials?|bearer)([_\-. ]|$)"
@@ -19,6 +21,23 @@ _SECRET = re.compile(
     re.IGNORECASE,
 )
 HIDDEN = "(hidden)"
+_logger = get_logger(__name__)
+
+
+class DroppedValues:
+    """Warns once per name of the values that a tracking library does not accept."""
+
+    def __init__(self, library: str) -> None:
+        self._library = library
+        self._warned: set[str] = set()
+
+    def warn_once(self, name: str, value: Any, accepted: str) -> None:
+        """Warn that ``name`` is not logged; its value is not shown."""
+        if name not in self._warned:
+            self._warned.add(name)
+            _logger.warning(
+                "%s accepts %s; %r is of type %s and is not logged", self._library, accepted, name, type(value).__name__
+            )
 
 
 def plain(value: Any) -> Any:
@@ -42,7 +61,7 @@ def plain(value: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether ``value``, already plain, is a scalar that can be drawn as a curve."""
+    """Tell whether ``value``, already plain, is a scalar that can be plotted as a curve."""
     return isinstance(value, (int, float))
 
 
@@ -56,7 +75,7 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def hide_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``settings`` with the text of passwords, keys and access tokens hidden, by the names they go under.
+    """Return ``settings`` with the text of passwords, keys and access tokens hidden, recognized by their names.
 
     Special tokens of a tokenizer (``pad_token``) and numbers (``num_tokens``) stay.
     """

@@ -1,38 +1,37 @@
-"""Weights & Biases; offline with ``init_kwargs={"wandb": {"mode": "offline"}}`` or WANDB_MODE=offline."""
+"""Weights & Biases, and the libraries with its interface: SwanLab and Trackio.
+
+wandb works offline with ``init_kwargs={"wandb": {"mode": "offline"}}`` or WANDB_MODE=offline.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from echelon.base.optional import require
 from echelon.trackers.base import GeneralTracker, on_main_process
 from echelon.trackers.values import hide_secrets, plain
 
-__all__ = ["WandBTracker"]
+__all__ = ["SwanLabTracker", "TrackioTracker", "WandBTracker"]
 
 
-class WandBTracker(GeneralTracker):
-    """Logs to a run of ``wandb``.
+class _RunTracker(GeneralTracker):
+    """Logs to the run that ``init(project=)`` of a library starts.
 
     Args:
         run_name: the project.
-        kwargs: of ``wandb.init``.
+        kwargs: of the library's ``init``.
     """
 
-    name = "wandb"
     requires_logging_directory = False
     main_process_only = False
+    name: str
+    run: Any = None
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         super().__init__()
         self.run_name = run_name
         self.init_kwargs = kwargs
-        self.run: Any = None
-
-    @on_main_process
-    def start(self) -> None:
-        """Begin the run."""
-        self.run = _wandb().init(project=self.run_name, **self.init_kwargs)
 
     @property
     def tracker(self) -> Any:
@@ -40,20 +39,59 @@ class WandBTracker(GeneralTracker):
         return self.run
 
     @on_main_process
+    def start(self) -> None:
+        """Start the run."""
+        self.run = self._library().init(project=self.run_name, **self.init_kwargs)
+
+    @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the settings in the run's config."""
-        self.run.config.update(plain(hide_secrets(values)), allow_val_change=True)
+        self._config().update(plain(hide_secrets(values)), allow_val_change=True)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log ``values``; ``kwargs`` are those of ``Run.log``. Tensors of several elements become its histograms."""
-        self.run.log(_scalars(values), step=step, **kwargs)
+        """Log ``values``; ``kwargs`` are those of the run's ``log``."""
+        self.run.log(self._loggable(values), step=step, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        """End the run."""
+        self.run.finish()
+
+    def _library(self) -> Any:
+        return require(self.name, extra=self.name, purpose=f"log_with={self.name!r}")
+
+    def _config(self) -> Any:
+        return self._library().config
+
+    def _loggable(self, values: Mapping[str, Any]) -> Any:
+        return plain(values)
+
+    def _log_images(self, values: dict[str, Any], step: int | None, kwargs: dict[str, Any]) -> None:
+        for name, images in values.items():
+            self.log({name: [self._library().Image(image) for image in images]}, step=step, **kwargs)
+
+
+class WandBTracker(_RunTracker):
+    """Logs to a run of ``wandb``. Tensors of several elements become its histograms.
+
+    Args:
+        run_name: the project.
+        kwargs: of ``wandb.init``.
+    """
+
+    name = "wandb"
+
+    def _config(self) -> Any:
+        return self.run.config
+
+    def _loggable(self, values: Mapping[str, Any]) -> Any:
+        return {name: value if isinstance(plain(value), list) else plain(value) for name, value in values.items()}
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log lists of images; ``kwargs`` are those of ``Run.log``."""
-        for name, images in values.items():
-            self.log({name: [_wandb().Image(image) for image in images]}, step=step, **kwargs)
+        self._log_images(values, step, kwargs)
 
     @on_main_process
     def log_table(
@@ -66,18 +104,38 @@ class WandBTracker(GeneralTracker):
         **kwargs: Any,
     ) -> None:
         """Log a table of any objects, given as ``columns`` and ``data`` or as ``dataframe``."""
-        table = _wandb().Table(columns=columns, data=data, dataframe=dataframe)
+        table = self._library().Table(columns=columns, data=data, dataframe=dataframe)
         self.log({table_name: table}, step=step, **kwargs)
 
+
+class SwanLabTracker(_RunTracker):
+    """Logs to a run of ``swanlab``.
+
+    Args:
+        run_name: the project.
+        kwargs: of ``swanlab.init``.
+    """
+
+    name = "swanlab"
+
     @on_main_process
-    def finish(self) -> None:
-        """End the run."""
-        self.run.finish()
+    def start(self) -> None:
+        """Start the run."""
+        super().start()
+        self._config()["FRAMEWORK"] = "echelon"
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log lists of images; ``kwargs`` are those of the run's ``log``."""
+        self._log_images(values, step, kwargs)
 
 
-def _wandb() -> Any:
-    return require("wandb", extra="wandb", purpose="log_with='wandb'")
+class TrackioTracker(_RunTracker):
+    """Logs to a run of ``trackio``.
 
+    Args:
+        run_name: the project.
+        kwargs: of ``trackio.init``.
+    """
 
-def _scalars(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value if isinstance(plain(value), list) else plain(value) for name, value in values.items()}
+    name = "trackio"
