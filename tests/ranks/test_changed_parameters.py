@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -52,16 +53,32 @@ def _change(form: str, model: Any, step: int) -> None:
 FORMS = ["unfrozen", "frozen", "both", "one after the other"]
 
 
+def _train_plainly(
+    model: Any,
+    loss_of: Callable[[torch.Tensor], torch.Tensor],
+    world_size: int,
+    optimizer: torch.optim.Optimizer,
+    before: Callable[[int], None] = lambda step: None,
+    max_norm: float | None = None,
+) -> dict[str, torch.Tensor]:
+    """One process: each update has the mean of ``loss_of`` over the shares of the ranks."""
+    for step, shares in enumerate(_batches(world_size)):
+        before(step)
+        torch.stack([loss_of(x) for x in shares]).mean().backward()  # type: ignore[no-untyped-call]
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.detach() for name, value in model.state_dict().items()}
+
+
 def _plain(form: str, world_size: int) -> dict[str, torch.Tensor]:
     model = _model()
     _change(form, model, 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for step, shares in enumerate(_batches(world_size)):
-        _change(form, model, step)
-        (sum(_loss(model(x)) for x in shares) / world_size).backward()  # type: ignore[union-attr]
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: value.detach() for name, value in model.state_dict().items()}
+    return _train_plainly(
+        model, lambda x: _loss(model(x)), world_size, optimizer, before=lambda step: _change(form, model, step)
+    )
 
 
 def _changed(engine: str, form: str, options: dict[str, Any]) -> dict[str, torch.Tensor] | None:
@@ -121,14 +138,13 @@ def _rebuild(form: str, model: Any, optimizer: Any) -> None:
 def _plain_rebuilt(form: str, world_size: int) -> dict[str, torch.Tensor]:
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for step, shares in enumerate(_batches(world_size)):
+
+    def before(step: int) -> None:
         if step == 2:
             torch.manual_seed(100)
             _rebuild(form, model, optimizer)
-        (sum(_loss(model(x)) for x in shares) / world_size).backward()  # type: ignore[union-attr]
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: value.detach() for name, value in model.state_dict().items()}
+
+    return _train_plainly(model, lambda x: _loss(model(x)), world_size, optimizer, before=before)
 
 
 def _rebuilt(engine: str, form: str, parity: str) -> tuple[dict[str, torch.Tensor] | None, list[str]]:
@@ -190,14 +206,10 @@ def _whole_frozen_model(engine: str, max_norm: float) -> tuple[list[torch.Tensor
 def _plain_frozen_model(max_norm: float, world_size: int) -> list[torch.Tensor]:
     torch.manual_seed(0)
     head, body = nn.Linear(6, 1).double(), nn.Linear(6, 6).double()
-    held = [*head.parameters(), *body.parameters()]
-    optimizer = torch.optim.SGD(held, lr=0.1)
-    for shares in _batches(world_size):
-        (sum(_loss(head(body(x))) for x in shares) / world_size).backward()  # type: ignore[union-attr]
-        nn.utils.clip_grad_norm_(held, max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-    return [p.detach() for p in held]
+    both = nn.ModuleList([head, body])
+    optimizer = torch.optim.SGD(both.parameters(), lr=0.1)
+    _train_plainly(both, lambda x: _loss(head(body(x))), world_size, optimizer, max_norm=max_norm)
+    return [p.detach() for p in both.parameters()]
 
 
 @pytest.mark.parametrize(("engine", "max_norm"), [("ddp", 0.01), ("zero1", 0.01), ("fsdp2", 0.01)])
@@ -271,11 +283,7 @@ def _passes(engine: str, form: str, native: bool) -> tuple[dict[str, torch.Tenso
 def _plain_passes(world_size: int) -> dict[str, torch.Tensor]:
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for shares in _batches(world_size):
-        (sum(_loss(model(x[:2])) + _loss(model(x[2:])) for x in shares) / world_size).backward()  # type: ignore[union-attr]
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: value.detach() for name, value in model.state_dict().items()}
+    return _train_plainly(model, lambda x: _loss(model(x[:2])) + _loss(model(x[2:])), world_size, optimizer)
 
 
 @pytest.mark.parametrize("native", [False, True])

@@ -71,107 +71,6 @@ class Scenario:
         return self.found(state)
 
 
-def _saved_in_a(storage: ToyStorage) -> int | None:
-    return _saved(storage, FOLDER / "a")
-
-
-def _nothing(operation: str, name: str) -> bool:
-    return False
-
-
-def _first(muted: Muted = _nothing) -> Scenario:
-    storage = ToyStorage(muted)
-    save_on_threads(FOLDER / "a", 1, storage=storage)
-    return Scenario(storage, _saved_in_a, start=0, returned=len(storage.operations), old=None, new=1)
-
-
-def _again(muted: Muted = _nothing, kind: type[ToyStorage] = ToyStorage) -> Scenario:
-    """Save into a path that has a checkpoint, and beside it what others have put there."""
-    storage = kind()
-    target = FOLDER / "a"
-    save_on_threads(target, 1, storage=storage)
-    storage.make_folder(target / "notes")
-    for path in (target / "notes" / "n.txt", target / "README"):
-        handle = storage.create(path)
-        storage.write(handle, b"mine")
-        storage.sync(handle)
-        storage.close(handle)
-    for path in (target / "notes", target):
-        storage.sync_folder(path)
-    start = len(storage.operations)
-    storage._muted = muted
-    save_on_threads(target, 2, storage=storage)
-    returned = len(storage.operations)
-
-    def found(state: ToyStorage) -> int | None:
-        step = _saved(state, target)
-        if step is not None:
-            folder = Checkpoint(target, storage=state).folder
-            for path in (folder / "notes" / "n.txt", folder / "README"):
-                assert state.kind(path) == "file", f"{path} is lost"
-                assert bytes(state.files[state._find(path)]) == b"mine"  # type: ignore[index]
-        return step
-
-    return Scenario(storage, found, start=start, returned=returned, old=1, new=2)
-
-
-def _rotated(muted: Muted = _nothing) -> Scenario:
-    """Save checkpoint_1, then delete checkpoint_0."""
-    storage = ToyStorage()
-    save_on_threads(FOLDER / "checkpoint_0", 1, storage=storage)
-    start = len(storage.operations)
-    storage._muted = muted
-    save_on_threads(FOLDER / "checkpoint_1", 2, storage=storage)
-    returned = len(storage.operations)
-    remove_oldest(FOLDER, prefix="checkpoint_", limit=1, storage=storage)
-
-    def found(state: ToyStorage) -> int | None:
-        steps = [_saved(state, path) for path in reversed(numbered(FOLDER, prefix="checkpoint_", storage=state))]
-        return next((step for step in steps if step is not None), None)
-
-    return Scenario(storage, found, start=start, returned=returned, old=1, new=2)
-
-
-def _in_background(muted: Muted = _nothing) -> Scenario:
-    storage = ToyStorage(muted)
-    saver = BackgroundSaver()
-    for step in (1, 2):
-        content = content_of(step, 0)
-        saver.start(begin_save(FOLDER / "a", content, world=world_of_threads(0, 1), storage=storage))
-        for tensor in content.tensors.values():
-            assert isinstance(tensor, torch.Tensor)
-            tensor.fill_(-1)  # the training goes on
-        if step == 1:
-            saver.wait()
-            start = len(storage.operations)
-    saver.wait()
-    return Scenario(storage, _saved_in_a, start=start, returned=len(storage.operations), old=1, new=2)
-
-
-def _with_files_of_others(muted: Muted = _nothing) -> Scenario:
-    """Save, and let a hook write files into the folder, which it does not sync."""
-    storage = ToyStorage(muted)
-    content = content_of(1, 0)
-    save = begin_save(FOLDER / "a", content, world=world_of_threads(0, 1), storage=storage)
-    storage.make_folder(save.folder / "inside")
-    for path in (save.folder / "extra", save.folder / "inside" / "deep"):
-        handle = storage.create(path)
-        storage.write(handle, b"of a hook")
-        storage.close(handle)
-    save.finish()
-
-    def found(state: ToyStorage) -> int | None:
-        step = _saved(state, FOLDER / "a")
-        if step is not None:  # else it is no checkpoint, whatever else is there
-            assert {"extra", "inside/deep"} <= set(Checkpoint(FOLDER / "a", storage=state).manifest.files)
-        return step
-
-    return Scenario(storage, found, start=0, returned=len(storage.operations), old=None, new=1)
-
-
-# ---- another program's layout: no manifest, no checksums -------------------------------------------------------------
-
-
 def _write_foreign(storage: ToyStorage, step: int, rank: int, *, is_owner: bool, folder: Path) -> None:
     """Write what a rank has as another program does: without a sync."""
     names = [f"random_states_{rank}.pkl", *(["model.safetensors", "nested/optimizer.bin"] if is_owner else [])]
@@ -215,92 +114,152 @@ def _saved_foreign(storage: ToyStorage, target: Path) -> int | None:
     return steps.pop()
 
 
-def _first_foreign(muted: Muted = _nothing) -> Scenario:
+@dataclass(frozen=True)
+class Layout:
+    """How a checkpoint of two ranks is saved, and which step is in one."""
+
+    save: Callable[[ToyStorage, Path, int], None]
+    saved: Callable[[ToyStorage, Path], int | None]
+
+
+OWN = Layout(lambda storage, target, step: save_on_threads(target, step, storage=storage), _saved)
+FOREIGN = Layout(_save_foreign, _saved_foreign)  # another program's: no manifest, no checksums
+
+
+def _nothing(operation: str, name: str) -> bool:
+    return False
+
+
+def _first(muted: Muted = _nothing, layout: Layout = OWN) -> Scenario:
     storage = ToyStorage(muted)
-    _save_foreign(storage, FOLDER / "a", 1)
-    found = partial(_saved_foreign, target=FOLDER / "a")
+    layout.save(storage, FOLDER / "a", 1)
+    found = partial(layout.saved, target=FOLDER / "a")
     return Scenario(storage, found, start=0, returned=len(storage.operations), old=None, new=1)
 
 
-def _again_foreign(muted: Muted = _nothing, kind: type[ToyStorage] = ToyStorage) -> Scenario:
+def _again(muted: Muted = _nothing, kind: type[ToyStorage] = ToyStorage, layout: Layout = OWN) -> Scenario:
+    """Save into a path that has a checkpoint, and beside it what others have put there."""
     storage = kind()
     target = FOLDER / "a"
-    _save_foreign(storage, target, 1)
-    handle = storage.create(target / "README")
-    storage.write(handle, b"mine")
-    storage.sync(handle)
-    storage.close(handle)
-    storage.sync_folder(target)
+    layout.save(storage, target, 1)
+    storage.make_folder(target / "notes")
+    for path in (target / "notes" / "n.txt", target / "README"):
+        handle = storage.create(path)
+        storage.write(handle, b"mine")
+        storage.sync(handle)
+        storage.close(handle)
+    for path in (target / "notes", target):
+        storage.sync_folder(path)
     start = len(storage.operations)
     storage._muted = muted
-    _save_foreign(storage, target, 2)
+    layout.save(storage, target, 2)
     returned = len(storage.operations)
 
     def found(state: ToyStorage) -> int | None:
-        step = _saved_foreign(state, target)
+        step = layout.saved(state, target)
         if step is not None:
-            assert state.kind(place_of(state, target) / "README") == "file", "README is lost"
+            folder = place_of(state, target)
+            for path in (folder / "notes" / "n.txt", folder / "README"):
+                assert state.kind(path) == "file", f"{path} is lost"
+                assert bytes(state.files[state._find(path)]) == b"mine"  # type: ignore[index]
         return step
 
     return Scenario(storage, found, start=start, returned=returned, old=1, new=2)
 
 
-def _rotated_foreign(muted: Muted = _nothing) -> Scenario:
+def _rotated(muted: Muted = _nothing, layout: Layout = OWN) -> Scenario:
+    """Save checkpoint_1, then delete checkpoint_0."""
     storage = ToyStorage()
-    _save_foreign(storage, FOLDER / "checkpoint_0", 1)
+    layout.save(storage, FOLDER / "checkpoint_0", 1)
     start = len(storage.operations)
     storage._muted = muted
-    _save_foreign(storage, FOLDER / "checkpoint_1", 2)
+    layout.save(storage, FOLDER / "checkpoint_1", 2)
     returned = len(storage.operations)
     remove_oldest(FOLDER, prefix="checkpoint_", limit=1, storage=storage)
 
     def found(state: ToyStorage) -> int | None:
-        steps = [_saved_foreign(state, path) for path in numbered(FOLDER, prefix="checkpoint_", storage=state)]
-        return steps[-1] if steps else None
+        steps = [layout.saved(state, path) for path in reversed(numbered(FOLDER, prefix="checkpoint_", storage=state))]
+        return next((step for step in steps if step is not None), None)
 
     return Scenario(storage, found, start=start, returned=returned, old=1, new=2)
 
 
-def _healed_foreign(muted: Muted = _nothing) -> Scenario:
-    """Save where a crash between two renames has left the old one under its other name, and crash again."""
-    storage = WithoutExchange()
-    target = FOLDER / "a"
-    _save_foreign(storage, target, 1)
-    storage.rename(target, target.with_name(f"a.old-{'0' * 16}"))
+def _in_background(muted: Muted = _nothing) -> Scenario:
+    storage = ToyStorage(muted)
+    saver = BackgroundSaver()
+    for step in (1, 2):
+        content = content_of(step, 0)
+        saver.start(begin_save(FOLDER / "a", content, world=world_of_threads(0, 1), storage=storage))
+        for tensor in content.tensors.values():
+            assert isinstance(tensor, torch.Tensor)
+            tensor.fill_(-1)  # the training goes on
+        if step == 1:
+            saver.wait()
+            start = len(storage.operations)
+    saver.wait()
+    found = partial(_saved, target=FOLDER / "a")
+    return Scenario(storage, found, start=start, returned=len(storage.operations), old=1, new=2)
+
+
+def _with_files_of_others(muted: Muted = _nothing) -> Scenario:
+    """Save, and let a hook write files into the folder, which it does not sync."""
+    storage = ToyStorage(muted)
+    content = content_of(1, 0)
+    save = begin_save(FOLDER / "a", content, world=world_of_threads(0, 1), storage=storage)
+    storage.make_folder(save.folder / "inside")
+    for path in (save.folder / "extra", save.folder / "inside" / "deep"):
+        handle = storage.create(path)
+        storage.write(handle, b"of a hook")
+        storage.close(handle)
+    save.finish()
+
+    def found(state: ToyStorage) -> int | None:
+        step = _saved(state, FOLDER / "a")
+        if step is not None:  # else it is no checkpoint, whatever else is there
+            assert {"extra", "inside/deep"} <= set(Checkpoint(FOLDER / "a", storage=state).manifest.files)
+        return step
+
+    return Scenario(storage, found, start=0, returned=len(storage.operations), old=None, new=1)
+
+
+def _under_its_other_name(kind: type[ToyStorage], muted: Muted) -> tuple[ToyStorage, int, Path]:
+    """Return a storage in which a crash between two renames has left a foreign checkpoint, its start, and where it is."""
+    storage = kind()
+    _save_foreign(storage, FOLDER / "a", 1)
+    old = FOLDER / f"a.old-{'0' * 16}"
+    storage.rename(FOLDER / "a", old)
     storage.sync_folder(FOLDER)
-    start = len(storage.operations)
     storage._muted = muted
-    _save_foreign(storage, target, 2)
-    found = partial(_saved_foreign, target=target)
+    return storage, len(storage.operations), old
+
+
+def _healed_foreign(muted: Muted = _nothing) -> Scenario:
+    """Save where the old checkpoint lies under its other name, and crash again."""
+    storage, start, _ = _under_its_other_name(WithoutExchange, muted)
+    _save_foreign(storage, FOLDER / "a", 2)
+    found = partial(_saved_foreign, target=FOLDER / "a")
     return Scenario(storage, found, start=start, returned=len(storage.operations), old=1, new=2)
 
 
 def _deleted_foreign(muted: Muted = _nothing) -> Scenario:
     """Delete a checkpoint that lies under its other name: what a crash leaves of it must not pass for one."""
-    storage = ToyStorage()
-    target = FOLDER / "a"
-    _save_foreign(storage, target, 1)
-    old = target.with_name(f"a.old-{'0' * 16}")
-    storage.rename(target, old)
-    storage.sync_folder(FOLDER)
-    start = len(storage.operations)
-    storage._muted = muted
+    storage, start, old = _under_its_other_name(ToyStorage, muted)
     retire(storage, old)
-    found = partial(_saved_foreign, target=target)
+    found = partial(_saved_foreign, target=FOLDER / "a")
     return Scenario(storage, found, start=start, returned=len(storage.operations), old=1, new=None)
 
 
 SCENARIOS: dict[str, Callable[..., Scenario]] = {
     "first": _first,
     "again": _again,
-    "again, by two renames": lambda muted=_nothing: _again(muted, WithoutExchange),
+    "again, by two renames": partial(_again, kind=WithoutExchange),
     "rotated": _rotated,
     "in the background": _in_background,
     "with files of others": _with_files_of_others,
-    "foreign, first": _first_foreign,
-    "foreign, again": _again_foreign,
-    "foreign, by two renames": lambda muted=_nothing: _again_foreign(muted, WithoutExchange),
-    "foreign, rotated": _rotated_foreign,
+    "foreign, first": partial(_first, layout=FOREIGN),
+    "foreign, again": partial(_again, layout=FOREIGN),
+    "foreign, by two renames": partial(_again, kind=WithoutExchange, layout=FOREIGN),
+    "foreign, rotated": partial(_rotated, layout=FOREIGN),
     "foreign, healed": _healed_foreign,
     "foreign, deleted": _deleted_foreign,
 }
