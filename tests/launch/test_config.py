@@ -149,12 +149,12 @@ def test_no_answers_are_an_error_and_a_file_is_not_overwritten_unasked(
     assert _echelon("config") == 0
     assert Path("echelon.toml").read_text() == "seed = 1\n"
     assert _echelon("config", "convert", str(CONFIGS / "fsdp2.yaml"), "echelon.toml") == 2
-    assert "echelon.toml is there already" in capsys.readouterr().err
+    assert "echelon.toml exists" in capsys.readouterr().err
 
 
 def test_default_update_convert_and_diff(inside: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _echelon("config", "update") == 2
-    assert "there is no config file" in capsys.readouterr().err
+    assert "no config file found" in capsys.readouterr().err
     assert _echelon("config", "default", "--mixed_precision", "bf16") == 0
     default = inside / "home" / "echelon" / "default_config.toml"
     assert from_file(default)["mixed_precision"].value == "bf16"

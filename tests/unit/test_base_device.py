@@ -104,7 +104,7 @@ def test_the_devices_of_the_ranks_are_named_by_the_variable_of_their_kind(machin
         machine.has(4, kind)
         assert limit_devices([0, 2]) == {variable: "0,2"}
     machine.has(1, "mps")
-    with pytest.raises(ConfigError, match="which mps devices are used cannot be chosen"):
+    with pytest.raises(ConfigError, match="the visible mps devices cannot be chosen"):
         limit_devices([0])
     machine.has(0)
     assert limit_devices([0, 2]) == {}

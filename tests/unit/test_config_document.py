@@ -20,7 +20,7 @@ def tables() -> str:
     for section in (None, *SECTIONS):
         rows = [_row(key) for key in KEYS if key.section == section]
         title = f"### `{section}`" if section else "### At the top of a file"
-        head = "| setting | default | what it says | variable of accelerate | flags |\n|---|---|---|---|---|"
+        head = "| setting | default | meaning | variable of accelerate | flags |\n|---|---|---|---|---|"
         parts.append("\n".join([title, "", head, *rows, ""]))
     return "\n".join(parts)
 

@@ -147,7 +147,7 @@ def test_a_run_without_ranks_here_has_shown_nothing(run: Any) -> None:
 @pytest.mark.parametrize(
     ("flags", "what"),
     [
-        (["train.py"], "echelon test has a program of its own, and does not run 'train.py'"),
+        (["train.py"], "echelon test runs its own program, not 'train.py'"),
         (["--output", "none/x.json"], "there is no folder none"),
     ],
 )

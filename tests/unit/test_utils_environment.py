@@ -124,7 +124,7 @@ def test_versions_compare_as_releases_do(version: str, operation: str, other: st
 def test_libraries_compare_by_their_installed_version() -> None:
     assert compare_versions("torch", ">=", "2.7")
     assert is_torch_version("<", "99.0")
-    with pytest.raises(ValueError, match="operation='~' does not compare versions"):
+    with pytest.raises(ValueError, match="unknown operation='~'"):
         compare_versions("torch", "~", "1.0")
 
 

@@ -1,4 +1,4 @@
-"""What a caller may know about an engine: data, never its class."""
+"""Facts about engines that callers may use; they never test the class of an engine."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ __all__ = ["Capabilities"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """Facts of one engine that the levels above act on."""
+    """Facts about one engine for the layers above."""
 
     name: str
-    """As in the registry and in messages."""
+    """The name in the registry and in messages."""
     distributed_type: str | None = None
-    """What ``Accelerator.distributed_type`` says if not NO or MULTI_<device>; for scripts that read it, never branched on."""
+    """``Accelerator.distributed_type`` if not NO or MULTI_<device>; for scripts that read it."""
     replicates: bool
-    """Several ranks hold the whole model and meet in the gradients."""
+    """Several ranks hold the whole model and reduce gradients."""
     shards_parameters: bool = False
-    """A rank holds a part of each parameter: whole state dicts need every rank."""
+    """A rank holds a shard of each parameter: every rank takes part in a full state dict."""
     shards_optimizer_state: bool = False
-    """A rank holds a part of the optimizer state: whole states need every rank, and only rank zero gets them."""
+    """A rank holds a shard of the optimizer state: every rank takes part in a full state, and rank zero gets it."""
     joins_uneven: bool = True
     """Ranks may run out of batches at different steps inside ``join``."""
     replaces_parameters: bool = False
-    """``prepare`` swaps the parameter objects: optimizers made before it are re-pointed by name."""
+    """``prepare`` replaces the parameter objects: existing optimizers get the new ones, matched by name."""
     owns_loss_scaling: bool = False
-    """The engine scales an fp16 loss itself; no GradScaler around it."""
+    """The engine scales an fp16 loss itself, without a GradScaler."""
     num_devices: int = 1
-    """Devices of one rank that a forward pass runs on: a model that returns its loss returns one for each of them."""
+    """Devices of one rank in a forward pass: a model that returns its loss returns one per device."""
     exposes_state: bool = True
-    """Groups and state of the optimizers are torch's, by the model's own parameters, whole or as DTensors."""
+    """The optimizers have torch's param groups and state for the model's parameters, whole or as DTensors."""
     supports_multiple_models: bool = True
     """Several models may be prepared together."""
     takes_closures: bool = True
@@ -38,4 +38,4 @@ class Capabilities:
     sums_shards: bool = False
     """``build_sharded_update``: gradients can be summed in an order that does not depend on the number of ranks."""
     keeps_float64: bool = True
-    """A float64 model is trained in float64, its optimizer state included."""
+    """A float64 model trains in float64, including its optimizer state."""

@@ -1,4 +1,4 @@
-"""The control groups of this process, and their files: what a container, or a scheduler, lets it use."""
+"""The control groups of this process: the limits that a container or a scheduler sets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _GROUPS = "sys/fs/cgroup"
 
 
 def group_folders(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
-    """Yield the folders of the groups that hold for this process, each with its version (1 or 2); none where there is no Linux.
+    """Yield the folders of the control groups of this process, each with its version (1 or 2); nothing outside of Linux.
 
     Args:
         controller: ``cpu``, ``memory`` or ``pids``.
@@ -30,6 +30,6 @@ def group_folders(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
         else:
             continue
         path = PurePosixPath(group)
-        # The limit of a group above holds, too. A container may see its own group as the root.
+        # The limits of parent groups apply, too. A container may see its own group as the root.
         for name in (path, *path.parents):
             yield folder / str(name).lstrip("/"), version

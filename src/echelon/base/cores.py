@@ -1,4 +1,4 @@
-"""The cores of this machine: how many the processes of a run may use, and which, when each is to keep to its own."""
+"""The cores of this machine: how many the processes of a run may use, and which cores each process is bound to."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ def threads_of_each(num_processes: int) -> int:
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Return the cores of the affinity mask (taskset, a scheduler), or fewer where a container has a quota of time.
+    """Return the number of cores in the affinity mask (taskset, a scheduler), or fewer where a container has a CPU quota.
 
     Args:
         root: of the file system.
     """
-    # os.cpu_count() knows of neither: in a container with two cores of a machine with 64 it is 64.
+    # os.cpu_count() considers neither: in a container with two cores of a machine with 64 it returns 64.
     return max(1, min([len(_allowed()), *_quotas(root)]))
 
 
 def bind(cores: frozenset[int]) -> None:
-    """Let this process, and those that it starts, run on these cores alone.
+    """Bind this process, and those that it starts, to these cores.
 
     Raises:
         ConfigError: the system has no such call.
     """
     if not hasattr(os, "sched_setaffinity"):
         raise ConfigError(
-            "processes cannot be bound to cores on this system", where="enable_cpu_affinity", do="leave it out"
+            "processes cannot be bound to cores on this system", where="enable_cpu_affinity", do="remove the setting"
         )
     os.sched_setaffinity(0, cores)
 
 
 def cores_of_node(node: int, root: Path = Path("/")) -> frozenset[int]:
-    """Return the cores of a NUMA node that this process may use; empty: none, or the system does not tell."""
+    """Return the cores of a NUMA node that this process may use; empty: none, or unknown."""
     return _allowed() & _listed(root / _NODES / f"node{node}/cpulist")
 
 
 def share_of(local_rank: int, local_world_size: int, root: Path = Path("/")) -> frozenset[int]:
-    """Return the cores of one of the processes of this machine when they share those that may be used.
+    """Return the share of one process when the processes of this machine divide the usable cores.
 
-    Each process has neighbours: whole cores before their second threads go to another, and of one NUMA node as far as it reaches.
+    Each process gets adjacent cores, with their hyperthreads, and of one NUMA node where possible.
     """
     nodes = {core: int(path.parent.name[4:]) for path in root.glob(f"{_NODES}/node*/cpulist") for core in _listed(path)}
 
@@ -69,7 +69,7 @@ def _allowed() -> frozenset[int]:
 
 
 def _listed(path: Path) -> frozenset[int]:
-    """Read a list of the kernel's: ``0-3,8``."""
+    """Read a list in the kernel's format: ``0-3,8``."""
     try:
         parts = [part.split("-") for part in path.read_text(encoding="ascii").strip().split(",") if part]
     except OSError:

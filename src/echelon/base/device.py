@@ -1,4 +1,4 @@
-"""One table of devices over ``torch.accelerator``: which device a rank uses and which backend talks for it."""
+"""The device of a rank and its ``torch.distributed`` backend, for every device of ``torch.accelerator``."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ _VISIBLE = (
     "ZE_AFFINITY_MASK",
     "ASCEND_RT_VISIBLE_DEVICES",
 )
-# Of each kind, the one by which the launcher says which devices its ranks see.
+# By device type, the variable with which the launcher selects the devices of its ranks.
 _VISIBLE_OF = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
-# One device a machine, and no collectives of their own: such a device serves one process.
+# One device per machine and no collectives: only one process can use it.
 _SINGLE_PROCESS = frozenset({"mps"})
 
 
 def num_devices() -> int:
-    """Return how many accelerators this process sees; 0 on a machine with CPUs only."""
+    """Return the number of visible accelerators; 0 on a machine without."""
     import torch  # noqa: PLC0415 - torch-free layer
 
     return int(torch.accelerator.device_count()) if torch.accelerator.is_available() else 0
 
 
 def devices_from(device: torch.device) -> list[int]:
-    """Return the accelerators that a process sees whose own is ``device``, that one first; none where it is the CPU."""
+    """Return the indices of the visible accelerators, that of ``device`` first; empty for the CPU."""
     if device.type == "cpu":
         return []
     own = device.index or 0
@@ -60,7 +60,7 @@ def choose_device(*, local_rank: int, local_world_size: int, cpu: bool = False) 
     """Return the device of the process ``local_rank`` among the ``local_world_size`` of its machine.
 
     Raises:
-        ConfigError: the machine has accelerators, but fewer than processes.
+        ConfigError: the machine has fewer accelerators than processes.
     """
     import torch  # noqa: PLC0415 - torch-free layer
 
@@ -83,10 +83,10 @@ def choose_device(*, local_rank: int, local_world_size: int, cpu: bool = False) 
 
 
 def limit_devices(numbers: Sequence[int]) -> dict[str, str]:
-    """Return the variable that lets a child process see these accelerators alone; empty on a machine without.
+    """Return the environment variable that makes only these accelerators visible; empty on a machine without.
 
     Raises:
-        ConfigError: there is none for this kind of accelerator.
+        ConfigError: this type of accelerator has no such variable.
     """
     import torch  # noqa: PLC0415 - torch-free layer
 
@@ -95,14 +95,14 @@ def limit_devices(numbers: Sequence[int]) -> dict[str, str]:
         return {}
     if accelerator.type not in _VISIBLE_OF:
         raise ConfigError(
-            f"which {accelerator.type} devices are used cannot be chosen",
-            do="leave gpu_ids (and --include, --exclude) out, and use the variable of its driver",
+            f"the visible {accelerator.type} devices cannot be chosen",
+            do="remove gpu_ids (and --include, --exclude), and use the variable of the driver",
         )
     return {_VISIBLE_OF[accelerator.type]: ",".join(map(str, numbers))}
 
 
 def use_device(device: torch.device) -> None:
-    """Make ``device`` the current one of this process, so that ``.to(accelerator)`` and NCCL agree with it."""
+    """Make ``device`` the current one of this process, so that ``.to(accelerator)`` and NCCL use it."""
     import torch  # noqa: PLC0415 - torch-free layer
 
     if device.type != "cpu":
@@ -110,7 +110,7 @@ def use_device(device: torch.device) -> None:
 
 
 def numa_node_of(device: torch.device) -> int | None:
-    """Return the NUMA node that ``device`` is connected to; None: it is the CPU, or of a kind that does not tell."""
+    """Return the NUMA node that ``device`` is connected to; None: the CPU, or unknown."""
     import torch  # noqa: PLC0415 - torch-free layer
 
     if device.type != "cuda":
@@ -136,18 +136,18 @@ def backend_of(device: torch.device) -> str:
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Tell whether ``device`` multiplies matrices in fp8, as far as is known: other kinds than these are let through."""
+    """Tell whether ``device`` multiplies matrices in fp8; True for device types of which it is unknown."""
     import torch  # noqa: PLC0415 - torch-free layer
 
     if device.type != "cuda":
         return device.type not in ("cpu", "mps")
-    # NVIDIA: Ada and Hopper on; AMD, whose gfx90a also says (9, 0): MI300 on.
+    # NVIDIA: from Ada and Hopper on; AMD: from MI300 on (gfx90a also reports (9, 0)).
     least = (8, 9) if torch.version.hip is None else (9, 4)
     return torch.cuda.get_device_capability(device) >= least
 
 
 def has_tf32(device: torch.device) -> bool:
-    """Tell whether ``device`` multiplies float32 matrices as TF32, if it is allowed to."""
+    """Tell whether ``device`` multiplies float32 matrices as TF32 when TF32 is enabled."""
     import torch  # noqa: PLC0415 - torch-free layer
 
     if device.type != "cuda" or torch.version.hip is not None:
@@ -156,14 +156,14 @@ def has_tf32(device: torch.device) -> bool:
 
 
 def accelerators() -> list[str]:
-    """Return a line for each kind of accelerator that this process sees: how many, their name, and memory."""
+    """Return a line for each type of visible accelerator: number, name and memory."""
     import torch  # noqa: PLC0415 - torch-free layer
 
     device = torch.accelerator.current_accelerator() if num_devices() else None
     if device is None:
         return []
     module: Any = torch.get_device_module(device)
-    # Not every backend can tell a name or a size (mps cannot).
+    # Not every backend reports a name or a size (mps does not).
     lines = []
     for i in range(num_devices()):
         name = str(module.get_device_name(i)) if hasattr(module, "get_device_name") else device.type

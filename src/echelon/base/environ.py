@@ -17,17 +17,17 @@ def get(name: str) -> str | None:
 
 @cache
 def own(name: str) -> str | None:
-    """Return the variable ``name``, which only echelon sets: it is read once (to find one missing takes microseconds)."""
+    """Return the variable ``name``, which only echelon sets; cached, as looking up a missing one takes microseconds."""
     return get(name)
 
 
 def snapshot() -> dict[str, str]:
-    """Return a copy of the whole environment (to hand to a child; never log it, it holds secrets)."""
+    """Return a copy of the whole environment, to pass to a child process; never log it, it contains secrets."""
     return dict(os.environ)
 
 
 def write(values: Mapping[str, str | None]) -> None:
-    """Set each variable for good; None removes it. For processes that echelon started itself; else use ``patch``."""
+    """Set each variable permanently; None removes it. Only for processes that echelon started; otherwise use ``patch``."""
     for name, value in values.items():
         if value is None:
             os.environ.pop(name, None)
@@ -49,7 +49,7 @@ def patch(values: Mapping[str, str | None]) -> Iterator[None]:
 
 @contextmanager
 def restored(chosen: Callable[[str], bool]) -> Iterator[None]:
-    """After the ``with`` block, the variables whose names ``chosen`` picks are as before: set, changed or removed ones."""
+    """Restore the variables whose names ``chosen`` accepts after the ``with`` block."""
     before = {name: value for name, value in os.environ.items() if chosen(name)}
     try:
         yield

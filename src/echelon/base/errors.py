@@ -1,4 +1,4 @@
-"""Errors that say what happened, where, and what to do; they keep all three when pickled between ranks.
+"""Errors that state what happened, where, and what to do; pickling between ranks preserves all three.
 
 The docstring of each, with its causes and what to do, is its text in docs/errors.md.
 """
@@ -22,16 +22,16 @@ __all__ = [
 
 
 class EchelonError(Exception):
-    """Base of every error that a user of echelon can meet.
+    """Base of all errors that echelon raises for its users.
 
     Args:
         what: what happened, with the values.
-        where: the setting or place; the rank is put before it when it is known.
-        do: what to do about it.
+        where: the setting or place; the rank is prepended when it is known.
+        do: how to solve it.
     """
 
     exit_code = 1
-    """Of a process that ends because of it."""
+    """The exit code of a process that ends with this error."""
 
     def __init__(self, what: str, *, where: str | None = None, do: str | None = None) -> None:
         super().__init__(what)
@@ -47,7 +47,7 @@ class EchelonError(Exception):
             lines.append(f"  where: {self.where}")
         if self.do:
             lines.append(f"  do:    {self.do}")
-        return printable("\n".join(lines))  # what a user, a file or another rank wrote may stand in it
+        return printable("\n".join(lines))  # it may contain text of a user, a file or another rank
 
     def __reduce__(self) -> tuple[object, ...]:
         # Keyword-only arguments do not survive Exception's own __reduce__, and the rank must stay the raising one's.
@@ -61,13 +61,13 @@ def _rebuild(kind: type[EchelonError], what: str, where: str | None, do: str | N
 
 
 class ConfigError(EchelonError, ValueError):
-    """A setting is wrong, unknown, or in conflict with another one.
+    """A setting is invalid, unknown, or in conflict with another one.
 
     Causes: a mistyped name or value, in a file, a flag, a variable or an argument; two settings that cannot both hold
         (a train_batch_size that is not micro batch x accumulation x processes); a setting that this device, engine or
-        version cannot give.
-    Do: correct the setting where the message says that it came from; ``echelon config explain`` shows every value, its
-        origin, and what it overrode.
+        version does not support.
+    Do: correct the setting at the origin that the message names; ``echelon config explain`` shows every value, its origin,
+        and the values that it overrides.
     """
 
 
@@ -75,66 +75,66 @@ class UsageError(EchelonError, ValueError):
     """A function of echelon was called in a way that cannot work.
 
     Causes: an argument of the wrong type or value; calls in the wrong order (``backward`` before ``prepare``); something
-        that the chosen engine or parity cannot do; a name of Accelerate or transformers that is not offered yet.
-    Do: change the call that the traceback ends in, as the message says.
+        that the chosen engine or parity does not support; a name of Accelerate or transformers that is not supported.
+    Do: change the call at the end of the traceback, as the message says.
     """
 
 
 class SetupError(EchelonError, RuntimeError):
-    """The process group cannot be made as asked.
+    """The process group cannot be initialized.
 
-    Causes: MASTER_ADDR or MASTER_PORT is missing, or names a port that another program uses; rank 0 cannot be reached, or
-        has not started; ``setup()`` a second time with other values; no shared memory left for ``share_dataset``.
-    Do: start the script by ``echelon launch`` or ``torchrun``, which set these variables and find a free port; for several
-        launches on one machine, leave the port out.
+    Causes: MASTER_ADDR or MASTER_PORT is missing, or names a port that another program uses; rank 0 is unreachable or
+        has not started; a second ``setup()`` with other values; no shared memory left for ``share_dataset``.
+    Do: start the script with ``echelon launch`` or ``torchrun``, which set these variables and find a free port; for several
+        launches on one machine, do not set a port.
     """
 
 
 class CheckpointError(EchelonError, RuntimeError):
-    """A checkpoint cannot be written, or is not what it must be to be loaded.
+    """A checkpoint cannot be written or loaded.
 
-    Causes: a file of it is damaged, missing, or holds what could run code; it is the checkpoint of another model,
+    Causes: a file is damaged, missing, or contains data that could run code; it is the checkpoint of another model,
         optimizer or number of loaders; another run saves into the same folder.
-    Do: ``echelon checkpoint verify FOLDER`` names the damaged file, ``echelon checkpoint show FOLDER`` says what it holds.
-        Go on from an older checkpoint (``echelon checkpoint ls FOLDER``), or prepare the objects that were saved.
+    Do: ``echelon checkpoint verify FOLDER`` names the damaged file, ``echelon checkpoint show FOLDER`` lists the contents.
+        Resume from an older checkpoint (``echelon checkpoint ls FOLDER``), or prepare the objects that were saved.
     """
 
 
 class DesyncError(EchelonError, RuntimeError):
-    """The ranks disagree: other shapes, other structures, other decisions.
+    """The ranks disagree in shapes, structures or decisions.
 
-    Causes: tensors of unequal size in ``gather`` or ``reduce``; a model or a length of data that differs between ranks,
-        often because each drew its own random numbers; a loop that ends earlier on one rank; a collective call under ``if
+    Causes: tensors of unequal size in ``gather`` or ``reduce``; a model or a dataset length that differs between ranks,
+        often because each rank drew its own random numbers; a loop that ends earlier on one rank; a collective call under ``if
         rank == 0``.
-    Do: the message lists what each rank brings. Make it equal (``set_seed`` before the model is built,
-        ``pad_across_processes`` or ``gather_for_metrics`` for unequal sizes), and let every rank make the same calls.
+    Do: the message lists the values of each rank. Make them equal (``set_seed`` before the model is built,
+        ``pad_across_processes`` or ``gather_for_metrics`` for unequal sizes), and make the same calls on every rank.
     """
 
 
 class RankTimeoutError(EchelonError, TimeoutError):
-    """Some ranks did not arrive in time; they are named.
+    """Some ranks, named in the message, did not arrive in time.
 
-    Causes: a rank skipped the call (``if rank == 0``, an early ``break``), still reads or downloads data, hangs, or has
-        ended.
-    Do: look at what the named ranks do; download before the group is made, or under ``main_first()``; where the wait is
-        meant, raise the timeout (``process_group(timeout=)``, ``InitProcessGroupKwargs(timeout=)``).
+    Causes: a rank skipped the call (``if rank == 0``, an early ``break``), is still reading or downloading data, hangs, or has
+        exited.
+    Do: check what the named ranks are doing; download before the process group is initialized, or under ``main_first()``; if
+        the wait is intended, raise the timeout (``process_group(timeout=)``, ``InitProcessGroupKwargs(timeout=)``).
     """
 
 
 class LaunchError(EchelonError, RuntimeError):
-    """The processes cannot be started, or one of them failed.
+    """The processes could not be started, or one of them failed.
 
-    Causes: the script raised an exception or was killed on some rank, which is named with its line; the program, the port
-        or the limits of the system do not let a process start; a notebook used the accelerator before
+    Causes: the script raised an exception or was killed on a rank, which is named with its line; a missing program, a used
+        port or a system limit prevents a process from starting; a notebook used the accelerator before
         ``notebook_launcher``.
-    Do: correct the first failing rank, which the message names: what the others say follows from it. Its whole output is
-        kept by ``--log_dir``.
+    Do: fix the error of the first failing rank, which the message names: the errors of other ranks follow from it.
+        ``--log_dir`` keeps the whole output.
     """
 
 
 class MissingExtraError(EchelonError, ImportError):
-    """An optional dependency is needed and not installed.
+    """A required optional dependency is not installed.
 
-    Causes: an engine, a tracker, an optimizer or a precision of another package was asked for by its name.
-    Do: run the ``pip install`` that the message gives, in the environment of the script.
+    Causes: an engine, a tracker, an optimizer or a precision was requested by name whose package is missing.
+    Do: run the ``pip install`` command of the message in the environment of the script.
     """

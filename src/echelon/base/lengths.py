@@ -8,8 +8,8 @@ __all__ = ["length_of"]
 
 
 def length_of(sized: Any) -> int:
-    """Return the length; -1 when nobody knows."""
+    """Return the length; -1 if it is unknown."""
     try:
         return len(sized)
-    except (TypeError, NotImplementedError):  # also one in name only, as some iterable datasets have
+    except (TypeError, NotImplementedError):  # some iterable datasets have a __len__ that raises
         return -1

@@ -1,4 +1,4 @@
-"""What this machine, and the limits of this user and of the container, leave for more processes."""
+"""The memory, processes and files that the machine, the user's limits and the container leave available."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["Room", "room_for_files", "room_for_memory", "room_for_tasks"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """How much of something is left."""
+    """How much of a resource is left."""
 
     left: int
     source: str
-    """Which limit says so, in words."""
+    """A description of the limit."""
 
 
 def room_for_memory(root: Path = Path("/")) -> Room | None:
-    """Return the bytes that can be used without killing anybody; None: the system does not tell.
+    """Return the bytes that can be allocated before the kernel kills processes; None: unknown.
 
     Args:
         root: of the file system.
@@ -32,12 +32,12 @@ def room_for_memory(root: Path = Path("/")) -> Room | None:
 
 
 def room_for_tasks(root: Path = Path("/")) -> Room | None:
-    """Return how many processes and threads this user can start; None: there is no limit that could be told."""
+    """Return how many processes and threads this user can start; None: no known limit."""
     return _least([*_tasks_of_groups(root), *_tasks_of_user(root)])
 
 
 def room_for_files() -> Room | None:
-    """Return how many files this process can open besides those that it has now; None: there is no limit."""
+    """Return how many files this process can have open; None: there is no limit."""
     try:
         import resource  # noqa: PLC0415 - not on Windows
     except ImportError:
@@ -71,7 +71,7 @@ def _memory_of_groups(root: Path) -> Iterator[Room]:
             limit = int((folder / limit_file).read_text(encoding="ascii"))
             usage = int((folder / usage_file).read_text(encoding="ascii"))
             stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
-            files = int(stat.get(cache, 0)) - int(stat.get("shmem", 0))  # files that were read give way
+            files = int(stat.get(cache, 0)) - int(stat.get("shmem", 0))  # the page cache can be reclaimed
             left = max(0, limit - usage + files)
             yield Room(left=left, source=f"{limit_file} of the control group is {limit / 2**30:.1f} GiB")
 
@@ -88,7 +88,7 @@ def _tasks_of_user(root: Path) -> Iterator[Room]:
         import resource  # noqa: PLC0415 - not on Windows
     except ImportError:
         return
-    if not hasattr(resource, "RLIMIT_NPROC") or os.geteuid() == 0:  # the limit does not hold for root
+    if not hasattr(resource, "RLIMIT_NPROC") or os.geteuid() == 0:  # root is exempt
         return
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if limit == resource.RLIM_INFINITY:
@@ -99,9 +99,9 @@ def _tasks_of_user(root: Path) -> Iterator[Room]:
 
 def _num_tasks(user: int, root: Path) -> int:
     total = 0
-    with suppress(FileNotFoundError, NotADirectoryError):  # no Linux: what the user has now is not known
+    with suppress(FileNotFoundError, NotADirectoryError):  # not Linux: the current number is unknown
         for entry in os.scandir(root / "proc"):
-            with suppress(OSError, IndexError, ValueError):  # it ends just now
+            with suppress(OSError, IndexError, ValueError):  # it has just ended
                 if entry.name.isdigit() and entry.stat().st_uid == user:
                     text = Path(entry.path, "stat").read_text(encoding="ascii", errors="replace")
                     total += int(text.rpartition(")")[2].split()[17])

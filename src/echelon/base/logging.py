@@ -1,4 +1,4 @@
-"""Loggers that speak on rank zero only, unless told otherwise."""
+"""Loggers that emit records on rank zero only by default."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ else:
 
 
 class RankLogger(Adapter):
-    """A logger whose records come from rank zero only; ``all_ranks=True`` in a call lets every rank speak."""
+    """A logger that emits on rank zero only; ``all_ranks=True`` in a call logs on every rank."""
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
-        """Log ``msg % args`` at ``level``; every other method of the logger ends here."""
+        """Log ``msg % args`` at ``level``; all other methods call this one."""
         all_ranks = bool(kwargs.pop("all_ranks", False))
         if not self.isEnabledFor(level) or not (all_ranks or is_speaker()):
             return
@@ -30,17 +30,17 @@ class RankLogger(Adapter):
         self.logger.log(level, msg, *args, **kwargs)
 
     def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[object, MutableMapping[str, Any]]:
-        """Leave the message as it is: ranks are told by the launcher's prefix."""
+        """Return the message unchanged: the launcher prefixes the rank."""
         return msg, kwargs
 
 
 def get_logger(name: str, extra: Mapping[str, object] | None = None) -> RankLogger:
-    """Return the logger ``name`` that speaks on rank zero; pass ``all_ranks=True`` to a call for every rank."""
+    """Return the logger ``name``, which logs on rank zero; pass ``all_ranks=True`` to a call to log on every rank."""
     return RankLogger(logging.getLogger(name), dict(extra or {}))
 
 
 def is_speaker() -> bool:
-    """Tell whether this process is rank zero, or the only one as far as is known."""
+    """Tell whether this process logs: it is rank zero, or no rank is known."""
     return known_rank() in (None, 0)
 
 

@@ -1,4 +1,4 @@
-"""Optional dependencies: import one when it is used, or say the exact command that installs it."""
+"""Optional dependencies: import one when it is used, or raise with the command that installs it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["is_available", "require"]
 
 
 def require(module: str, *, extra: str, purpose: str) -> ModuleType:
-    """Import ``module``, which the pip extra ``extra`` brings and ``purpose`` needs.
+    """Import ``module``, which ``purpose`` needs and the pip extra ``extra`` installs.
 
     Raises:
-        MissingExtraError: it is not installed; the message holds the pip command.
+        MissingExtraError: it is not installed; the message contains the pip command.
     """
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != module.partition(".")[0]:
-            raise  # the module is there; something that it needs is not, and its own message says so
+            raise  # the module is installed, and one of its own dependencies is missing
         raise MissingExtraError(
             f"{purpose} needs the package {module.partition('.')[0]!r}, which is not installed",
             do=f"pip install 'echelon[{extra}]'",

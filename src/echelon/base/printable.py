@@ -6,14 +6,14 @@ import re
 
 __all__ = ["printable"]
 
-# Control characters (but tab and newline), what ends a line in other ways, half characters, and what turns the direction of
-# the text around, so that a line reads as another one than it is.
-_STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
+# Control characters except tab and newline, other line separators, surrogates, and characters that change the direction of
+# the text and so could disguise a line.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with every character that steers a terminal as an escape, as repr has it; all others, of any script, stay."""
-    return _STEERS.sub(_escape, text)
+    """Return ``text`` with characters that control a terminal escaped as in repr; letters of any script stay."""
+    return _CONTROL.sub(_escape, text)
 
 
 def _escape(found: re.Match[str]) -> str:

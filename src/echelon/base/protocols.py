@@ -1,4 +1,4 @@
-"""What echelon asks of objects that are not its own, once, at the border."""
+"""Protocols for objects of other libraries; each object is tested once, where it enters echelon."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class KnowsItsEnd(Protocol):
     """A loader that looks one batch ahead, as those that ``prepare`` returns."""
 
     end_of_dataloader: bool
-    """Is the batch in hand the last one?"""
+    """Whether the current batch is the last one."""
 
 
 @runtime_checkable
@@ -60,7 +60,7 @@ class SupportsTo(Protocol):
 
 @runtime_checkable
 class SupportsSelect(Protocol):
-    """A dataset that gives a part of itself by indices (Hugging Face datasets)."""
+    """A dataset that returns a subset by indices (Hugging Face datasets)."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -71,7 +71,7 @@ class SupportsSelect(Protocol):
 
 @runtime_checkable
 class SupportsShard(Protocol):
-    """An iterable dataset made of shards that can be dealt whole (Hugging Face datasets)."""
+    """An iterable dataset made of shards that can be assigned to ranks (Hugging Face datasets)."""
 
     @property
     def n_shards(self) -> int:
@@ -83,7 +83,7 @@ class SupportsShard(Protocol):
 
 @runtime_checkable
 class SupportsWithFormat(Protocol):
-    """A dataset that gives its rows in another format (Hugging Face datasets, map-style)."""
+    """A map-style dataset that returns its rows in another format (Hugging Face datasets)."""
 
     def __len__(self) -> int:
         """Return the number of samples."""

@@ -1,7 +1,7 @@
-"""What torch's sharded tensors and modules are, asked without loading the code that makes them.
+"""Tests for torch's sharded tensors and modules that do not import their modules.
 
 ``torch.distributed.tensor`` and ``torch.distributed.fsdp`` take about as long to import as torch itself, and a program that
-shards nothing never needs them. Nobody has a ``DTensor`` whose module is not loaded, so it is looked for where it would be.
+shards nothing never needs them. A ``DTensor`` exists only if its module is in ``sys.modules``, so the class is looked up there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["is_dtensor", "is_fsdp_module", "is_old_fsdp", "local_shape_and_offse
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Tell whether ``value`` is a tensor spread over a mesh."""
+    """Tell whether ``value`` is a DTensor."""
     return _is_a(value, "torch.distributed.tensor", "DTensor")
 
 
@@ -32,7 +32,7 @@ def is_old_fsdp(module: object) -> bool:
 
 
 def local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape of this rank's part of ``tensor``, and where in the whole tensor it begins."""
+    """Return the shape of this rank's shard of ``tensor`` and its offset in the whole tensor."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415 - as above
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

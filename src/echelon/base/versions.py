@@ -24,7 +24,7 @@ _PRE_RELEASE = {"dev": -4, "a": -3, "alpha": -3, "b": -2, "beta": -2, "rc": -1, 
 
 
 def compare_versions(library_or_version: object, operation: str, requirement_version: str) -> bool:
-    """Tell whether the version of a library stands in ``operation`` to ``requirement_version``.
+    """Compare the version of a library with ``requirement_version``.
 
     Args:
         library_or_version: the name of an installed library, or a version (text or ``packaging``'s object).
@@ -36,9 +36,7 @@ def compare_versions(library_or_version: object, operation: str, requirement_ver
         PackageNotFoundError: the library is not installed.
     """
     if operation not in STR_OPERATION_TO_FUNC:
-        raise UsageError(
-            f"operation={operation!r} does not compare versions", do=f"give one of {', '.join(STR_OPERATION_TO_FUNC)}"
-        )
+        raise UsageError(f"unknown operation={operation!r}", do=f"pass one of {', '.join(STR_OPERATION_TO_FUNC)}")
     text = str(library_or_version)
     if isinstance(library_or_version, str) and not re.match(r"v?\d", text):
         text = importlib.metadata.version(text)
@@ -46,7 +44,7 @@ def compare_versions(library_or_version: object, operation: str, requirement_ver
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Tell whether the installed torch stands in ``operation`` to ``version``."""
+    """Compare the version of the installed torch with ``version``."""
     return compare_versions(torch_version, operation, version)
 
 
@@ -59,7 +57,7 @@ def _key(version: str) -> tuple[tuple[int, ...], int, int]:
     """Return what sorts as PEP 440 does: release, pre-release or none, its number; a local part such as ``+cpu`` is left out."""
     match = re.match(r"v?(\d+(?:\.\d+)*)[._-]?(dev|alpha|beta|rc|a|b|c)?\.?(\d*)", version.strip().lower())
     if match is None:
-        raise UsageError(f"{version!r} is no version", do="give one such as 2.7.0")
+        raise UsageError(f"{version!r} is not a version", do="pass one such as 2.7.0")
     release = [int(part) for part in match[1].split(".")]
     while release and release[-1] == 0:
         release.pop()

@@ -14,7 +14,7 @@ _PACKAGE = str(Path(__file__).resolve().parent.parent)
 
 
 class EchelonWarning(UserWarning):
-    """Echelon changed or repaired something that the user wrote; the run goes on."""
+    """Echelon changed or repaired something in the user's program; the run continues."""
 
 
 class UserLine(tuple[str, int]):
@@ -27,7 +27,7 @@ class UserLine(tuple[str, int]):
 
 
 def is_library(file: str) -> bool:
-    """Tell whether ``file`` is code of echelon or torch (or what stands between them and the user's)."""
+    """Tell whether ``file`` belongs to echelon or torch, or to code between them and the user's."""
     return file.startswith((_PACKAGE, "<frozen")) or "/torch/" in file or "/contextlib.py" in file
 
 
@@ -48,6 +48,6 @@ def warn(message: str, *, at: UserLine | None = None) -> None:
 
 
 def warn_here(message: str, *, at: UserLine | None = None) -> None:
-    """Warn from this rank, for what it alone has seen; as ``warn``."""
+    """Warn from this rank, about something that only this rank knows; otherwise as ``warn``."""
     place = at or user_line()
     warnings.warn_explicit(message, EchelonWarning, filename=place[0], lineno=place[1])

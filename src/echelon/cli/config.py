@@ -1,4 +1,4 @@
-"""``echelon config``: make a file of settings, and show what the settings are and why."""
+"""``echelon config``: create a config file, and show the settings with their origins."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ def _file_option(text: str) -> Callable[[Callable[..., None]], Callable[..., Non
 
 
 @click.group("config", invoke_without_command=True)
-@_file_option(f"The file to write: .toml, or .yaml or .json in accelerate's names. Default: {PROJECT_FILE}.")
+@_file_option(f"The file to write: .toml, or .yaml or .json with accelerate's names. Default: {PROJECT_FILE}.")
 @click.pass_context
 def command(ctx: click.Context, config_file: str | None) -> None:
-    """Make a file of settings by a few questions; or show, convert and compare settings."""
+    """Create a config file from a few questions; or show, convert and compare settings."""
     if ctx.invoked_subcommand is not None:
         return
     path = Path(config_file or PROJECT_FILE)
     try:
-        if path.exists() and not yes(f"{path} is there already. Write it anew?", default=False):
+        if path.exists() and not yes(f"{path} exists. Overwrite it?", default=False):
             return
         _write(path, ask())
     except EOFError as error:
         raise UsageError(
-            "the questions got no answers",
+            "the questions were not answered",
             where="standard input",
             do="echelon config default writes a file without questions",
         ) from error
 
 
 @command.command("default")
-@_file_option("The file to write. Default: echelon's own place, where the launcher finds it.")
+@_file_option("The file to write. Default: echelon's own path, where the launcher finds it.")
 @click.option("--mixed-precision", metavar="[no|fp16|bf16|fp8]", default="no", help="The dtype of autocast.")
 def default(config_file: str | None, mixed_precision: str) -> None:
-    """Write a file with one process for each accelerator, without questions."""
+    """Write a file with one process per accelerator, without questions."""
     from echelon.config.first_config import write_basic_config  # noqa: PLC0415 - counts devices, by torch
 
     write_basic_config(mixed_precision, config_file)
@@ -59,25 +59,27 @@ def default(config_file: str | None, mixed_precision: str) -> None:
 @command.command("update")
 @_file_option("The file. Default: the one that the launcher would find.")
 def update(config_file: str | None) -> None:
-    """Write a file anew in the names of this version; what it asks for stays."""
+    """Rewrite a file with the names of this version, with the same settings."""
     path = Path(config_file) if config_file else find()
     if path is None:
-        raise UsageError("there is no config file", where="echelon config update", do="name one by --config_file")
+        raise UsageError("no config file found", where="echelon config update", do="pass --config_file PATH")
     values = chosen(_of_file(path))
     if values.get("deepspeed_config_file") == str(path):
-        raise UsageError(f"{path} is DeepSpeed's file, not echelon's or accelerate's", do="name another one")
+        raise UsageError(
+            f"{path} is DeepSpeed's file, not echelon's or accelerate's", do="pass --config_file with one of these"
+        )
     _write(path, values)
 
 
 @command.command("explain")
 @_file_option("A file of settings. Default: the one that the launcher would find.")
-@click.option("--run", metavar="DIR", help="Explain a run that was started with --log_dir, instead.")
-@click.option("--strict", is_flag=True, help="Two places that give one setting different values are an error.")
+@click.option("--run", metavar="DIR", help="Explain the settings of a run that was started with --log_dir.")
+@click.option("--strict", is_flag=True, help="Fail if two sources give one setting different values.")
 def explain(config_file: str | None, run: str | None, strict: bool) -> None:
-    """Print every setting, its value, its origin, and what it overrode."""
+    """Print every setting with its value, its origin, and the values that it overrides."""
     if run is not None:
         if config_file is not None:
-            raise UsageError("--run and --config_file exclude each other", do="give one of the two")
+            raise UsageError("--run and --config_file exclude each other", do="pass one of the two")
         resolved = of_run(run)
     else:
         path = config_file or find()
@@ -94,11 +96,11 @@ def explain(config_file: str | None, run: str | None, strict: bool) -> None:
 @command.command("convert")
 @click.argument("source", metavar="FROM")
 @click.argument("target", metavar="TO")
-@click.option("--overwrite", is_flag=True, help="TO may be there already.")
+@click.option("--overwrite", is_flag=True, help="Replace TO if it exists.")
 def convert(source: str, target: str, overwrite: bool) -> None:
     """Write the settings of the file FROM to TO, in the format of its suffix: .toml, or accelerate's .yaml or .json."""
     if Path(target).exists() and not overwrite:
-        raise UsageError(f"{target} is there already", where="echelon config convert", do="add --overwrite")
+        raise UsageError(f"{target} exists", where="echelon config convert", do="add --overwrite")
     _write(Path(target), chosen(_of_file(source)))
 
 
@@ -107,7 +109,7 @@ def convert(source: str, target: str, overwrite: bool) -> None:
 @click.argument("second", metavar="B")
 @click.pass_context
 def diff(ctx: click.Context, first: str, second: str) -> None:
-    """Print the settings in which two files, or runs (folders), differ; exit with 1 if they do."""
+    """Print the settings that differ between two files or runs (folders); exit with 1 if any do."""
     found = differences(*(of_run(one) if Path(one).is_dir() else _of_file(one) for one in (first, second)))
     click.echo(found or "no differences")
     ctx.exit(1 if found else 0)
@@ -121,4 +123,4 @@ def _write(path: Path, values: dict[str, object]) -> None:
     write(path, values)
     click.echo(f"wrote {path}")
     if path.suffix != ".toml" and (names := unknown_to_accelerate(values)):
-        click.echo(f"accelerate does not know {', '.join(names)}, and would refuse this file; echelon reads it")
+        click.echo(f"accelerate does not know {', '.join(names)} and would reject this file; echelon reads it")

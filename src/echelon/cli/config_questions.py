@@ -1,4 +1,4 @@
-"""The questions of ``echelon config``: few, each with a default, asked again until the answer fits."""
+"""The questions of ``echelon config``, each with a default and repeated until the answer is valid."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ __all__ = ["ask", "yes"]
 
 
 def ask() -> dict[str, Any]:
-    """Return the settings that the answers choose.
+    """Ask the questions, and return the chosen settings.
 
     Raises:
         EOFError: standard input has no more answers.
     """
     values: dict[str, Any] = {}
     _put(values, "cpu", "Train on the CPU only, even where there are accelerators? (yes, no)", "no")
-    _put(values, "num_processes", "How many processes? (none: one for each accelerator)", "none")
+    _put(values, "num_processes", "How many processes? (none: one per accelerator)", "none")
     _put(values, "mixed_precision", "Which precision? (no, fp16, bf16, fp8)", "no")
     _put(values, "sharded_by", "Shard the model over the processes? (none, fsdp, deepspeed)", "none")
     {"fsdp": _ask_fsdp, "deepspeed": _ask_deepspeed}.get(values["sharded_by"], _ask_nothing)(values)
-    _put(values, "gradient_accumulation_steps", "How many micro-batches make an update?", "1")
-    if yes("Compile models by torch.compile?", default=False):
-        _put(values, "dynamo_backend", "By which backend? (inductor, aot_eager, cudagraphs, ...)", "inductor")
+    _put(values, "gradient_accumulation_steps", "How many micro-batches per optimizer step?", "1")
+    if yes("Compile models with torch.compile?", default=False):
+        _put(values, "dynamo_backend", "Which backend? (inductor, aot_eager, cudagraphs, ...)", "inductor")
     default = RunConfig()
     return {name: value for name, value in values.items() if value != getattr(default, name)}
 
@@ -41,11 +41,11 @@ def _ask_nothing(values: dict[str, Any]) -> None:
 def _ask_fsdp(values: dict[str, Any]) -> None:
     values["fsdp_version"] = 2
     _put(values, "fsdp_reshard_after_forward", "Free whole parameters after the forward pass, ZeRO-3? (yes, no)", "yes")
-    _put(values, "fsdp_offload_params", "Keep parameters and optimizer states on the host? (yes, no)", "no")
+    _put(values, "fsdp_offload_params", "Keep parameters and optimizer states in host memory? (yes, no)", "no")
     _put(
         values,
         "fsdp_transformer_layer_cls_to_wrap",
-        "Which layers are gathered at once? (names of classes, by commas; none: the model says it)",
+        "Which layers are gathered at once? (class names, separated by commas; none: the model defines it)",
         "none",
     )
     if values["fsdp_transformer_layer_cls_to_wrap"] is not None:
@@ -53,19 +53,19 @@ def _ask_fsdp(values: dict[str, Any]) -> None:
 
 
 def _ask_deepspeed(values: dict[str, Any]) -> None:
-    _put(values, "deepspeed_config_file", "A json of DeepSpeed? (its path, or none)", "none")
+    _put(values, "deepspeed_config_file", "A DeepSpeed JSON file? (its path, or none)", "none")
     if values["deepspeed_config_file"] is not None:
         return
     _put(values, "zero_stage", "Which stage of ZeRO? (0, 1, 2, 3)", "2")
     _put(values, "offload_optimizer_device", "Where are optimizer states kept? (none: the device, cpu, nvme)", "none")
     if values["zero_stage"] == 3:
         _put(values, "offload_param_device", "Where are parameters kept? (none: the device, cpu, nvme)", "none")
-        _put(values, "zero3_init_flag", "Make models in shards from the start? (yes, no)", "no")
+        _put(values, "zero3_init_flag", "Construct models sharded from the start? (yes, no)", "no")
         _put(values, "zero3_save_16bit_model", "Gather whole weights to save them? (yes, no)", "yes")
     for kind in ("optimizer", "param"):
         if values.get(f"offload_{kind}_device") == "nvme":
             _put(values, f"offload_{kind}_nvme_path", "In which folder?", "/nvme")
-    _put(values, "gradient_clipping", "The largest norm of the gradients? (none: not clipped)", "none")
+    _put(values, "gradient_clipping", "The maximum norm of the gradients? (none: not clipped)", "none")
 
 
 def _put(values: dict[str, Any], field: str, question: str, default: str) -> None:

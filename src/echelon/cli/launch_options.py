@@ -58,7 +58,7 @@ class LaunchCommand(click.Command):
             if slots is None:
                 raise
             raise UsageError(
-                f"there is no flag {error.option_name}",
+                f"unknown flag {error.option_name}",
                 where="echelon launch",
                 do=f"did you mean --include {slots[1]}?",
             ) from error

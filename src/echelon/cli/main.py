@@ -1,4 +1,4 @@
-"""The command ``echelon``: finds the sub-command, and prints what goes wrong as what / where / do."""
+"""The command ``echelon``: runs a sub-command and prints errors as what / where / do."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ __all__ = ["cli", "main"]
 # Name -> (module, one line of help). Imported when the command is used: `echelon --help` loads none of them.
 _COMMANDS = {
     "checkpoint": ("echelon.cli.checkpoint", "List, verify, show, merge, export and import checkpoints."),
-    "config": ("echelon.cli.config", "Make, show, convert and compare settings; say where each value came from."),
-    "doctor": ("echelon.cli.doctor", "Show why a run stood still or failed: the stack of each rank, and the errors."),
+    "config": ("echelon.cli.config", "Create, show, convert and compare settings, with the origin of each value."),
+    "doctor": ("echelon.cli.doctor", "Show why a run stalled or failed: the stack of each rank, and the errors."),
     "env": ("echelon.cli.env", "Show versions, platform and devices, for bug reports."),
-    "launch": ("echelon.cli.launch", "Run a script on one or more processes, of this machine or of several."),
+    "launch": ("echelon.cli.launch", "Run a script on one or more processes, on one machine or several."),
     "merge-weights": (
         "echelon.cli.merge_weights",
         "Write the weights of a checkpoint to one file, as accelerate does.",
     ),
-    "submit": ("echelon.cli.submit", "Run a script as a job of Slurm or Kubernetes."),
-    "test": ("echelon.cli.test", "Train a small problem on some processes, and check that all is as on one."),
-    "token": ("echelon.cli.job_token", "Make the secret by which the machines of a run know each other."),
+    "submit": ("echelon.cli.submit", "Submit a script as a Slurm or Kubernetes job."),
+    "test": ("echelon.cli.test", "Train a small problem on several processes, and compare it with one process."),
+    "token": ("echelon.cli.job_token", "Create the shared secret of the machines of a run."),
 }
 
 
@@ -57,7 +57,7 @@ class _LazyGroup(click.Group):
 
             near = get_close_matches(args[0], _COMMANDS, n=1)
             raise UsageError(
-                f"there is no command {args[0]!r}",
+                f"unknown command {args[0]!r}",
                 where="echelon",
                 do=f"did you mean echelon {near[0]}?" if near else f"commands: {', '.join(self.list_commands(ctx))}",
             )
@@ -87,11 +87,11 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _leave(code: int) -> NoReturn:
-    """End this process as the interpreter does, without taking its modules apart: torch's take a quarter of a second."""
+    """Exit as the interpreter does, but without unloading modules, which takes torch a quarter of a second."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
+        with suppress(OSError, ValueError):  # the reader is gone, or the stream is closed
             stream.flush()
     os._exit(code)
 
@@ -123,10 +123,10 @@ def _from_click(error: click.ClickException, argv: Sequence[str]) -> UsageError:
     do = f"see {command} --help"
     if isinstance(error, click.NoSuchOption):
         near = error.possibilities
-        typed = (token.partition("=")[0] for token in argv)  # click tells the name with _ made -
+        typed = (token.partition("=")[0] for token in argv)  # click reports the name with - for _
         name = next((flag for flag in typed if flag.replace("_", "-") == error.option_name), error.option_name)
         do = f"did you mean {near[0]}?" if near else do
-        return UsageError(f"there is no flag {name}", where=command, do=do)
+        return UsageError(f"unknown flag {name}", where=command, do=do)
     text = error.format_message().strip().rstrip(".")
     return UsageError(text[:1].lower() + text[1:], where=command, do=do)
 

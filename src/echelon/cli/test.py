@@ -1,4 +1,4 @@
-"""``echelon test``: train a small problem on the layout that the user describes, and check what must come out."""
+"""``echelon test``: train a small problem on the layout that the flags describe, and check the results."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ _OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_AD
 
 
 @click.command("test", context_settings={"ignore_unknown_options": True})
-@click.option("--gpus", metavar="all|N|0,2", help="All accelerators of this machine, N of them, or these.")
+@click.option(
+    "--gpus", metavar="all|N|0,2", help="All accelerators of this machine, N of them, or those with these numbers."
+)
 @click.option("--quick", is_flag=True, help="Measure the bandwidth of small messages only.")
 @click.option(
     "--output",
@@ -61,17 +63,17 @@ _OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_AD
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[FLAGS OF ECHELON LAUNCH]...")
 @click.pass_context
 def command(ctx: click.Context, gpus: str | None, quick: bool, output: Path | None, flags: tuple[str, ...]) -> None:
-    """Train a small problem on some processes, and check that all is as on one.
+    """Train a small problem on several processes, and compare it with one process.
 
-    The flags of echelon launch say on which: --num_processes, --cpu, --config_file, --num_machines, ... On several
-    machines, start it on each of them, as echelon launch. Exit code 0: every check passed; 1: one did not.
+    The flags of echelon launch choose the processes: --num_processes, --cpu, --config_file, --num_machines, ... On several
+    machines, start it on each of them, as echelon launch. Exit code 0: every check passed; 1: a check failed.
     """
     layout = [*_of_gpus(gpus), *flags]
     _check_flags(ctx, layout)
     output = output or Path(time.strftime("echelon-test-%Y%m%d-%H%M%S.json"))
     if not output.parent.is_dir():
         raise ConfigError(
-            f"there is no folder {output.parent}", where="flag --output", do="make it, or name another one"
+            f"there is no folder {output.parent}", where="flag --output", do="create it, or pass another path"
         )
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="echelon-test-"))
@@ -82,7 +84,7 @@ def command(ctx: click.Context, gpus: str | None, quick: bool, output: Path | No
             interrupts.hold()
             _run(layout, folder, results, interrupts, is_quick=quick)
     except Interrupted as stop:
-        click.echo(f"echelon: stopped by {signal.Signals(stop.number).name}; nothing is left over", err=True)
+        click.echo(f"echelon: stopped by {signal.Signals(stop.number).name}; all processes have ended", err=True)
         ctx.exit(128 + stop.number)
     finally:
         if not results.failed:  # else the whole output is in it
@@ -110,7 +112,7 @@ def _write(path: Path, layout: Sequence[str], records: Sequence[Mapping[str, Any
         write_evidence(path, document)
     except OSError as error:
         raise ConfigError(
-            f"cannot write {path}: {error.strerror}", where="flag --output", do="name a place that you can write to"
+            f"cannot write {path}: {error.strerror}", where="flag --output", do="pass a path that you can write to"
         ) from error
 
 
@@ -123,18 +125,18 @@ def _of_gpus(gpus: str | None) -> list[str]:
 
 
 def _check_flags(ctx: click.Context, layout: Sequence[str]) -> None:
-    """Refuse, before anything is started, what ``echelon launch`` does not know, and a script."""
+    """Raise for flags that ``echelon launch`` does not know, and for a script, before anything starts."""
     context = launch.command.make_context("launch", [*layout, "-m", _PROGRAM], parent=ctx.parent)
     if context.params["script"] != _PROGRAM:
         raise UsageError(
-            f"echelon test has a program of its own, and does not run {context.params['script']!r}",
+            f"echelon test runs its own program, not {context.params['script']!r}",
             where="echelon test",
-            do="leave it out; to run a script: echelon launch",
+            do="remove it; to run a script, use echelon launch",
         )
 
 
 class _Results:
-    """What came out of each check: shown at once, below it on a terminal what is being done."""
+    """The results of the checks, printed as they arrive; on a terminal, the current check is shown below."""
 
     def __init__(self, folder: Path) -> None:
         self.records: list[dict[str, Any]] = []
@@ -162,16 +164,16 @@ class _Results:
 
     @property
     def names(self) -> set[str]:
-        """The checks of which is known what came out."""
+        """The finished checks."""
         return {record["name"] for record in self.records}
 
     @property
     def current(self) -> str:
-        """The check that is being made."""
+        """The running check."""
         return self._current or next((name for name in _CHECKS if name not in self.names), _CHECKS[-1])
 
     def look(self) -> None:
-        """Take in what the ranks have told since."""
+        """Read the new messages of the ranks."""
         for one in next(self._told):
             if isinstance(one, TestStart):
                 self._current = one.name
@@ -181,7 +183,7 @@ class _Results:
         self._bar.refresh()
 
     def add(self, one: CheckFinding) -> None:
-        """Note and show a result."""
+        """Record and print a result."""
         now = time.monotonic()
         seconds, self._since, self._current = now - self._since, now, None
         record = {**asdict(one), "figures": dict(one.figures), "seconds": round(seconds, 2)}
@@ -197,7 +199,7 @@ class _Results:
         self._bar.update()
 
     def add_failure(self, code: int, output: Path) -> None:
-        """Note that a start ended with ``code``, and show the end of its output: the launcher's report is in it."""
+        """Record that a launch ended with ``code``, and print the end of its output, which has the launcher's report."""
         lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
         what = f"its processes ended with exit code {code}"
         self.add(
@@ -228,7 +230,7 @@ def _table(collectives: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _run(layout: Sequence[str], folder: Path, results: _Results, interrupts: Interrupts, *, is_quick: bool) -> None:
-    """Start the ranks, then one process that makes again what depends on nobody else."""
+    """Start the ranks, then one process that repeats the bitwise check alone."""
     program = ["-m", _PROGRAM]
     # The ranks that are killed on purpose are the first attempt.
     start = [sys.executable, "-m", "echelon", "launch", *_STALL, *layout, "--max_restarts", "1", *program]
@@ -259,7 +261,7 @@ def _run(layout: Sequence[str], folder: Path, results: _Results, interrupts: Int
 def _run_part(
     argv: Sequence[str], environment: Mapping[str, str], output: Path, results: _Results, interrupts: Interrupts
 ) -> int:
-    """Run ``argv`` to its end, its output in a file, and show what it tells meanwhile; return its exit code.
+    """Run ``argv`` with its output in a file, print results as they arrive, and return its exit code.
 
     Raises:
         Interrupted: a signal came; the processes are stopped.
@@ -282,9 +284,9 @@ def _run_part(
 def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is not None:
         return
-    process.send_signal(signal.SIGINT)  # SIGTERM would ask a training to save first
+    process.send_signal(signal.SIGINT)  # on SIGTERM a training run would save first
     try:
         process.wait(timeout=_GRACE_S)
     except subprocess.TimeoutExpired:
-        process.kill()  # its ranks die with it
+        process.kill()  # its ranks end with it
         process.wait()
