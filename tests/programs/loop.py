@@ -212,7 +212,9 @@ class _Script:
                 found.losses.append(float(accelerator.reduce(total.nan_to_num(), "mean")))
             elif accelerator.sync_gradients and not program.zipped:
                 found.losses.append(
-                    accelerator.update_loss() if accelerator._window.total or program.loss != "items" else 0.0
+                    accelerator.update_loss()
+                    if accelerator.session.update.window.total or program.loss != "items"
+                    else 0.0
                 )
         found.epochs[-1] += accelerator.gather_for_metrics(batch.index).tolist()
         if program.guards and not accelerator.sync_gradients:

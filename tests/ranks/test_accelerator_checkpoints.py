@@ -514,7 +514,7 @@ def test_the_best_and_every_nth_checkpoint_are_kept(blocking: bool, tmp_path: Pa
     losses = [0.5, 0.3, 0.4, float("nan"), 0.9, None]
     for loss in losses:
         accelerator.save_state(metric=loss, blocking=blocking)
-        accelerator._checkpoints.wait()
+        accelerator.checkpoints.store.wait()
         kept.append(sorted(int(p.name[11:]) for p in (tmp_path / "checkpoints").glob("checkpoint_*")))
     # 0 and 4 are multiples of 4; 1 is the best; the newest stays, and no more than 2 that count.
     assert kept == [[0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 3, 4], [0, 1, 4, 5]]
@@ -551,11 +551,11 @@ def test_a_disk_that_says_no_is_reported_and_ends_the_run_at_the_third_time(
             for _ in range(2):
                 accelerator.save_state(blocking=blocking)
             if not blocking:
-                accelerator._checkpoints.wait()
+                accelerator.checkpoints.store.wait()
         assert sum("No space left on device" in str(one.message) for one in said) == 2
         with pytest.raises(TooManyFailedSavesError, match="3 checkpoints in a row could not be written"):  # noqa: PT012
             accelerator.save_state(blocking=blocking)
-            accelerator._checkpoints.wait()
+            accelerator.checkpoints.store.wait()
     assert [p.name for p in (tmp_path / "checkpoints").iterdir() if p.name != ".lock"] == [kept.name]
     accelerator.load_state()
     assert model.weight.item() == weight

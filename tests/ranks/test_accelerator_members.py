@@ -47,7 +47,7 @@ def _two_forwards(unused: bool) -> tuple[list[float], list[float], bool]:
     optimizer.step()  # a warning of the step guard would be an error
     with accelerator.no_sync(model):  # and the context leaves nothing behind
         accelerator.backward(model(torch.tensor([[1.0 + rank]])).sum())
-    return local, shared, accelerator._engine.reduced(model)
+    return local, shared, accelerator.session.engine.reduced(model)
 
 
 @pytest.mark.parametrize("unused", [False, True])

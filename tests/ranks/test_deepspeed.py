@@ -208,7 +208,7 @@ def _continued(stage: int, offload: str, precision: str, folder: Path) -> list[b
         accelerator = _accelerator(stage, offload, mixed_precision=precision)
         model = _model()
         model, optimizer = accelerator.prepare(model, _adam(model))
-        engine = accelerator._engine
+        engine = accelerator.session.engine
         if kind == "first":
             _steps(accelerator, model, optimizer, _data()[:3])
             part = io.BytesIO()

@@ -145,7 +145,7 @@ def _counted() -> tuple[int, bool]:
             accelerator.backward(model(torch.ones(2, 5)).square().mean())
             optimizer.step()
             optimizer.zero_grad()
-    return engine.num_steps, accelerator._engine is engine
+    return engine.num_steps, accelerator.session.engine is engine
 
 
 def test_an_engine_may_be_given_as_an_object() -> None:

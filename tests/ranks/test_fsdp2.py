@@ -131,7 +131,7 @@ def _train(
             with accelerator.accumulate(model):
                 accelerator.backward(_loss(model, ids), num_items=len(ids) if weighted else None)
                 if accelerator.sync_gradients:
-                    assert accelerator._engine.reduced(model)
+                    assert accelerator.session.engine.reduced(model)
                     norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.05)))
                     kept = [p.grad for p in model.parameters()]
                     gradients.append([g.full_tensor() if isinstance(g, DTensor) else g.clone() for g in kept])
@@ -226,7 +226,7 @@ def _step_without_sync() -> tuple[Any, Any, int]:
             model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
             with accelerator.no_sync(model) if local else nullcontext():
                 accelerator.backward(_loss(model, _mine(_ids()[0, 0])))
-                assert accelerator._engine.reduced(model) is not local
+                assert accelerator.session.engine.reduced(model) is not local
                 optimizer.step()
             optimizer.zero_grad()
             accelerator.backward(_loss(model, _mine(_ids()[0, 1])))  # torch's machinery goes on

@@ -69,7 +69,7 @@ def _notes(step_scheduler_with_optimizer: bool, split_batches: bool) -> list[str
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
-    logger = logging.getLogger("echelon.accelerator.accelerator")
+    logger = logging.getLogger("echelon.accelerator.prepare.prepare_objects")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     accelerator = Accelerator(

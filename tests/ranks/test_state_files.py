@@ -668,7 +668,7 @@ def test_a_model_is_saved_in_shards_with_an_index(safe: bool, tmp_path: Path) ->
     accelerator.save_model(model, tmp_path, safe_serialization=safe)  # nothing that a reader could prefer is left
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["config.json", f"{stem}.{suffix}"])
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="is a file, and a folder is to be there"):
+    with pytest.raises(UsageError, match="exists and is not a directory"):
         accelerator.save_model(model, tmp_path / "file")
     with pytest.raises(UsageError, match="no values on this process: weight"):
         accelerator.save_model(nn.Linear(1, 1, device="meta"), tmp_path / "m")

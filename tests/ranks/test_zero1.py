@@ -186,7 +186,7 @@ def _whole_state(engine: str) -> tuple[Any, list[torch.Tensor], int]:
     with pytest.MonkeyPatch.context() as patch:
         for module, name in ((torch, "load"), (pickle, "loads"), (pickle, "load"), (pickle, "Unpickler")):
             patch.setattr(module, name, _refuse)
-        state = accelerator._engine.full_optimizer_state(optimizer.optimizer)
+        state = accelerator.session.engine.full_optimizer_state(optimizer.optimizer)
     kept = sum(len(values) for values in optimizer.state.values())
     return state, _weights(accelerator.unwrap_model(model)), kept
 
@@ -199,7 +199,7 @@ def _go_on(engine: str, state: Any, weights: list[torch.Tensor]) -> list[torch.T
             parameter.copy_(value)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(_groups(model), lr=0.3))
     groups = optimizer.param_groups
-    accelerator._engine.load_full_optimizer_state(optimizer.optimizer, state)
+    accelerator.session.engine.load_full_optimizer_state(optimizer.optimizer, state)
     assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.05]
     assert engine != "zero1" or optimizer.param_groups is groups  # who holds them still sets them
     _steps(accelerator, model, optimizer, number=3)
@@ -243,12 +243,12 @@ def test_a_checkpoint_of_zero1_goes_on_in_ddp_and_the_other_way(tmp_path: Any) -
 
 def _own_part() -> tuple[list[str], bool]:
     accelerator, model, optimizer = _trained("zero1")
-    state = accelerator._engine.sharded_state(model, [optimizer.optimizer])
+    state = accelerator.session.engine.sharded_state(model, [optimizer.optimizer])
     names = sorted(state["optimizers"][0]["state"])
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, state)
     with pytest.raises(UsageError, match="which belongs to another rank"):
-        accelerator._engine.load_sharded_state(model, [optimizer.optimizer], parts[1 - dist.get_rank()])
+        accelerator.session.engine.load_sharded_state(model, [optimizer.optimizer], parts[1 - dist.get_rank()])
     return names, list(state["model"]) == [name for name, _ in _model().named_parameters()]
 
 
@@ -391,7 +391,7 @@ def test_a_pickled_accelerator_has_prepared_nothing() -> None:
 
 def _pickled() -> str:
     accelerator, _, _ = _trained("zero1")
-    copy = pickle.loads(pickle.dumps(accelerator._engine))
+    copy = pickle.loads(pickle.dumps(accelerator.session.engine))
     assert json.dumps(list(copy._sharded)) == "[]"
     name: str = copy.capabilities.name
     return name

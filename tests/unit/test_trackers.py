@@ -418,15 +418,15 @@ def test_the_other_services_get_the_run_and_plain_numbers(monkeypatch: pytest.Mo
 def test_a_project_folder_brings_a_jsonl_record_beside_what_was_asked_for(tmp_path: Path) -> None:
     recorder = Recorder("own")
     tracking = Tracking([recorder], ProjectConfiguration(project_dir=str(tmp_path)))
-    assert isinstance(tracking.get("anything"), GeneralTracker)  # nothing has started
-    tracking.init("run", {"lr": 0.1})
+    assert isinstance(tracking.get_tracker("anything"), GeneralTracker)  # nothing has started
+    tracking.init_trackers("run", {"lr": 0.1})
     tracking.log({"loss": torch.tensor(2.0)}, step=1, log_kwargs={"recorder": {"extra": True}})
     assert tracking.trackers == [recorder]
-    assert tracking.get("recorder") is recorder
-    assert tracking.get("recorder", unwrap=True) is recorder.calls
+    assert tracking.get_tracker("recorder") is recorder
+    assert tracking.get_tracker("recorder", unwrap=True) is recorder.calls
     with pytest.raises(ValueError, match=r"get_tracker\('wandb'\)[\s\S]*recorder, jsonl"):
-        tracking.get("wandb")
-    path = tracking.get("jsonl").path
+        tracking.get_tracker("wandb")
+    path = tracking.get_tracker("jsonl").path
     tracking.finish()
     tracking.finish()
     assert recorder.calls[1:] == ["start", ("config", {"lr": 0.1}), ("log", {"loss": torch.tensor(2.0)}, 1, {"extra": True}), "finish"]  # fmt: skip
@@ -442,8 +442,8 @@ def test_init_kwargs_reach_their_tracker_and_a_misspelled_one_is_told() -> None:
     register_tracker_class(Recorder)
     tracking = Tracking("recorder", ProjectConfiguration())
     with pytest.warns(EchelonWarning, match="init_kwargs holds options for recoder, and log_with has recorder"):
-        tracking.init("run", init_kwargs={"recorder": {"tags": ["a"]}, "recoder": {}})
-    assert tracking.get("recorder").calls[0] == ("init", "run", {"tags": ["a"]})
+        tracking.init_trackers("run", init_kwargs={"recorder": {"tags": ["a"]}, "recoder": {}})
+    assert tracking.get_tracker("recorder").calls[0] == ("init", "run", {"tags": ["a"]})
 
 
 def test_a_tracker_that_fails_to_finish_does_not_keep_the_others_open(tmp_path: Path) -> None:
@@ -452,8 +452,8 @@ def test_a_tracker_that_fails_to_finish_does_not_keep_the_others_open(tmp_path: 
             raise OSError("planted")
 
     tracking = Tracking([Failing("x")], ProjectConfiguration(project_dir=str(tmp_path)))
-    tracking.init("run")
-    file = tracking.get("jsonl", unwrap=True)
+    tracking.init_trackers("run")
+    file = tracking.get_tracker("jsonl", unwrap=True)
     with pytest.raises(OSError, match="planted"):
         tracking.finish()
     assert file.closed

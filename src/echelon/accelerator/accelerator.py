@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import builtins
-import math
-import os
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
-from torch.utils.hooks import RemovableHandle
 
+from echelon.accelerator import process, unsupported
 from echelon.accelerator.checkpoint.checkpoints import Checkpoints
-from echelon.accelerator.current import living_accelerators, note_accelerator
-from echelon.accelerator.epochs import Epochs
-from echelon.accelerator.facts import AcceleratorFacts
+from echelon.accelerator.current import note_accelerator
 from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.metrics import gather_samples, own_samples
-from echelon.accelerator.models.save_objects import save, without_wrappers
+from echelon.accelerator.models.save_objects import save
+from echelon.accelerator.models.unwrap import is_on_several_devices, unwrap_model
 from echelon.accelerator.plugins.configuration import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -39,79 +35,48 @@ from echelon.accelerator.plugins.kwargs_handlers import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
-    fp8_recipe,
 )
 from echelon.accelerator.plugins.parallelism_config import ParallelismConfig
 from echelon.accelerator.plugins.project_configuration import ProjectConfiguration
-from echelon.accelerator.preemption import PreemptionHandler, save_and_end
-from echelon.accelerator.prepare.compile import (
-    compile_regions,
-    compile_whole,
-    compiles,
-    is_compiled,
-    moved_to,
-    uncompiled,
-)
-from echelon.accelerator.prepare.data_loaders import rng_type_names, skip_first_batches
-from echelon.accelerator.prepare.prepare_arguments import collect_known, replace_prepared
-from echelon.accelerator.prepare.unprepared import refuse_unprepared_loader, warn_of_unprepared_model
+from echelon.accelerator.preemption import PreemptionHandler
+from echelon.accelerator.prepare.data_loaders import skip_first_batches
+from echelon.accelerator.prepare.prepare_arguments import known_objects, replace_prepared
+from echelon.accelerator.prepare.prepare_objects import prepare_for_evaluation, prepare_found, prepare_one_loader
 from echelon.accelerator.profiling import ProfileKwargs, profile
-from echelon.accelerator.setup.agreement import agree_on_models, agree_on_settings
-from echelon.accelerator.setup.build import (
-    build_sharding,
-    build_world,
-    dynamo_plugin_of,
-    dynamo_settings,
-    handlers_by_kind,
-    make_engine,
-    refuse_what_is_not_offered,
-    resolve_settings,
-)
-from echelon.accelerator.setup.build_deepspeed import build_deepspeed, refuse_stand_ins
-from echelon.accelerator.setup.watch import watched
-from echelon.accelerator.state import AcceleratorState, only_if
+from echelon.accelerator.setup.build import dynamo_settings, resolve_settings
+from echelon.accelerator.setup.build_session import build_session
+from echelon.accelerator.state import AcceleratorState
 from echelon.accelerator.tracking import Tracking
-from echelon.accelerator.update.accumulation_window import AccumulationWindow
-from echelon.accelerator.update.bitwise_update import build_bitwise_update
-from echelon.accelerator.update.exact_update import ExactUpdate
-from echelon.accelerator.update.micro_step import LocalBackward, MicroStep, checked_loss
+from echelon.accelerator.update.join_uneven import join_uneven_inputs
+from echelon.accelerator.update.micro_step import LocalBackward, MicroStep, trigger_sync_in_backward
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
 from echelon.accelerator.update.scheduler import AcceleratedScheduler
 from echelon.accelerator.update.step_guard import StepGuard
-from echelon.accelerator.update.step_timing import time_forward, timed_backward
-from echelon.base.errors import ConfigError, UsageError
-from echelon.base.logging import get_logger
+from echelon.accelerator.update.update_policy import UpdatePolicy
+from echelon.accelerator.views import axis_rank, delegate, given_handler, view
+from echelon.base.capabilities import Capabilities
 from echelon.base.progress import Progress
-from echelon.base.protocols import HasDeviceMap
-from echelon.config.origin import Setting, SettingSource
-from echelon.data.active_loaders import LoaderOptions
+from echelon.compat.enums import DistributedType, FP8BackendType
+from echelon.config.resolve import Resolved
+from echelon.config.schema import RunConfig
 from echelon.data.loader import PreparedLoader
-from echelon.data.prepare_loader import prepare_loader
-from echelon.data.sharding.split import split_between_processes
 from echelon.distributed import collectives, control
 from echelon.distributed.monitored_barrier import monitored_barrier
-from echelon.distributed.responder import Watcher
 from echelon.distributed.setup import cleanup
 from echelon.engines.base import Engine
-from echelon.engines.deepspeed.options import DrivenScheduler, DummyOptim, DummyScheduler
-from echelon.precision.float8 import convert_model_to_fp8_ao
-from echelon.precision.policy import PrecisionPolicy, unwrap_forward
-from echelon.status.board import Phase
 from echelon.status.call_site import here
-from echelon.status.notes import note_loaded, saving, slow, within
-from echelon.world.seed import set_seed
+from echelon.status.notes import slow
+from echelon.world.world import World
 
 if TYPE_CHECKING:
     from echelon.accelerator.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
 
 __all__ = ["Accelerator"]
 
-_logger = get_logger(__name__)
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Accelerator(AcceleratorFacts):
+class Accelerator:
     """Prepares models, optimizers, schedulers and loaders for the ranks, and runs the parts of a loop that depend on them.
 
     The interface is that of Hugging Face Accelerate: same names, same defaults, same meaning, except where that is
@@ -154,31 +119,6 @@ class Accelerator(AcceleratorFacts):
         ConfigError: settings that are wrong, in conflict, or not offered.
     """
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A pickle holds the settings and the facts. What was prepared is known by its identity, which no copy has.
-        nothing: dict[str, Any] = {
-            name: [] for name in ("_models", "_optimizers", "_schedulers", "_dataloaders", "_unsharded")
-        }
-        return {
-            **vars(self),
-            **nothing,
-            "_originals": {},
-            "_compiled": {},
-            "_watcher": None,
-            "_epochs": None,
-            "_guard": None,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._epochs = self._open_epochs()
-        self._guard = self._open_guard()
-        note_accelerator(self)  # in a process that was given it, AcceleratorState() looks at it
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
-        """Return this very object: a copy of what holds it must not hold another process group's view."""
-        return self
-
     def __init__(
         self,
         device_placement: bool = True,
@@ -209,142 +149,194 @@ class Accelerator(AcceleratorFacts):
         max_micro_batch_size: int | None = None,
         canonical_shards: int | None = None,
     ) -> None:
-        refuse_what_is_not_offered(
-            torch_tp_plugin=torch_tp_plugin,
-            megatron_lm_plugin=megatron_lm_plugin,
-        )
-        self._config = resolve_settings(
-            mixed_precision,
-            gradient_accumulation_steps,
-            cpu,
-            gradient_accumulation_plugin,
-            more={
-                **dynamo_settings(dynamo_backend, dynamo_plugin),
-                "engine": engine if isinstance(engine, str) else None,
-                "parity": parity,
-                "seed": seed,
-                "max_micro_batch_size": max_micro_batch_size,
-                "canonical_shards": canonical_shards,
-            },
-        )
-        self._handlers = tuple(kwargs_handlers or ())
-        handlers = handlers_by_kind(self._handlers)
-        self._deepspeed, self._config = build_deepspeed(
-            deepspeed_plugin,
-            deepspeed_plugins,
-            self._config,
-            engine=engine if isinstance(engine, Engine) else self._config.value.engine,
-            fsdp_plugin=fsdp_plugin,
-        )
-        chosen = self._deepspeed.engine
-        self._world = build_world(self._config.value, handlers[InitProcessGroupKwargs], chosen)
-        agree_on_settings()
-
-        self.device_placement = device_placement
-        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.dataloader_config = dataloader_config or DataLoaderConfiguration()
+        unsupported.refuse_unsupported(torch_tp_plugin=torch_tp_plugin, megatron_lm_plugin=megatron_lm_plugin)
+        settings = {
+            **dynamo_settings(dynamo_backend, dynamo_plugin),
+            "engine": engine if isinstance(engine, str) else None,
+            "parity": parity,
+            "seed": seed,
+            "max_micro_batch_size": max_micro_batch_size,
+            "canonical_shards": canonical_shards,
+        }
+        plugin = gradient_accumulation_plugin
+        config = resolve_settings(mixed_precision, gradient_accumulation_steps, cpu, plugin, more=settings)
+        loading = dataloader_config or DataLoaderConfiguration()
         if split_batches is not None:
-            self.dataloader_config.split_batches = split_batches
-        self.gradient_state = GradientState(
-            gradient_accumulation_plugin
-            or GradientAccumulationPlugin(num_steps=self._config.value.gradient_accumulation_steps)
+            loading.split_batches = split_batches
+        project = project_config or ProjectConfiguration(project_dir=project_dir)
+        if project_dir is not None and project.project_dir is None:
+            project.set_directories(project_dir)
+        self.session = build_session(
+            config,
+            engine=engine if isinstance(engine, Engine) else None,
+            handlers=kwargs_handlers or (),
+            deepspeed_plugin=deepspeed_plugin,
+            deepspeed_plugins=deepspeed_plugins,
+            fsdp_plugin=fsdp_plugin,
+            parallelism_config=parallelism_config,
+            accumulation=plugin,
+            dynamo_plugin=dynamo_plugin,
+            dataloader_config=loading,
+            project=project,
+            device_placement=device_placement,
+            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+            rng_types=["generator"] if rng_types is None else list(rng_types),
         )
-        self.step = 0
-        self.rng_types = ["generator"] if rng_types is None else list(rng_types)
-        self.project_configuration = project_config or ProjectConfiguration(project_dir=project_dir)
-        if project_dir is not None and self.project_configuration.project_dir is None:
-            self.project_configuration.set_directories(project_dir)
-        self._tracking = Tracking(log_with, self.project_configuration)
-        self._checkpoints = Checkpoints(self.project_configuration)
+        self._world = self.session.world
+        self._tracking = Tracking(log_with, project)
+        self.checkpoints = Checkpoints(self.session)
         self._triggered = False
+        self._announce()
 
-        self._precision = PrecisionPolicy(
-            mode=self._config.value.mixed_precision,
-            device_type=self._world.device.type,
-            autocast_options=handlers[AutocastKwargs].to_kwargs(),
-        )
-        self.ao_recipe_handler: AORecipeKwargs | None = fp8_recipe(
-            handlers.get(AORecipeKwargs), precision=self.mixed_precision, device=self._world.device
-        )
-        self.dynamo_plugin: TorchDynamoPlugin = dynamo_plugin or dynamo_plugin_of(self._config.value)
-        scaling = handlers[GradScalerKwargs] if self.scaler_handler else self._deepspeed.scaling or GradScalerKwargs()
-        self.scaler = self._precision.make_scaler(scaling.to_kwargs())
-        self.fsdp_plugin, sharding, self._layout = build_sharding(
-            self._deepspeed.fsdp_plugin,
-            parallelism_config,
-            world=self._world,
-            mixed_precision=self.mixed_precision,
-            engine=chosen,
-        )
-        if self._layout is not None:
-            self._layout.get_device_mesh(self._world.device.type)
-        of_ddp = handlers[DistributedDataParallelKwargs]
-        options, origin = self._deepspeed.options, self._config.origins["engine"]
-        self._engine = make_engine(chosen, self._world, self.scaler, of_ddp, sharding, options, engine_from=origin)
-        if self.capabilities.owns_loss_scaling:
-            self.scaler = None
-        is_canonical = self.parity == "bitwise"  # gradients are summed, elsewhere averaged
-        self._window = AccumulationWindow(
-            world_size=1 if is_canonical else self.num_processes, total_of=self._total_of, is_redone=is_canonical
-        )
-        self._progress = Progress()
-        self._steps_before = 0  # optimizer steps that self._optimizers have not counted
-        self._accumulating: tuple[nn.Module, ...] | None = None  # of the accumulate() that we are in; () = all
-        self._num_in_short_window = (
-            0  # micro-steps of an update that this rank alone ends, because it has no more batches
-        )
-        self._is_data_checked = self._world.world_size == 1
-        self._unsharded: list[DataLoader[Any]] = []
-
-        self._models: list[nn.Module] = []
-        self._optimizers: list[AcceleratedOptimizer] = []
-        self._schedulers: list[AcceleratedScheduler] = []
-        self._dataloaders: list[PreparedLoader] = []
-        self._originals: dict[int, tuple[object, Any]] = {}  # id of what was given -> (it, what it became)
-        self._ledger = self._open_ledger()
-        self.preemption = PreemptionHandler()
-        """Where the run may stop when it is asked to end."""
-        self._epochs = self._open_epochs()
-        self._guard = self._open_guard()
-        self._compiled: dict[int, nn.Module] = {}  # id of a whole compiled model -> the engine's model in it
-        self._watcher: Watcher | None = None
-        self._told: set[type] = set()  # classes of schedulers of which was said how often they advance
+    def _announce(self) -> None:
+        self.preemption.save_and_end = weakref.WeakMethod(self._save_and_end)
+        self.checkpoints.use_methods(unwrap_model=self.unwrap_model, get_state_dict=self.get_state_dict)
         note_accelerator(self)
+
+    def _save_and_end(self) -> NoReturn:
+        self.checkpoints.save_and_end(self.save_state)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._announce()  # in a process that was given it, AcceleratorState() looks at it
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
+        """Return this very object: a copy of what holds it must not hold another process group's view."""
+        return self
+
+    # ---- who am I ----------------------------------------------------------------------------------------------------
+
+    device: torch.device = process.device
+    num_processes: int = process.num_processes
+    process_index: int = process.process_index
+    local_process_index: int = process.local_process_index
+    is_main_process: bool = process.is_main_process
+    is_local_main_process: bool = process.is_local_main_process
+    is_last_process: bool = process.is_last_process
+    use_distributed: bool = process.use_distributed
+    on_main_process = process.on_main_process
+    on_local_main_process = process.on_local_main_process
+    on_last_process = process.on_last_process
+    on_process = process.on_process
+    on_local_process = process.on_local_process
+    main_process_first = process.main_process_first
+    local_main_process_first = process.local_main_process_first
+    split_between_processes = process.split_between_processes
+    print = process.print
+
+    world: World = view("session.world", "The facts about this process.")
+    capabilities: Capabilities = view("session.engine.capabilities", "What the engine can do.")
+    distributed_type: DistributedType = view(
+        "session.distributed_type",
+        "How the run is distributed, in Accelerate's words; for scripts that print or compare it.",
+    )
+    multi_device: bool = property(  # type: ignore[assignment]
+        lambda self: self.use_distributed and self.device.type != "cpu",
+        doc="Are there several processes, each with an accelerator of its own? (Accelerate's word: no, on CPUs.)",
+    )
+    should_save_model: bool = view("is_local_main_process", "Does this process write the model: one of each machine.")
 
     @property
     def state(self) -> AcceleratorState:
         """The facts under the names of Accelerate's state."""
         return AcceleratorState.of(self)
 
-    @property
-    def is_fsdp2(self) -> bool:
-        """Are parameters sharded?"""
-        return self.state.is_fsdp2
+    # ---- settings ----------------------------------------------------------------------------------------------------
+
+    config: Resolved[RunConfig] = view("session.config", "The settings of the run, each with its origin.")
+    parity: str = view("session.config.value.parity", "``off``, ``exact`` or ``bitwise``: what the update depends on.")
+    mixed_precision: str = view("session.config.value.mixed_precision", "``no``, ``fp16``, ``bf16`` or ``fp8``.")
+    native_amp: bool = property(  # type: ignore[assignment]
+        lambda self: self.mixed_precision != "no", doc="Do models run under autocast?"
+    )
+    fp8_backend: FP8BackendType = property(  # type: ignore[assignment]
+        lambda self: FP8BackendType.NO if self.ao_recipe_handler is None else FP8BackendType.AO,
+        doc="The library that computes in fp8: torchao, or none without fp8.",
+    )
+    scaler: torch.amp.GradScaler | None = view("session.update.scaler", "Of fp16; None: none.", is_settable=True)
+    device_placement: bool = view(
+        "session.device_placement", "Move models and batches to the device?", is_settable=True
+    )
+    step_scheduler_with_optimizer: bool = view(
+        "session.step_scheduler_with_optimizer", "Do schedulers advance with the optimizer's steps?", is_settable=True
+    )
+    rng_types: list[Any] = view("session.rng_types", "Random states that ranks share in a pass.", is_settable=True)
+    dataloader_config: DataLoaderConfiguration = view(
+        "session.dataloader_config", "How loaders are cut for the processes.", is_settable=True
+    )
+    split_batches: bool = view("dataloader_config.split_batches", "See ``DataLoaderConfiguration``.")
+    even_batches: bool = view("dataloader_config.even_batches", "See ``DataLoaderConfiguration``.", is_settable=True)
+    use_seedable_sampler: bool = view("dataloader_config.use_seedable_sampler", "See ``DataLoaderConfiguration``.")
+    dispatch_batches: bool | None = view("dataloader_config.dispatch_batches", "See ``DataLoaderConfiguration``.")
+    use_stateful_dataloader: bool = view(
+        "dataloader_config.use_stateful_dataloader", "See ``DataLoaderConfiguration``."
+    )
+    non_blocking: bool = view("dataloader_config.non_blocking", "See ``DataLoaderConfiguration``.")
+    project_configuration: ProjectConfiguration = view("session.project", "The folders of the run.", is_settable=True)
+    project_dir: Any = view("project_configuration.project_dir", "Where the run keeps its files.")
+    logging_dir: Any = view("project_configuration.logging_dir", "Where trackers write.")
+    save_iteration: int = view(
+        "project_configuration.iteration", "The number of the next automatically named checkpoint."
+    )
+    # What was given as kwargs_handlers; None: torch's defaults.
+    autocast_handler: AutocastKwargs | None = given_handler(AutocastKwargs)
+    ddp_handler: DistributedDataParallelKwargs | None = given_handler(DistributedDataParallelKwargs)
+    init_handler: InitProcessGroupKwargs | None = given_handler(InitProcessGroupKwargs)
+    profile_handler: ProfileKwargs | None = given_handler(ProfileKwargs)
+    scaler_handler: GradScalerKwargs | None = given_handler(GradScalerKwargs)
+    ao_recipe_handler: AORecipeKwargs | None = view(
+        "session.ao_recipe_handler", "How torchao computes in fp8; None: without fp8.", is_settable=True
+    )
+    dynamo_plugin: TorchDynamoPlugin = view("session.dynamo_plugin", "How models are compiled.", is_settable=True)
+    deepspeed_plugin: DeepSpeedPlugin | None = view(
+        "session.deepspeed.plugin", "DeepSpeed's settings; None: nothing asks for it."
+    )
+    fsdp_plugin: FullyShardedDataParallelPlugin | None = view(
+        "session.fsdp_plugin", "How the model is sharded; None: it is not.", is_settable=True
+    )
+
+    # ---- layouts, and what this version does not have ----------------------------------------------------------------
+
+    is_fsdp2: bool = view("session.engine.capabilities.replaces_parameters", "Are parameters sharded?")
+    is_composable_parallelism_enabled: bool = view(
+        "session.engine.capabilities.replaces_parameters", "As ``is_fsdp2``: may sharding be combined with other axes?"
+    )
+    parallelism_config: ParallelismConfig | None = view(
+        "session.layout", "How many ranks are on each axis; None: it was not asked for."
+    )
+    torch_device_mesh: DeviceMesh | None = property(  # type: ignore[assignment]
+        lambda self: None if self.parallelism_config is None else self.parallelism_config.device_mesh,
+        doc="The mesh of ``parallelism_config``; None: without one, or where no axis has two ranks.",
+    )
+    data_parallel_rank: int = axis_rank("data_parallel_rank", "dp_replicate")
+    data_parallel_shard_rank: int = axis_rank("data_parallel_shard_rank", "dp_shard")
+    tensor_parallel_rank: int = axis_rank("tensor_parallel_rank", "tp")
+    context_parallel_rank: int = axis_rank("context_parallel_rank", None)
+    pipeline_parallel_rank: int = axis_rank("pipeline_parallel_rank", None)
+
+    maybe_context_parallel = unsupported.maybe_context_parallel
+    deepspeed_ulysses_dl_adapter = unsupported.deepspeed_ulysses_dl_adapter
+    lomo_backward = unsupported.lomo_backward
 
     # ---- accumulation ------------------------------------------------------------------------------------------------
 
-    @property
-    def sync_gradients(self) -> bool:
-        """Is this micro-batch the last of its update?"""
-        return self.gradient_state.sync_gradients
+    gradient_state: GradientState = view("session.gradient_state", "The counters of the accumulation window.")
+    step: int = view("session.update.step", "Micro-batches so far, as Accelerate counts them.", is_settable=True)
+    progress: Progress = view("session.progress", "Where the run is.")
+    preemption: PreemptionHandler = view("session.preemption", "Where the run may stop when it is asked to end.")
+    sync_gradients: bool = view(
+        "gradient_state.sync_gradients", "Is this micro-batch the last of its update?", is_settable=True
+    )
 
-    @sync_gradients.setter
-    def sync_gradients(self, sync_gradients: bool) -> None:
-        self.gradient_state.sync_gradients = sync_gradients
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches in one update."""
-        return self.gradient_state.num_steps
-
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
-        self.gradient_state.plugin.num_steps = gradient_accumulation_steps
-
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """Did loss scaling leave out the last step of any optimizer?"""
-        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+    gradient_accumulation_steps: int = view(
+        "gradient_state.num_steps", "Micro-batches in one update.", is_settable=True
+    )
+    optimizer_step_was_skipped: bool = view(
+        "session.objects.step_was_skipped", "Did loss scaling leave out the last step of any optimizer?"
+    )
+    trigger_sync_in_backward = staticmethod(trigger_sync_in_backward)
+    update_loss = delegate(UpdatePolicy.update_loss, "session.update")
+    unscale_gradients = delegate(UpdatePolicy.unscale_gradients, "session.update")
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Return the context of one micro-step: gradients are synchronised, and optimizers step, in the last of a window.
@@ -352,7 +344,7 @@ class Accelerator(AcceleratorFacts):
         Args:
             models: the models that this micro-step trains; none: all.
         """
-        return MicroStep(self, tuple(map(self._engine_model, models)))
+        return MicroStep(self.session.update, tuple(map(self.session.objects.engine_model, models)))
 
     def no_sync(self, model: nn.Module, *, unsynced: bool = False) -> AbstractContextManager[None]:
         """Return a context in which backward passes of ``model`` stay local.
@@ -362,25 +354,9 @@ class Accelerator(AcceleratorFacts):
             unsynced: optimizers step with the local gradients in it, on purpose: the ranks drift apart. Otherwise a step
                 in it is taken with gradients averaged over the ranks there and then.
         """
-        steppers: list[AcceleratedOptimizer | StepGuard] = [*self._optimizers, self._guard] if unsynced else []
-        return LocalBackward(self._engine.no_sync(self._engine_model(model)), steppers)
-
-    @staticmethod
-    def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context whose backward pass is synchronised although its forward passes ran in ``no_sync``.
-
-        For several forward passes in ``no_sync`` before the first backward pass: the last backward pass, in this context,
-        brings the gradients of all of them together. Static, as in Accelerate: the Accelerator that prepared ``model`` is
-        found; for a model that none did, the context is empty.
-
-        Collective: the backward pass in it.
-        """
-        for accelerator in living_accelerators():
-            inner = accelerator._engine_model(model)
-            if any(inner is known for known in accelerator._models):
-                context: AbstractContextManager[Any] = accelerator._engine.sync_next_backward(inner)
-                return context
-        return nullcontext()
+        session = self.session
+        steppers: list[AcceleratedOptimizer | StepGuard] = [*self._optimizers, session.guard] if unsynced else []
+        return LocalBackward(session.engine.no_sync(session.objects.engine_model(model)), steppers)
 
     def backward(self, loss: torch.Tensor, num_items: float | None = None, **kwargs: Any) -> None:
         """Backpropagate ``loss``, weighted for its update.
@@ -398,280 +374,43 @@ class Accelerator(AcceleratorFacts):
             UsageError: no scalar, no graph, weights that contradict each other, or (once, on several processes) a
                 loader that was not prepared.
         """
-        if not isinstance(loss, torch.Tensor) or not loss.requires_grad or (loss.dim() > 0 and loss.numel() != 1):
-            loss = checked_loss(loss, kwargs, num_devices=self.capabilities.num_devices)
-        if not self._is_data_checked:
-            self._check_data()
-        if self.gradient_state.sync_gradients:
-            self._require_every_rank("backward()")
-        scale, factor = self._weigh(loss, num_items)
-        state = self.gradient_state
-        if state.in_closure:
-            state.has_loss_in_closure = True
-        else:
-            state.has_loss = True
-        if self._ledger is not None:
-            self._ledger.before_backward()
-        with timed_backward(loss):
-            if scale == 0.0:
-                self._engine.backward_zeros(loss, self._parameters(), **kwargs)
-            else:
-                self._engine.backward(loss if scale == 1.0 else loss * scale, **kwargs)
-        if self._ledger is not None:
-            self._ledger.after_backward()
-        if factor != 1.0:
-            self._finish_gradients(factor)
-
-    def _weigh(self, loss: torch.Tensor, num_items: float | None) -> tuple[float, float]:
-        """Return the factor of ``loss``, and that of the gradients after it. Collective: as ``backward``."""
-        state, window = self.gradient_state, self._window
-        contribution = None if self._ledger is None else self._ledger.contribution()
-        inside = self._accumulating is not None or contribution is not None
-        if contribution is None or self._ledger is None:
-            if num_items is None:
-                return window.plain(num_steps=state.num_steps, inside=inside, sync=state.sync_gradients)
-        else:
-            num_items, is_counted = (0.0 if contribution.is_padding else num_items), num_items is not None
-            items = contribution.num_items if num_items is None else num_items
-            postponed = sum(o.num_postponed for o in self._optimizers)
-            self._ledger.note_loss(loss, items, num_postponed=postponed, num_taken=self._num_steps())
-            if not is_counted:
-                return self._ledger.weigh(contribution), 1.0
-        assert num_items is not None
-        trained = frozenset(map(id, self._trained_models()))
-        return window.weighted(num_items, inside=inside, sync=state.sync_gradients, trained=trained)
-
-    def update_loss(self) -> float:
-        """Return the loss of the update that was made last: the mean over the items of all processes and micro-steps.
-
-        Losses of one micro-step are added up. An update without items has no mean: nan. It waits for the device: call it
-        where the loss is logged.
-
-        Collective: every process.
-
-        Raises:
-            UsageError: not in the exact modes, or before the first update.
-        """
-        if self._ledger is None:
-            raise UsageError(
-                "update_loss() needs the weight of every loss, which parity='off' does not ask for",
-                where=f"parity={self.parity} (from {self._config.origins['parity']})",
-                do="use Accelerator(parity='exact'), or accelerator.reduce(loss, 'mean')",
-            )
-        return self._ledger.update_loss(self._sum_over_ranks)
-
-    @property
-    def progress(self) -> Progress:
-        """Where the run is."""
-        self._progress.step = self._steps_before + self._num_steps()
-        return self._progress
-
-    def _num_steps(self) -> int:
-        return max((optimizer.num_steps for optimizer in self._optimizers), default=0)
-
-    def _snapshot_progress(self) -> dict[str, Any] | None:
-        """Return the random states that belong into a checkpoint made now; None: those of now."""
-        return None if self._ledger is None else self._ledger.close()
-
-    def _restore_progress(self, progress: dict[str, Any] | None) -> None:
-        """Go on from the counters of a checkpoint; None: it has none."""
-        if self._ledger is not None:
-            self._ledger.reopen()
-        self._epochs.end_update()
-        if progress is not None:
-            self._progress.load_json(progress)
-            self._steps_before = self._progress.step - self._num_steps()
-
-    def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Undo fp16 loss scaling on the gradients of ``optimizer`` (one, several, or all), before looking at them.
-
-        In the exact modes only in the last micro-step of an update: what comes after it is scaled, too.
-        """
-        if self.scaler is None or self._is_unfinished():
-            return
-        given = self._optimizers if optimizer is None else optimizer
-        for one in given if isinstance(given, (list, tuple)) else [given]:
-            inner = one.optimizer if isinstance(one, AcceleratedOptimizer) else one
-            self._engine.unscale(inner, unsynced=self._is_local())
+        self.session.update.backward(loss, num_items, kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Scale the gradients so that their norm over the whole model is at most ``max_norm``; return the norm before.
 
-        In the exact modes only in the last micro-step of an update: in the others, it returns what there is so far.
+        In the exact modes only in the last micro-step of an update: in the others, it returns the norm so far.
 
         Collective: where parameters are sharded, or the step guard has to reduce.
         """
-        if self._is_unfinished():
-            norm = self._engine.clip_grad_norm(_as_iterable(parameters), math.inf, norm_type, unsynced=True)
-            return norm if self.scaler is None else norm / self.scaler.get_scale()
+        update = self.session.update
+        if update.is_unfinished:
+            return update.unfinished_grad_norm(parameters, norm_type)
         self.unscale_gradients()
-        for optimizer in self._optimizers:
-            optimizer.is_clipped = True
-        return self._engine.clip_grad_norm(_as_iterable(parameters), max_norm, norm_type, unsynced=self._is_local())
+        return update.clip_grad_norm(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clamp every gradient to ``[-clip_value, clip_value]``; in the exact modes once per update, at its end.
 
         Collective: where the step guard has to reduce.
         """
-        if self._is_unfinished():
-            return
-        self.unscale_gradients()
-        self._engine.clip_grad_value(_as_iterable(parameters), clip_value, unsynced=self._is_local())
+        if not self.session.update.is_unfinished:
+            self.unscale_gradients()
+            self.session.update.clip_grad_value(parameters, clip_value)
 
-    def _is_unfinished(self) -> bool:
-        """Is this a micro-step of the exact modes after which the gradients are not yet those of the update?"""
-        return self._ledger is not None and not self.sync_gradients
+    # ---- prepare -----------------------------------------------------------------------------------------------------
 
-    def _is_local(self) -> bool:
-        """Are the gradients still each rank's own: in mid-window, or in a ``no_sync(unsynced=True)``?"""
-        return not self.sync_gradients or any(optimizer.unsynced for optimizer in self._optimizers)
-
-    def _begin_micro_step(self) -> bool:
-        state = self.gradient_state
-        if self._ledger is not None and self._ledger.drives:
-            self.step += 1
-            return state.sync_gradients or state.plugin.sync_each_batch
-        self.step += 1
-        state.sync_gradients = self.step % state.num_steps == 0
-        self._num_in_short_window = 0
-        if state.sync_with_dataloader and state.end_of_dataloader:
-            loader = state.active_dataloader
-            if not state.sync_gradients and loader is not None and loader.ends_early:
-                self._num_in_short_window = self.step % state.num_steps
-            self.step = 0
-            state.sync_gradients = True
-        self._window.begin_micro_step()
-        state.micro_step, state.has_loss = self._window.num_micro_steps, False
-        return state.sync_gradients or state.plugin.sync_each_batch
-
-    def _open_ledger(self) -> ExactUpdate | None:
-        """Make the book of the exact modes."""
-        config = self._config.value
-        if config.seed is not None and self._config.origins["seed"].source is SettingSource.CODE:
-            set_seed(config.seed)
-        if config.parity == "off":
-            if config.max_micro_batch_size is not None:
-                raise ConfigError(
-                    f"max_micro_batch_size={config.max_micro_batch_size} (from {self._config.origins['max_micro_batch_size']}) "
-                    "cuts the batches of the exact modes, and parity is off",
-                    do="give parity='exact', too, or leave max_micro_batch_size out",
-                )
-            return None
-        book: dict[str, Any] = {
-            "world": self._world,
-            "seed": config.seed,
-            "state": self.gradient_state,
-            "window": self._window,
-            "progress": self._progress,
-            "models": lambda: self._models,
-            "drop_gradients": self._drop_gradients,
-            "max_micro_batch_size": config.max_micro_batch_size,
-        }
-        if config.parity == "exact":
-            ledger = ExactUpdate(**book)
-        else:
-            hook = handlers_by_kind(self._handlers)[DistributedDataParallelKwargs].comm_hook
-            ledger = build_bitwise_update(self._engine, self._parameters, self._config, comm_hook=hook, book=book)
-        self.gradient_state.reading.driver = ledger
-        return ledger
-
-    def _open_epochs(self) -> Epochs:
-        return Epochs(
-            state=self.gradient_state,
-            progress=self._progress,
-            models=self._models,
-            loaders=self._dataloaders,
-            is_exact=self._ledger is not None,
-            # Weak: a cycle would keep what this holds (a lock's thread) until Python looks for cycles.
-            owner=weakref.ref(self),
-        )
-
-    def _open_guard(self) -> StepGuard:
-        return StepGuard(
-            engine=self._engine,
-            models=self._models,
-            state=self.gradient_state,
-            parity=self._config.value.parity,
-            scaler=self.scaler,
-            num_processes=self._world.world_size,
-        )
-
-    def _at_boundary(self, is_new_step: bool, is_whole: bool) -> None:
-        """The run may stop here: if all ranks are to, save and end."""
-        preemption = self.preemption
-        if not preemption.is_driven and preemption.at_boundary(is_new_step=is_new_step, is_whole=is_whole):
-            save_and_end(self)
-
-    def _drop_gradients(self) -> None:
-        for optimizer in self._optimizers:
-            optimizer.drop_gradients()
-        for model in self._models:
-            model.zero_grad(set_to_none=True)
-
-    def _trained_models(self) -> list[nn.Module]:
-        return list(self._accumulating or self._models)
-
-    def _parameters(self) -> list[nn.Parameter]:
-        """Return those of all prepared models and optimizers, each once."""
-        held = [parameter for model in self._models for parameter in model.parameters()]
-        owned = [parameter for o in self._optimizers for g in o.param_groups for parameter in g["params"]]
-        return list({id(parameter): parameter for parameter in [*held, *owned]}.values())
-
-    def _finish_gradients(self, factor: float) -> None:
-        trained = self._trained_models()
-        for model in trained if self._ledger is None else self._ledger.finished_models(trained):
-            self._engine.finish_gradients(model, factor)
-        held = {id(parameter) for model in self._models for parameter in model.parameters()}
-        strays = [p for o in self._optimizers for g in o.param_groups for p in g["params"] if id(p) not in held]
-        for parameter in strays:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
-
-    def _total_of(self, items: float) -> float:
-        return self._sum_over_ranks([items])[0]
-
-    def _sum_over_ranks(self, numbers: list[float]) -> list[float]:
-        """Return the sum of each number over the ranks: one small reduction. Collective."""
-        if self.num_processes == 1:
-            return numbers
-        sums = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        dist.all_reduce(sums)
-        return sums.tolist()  # the host needs them: losses are scaled by them
-
-    def _check_data(self) -> None:
-        self._is_data_checked = True
-        if not self.gradient_state.in_dataloader:
-            refuse_unprepared_loader(num_processes=self.num_processes, unsharded=self._unsharded)
-        if not self._models:
-            warn_of_unprepared_model(num_processes=self.num_processes)
-
-    def _require_every_rank(self, operation: str) -> None:
-        """Say which rank has run out of batches, in the place of waiting for it (an uneven loader, outside join)."""
-        loaders = self.gradient_state.reading.loaders
-        if not loaders:
-            return
-        for loader in reversed(loaders):  # of loaders that are read together, any may have ended the loop of a rank
-            loader.require_every_rank(operation)
-        loader = loaders[-1]
-        if self._num_in_short_window and self._accumulating is not None:
-            num_steps = self.gradient_state.num_steps
-            loader.refuse_short_window(operation, micro_step=self._num_in_short_window, num_steps=num_steps)
-
-    def _before_forward(self, _model: nn.Module, _inputs: Any) -> None:
-        self._require_every_rank("the forward pass")
-
-    def _before_training_forward(self, model: nn.Module, _inputs: Any) -> None:
-        # DDP sends buffers there, and once what its buckets are. A rank may well evaluate alone.
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and model.training:
-            self._require_every_rank("the forward pass")
+    # Accelerate's names, which scripts read.
+    _models: list[nn.Module] = view("session.objects.models", "The prepared models.")
+    _optimizers: list[AcceleratedOptimizer] = view("session.objects.optimizers", "The prepared optimizers.")
+    _schedulers: list[AcceleratedScheduler] = view("session.objects.schedulers", "The prepared schedulers.")
+    _dataloaders: list[PreparedLoader] = view("session.objects.loaders", "The prepared loaders.")
+    _custom_objects: list[Any] = view("checkpoints.custom_objects", "What was registered for checkpointing.")
 
     def allow_unsharded(self, loader: DataLoader[T]) -> DataLoader[T]:
         """Let every process read all of ``loader``, on purpose; returns it."""
-        self._unsharded.append(loader)
+        self.session.unprepared.allow(loader)
         return loader
-
-    # ---- prepare -----------------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: list[bool | None] | None = None) -> Any:
         """Return ``args`` made ready for the ranks, in the same order; unknown objects come back as they are.
@@ -687,201 +426,23 @@ class Accelerator(AcceleratorFacts):
             UsageError: nothing in it is known.
             DesyncError: the ranks were given different models or data.
         """
-        placement = device_placement or [None] * len(args)
-        if len(placement) != len(args):
-            raise UsageError(
-                f"device_placement has {len(placement)} entries for {len(args)} arguments",
-                do="give one for each argument",
-            )
-        found: list[tuple[Any, bool]] = []
-        for argument, place in zip(args, placement):
-            collect_known(argument, self.device_placement if place is None else place, found)
-        if not found:
-            raise UsageError(
-                f"prepare() was given nothing that it knows: {', '.join(type(a).__name__ for a in args) or 'no argument'}",
-                do="give it a torch.nn.Module, a torch Optimizer, a learning-rate scheduler or a DataLoader",
-            )
-        self._prepare_found(found)
-        results = tuple(replace_prepared(argument, self._originals) for argument in args)
+        found = known_objects(args, device_placement, default=self.device_placement)
+        prepare_found(self.session, found, is_on_several_devices=self.verify_device_map)
+        results = tuple(replace_prepared(argument, self.session.objects.originals) for argument in args)
         return results[0] if len(results) == 1 else results
-
-    def _prepare_found(self, found: list[tuple[Any, bool]]) -> None:
-        new = [(o, place) for o, place in found if id(o) not in self._originals]
-        for loader, place in new:
-            if isinstance(loader, DataLoader) and not isinstance(loader, PreparedLoader):
-                self._note(loader, self._prepare_loader(loader, place))
-        models = [(o, place) for o, place in new if isinstance(o, nn.Module) and o not in self._models]
-        optimizers: list[Any] = [
-            o for o, _ in new if isinstance(o, (Optimizer, DummyOptim)) and not isinstance(o, AcceleratedOptimizer)
-        ]
-        schedulers = [o for o, _ in new if isinstance(o, (LRScheduler, DummyScheduler))]
-        if not self._deepspeed.options:
-            refuse_stand_ins([*optimizers, *schedulers])
-        for model, place in models:
-            if self.use_distributed and self.verify_device_map(model):
-                raise UsageError(
-                    f"{type(model).__name__} was loaded over several devices (its hf_device_map has several entries), so "
-                    "the ranks cannot each train a copy",
-                    do="load it on one device: leave device_map out",
-                )
-            arrives_later = self._arrives_later(model)
-            if place and self.device.type != "cpu" and not arrives_later:
-                model.to(self.device)
-            if self.ao_recipe_handler is not None:
-                recipe = self.ao_recipe_handler
-                convert_model_to_fp8_ao(uncompiled(model), recipe.config, recipe.module_filter_func)
-            self._precision.wrap_forward(model)
-        if self._ledger is not None:
-            self._ledger.note_prepared([model for model, _ in models], optimizers)
-        if self._ledger is not None and self.use_distributed:
-            agree_on_models([model for model, _ in models])
-        if models:
-            self._fill_deepspeed([model for model, _ in models], optimizers, schedulers)
-        given = [self._compile(model, by_regions=True) for model, _ in models]
-        prepared = self._engine.prepare(given, optimizers, schedulers)
-        self._watcher = watched(prepared.models, world=self._world)
-        for (model, _), shaped, wrapped in zip(models, given, prepared.models):
-            self._models.append(wrapped)
-            if self.capabilities.shards_parameters:  # its layers wait for every rank, in the forward pass already
-                wrapped.register_forward_pre_hook(self._before_forward, prepend=True)
-            elif self.use_distributed and self.capabilities.joins_uneven and wrapped is not shaped:
-                wrapped.register_forward_pre_hook(self._before_training_forward, prepend=True)
-            # Whole models are compiled around the engine's wrapper: torch then cuts the graph where DDP sends gradients.
-            became = wrapped if is_compiled(shaped) else self._compile(wrapped, by_regions=False)
-            if became is not wrapped:
-                self._compiled[id(became)] = wrapped
-            time_forward(became)
-            for one in (model, wrapped, became):
-                self._note(one, became)
-        for optimizer, inner in zip(optimizers, prepared.optimizers):
-            self._optimizers.append(
-                AcceleratedOptimizer(
-                    inner,
-                    engine=self._engine,
-                    gradient_state=self.gradient_state,
-                    scaler=self.scaler,
-                    clipping=self._deepspeed.clipping,
-                    guard=self._guard,
-                    world=self._world,
-                )
-            )
-            self._guard.note_prepared(inner)
-            self._note(optimizer, self._optimizers[-1])
-        for scheduler, inner in zip(schedulers, prepared.schedulers):
-            self._schedulers.append(self._wrap_scheduler(inner))
-            self._note(scheduler, self._schedulers[-1])
-
-    def _fill_deepspeed(self, models: list[nn.Module], optimizers: list[Any], schedulers: list[Any]) -> None:
-        """Give DeepSpeed's config the numbers of this run."""
-        sizes = [loader.batch_size for loader in self._dataloaders]
-        shares = self.num_processes if self.split_batches or self._ledger is not None else 1
-        origin = self._config.origins["gradient_accumulation_steps"]
-        self._deepspeed.fill(
-            world_size=self.num_processes,
-            accumulation=Setting(self.gradient_accumulation_steps, origin),
-            batch_sizes=[size // shares or 1 for size in sizes if size],
-            models=models,
-            optimizers=optimizers,
-            schedulers=schedulers,
-            split_batches=self.split_batches,
-        )
-
-    def _arrives_later(self, model: nn.Module) -> bool:
-        """Tell whether the engine brings values to ``model``, part by part: on the device it would not have room whole."""
-        on_meta = any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
-        if self.capabilities.shards_parameters:
-            return on_meta or (self.fsdp_plugin is not None and self.fsdp_plugin.cpu_ram_efficient_loading)
-        if on_meta and self.device.type != "meta":
-            raise UsageError(
-                f"{type(model).__name__} is on the meta device: it has no values",
-                where=f"prepare(), engine {self.capabilities.name}",
-                do="call load_checkpoint_in_model(model, folder) before prepare(); where parameters are sharded, after it",
-            )
-        return False
-
-    def _compile(self, model: nn.Module, *, by_regions: bool) -> nn.Module:
-        plugin = self.dynamo_plugin
-        if not compiles(plugin, model, by_regions=by_regions):
-            return model
-        return compile_regions(model, **plugin.to_kwargs()) if by_regions else compile_whole(model, plugin)
-
-    def _engine_model(self, model: nn.Module) -> nn.Module:
-        """Return what the engine made of a prepared model; what else is given stays as it is."""
-        return self._compiled.get(id(model), model)
-
-    def _note(self, given: object, became: Any) -> None:
-        self._originals[id(given)] = (given, became)
-
-    def _prepare_loader(
-        self, loader: DataLoader[Any], place: bool, slice_fn: Any = None, already_sharded: bool | None = None
-    ) -> PreparedLoader:
-        config = self.dataloader_config
-        options = LoaderOptions(
-            split_batches=config.split_batches,
-            dispatch_batches=config.dispatch_batches,
-            even_batches=config.even_batches,
-            use_seedable_sampler=config.use_seedable_sampler,
-            data_seed=config.data_seed,
-            non_blocking=config.non_blocking,
-            use_stateful_dataloader=config.use_stateful_dataloader,
-            already_sharded=config.already_sharded if already_sharded is None else already_sharded,
-            exact=None if self._ledger is None else self._ledger.options(config),
-            rng_types=rng_type_names(self.rng_types),
-        )
-        prepared = prepare_loader(
-            loader,
-            world=self._world,
-            options=options,
-            reading=self.gradient_state.reading,
-            place=place,
-            slice_fn=slice_fn,
-        )
-        self._dataloaders.append(prepared)
-        if self._ledger is not None:
-            self._ledger.tell_batch(prepared.total_batch_size)
-        return prepared
-
-    def _wrap_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
-        owner = getattr(scheduler, "optimizer", None)
-        own = [o for o in self._optimizers if o is owner or o.optimizer is owner]
-        if not isinstance(scheduler, DrivenScheduler):
-            self._tell_factor(type(scheduler))
-        return AcceleratedScheduler(
-            scheduler,
-            own or self._optimizers,
-            gradient_state=self.gradient_state,
-            num_processes=self.num_processes if self._ledger is None else 1,
-            step_with_optimizer=self.step_scheduler_with_optimizer,
-            split_batches=self.dataloader_config.split_batches,
-        )
-
-    def _tell_factor(self, kind: type) -> None:
-        follows = self.step_scheduler_with_optimizer and not self.split_batches and self._ledger is None
-        if self.num_processes == 1 or not follows or kind in self._told:
-            return
-        self._told.add(kind)
-        _logger.info(
-            "%s advances %d times with each update, once for each process: %d processes use that many batches in it. "
-            "Accelerator(step_scheduler_with_optimizer=False) advances it once for each call of its step().",
-            kind.__name__,
-            self.num_processes,
-            self.num_processes,
-        )
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Prepare one model; with ``evaluation_mode`` it is moved and cast, but not spread over the ranks.
+        """Prepare one model; with ``evaluation_mode`` it is moved and cast, but not distributed over the ranks.
 
         Collective: unless ``evaluation_mode``.
         """
-        if not evaluation_mode:
-            prepared: nn.Module = self.prepare(model, device_placement=[device_placement])
-            return prepared
-        if self.device_placement if device_placement is None else device_placement:
-            model.to(self.device)
-        self._precision.wrap_forward(model)
-        return self._compile(self._compile(model, by_regions=True), by_regions=False)
+        if evaluation_mode:
+            place = self.device_placement if device_placement is None else device_placement
+            return prepare_for_evaluation(self.session, model, place=place)
+        prepared: nn.Module = self.prepare(model, device_placement=[device_placement])
+        return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """Prepare one optimizer."""
@@ -912,23 +473,26 @@ class Accelerator(AcceleratorFacts):
 
         Collective: every rank.
         """
-        is_asked = slice_fn_for_dispatch is not None or already_sharded is not None
-        if not is_asked or id(data_loader) in self._originals or isinstance(data_loader, PreparedLoader):
+        is_plain = slice_fn_for_dispatch is None and already_sharded is None
+        if is_plain or id(data_loader) in self.session.objects.originals or isinstance(data_loader, PreparedLoader):
             prepared: PreparedLoader = self.prepare(data_loader, device_placement=[device_placement])
             return prepared
         place = self.device_placement if device_placement is None else device_placement
-        self._note(data_loader, self._prepare_loader(data_loader, place, slice_fn_for_dispatch, already_sharded))
-        return self._dataloaders[-1]
+        return prepare_one_loader(
+            self.session, data_loader, place=place, slice_fn=slice_fn_for_dispatch, already_sharded=already_sharded
+        )
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
         """Return ``dataloader`` without the first ``num_batches`` of its next pass; map-style data is not read for it."""
         return skip_first_batches(dataloader, num_batches)
 
-    # ---- talking to the other ranks ----------------------------------------------------------------------------------
+    join_uneven_inputs = delegate(join_uneven_inputs, "session")
+
+    # ---- collectives -------------------------------------------------------------------------------------------------
 
     def gather(self, tensor: Any) -> Any:
         """Concatenate each tensor of nested data over the processes. Collective. See ``echelon.distributed.gather``."""
-        self._require_every_rank("gather()")
+        self.session.update.require_every_rank("gather()")
         return collectives.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -942,17 +506,16 @@ class Accelerator(AcceleratorFacts):
         """
         loader = self.gradient_state.active_dataloader
         if self.num_processes == 1:
-            return self.trim_for_metrics(input_data)  # a canonical shard without samples has one on loan
-        self._require_every_rank("gather_for_metrics()")
+            return self.trim_for_metrics(input_data)  # a canonical shard without samples has a padding sample
+        self.session.update.require_every_rank("gather_for_metrics()")
         last = None if loader is None else loader.step_to_trim()
         return gather_samples(input_data, last, objects=use_gather_object)
 
     def trim_for_metrics(self, input_data: Any) -> Any:
         """Return the results of one step of a prepared loader without samples that another process counts, too.
 
-        For metrics that each process adds up by itself, and that are brought together once after the loop
-        (``accelerator.reduce``, torchmetrics). A process without samples in a step borrows one of another's; here its
-        results become empty.
+        For metrics that each process adds up by itself, and that are reduced once after the loop (``accelerator.reduce``,
+        torchmetrics). The results of a process that has only a padding sample in a step become empty.
 
         Args:
             input_data: nested tensors whose first dimension is the batch, or a list with one item per sample.
@@ -962,87 +525,27 @@ class Accelerator(AcceleratorFacts):
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Sum or average nested tensors over the processes. Collective. See ``echelon.distributed.reduce``."""
-        self._require_every_rank("reduce()")
+        self.session.update.require_every_rank("reduce()")
         return collectives.reduce(tensor, reduction, scale)  # type: ignore[arg-type]
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Pad nested tensors to the largest size of any process. Collective."""
-        self._require_every_rank("pad_across_processes()")
+        self.session.update.require_every_rank("pad_across_processes()")
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def wait_for_everyone(self) -> None:
-        """Wait until every process is here; who does not come is named. Collective."""
+        """Wait until every process is here; missing ones are named. Collective."""
         self.gradient_state.reading.metrics.check()
         control.barrier()
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on one process of each machine."""
-        if self.is_local_main_process:
-            builtins.print(*args, **kwargs)
-
     def slow(self, what: str) -> AbstractContextManager[None]:
-        """Return a context that may take long on this process, while others wait: ``echelon launch`` says nothing of it
-        before ``--slow_timeout`` (600 s).
+        """Return a context that may take long on this process while others wait: until ``--slow_timeout`` (600 s),
+        ``echelon launch`` does not report it.
 
         Args:
             what: the work, for reports.
         """
         return slow(what)
-
-    @contextmanager
-    def main_process_first(self) -> Iterator[None]:
-        """Let rank zero run the block alone, then the others. Collective."""
-        with control.main_first():
-            yield
-
-    @contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
-        """Let one process of each machine run the block alone, then its others. Collective."""
-        with control.main_first(scope="machine"):
-            yield
-
-    @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Give each process its part of a list, tuple, dict, tensor or dataset; equal parts when ``apply_padding``."""
-        with split_between_processes(
-            inputs, apply_padding, rank=self.process_index, world_size=self.num_processes, device=self.device
-        ) as part:
-            yield part
-
-    @contextmanager
-    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Let processes run out of batches at different steps: the others train on.
-
-        Args:
-            joinables: prepared models (optimizers need nothing).
-            even_batches: of the prepared loaders, inside the block; None: as it is.
-
-        Collective: every process enters.
-
-        Raises:
-            UsageError: (on several processes) one of ``joinables`` was not prepared.
-        """
-        prepared = [*self._models, *self._optimizers, *(optimizer.optimizer for optimizer in self._optimizers)]
-        strangers = [j for j in joinables if self.use_distributed and all(j is not known for known in prepared)]
-        if strangers:
-            raise UsageError(
-                f"join_uneven_inputs() was given what this Accelerator has not prepared: "
-                f"{', '.join(type(stranger).__name__ for stranger in strangers)}",
-                do="give it the models that prepare() returned",
-            )
-        reading = self.gradient_state.reading
-        before = [(loader, loader.even_batches) for loader in self._dataloaders]
-        if even_batches is not None:
-            for loader in self._dataloaders:
-                loader.even_batches = even_batches
-        reading.joined = self.capabilities.joins_uneven
-        try:
-            with self._engine.join([self._engine_model(model) for model in joinables if isinstance(model, nn.Module)]):
-                yield
-        finally:
-            reading.joined = False
-            for loader, value in before:
-                loader.even_batches = value
 
     def set_trigger(self) -> None:
         """Raise a flag on this process, for ``check_trigger`` on all of them."""
@@ -1055,57 +558,17 @@ class Accelerator(AcceleratorFacts):
             self._triggered = False
         return raised
 
-    def on_local_process(self, function: F | None = None, local_process_index: int | None = None) -> Any:
-        """Make ``function`` run on the process ``local_process_index`` of each machine; alone, a process takes every part."""
-        return only_if(self.local_process_index == local_process_index or not self.use_distributed, function)
-
-    def on_main_process(self, function: F | None = None) -> Any:
-        """Make ``function`` run on rank zero only; elsewhere it returns None."""
-        return only_if(self.is_main_process, function)
-
-    def on_local_main_process(self, function: F | None = None) -> Any:
-        """Make ``function`` run on one process of each machine only."""
-        return only_if(self.is_local_main_process, function)
-
-    def on_last_process(self, function: F) -> Any:
-        """Make ``function`` run on the highest rank only."""
-        return only_if(self.is_last_process, function)
-
-    def on_process(self, function: F | None = None, process_index: int | None = None) -> Any:
-        """Make ``function`` run on the rank ``process_index`` only; a process that is alone takes every part."""
-        return only_if(self.process_index == process_index or not self.use_distributed, function)
-
     # ---- models ------------------------------------------------------------------------------------------------------
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Return the mixed-precision context, for losses and other work outside the model's forward."""
-        return self._precision.autocast(None if autocast_handler is None else autocast_handler.to_kwargs())
+        return self.session.precision.autocast(None if autocast_handler is None else autocast_handler.to_kwargs())
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Tell whether ``model``, or a part of it, was loaded over several devices (transformers' ``device_map``)."""
-        parts: Iterable[object] = model.modules()
-        return any(isinstance(part, HasDeviceMap) and len(part.hf_device_map) > 1 for part in parts)
+        return is_on_several_devices(model)
 
-    def unwrap_model(
-        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
-    ) -> nn.Module:
-        """Return the user's own module inside a prepared one.
-
-        Args:
-            model: prepared or not.
-            keep_fp32_wrapper: leave its forward under autocast; False: give it its own forward back.
-            keep_torch_compile: leave a compiled module compiled.
-        """
-        inner: nn.Module = without_wrappers(self._engine.unwrap(self._engine_model(model)))
-        bare = uncompiled(inner)
-        if not keep_fp32_wrapper:
-            unwrap_forward(inner)
-            unwrap_forward(bare)
-        if not keep_torch_compile:
-            return bare
-        if id(model) not in self._compiled:
-            return inner
-        return model if uncompiled(model) is inner else moved_to(inner, model)
+    unwrap_model = delegate(unwrap_model, "session")
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any] | None:
         """Return the whole state dict of a prepared model, by plain parameter names (``unwrap=False``: the wrapper's).
@@ -1118,7 +581,7 @@ class Accelerator(AcceleratorFacts):
             return model.state_dict()
         if self.capabilities.shards_parameters:
             monitored_barrier("get_state_dict()", advice="It returns the state on rank zero, and None on the others.")
-        return self._engine.full_state_dict(self._engine_model(model))
+        return self.session.engine.full_state_dict(self.session.objects.engine_model(model))
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write ``obj`` to ``f`` on rank zero (``save_on_each_node``: of each machine). Call it on every rank.
@@ -1130,230 +593,35 @@ class Accelerator(AcceleratorFacts):
         """
         save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
 
-    def save_model(
-        self,
-        model: nn.Module,
-        save_directory: str | os.PathLike[str],
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
-    ) -> None:
-        """Write the weights of ``model`` into a folder, by plain parameter names, for other programs.
-
-        Args:
-            model: prepared or not.
-            save_directory: it is made where it is missing; what else is in it stays.
-            max_shard_size: of one file, such as ``"5GB"``; an index is written where there are several.
-            safe_serialization: safetensors; False: by ``torch.save``.
-
-        Collective: every rank.
-        """
-        monitored_barrier("save_model()", advice="Rank zero writes.")
-        folder = Path(save_directory).expanduser()
-        with within(Phase.SAVE):
-            self._checkpoints.save_model(self, model, folder, max_shard_size=max_shard_size, safe=safe_serialization)
-
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
-    @property
-    def _custom_objects(self) -> list[Any]:
-        """What is saved beside models, optimizers, schedulers and loaders; Accelerate's name, which scripts read."""
-        return self._checkpoints.custom_objects
-
-    def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and load the state of ``objects``, too.
-
-        Raises:
-            UsageError: one has no ``state_dict`` and ``load_state_dict``, or holds what is no plain data.
-        """
-        self._checkpoints.register(objects)
-
-    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call ``hook(models, weights, output_dir)`` on every rank when ``save_state`` writes.
-
-        What it takes out of ``weights`` is not written; what it writes into ``output_dir`` becomes a part of the
-        checkpoint. The folder has another name while it is written. ``handle.remove()`` of the result removes the hook.
-        """
-        return self._checkpoints.add_hook(self._checkpoints.save_hooks, hook)
-
-    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call ``hook(models, input_dir)`` on every rank before ``load_state`` reads.
-
-        What it takes out of ``models`` is not loaded. ``handle.remove()`` of the result removes the hook.
-        """
-        return self._checkpoints.add_hook(self._checkpoints.load_hooks, hook)
-
-    def save_state(
-        self,
-        output_dir: str | os.PathLike[str] | None = None,
-        safe_serialization: bool = True,
-        *,
-        blocking: bool = True,
-        metric: float | None = None,
-        **save_model_func_kwargs: Any,
-    ) -> Path:
-        """Write everything that resuming needs: what was prepared or registered, random states, ``step``. Returns where.
-
-        An error on any rank is raised on all, and leaves what was there before as it was. A disk that is full, or fails,
-        is reported, and does not end the run until ``max_failed_saves`` in a row (docs/checkpoints.md).
-
-        Args:
-            output_dir: a folder. An older state in it is replaced whole; other files stay. With
-                ``automatic_checkpoint_naming`` it is ``project_dir/checkpoints/checkpoint_<iteration>`` instead.
-            safe_serialization: weights as safetensors; False: by ``torch.save``, in Accelerate's layout.
-            blocking: False: return when the state is copied, and write it in a thread; the next save waits for it.
-            metric: how good the state is, for ``ProjectConfiguration(keep_best=)``; rank zero's counts.
-            save_model_func_kwargs: of engines that write by themselves; none of this version does.
-
-        Collective: every rank.
-
-        Raises:
-            UsageError: no folder, one that is there already (numbered) or cannot be replaced, or an unknown argument.
-            CheckpointError: a state holds what could not be loaded without running code.
-            DesyncError: some ranks failed; they are named.
-        """
-        if save_model_func_kwargs:
-            raise UsageError(
-                f"save_state() was given {', '.join(save_model_func_kwargs)}, which the engine "
-                f"{self.capabilities.name} does not know",
-                do="leave it out",
-            )
-        monitored_barrier("save_state()", advice="Each rank writes its part; rank zero what is one for all.")
-        self.gradient_state.reading.metrics.check()
-        with saving(self.progress.step):
-            return self._checkpoints.save(
-                self, output_dir, safe_serialization=safe_serialization, blocking=blocking, metric=metric
-            )
-
-    @property
-    def best_checkpoint(self) -> Path | None:
-        """Of the automatically named checkpoints that are there, the one saved with the best ``metric``; None: none was."""
-        return self._checkpoints.best()
-
-    def load_state(
-        self,
-        input_dir: str | os.PathLike[str] | None = None,
-        load_kwargs: dict[str, Any] | None = None,
-        *,
-        allow_missing: Collection[str] = (),
-        allow_changed_data: bool | None = None,
-        **load_model_func_kwargs: Any,
-    ) -> None:
-        """Load what ``save_state`` wrote, here or in Accelerate. No code of the files runs.
-
-        In echelon's own format every file is verified before anything is loaded, and the checkpoint may be of another
-        engine and another number of processes (docs/checkpoints.md).
-
-        Args:
-            input_dir: the folder; None: of the automatically named ones the newest that is whole; what was passed over is told.
-            load_kwargs: of ``torch.load``, for everything but the models; in Accelerate's layout.
-            allow_missing: pieces that the checkpoint and this run need not both have: ``"scheduler"``, ``"loader[0]"``,
-                ``"model[0].head"`` (weights whose names begin so), ... In echelon's own format.
-            allow_changed_data: a checkpoint of the middle of an epoch is gone on with although the number of samples, the batch
-                size, the order or the contents of the data are others now; from where is told. None: as the configuration
-                says (``echelon launch --allow_changed_data``), else such a change is an error. Between two epochs it is told.
-            load_model_func_kwargs: ``map_location`` (``cpu`` or ``on_device``), and ``strict`` and others of
-                ``load_state_dict``, for the models.
-
-        Collective: every rank.
-
-        Raises:
-            UsageError: there is no such folder.
-            CheckpointError: a file is missing, damaged, holds code, or is another model's; it is of the middle of an epoch
-                over other data.
-            DesyncError: some ranks failed; they are named.
-        """
-        monitored_barrier("load_state()")
-        options = {
-            "allow_missing": allow_missing,
-            "allow_changed_data": allow_changed_data,
-            **load_model_func_kwargs,
-        }
-        with within(Phase.LOAD):
-            self._checkpoints.load(self, input_dir, load_kwargs, options)
-        note_loaded(self.progress.step)
-
-    def resume(
-        self,
-        path: str | os.PathLike[str] | None = None,
-        *,
-        strict: bool = True,
-        allow_missing: Collection[str] = (),
-        must_exist: bool = False,
-        allow_changed_data: bool | None = None,
-    ) -> bool:
-        """Go on where an earlier start of the run has saved; call it after ``prepare``. False: nothing is there to go on with.
-
-        What ``load_state`` loads, and then: the next pass of a training loader begins in the middle of its epoch where
-        the checkpoint is of that, evaluations begin at their beginning, and ``save_state`` numbers on. A training loader
-        is one whose last pass began with gradients on and a prepared model in training mode. Half an update is made again
-        (docs/checkpoints.md, "Going on").
-
-        Args:
-            path: a folder that ``save_state`` was given; None: of the automatically named ones the newest that is whole,
-                and what was passed over is told.
-            strict: a model has every weight of the checkpoint, and the other way round.
-            allow_missing: as of ``load_state``.
-            allow_changed_data: as of ``load_state``.
-            must_exist: a run that finds no checkpoint ends with an error; else it starts from scratch, which is logged.
-
-        Collective: every rank.
-
-        Raises:
-            UsageError: no path, and checkpoints are not named automatically; with ``must_exist``, nothing was saved; the path
-                is a file, or a symbolic link that leads nowhere.
-            CheckpointError: there are checkpoints and none is whole, it is another model's, or (``parity="off"``) of the
-                middle of an epoch on another number of processes.
-            DesyncError: some ranks failed; they are named.
-        """
-        monitored_barrier("resume()")
-        if not self.preemption.is_driven:
-            # Of now: the script may change its working directory before it is asked to save there.
-            self.preemption.folder = None if path is None else Path(path).expanduser().absolute()
-            self.preemption.join()
-        with within(Phase.LOAD):
-            is_there = self._checkpoints.resume(
-                self,
-                path,
-                must_exist=must_exist,
-                strict=strict,
-                allow_missing=allow_missing,
-                allow_changed_data=allow_changed_data,
-            )
-        if is_there:
-            note_loaded(self.progress.step)
-        return is_there
+    save_model = delegate(Checkpoints.save_model, "checkpoints")
+    register_for_checkpointing = delegate(Checkpoints.register_for_checkpointing, "checkpoints")
+    register_save_state_pre_hook = delegate(Checkpoints.register_save_state_pre_hook, "checkpoints")
+    register_load_state_pre_hook = delegate(Checkpoints.register_load_state_pre_hook, "checkpoints")
+    save_state = delegate(Checkpoints.save_state, "checkpoints")
+    load_state = delegate(Checkpoints.load_state, "checkpoints")
+    resume = delegate(Checkpoints.resume, "checkpoints")
+    best_checkpoint: Path | None = property(  # type: ignore[assignment]
+        lambda self: self.checkpoints.store.best(),
+        doc="Of the automatically named checkpoints, the one saved with the best ``metric``; None: none was.",
+    )
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """Iterate over the epochs that the run still has to make, up to ``num_epochs`` in all: ``range(num_epochs)`` at first.
 
-        The loop goes on where the run is, after ``resume`` as after a ``break`` out of it: in the middle of an epoch, the
+        The loop continues where the run is, after ``resume`` as after a ``break`` out of it: in the middle of an epoch, the
         first pass of each training loader is the rest of its pass. An epoch is over when the loop comes back here.
-        ``progress.epoch`` is the present one, and each loader's order is that of it (or of a later one, if it has had more
+        ``progress.epoch`` is the current one, and each loader's order is that of it (or of a later one, if it has had more
         passes).
         """
-        first = self._go_on()
-        with self.preemption.during(self):
-            yield from self._epochs.loop(first, num_epochs)
-
-    def _go_on(self) -> int:
-        """Let loaders go on where the run is; return its epoch."""
-        epoch, is_half = self._epochs.go_on()
-        if is_half:
-            self.step -= self.step % self.gradient_accumulation_steps
-        return epoch
+        first = self.session.resume_epochs()
+        with self.preemption.during(self.session.watcher):
+            yield from self.session.epochs.loop(first, num_epochs)
 
     def free_memory(self, *objects: Any) -> Any:
         """Forget everything that was prepared, and empty the device's cache; returns a None for each of ``objects``."""
-        self._models.clear()
-        self._steps_before += self._num_steps()
-        self._optimizers.clear()
-        self._schedulers.clear()
-        self._dataloaders.clear()
-        self._originals.clear()
-        self._compiled.clear()
-        self._guard.release()
-        self._engine.release()
-        self.step = 0
+        self.session.forget_objects()
         if self.device.type != "cpu":
             torch.accelerator.memory.empty_cache()
         return [None] * len(objects)
@@ -1366,45 +634,17 @@ class Accelerator(AcceleratorFacts):
 
     # ---- trackers ----------------------------------------------------------------------------------------------------
 
-    @property
-    def log_with(self) -> Any:
-        """The trackers that were asked for."""
-        return self._tracking.log_with
-
-    @property
-    def trackers(self) -> Any:
-        """The trackers that run."""
-        return self._tracking.trackers
-
-    def init_trackers(
-        self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: dict[str, Any] | None = None
-    ) -> None:
-        """Start the trackers; each decides on which processes it writes.
-
-        Args:
-            project_name: the name of the experiment.
-            config: settings to store with it.
-            init_kwargs: by tracker name, more arguments of its start.
-        """
-        self._tracking.init(project_name, config, init_kwargs)
-
-    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return a running tracker, or (``unwrap``) the foreign object inside it."""
-        return self._tracking.get(name, unwrap)
-
-    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
-        """Give ``values`` of ``step`` to every tracker; call it on every process."""
-        self._tracking.log(values, step, log_kwargs)
+    log_with: Any = view("_tracking.log_with", "The trackers that were asked for.")
+    trackers: Any = view("_tracking.trackers", "The active trackers.")
+    init_trackers = delegate(Tracking.init_trackers, "_tracking")
+    get_tracker = delegate(Tracking.get_tracker, "_tracking")
+    log = delegate(Tracking.log, "_tracking")
 
     def end_training(self) -> None:
         """Finish the trackers and end the process group. Collective."""
         self.gradient_state.reading.metrics.check()
-        self._checkpoints.close()
+        self.checkpoints.store.close()
         self._tracking.finish()
-        if self._watcher is not None:
-            self._watcher.close(f"end_training() at {here()}")
+        if self.session.watcher is not None:
+            self.session.watcher.close(f"end_training() at {here()}")
         cleanup()
-
-
-def _as_iterable(parameters: Any) -> Iterable[torch.Tensor]:
-    return [parameters] if isinstance(parameters, torch.Tensor) else parameters

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
 
 from echelon.accelerator.checkpoint.rng_states import RandomStates, restore_random_states
 from echelon.accelerator.gradient_state import GradientState
+from echelon.accelerator.preemption import PreemptionHandler
+from echelon.accelerator.prepare.prepared_objects import PreparedObjects
 from echelon.base.logging import get_logger
 from echelon.base.progress import Progress
 from echelon.data.active_loaders import PassFacts, PassTracker
 from echelon.data.loader import PreparedLoader
-
-if TYPE_CHECKING:
-    from echelon.accelerator.accelerator import Accelerator
 
 __all__ = ["Epochs"]
 
@@ -42,12 +39,11 @@ class Epochs(PassTracker):
     """The epochs of one Accelerator.
 
     Args:
-        state: its counters; their ``reading`` is told of this.
-        progress: how far it is; without a ledger, the epoch is noted here.
-        models: those that it has prepared, at any time.
-        loaders: the same of loaders.
-        is_exact: a ledger keeps the place of an update.
-        owner: the Accelerator, which is told where the run may stop (``preemption.py``).
+        state: the counters of accumulation; its loaders report to this object.
+        progress: of the run; outside the exact modes, the epoch is noted here.
+        objects: those that were prepared.
+        preemption: may stop the run where an update or epoch ends.
+        is_exact: the update policy keeps the place of an update.
     """
 
     def __init__(
@@ -55,17 +51,15 @@ class Epochs(PassTracker):
         *,
         state: GradientState,
         progress: Progress,
-        models: Sequence[nn.Module],
-        loaders: Sequence[PreparedLoader],
+        objects: PreparedObjects,
+        preemption: PreemptionHandler,
         is_exact: bool,
-        owner: weakref.ref[Accelerator],
     ) -> None:
         self._state = state
         self._progress = progress
-        self._models = models
-        self._loaders = loaders
+        self._objects = objects
+        self._preemption = preemption
         self._is_exact = is_exact
-        self._owner = owner
         self._random_states = RandomStates()
         self._num_at_boundary = 0  # steps at the last one
         self._epoch: int | None = None  # of the loop over epochs that we are in
@@ -78,7 +72,9 @@ class Epochs(PassTracker):
 
     def begin_pass(self, loader: PreparedLoader) -> PassFacts:
         """See ``PassTracker``."""
-        trains = torch.is_grad_enabled() and (not self._models or any(model.training for model in self._models))
+        trains = torch.is_grad_enabled() and (
+            not self._objects.models or any(model.training for model in self._objects.models)
+        )
         epoch = loader.iteration if self._epoch is None else self._epoch
         if trains and not self._is_exact:
             self._progress.epoch = epoch
@@ -105,19 +101,14 @@ class Epochs(PassTracker):
 
     def end_batch(self, loader: PreparedLoader) -> None:
         """See ``PassTracker``: the run may stop here, between two updates."""
-        state, owner = self._state, self._owner()
-        if not state.sync_gradients or owner is None:
+        state = self._state
+        if not state.sync_gradients:
             return
-        num_steps, facts = owner._num_steps(), loader.facts
+        num_steps, facts = self._objects.num_steps(), loader.facts
         is_new_step, self._num_at_boundary = num_steps != self._num_at_boundary, num_steps
         is_inner = len(state.reading.loaders) > 1  # the turn of another loop is not over
         is_whole = is_new_step and facts is not None and facts.trains and not loader.end_of_dataloader and not is_inner
-        owner._at_boundary(is_new_step, is_whole)
-
-    def _end_epoch(self) -> None:
-        owner = self._owner()
-        if owner is not None:
-            owner._at_boundary(False, True)
+        self._preemption.stop_if_requested(is_new_step=is_new_step, is_whole=is_whole)
 
     def begun_update(self, loader: PreparedLoader) -> dict[str, Any] | None:
         """See ``PassTracker``."""
@@ -136,16 +127,18 @@ class Epochs(PassTracker):
     def own_state(self) -> dict[str, Any]:
         """Return what going on needs of this process, beside the records of its loaders."""
         update = self._half_an_update()
-        draws = {id(loader.source): loader.draws() for loader in self._loaders} | (update.draws if update else {})
+        draws = {id(loader.source): loader.draws() for loader in self._objects.loaders} | (
+            update.draws if update else {}
+        )
         return {
-            "draws": [draws[id(loader.source)] for loader in self._loaders],
+            "draws": [draws[id(loader.source)] for loader in self._objects.loaders],
             "random": None if update is None else update.random_states,
         }
 
     def load_own_state(self, state: dict[str, Any] | None) -> None:
         """Take over what ``own_state`` gave; None: it was not given on this process."""
         draws = [] if state is None else state["draws"]
-        for i, loader in enumerate(self._loaders):
+        for i, loader in enumerate(self._objects.loaders):
             loader.load_draws(draws[i] if i < len(draws) else None)
         self._loaded_random_states = None if state is None else state["random"]
         self._next = None
@@ -161,7 +154,7 @@ class Epochs(PassTracker):
         Raises:
             CheckpointError: that place means nothing here (another number of processes, another ``parity``).
         """
-        records = [(loader, loader.record()) for loader in self._loaders]
+        records = [(loader, loader.record()) for loader in self._objects.loaders]
         training = [record for _, record in records if record is not None and record["trains"]]
         if not training:
             return (self._progress.epoch if self._next is None else self._next), False
@@ -191,15 +184,15 @@ class Epochs(PassTracker):
         try:
             for epoch in range(first, num_epochs):
                 self._epoch = self._next = self._progress.epoch = epoch
-                for loader in self._loaders:
+                for loader in self._objects.loaders:
                     loader.enter_epoch(epoch)
                 if epoch > first:  # only now: a pass that was left has no rest any more
-                    self._end_epoch()
+                    self._preemption.stop_if_requested(is_new_step=False, is_whole=True)
                 yield epoch
                 self._next = epoch + 1
-            for loader in self._loaders:  # nothing is left of a pass that was left in the last one
+            for loader in self._objects.loaders:  # nothing is left of a pass that was left in the last one
                 loader.enter_epoch(num_epochs)
-            if self._loaders:
-                self._end_epoch()
+            if self._objects.loaders:
+                self._preemption.stop_if_requested(is_new_step=False, is_whole=True)
         finally:
             self._epoch = None

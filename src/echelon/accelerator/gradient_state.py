@@ -70,6 +70,10 @@ class GradientState:
         """Micro-batches in one update."""
         return self.plugin.num_steps or 1
 
+    @num_steps.setter
+    def num_steps(self, num_steps: int) -> None:
+        self.plugin.num_steps = num_steps
+
     @property
     def adjust_scheduler(self) -> bool:
         """See ``GradientAccumulationPlugin``."""

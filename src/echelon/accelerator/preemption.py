@@ -12,22 +12,16 @@ The Trainer has its own: the end of a step with its evaluation, and each batch o
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
+from weakref import WeakMethod
 
-from echelon.base.logging import get_logger
 from echelon.distributed.preemption import Preempted, member_of_launch, on_signals
-from echelon.status.stop_barrier import EXIT_CODE, BarrierMember
+from echelon.distributed.responder import Watcher
+from echelon.status.stop_barrier import BarrierMember
 
-if TYPE_CHECKING:
-    from echelon.accelerator.accelerator import Accelerator
-
-__all__ = ["Preempted", "PreemptionHandler", "save_and_end"]
-
-_logger = get_logger(__name__)
-_FOLDER = "preempted"
+__all__ = ["Preempted", "PreemptionHandler"]
 
 
 class PreemptionHandler:
@@ -39,9 +33,11 @@ class PreemptionHandler:
         """Somebody above (the Trainer) has boundaries of its own."""
         self.folder: str | os.PathLike[str] | None = None
         """What ``resume`` was given."""
+        self.save_and_end: WeakMethod[Callable[[], NoReturn]] | None = None
+        """Saves and ends the run. Weak: a cycle would keep what the Accelerator holds (a lock's thread) until a collection."""
 
     def __getstate__(self) -> dict[str, object]:
-        return {"_member": None, "is_driven": self.is_driven, "folder": self.folder}
+        return {"_member": None, "is_driven": self.is_driven, "folder": self.folder, "save_and_end": None}
 
     def join(self) -> bool:
         """Take part from now on if our launcher leads preemptions; return whether it does."""
@@ -50,12 +46,12 @@ class PreemptionHandler:
         return self._member is not None
 
     @contextmanager
-    def during(self, accelerator: Accelerator) -> Iterator[bool]:
+    def during(self, watcher: Watcher | None) -> Iterator[bool]:
         """Take part at least inside the ``with`` block; False: the program has handlers of its own, or this is a thread."""
         if self._member is not None or self.join():
             yield True
             return
-        with on_signals(accelerator._watcher) as self._member:
+        with on_signals(watcher) as self._member:
             try:
                 yield self._member is not None
             finally:
@@ -66,34 +62,11 @@ class PreemptionHandler:
         member = self._member
         return member is not None and member.at_boundary(is_new_step=is_new_step, is_whole=is_whole)
 
-
-def save_and_end(accelerator: Accelerator) -> NoReturn:
-    """Save what ``resume`` goes on from, where there is a place for it, and end.
-
-    Collective: every rank.
-
-    Raises:
-        Preempted: in any case but a disk that takes nothing any more.
-    """
-    project, step = accelerator.project_configuration, accelerator.progress.step
-    folder = accelerator.preemption.folder
-    if folder is None and project.project_dir is not None:
-        folder = Path(os.fspath(project.project_dir)) / _FOLDER
-    if project.automatic_checkpoint_naming and project.project_dir is not None:
-        folder = None
-    elif folder is None:
-        _logger.warning(
-            "asked to end by a signal: the run ends after step %d with exit code %d, and nothing is saved: use "
-            "Accelerator(project_dir=...), or resume(folder)",
-            step,
-            EXIT_CODE,
-        )
-        raise Preempted
-    place = accelerator.save_state(folder)
-    if accelerator._checkpoints.failures.in_a_row:  # it was told why
-        how = f"{place} could not be written: the next start goes on from the checkpoint before"
-    else:
-        how = f"saved in {place}, from where resume({'' if folder is None else repr(str(folder))}) goes on"
-    accelerator._checkpoints.close()
-    _logger.warning("asked to end by a signal: the run ends after step %d with exit code %d; %s", step, EXIT_CODE, how)
-    raise Preempted
+    def stop_if_requested(self, *, is_new_step: bool, is_whole: bool) -> None:
+        """Come to a boundary of a loop of the user's own; where all ranks are to end, save and end."""
+        member = self._member
+        if member is None or self.is_driven or self.save_and_end is None:
+            return
+        save_and_end = self.save_and_end()
+        if save_and_end is not None and member.at_boundary(is_new_step=is_new_step, is_whole=is_whole):
+            save_and_end()

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import builtins
-import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from echelon.accelerator import process
 from echelon.accelerator.current import current_accelerator, has_accelerator
 from echelon.accelerator.plugins.configuration import TorchDynamoPlugin
 from echelon.accelerator.plugins.deepspeed_plugin import DeepSpeedPlugin
 from echelon.accelerator.plugins.parallelism_config import ParallelismConfig
-from echelon.accelerator.process_facts import ProcessFacts
 from echelon.base import environ
 from echelon.base.capabilities import Capabilities
 from echelon.base.device import use_device
 from echelon.base.errors import UsageError
 from echelon.compat.enums import DistributedType
 from echelon.config.sources import current, from_code
-from echelon.data.sharding.split import split_between_processes
 from echelon.distributed import control
 from echelon.distributed.setup import cleanup, setup
 from echelon.world.environment import detect
@@ -32,7 +27,7 @@ from echelon.world.world import World
 if TYPE_CHECKING:
     from echelon.accelerator.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
 
-__all__ = ["AcceleratorState", "PartialState", "is_initialized", "only_if"]
+__all__ = ["AcceleratorState", "PartialState", "is_initialized"]
 
 
 _FACTS = (
@@ -54,7 +49,7 @@ class _SharedState:
         return {} if known is None else {name: getattr(known, name) for name in kind._facts}
 
 
-class PartialState(ProcessFacts):
+class PartialState:
     """The process facts under Accelerate's names; two of them are equal, there is nothing to reset.
 
     Args:
@@ -69,6 +64,24 @@ class PartialState(ProcessFacts):
 
     _facts: ClassVar[tuple[str, ...]] = _FACTS
     _shared_state = _SharedState()
+
+    device: torch.device = process.device
+    num_processes: int = process.num_processes
+    process_index: int = process.process_index
+    local_process_index: int = process.local_process_index
+    is_main_process: bool = process.is_main_process
+    is_local_main_process: bool = process.is_local_main_process
+    is_last_process: bool = process.is_last_process
+    use_distributed: bool = process.use_distributed
+    on_main_process = process.on_main_process
+    on_local_main_process = process.on_local_main_process
+    on_last_process = process.on_last_process
+    on_process = process.on_process
+    on_local_process = process.on_local_process
+    main_process_first = process.main_process_first
+    local_main_process_first = process.local_main_process_first
+    split_between_processes = process.split_between_processes
+    print = process.print
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         if unknown := kwargs.keys() - {"backend", "timeout", "init_method"}:
@@ -108,51 +121,6 @@ class PartialState(ProcessFacts):
     def wait_for_everyone(self) -> None:
         """Wait until every process is here. Collective."""
         control.barrier()
-
-    @contextmanager
-    def main_process_first(self) -> Iterator[None]:
-        """Let rank zero run the block alone, then the others. Collective."""
-        with control.main_first():
-            yield
-
-    @contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
-        """Let one process of each machine run the block alone, then its others. Collective."""
-        with control.main_first(scope="machine"):
-            yield
-
-    @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Give each process its part of a list, tuple, dict, tensor or dataset; equal parts when ``apply_padding``."""
-        with split_between_processes(
-            inputs, apply_padding, rank=self.process_index, world_size=self.num_processes, device=self.device
-        ) as part:
-            yield part
-
-    def on_main_process(self, function: Any = None) -> Any:
-        """Make ``function`` run on rank zero only; elsewhere it returns None."""
-        return only_if(self.is_main_process, function)
-
-    def on_local_main_process(self, function: Any = None) -> Any:
-        """Make ``function`` run on one process of each machine only."""
-        return only_if(self.is_local_main_process, function)
-
-    def on_last_process(self, function: Any) -> Any:
-        """Make ``function`` run on the highest rank only."""
-        return only_if(self.is_last_process, function)
-
-    def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
-        """Make ``function`` run on the rank ``process_index`` only; a process that is alone takes every part."""
-        return only_if(self.process_index == process_index or not self.use_distributed, function)
-
-    def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
-        """Make ``function`` run on the process ``local_process_index`` of each machine; alone, a process takes every part."""
-        return only_if(self.local_process_index == local_process_index or not self.use_distributed, function)
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on one process of each machine."""
-        if self.is_local_main_process:
-            builtins.print(*args, **kwargs)
 
     @property
     def initialized(self) -> bool:
@@ -330,19 +298,3 @@ def _no_deepspeed(function: str) -> UsageError:
 def is_initialized() -> bool:
     """Tell whether there is an Accelerator, so that ``AcceleratorState()`` works."""
     return has_accelerator()
-
-
-def only_if(condition: bool, function: Any) -> Any:
-    """Return ``function``, or one that does nothing where ``condition`` is false; without it, the decorator."""
-
-    def decorate(function: Any) -> Any:
-        if condition:
-            return function
-
-        @functools.wraps(function)
-        def elsewhere(*_args: Any, **_kwargs: Any) -> None:
-            return None
-
-        return elsewhere
-
-    return decorate if function is None else decorate(function)

@@ -34,21 +34,21 @@ class Tracking:
         self.trackers: list[Any] = []
         self._record: JSONLTracker | None = None
 
-    def init(
-        self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Mapping[str, Any] | None = None
+    def init_trackers(
+        self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Start every tracker, and store ``config`` in each.
+        """Start the trackers; each decides on which processes it writes.
 
         Args:
-            project_name: the first argument of each tracker.
-            config: the settings of the run.
-            init_kwargs: by the tracker's name, more arguments for its constructor.
+            project_name: the name of the experiment.
+            config: settings to store with it.
+            init_kwargs: by tracker name, more arguments of its start.
 
         Raises:
             UsageError: ``init_kwargs`` names a tracker that is not used.
         """
         given = dict(init_kwargs or {})
-        self._tell_unused("init_kwargs", given)
+        self._warn_of_unused("init_kwargs", given)
         new = [self._make(kind, project_name, given.get(_name_of(kind), {})) for kind in self.log_with]
         self.trackers += new
         folder = self._project.logging_dir
@@ -61,7 +61,7 @@ class Tracking:
             for tracker in new:
                 tracker.store_init_configuration(dict(config))
 
-    def get(self, name: str, unwrap: bool = False) -> Any:
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return the tracker ``name``, or with ``unwrap`` the object of its library (None on a rank that does not write).
 
         Before ``init_trackers`` a tracker that does nothing.
@@ -80,10 +80,14 @@ class Tracking:
             do=f"give one of {', '.join(tracker.name for tracker in active)}",
         )
 
-    def log(
-        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
-    ) -> None:
-        """Give ``values`` to every tracker; ``log_kwargs`` holds more arguments by the tracker's name."""
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
+        """Give ``values`` of ``step`` to every tracker; call it on every process.
+
+        Args:
+            values: numbers and texts by name.
+            step: of the run.
+            log_kwargs: by tracker name, more arguments of its ``log``.
+        """
         given = log_kwargs or {}
         for tracker in self._active():
             tracker.log(dict(values), step=step, **given.get(tracker.name, {}))
@@ -110,7 +114,7 @@ class Tracking:
         folder = [self._project.logging_dir] if make.requires_logging_directory else []
         return make(project_name, *folder, **options)
 
-    def _tell_unused(self, argument: str, given: Mapping[str, Any]) -> None:
+    def _warn_of_unused(self, argument: str, given: Mapping[str, Any]) -> None:
         used = {_name_of(kind) for kind in self.log_with}
         unused = sorted(set(given) - used)
         if unused:

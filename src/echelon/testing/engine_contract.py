@@ -164,7 +164,7 @@ def its_state_continues_where_it_was(open: Open) -> None:
     """A rank's state, through ``torch.save`` and ``weights_only``, makes a fresh model and optimizer go the same way."""
     accelerator = open()
     dtype, tolerance = _precision(accelerator)
-    engine = accelerator._engine
+    engine = accelerator.session.engine
 
     def steps(model: Any, optimizer: Any) -> None:
         for x, _ in _data(dtype)[:3]:
@@ -323,7 +323,7 @@ def unwrapping_gives_the_user_s_module(open: Open) -> None:
     """``unwrap`` returns the user's class, with plain names."""
     accelerator = open()
     model, _ = _prepared(accelerator, _sgd, torch.float32)
-    inner = accelerator._engine.unwrap(model)
+    inner = accelerator.session.engine.unwrap(model)
     _expect(isinstance(inner, nn.Sequential), f"unwrapped: {type(inner).__name__}")
     names = [name for name, _ in inner.named_parameters()]
     _expect(names == [name for name, _ in _model(torch.float32).named_parameters()], f"names: {names}")
@@ -357,7 +357,7 @@ def ranks_may_end_at_different_steps(open: Open) -> None:
     if not accelerator.capabilities.joins_uneven:
         _expect_the_first_to_end_is_named(accelerator, model, optimizer, dtype)
         return
-    with accelerator._engine.join([model]):
+    with accelerator.session.engine.join([model]):
         for x in _data(dtype).flatten(0, 1)[: accelerator.process_index + 1]:
             _step(accelerator, model, optimizer, x.to(accelerator.device))
     mine = accelerator.get_state_dict(model)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.accelerator.checkpoint.folders import is_saved
 from echelon.accelerator.checkpoint.rng_states import current_random_states, restore_random_states
 from echelon.accelerator.memory import clear_device_cache
 from echelon.accelerator.preemption import Preempted
@@ -474,7 +473,7 @@ class TrainingLoop:
         hooks, step = self.hooks, self.hooks.state.global_step
         if is_needed:
             self._save()
-        how = "is saved" if is_saved(hooks.accelerator) else "could not be saved"
+        how = "is saved" if hooks.accelerator.checkpoints.store.is_saved else "could not be saved"
         logger.warning("asked to end by a signal: the training %s after step %d of %d", how, step, self.plan.max_steps)
         if not hooks.args.enable_jit_checkpoint or hooks.args.save_on_signal:
             raise Preempted

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from echelon.accelerator.checkpoint.folders import alone_in
-from echelon.accelerator.prepare.data_loaders import forget_loader
 from echelon.base.errors import UsageError
 from echelon.base.warnings import warn
 from echelon.trainer.build_accelerator import accumulation_options, set_seeds
@@ -85,7 +83,9 @@ class TrainingRun:
         output_dir = self._session.output_dir(args)
         # Before the first step: a run that could not save would have computed for nothing.
         with (
-            contextlib.nullcontext() if args.save_strategy == "no" else alone_in(accelerator, output_dir, prefix=PREFIX)
+            contextlib.nullcontext()
+            if args.save_strategy == "no"
+            else accelerator.checkpoints.store.alone_in(output_dir, prefix=PREFIX)
         ):
             self._folder = find_checkpoint(args, accelerator, output_dir, wanted)
             accumulation = accumulation_options(args).get("num_steps") or args.gradient_accumulation_steps
@@ -124,7 +124,7 @@ class TrainingRun:
                 stack.enter_context(checked_forward(hooks.model))
             loop = self._prepare_loop(batch_size, accumulation)
             preemption, is_wanted = hooks.accelerator.preemption, args.save_on_signal or args.enable_jit_checkpoint
-            if is_wanted and not stack.enter_context(preemption.during(hooks.accelerator)):
+            if is_wanted and not stack.enter_context(preemption.during(hooks.accelerator.session.watcher)):
                 warn(
                     "save_on_signal has no effect: the program handles the signals itself, or this is not its main thread"
                 )
@@ -184,7 +184,7 @@ class TrainingRun:
     def _leave(self) -> None:
         self._hooks.is_in_train = False
         self._session.memory.cancel()
-        forget_loader(self._hooks.accelerator, self._hooks.callback_handler.train_dataloader)
+        self._hooks.accelerator.session.objects.forget_loader(self._hooks.callback_handler.train_dataloader)
 
 
 def plan_training(hooks: TrainerHooks, session: TrainerSession, loader: Any) -> TrainingPlan:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from echelon.accelerator.checkpoint.changed_data import DataPolicy
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.checkpoint.background_save import store_gather
 from echelon.checkpoint.commit import make_folders, place_of, require_folder_or_nothing
@@ -19,7 +17,6 @@ from echelon.checkpoint.formats.transformers import SCHEDULER
 from echelon.checkpoint.formats.weight_files import read_model, weight_files
 from echelon.checkpoint.read import Checkpoint, try_open
 from echelon.checkpoint.rotation import numbered, remove_oldest
-from echelon.checkpoint.save import Content, SaveFailedError, as_save_failure, begin_save, run_on_all_ranks, save_folder
 from echelon.checkpoint.storage import LocalStorage
 from echelon.checkpoint.tensor_file import read_header
 from echelon.checkpoint.tensor_names import model_prefix
@@ -27,22 +24,14 @@ from echelon.checkpoint.typed_json import read_json
 from echelon.distributed.small_messages import gather_bytes
 from echelon.world.world import World
 
-if TYPE_CHECKING:
-    from echelon.accelerator.accelerator import Accelerator
-
 __all__ = [
-    "alone_in",
     "checkpoints_in",
-    "count_failures",
-    "data_may",
     "has_checkpoint",
     "holds_model",
     "folder_of",
     "holds_training",
     "is_own_format",
-    "is_saved",
     "newest_whole",
-    "pass_was_over",
     "problems_in",
     "read_model_files",
     "registered_state",
@@ -50,8 +39,6 @@ __all__ = [
     "require_folder",
     "require_whole",
     "same_on_all_ranks",
-    "save_files",
-    "write_files",
 ]
 
 _ARCHIVES = ("*.pt", "*.pth", "*.bin", "*.pkl")  # what torch.save wrote: zip files, whose directory is at their end
@@ -87,25 +74,6 @@ def holds_model(folder: Path) -> bool:
     """Tell whether a checkpoint of echelon's own format has weights beside those in files of other programs' formats."""
     prefix = model_prefix(0)
     return any(name.startswith(prefix) for name in Checkpoint(folder).names())
-
-
-def pass_was_over(accelerator: Accelerator, folder: Path, loader: Any) -> bool:
-    """Tell whether ``loader`` had given its last batch when ``folder``, of echelon's own format, was saved."""
-    states = Checkpoint(folder).objects()["orders"]
-    found = [i for i, one in enumerate(accelerator._dataloaders) if one is loader]
-    record = states[found[0]].get("pass") if found and found[0] < len(states) else None
-    return record is not None and not record["is_within"]
-
-
-@contextmanager
-def data_may(accelerator: Accelerator, policy: DataPolicy) -> Iterator[None]:
-    """Let a change of the data mean what ``policy`` says, for what is loaded in the block."""
-    checkpoints = accelerator._checkpoints
-    before, checkpoints.data_policy = checkpoints.data_policy, policy
-    try:
-        yield
-    finally:
-        checkpoints.data_policy = before
 
 
 def registered_state(folder: Path, index: int) -> Any:
@@ -170,7 +138,7 @@ def newest_whole(
     return None, skipped
 
 
-def require_whole(accelerator: Accelerator, folder: Path) -> None:
+def require_whole(world: World, folder: Path) -> None:
     """Raise unless every machine has the checkpoint ``folder``, whole.
 
     Collective: every rank.
@@ -183,7 +151,7 @@ def require_whole(accelerator: Accelerator, folder: Path) -> None:
     require_folder_or_nothing(storage, folder)
     if not all(_gathered(place_of(storage, folder).is_dir())):
         raise UsageError(f"there is no folder {folder}", do="give the folder of a checkpoint")
-    problem = _problem_on_any(accelerator.world, folder)
+    problem = _problem_on_any(world, folder)
     if problem is not None:
         raise CheckpointError(
             f"{folder} cannot be loaded: {problem}", do="load another checkpoint; nothing of this one was used"
@@ -260,95 +228,6 @@ def _require_whole_archive(path: Path) -> None:
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
-
-
-def alone_in(accelerator: Accelerator, folder: Path, *, prefix: str) -> AbstractContextManager[None]:
-    """Keep other runs from writing checkpoints ``prefix`` + number to ``folder`` in the block.
-
-    What killed saves left there is removed. Blocks may stand in one another; several objects of one process do not meet.
-
-    Collective: every rank, on entering.
-
-    Raises:
-        CheckpointError: another run has the folder, and which.
-    """
-
-    def belongs(name: str) -> bool:
-        return name.startswith(prefix) and name.removeprefix(prefix).isdigit()
-
-    return accelerator._checkpoints.alone_in(accelerator, folder, belongs=belongs)
-
-
-def save_files(accelerator: Accelerator, target: Path, write: Callable[[Path], None]) -> bool:
-    """Make ``target`` a checkpoint of echelon's own format that holds the files which ``write(folder)`` makes.
-
-    They are synced, listed with their checksums, and there together or not at all. ``False``: the disk did not take them,
-    which was reported (``max_failed_saves``).
-
-    Collective: every rank; ``write`` must not communicate.
-
-    Raises:
-        TooManyFailedSavesError: it was the last failure that is borne.
-    """
-    world, each = accelerator.world, accelerator.project_configuration.save_on_each_node
-
-    def save() -> None:
-        content = Content(progress=accelerator.progress.to_json())
-        begun = begin_save(target, content, world=world, fence=accelerator._checkpoints.fence, on_each_node=each)
-        try:
-            run_on_all_ranks(f"writing {target}", as_save_failure(lambda: write(begun.folder), target), gather_bytes)
-        except BaseException:
-            begun.give_up()
-            raise
-        begun.finish()
-
-    return count_failures(accelerator, save)
-
-
-def write_files(
-    accelerator: Accelerator, target: Path, write: Callable[[Path, bool], None], *, is_part: Callable[[str], bool]
-) -> bool:
-    """Make ``target`` a checkpoint of another layout: the files which ``write(folder, is_owner)`` makes, without a manifest.
-
-    Args:
-        accelerator: whose ranks write.
-        target: it is there whole or not at all; one that was there is replaced, and what others have put into it is kept.
-        write: called on every rank; ``is_owner`` on the one of each folder that writes what is one for all. It must not
-            communicate.
-        is_part: tells by its name whether a file in the old folder was a part of what is replaced.
-
-    Collective: every rank.
-
-    Raises:
-        TooManyFailedSavesError: the disk did not take it, and this is the last failure that is borne.
-    """
-
-    def save() -> None:
-        world, fence = accelerator.world, accelerator._checkpoints.fence
-        save_folder(target, write, world=world, is_part=is_part, fence=fence)
-
-    return count_failures(accelerator, save)
-
-
-def is_saved(accelerator: Accelerator) -> bool:
-    """Tell whether the disk took what was saved last."""
-    return accelerator._checkpoints.failures.in_a_row == 0
-
-
-def count_failures(accelerator: Accelerator, save: Callable[[], None]) -> bool:
-    """Call ``save``; return False where the disk refused it, which is reported.
-
-    Raises:
-        TooManyFailedSavesError: it was the last failure that is borne.
-    """
-    failures = accelerator._checkpoints.failures
-    try:
-        save()
-    except SaveFailedError as error:
-        failures.failed(error)
-        return False
-    failures.succeeded()
-    return True
 
 
 def same_on_all_ranks(told: str, *, within: timedelta) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from echelon.accelerator.checkpoint.state_names import (
     optional_names,
 )
 from echelon.accelerator.models.weight_check import require_model_of_checkpoint
+from echelon.accelerator.session import Session
 from echelon.base.errors import CheckpointError
 from echelon.base.sharded import is_dtensor
 from echelon.base.warnings import warn
@@ -34,9 +35,6 @@ from echelon.checkpoint.tensor_names import model_prefix, state_keys, state_name
 from echelon.data.loader import PreparedLoader
 from echelon.engines.shards import restore_shard
 from echelon.engines.state_dicts import load_plain_state_dict, plain_state_dict
-
-if TYPE_CHECKING:
-    from echelon.accelerator.accelerator import Accelerator
 
 __all__ = ["content_of", "load_content"]
 
@@ -55,7 +53,7 @@ class _SharesOut(Protocol):
 
 
 def content_of(
-    accelerator: Accelerator,
+    session: Session,
     models: Sequence[nn.Module],
     *,
     custom_objects: Sequence[Any],
@@ -65,7 +63,7 @@ def content_of(
     """Return what this rank brings to a checkpoint.
 
     Args:
-        accelerator: whose objects are saved.
+        session: whose objects are saved.
         models: the user's own, as they were prepared.
         custom_objects: registered for checkpointing.
         random_states: of this process; None: those of now.
@@ -73,16 +71,16 @@ def content_of(
 
     Collective: where the engine has to gather its state.
     """
-    engine, is_gathered = accelerator._engine, not accelerator.capabilities.exposes_state
+    engine, is_gathered = session.engine, not session.capabilities.exposes_state
     tensors: dict[str, Any] = {}
     extras: list[dict[str, Any]] = []
     for i, model in enumerate(models):
-        state = (engine.full_state_dict(accelerator._models[i]) or {}) if is_gathered else plain_state_dict(model)
+        state = (engine.full_state_dict(session.objects.models[i]) or {}) if is_gathered else plain_state_dict(model)
         tensors |= {f"{model_prefix(i)}{name}": value for name, value in state.items() if _is_tensor(value)}
         extras.append({name: value for name, value in state.items() if not _is_tensor(value)})
     names = names_of(models)
     groups, values, rests = [], [], []
-    for i, optimizer in enumerate(accelerator._optimizers):
+    for i, optimizer in enumerate(session.objects.optimizers):
         named = NamedOptimizer.of(optimizer, names, engine)
         groups.append(named.groups)
         by_name, rest = gathered_optimizer_state(named, engine) if is_gathered else (_own_state(named), {})
@@ -95,43 +93,43 @@ def content_of(
         }
         plain = {name: {k: v for k, v in entries.items() if not _is_tensor(v)} for name, entries in by_name.items()}
         values.append({name: entries for name, entries in plain.items() if entries})
-    loaders = _loaders(accelerator)
+    loaders = session.objects.loaders
     objects = {
         "accelerator": {
-            "step": accelerator.step,
+            "step": session.update.step,
             "num_models": len(models),
             "num_loaders": len(loaders),
-            "bits": {} if accelerator._ledger is None else accelerator._ledger.record(),
+            "bits": session.update.record(),
             **({} if metric is None else {"metric": metric}),
         },
         "extra_states": extras,
         "optimizer_groups": groups,
         **({"optimizer_rests": rests} if any(rests) else {}),
-        "schedulers": [scheduler.state_dict() for scheduler in accelerator._schedulers],
-        "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
+        "schedulers": [scheduler.state_dict() for scheduler in session.objects.schedulers],
+        "scaler": None if session.update.scaler is None else session.update.scaler.state_dict(),
         "orders": [loader.order_state() for loader in loaders],
         **{f"custom.{i}": one.state_dict() for i, one in enumerate(custom_objects)},
     }
-    config = accelerator._config
+    config = session.config
     return Content(
         tensors=tensors,
         objects=objects,
         rank_objects={
             "random": random_states or current_random_states(),
             "positions": [loader.state_dict() if loader.is_stateful else None for loader in loaders],
-            "pass": accelerator._epochs.own_state(),
+            "pass": session.epochs.own_state(),
             **({"optimizer_values": values} if any(values) else {}),
         },
-        progress={**accelerator.progress.to_json(), "micro_step": 0},
+        progress={**session.progress.to_json(), "micro_step": 0},
         config={
             name: [_readable(value), str(config.origins.get(name))] for name, value in asdict(config.value).items()
         },
-        layout={"engine": accelerator.capabilities.name, "world_size": accelerator.num_processes},
+        layout={"engine": session.capabilities.name, "world_size": session.world.world_size},
     )
 
 
 def load_content(
-    accelerator: Accelerator,
+    session: Session,
     checkpoint: Checkpoint,
     models: Sequence[nn.Module],
     *,
@@ -144,7 +142,7 @@ def load_content(
     """Load ``checkpoint``, which was verified, and return ``step`` and ``progress``.
 
     Args:
-        accelerator: whose objects are loaded.
+        session: whose objects are loaded.
         checkpoint: of any engine and number of ranks.
         models: the user's own.
         loaded: those whose weights a hook has loaded.
@@ -159,21 +157,52 @@ def load_content(
         CheckpointError: something is missing, too much, or of another shape.
     """
     allowed = allowed or Allowed()
-    engine, is_gathered = accelerator._engine, not accelerator.capabilities.exposes_state
     objects = checkpoint.objects()
-    own = checkpoint.rank_objects(accelerator.process_index)
-    loaders = _loaders(accelerator)
-    _require_pieces(accelerator, checkpoint, objects, custom_objects, loaders, allowed)
+    own = checkpoint.rank_objects(session.world.rank)
+    loaders = session.objects.loaders
+    _require_pieces(session, checkpoint, objects, custom_objects, loaders, allowed)
     orders, changed = reconcile_data(
         loaders,
         objects["orders"],
         source=checkpoint.folder,
         num_saved=checkpoint.manifest.world_size,
-        num_ranks=accelerator.num_processes,
+        num_ranks=session.world.world_size,
         policy=data or DataPolicy(),
     )
-    if accelerator._ledger is not None:
-        accelerator._ledger.require_record(objects["accelerator"].get("bits", {}), checkpoint.folder)
+    session.update.require_record(objects["accelerator"].get("bits", {}), checkpoint.folder)
+    _load_models_and_optimizers(
+        session, checkpoint, models, objects=objects, loaded=loaded, strict=strict, allowed=allowed
+    )
+    for scheduler, state in zip(session.objects.schedulers, objects["schedulers"]):
+        scheduler.load_state_dict(state)
+    if session.update.scaler is not None and objects["scaler"] is not None:
+        session.update.scaler.load_state_dict(objects["scaler"])
+    _load_loaders(session, checkpoint, loaders, orders, own or {}, changed=changed)
+    for i, one in enumerate(custom_objects):
+        if f"custom.{i}" in objects:
+            one.load_state_dict(objects[f"custom.{i}"])
+    if own is not None and own.get("random") is not None:
+        restore_random_states(own["random"])
+    if session.world.world_size > checkpoint.manifest.world_size:
+        warn(
+            f"{checkpoint.folder} has random states of {checkpoint.manifest.world_size} processes: those of the other "
+            "ranks go on from where they are"
+        )
+    return {"step": objects["accelerator"]["step"], "progress": checkpoint.manifest.progress}
+
+
+def _load_models_and_optimizers(
+    session: Session,
+    checkpoint: Checkpoint,
+    models: Sequence[nn.Module],
+    *,
+    objects: Mapping[str, Any],
+    loaded: Sequence[nn.Module],
+    strict: bool,
+    allowed: Allowed,
+) -> None:
+    """Load them, once all are known to fit."""
+    engine, is_gathered = session.engine, not session.capabilities.exposes_state
     ours = [
         (i, model)
         for i, model in enumerate(models[: objects["accelerator"]["num_models"]])
@@ -184,7 +213,7 @@ def load_content(
     names, frozen = names_of(models), frozen_names(models)
     optimizers = [
         NamedOptimizer.of(optimizer, names, engine)
-        for optimizer, _ in zip(accelerator._optimizers, objects["optimizer_groups"])
+        for optimizer, _ in zip(session.objects.optimizers, objects["optimizer_groups"])
     ]
     plans = [
         optimizer.matching(objects["optimizer_groups"][i], frozen, i, checkpoint)
@@ -202,26 +231,10 @@ def load_content(
             load_gathered_optimizer(checkpoint, optimizer, _numbered(optimizer, plans[i]), i, rest, engine=engine)
         else:
             _load_optimizer(checkpoint, optimizer, plans[i], i)
-    for scheduler, state in zip(accelerator._schedulers, objects["schedulers"]):
-        scheduler.load_state_dict(state)
-    if accelerator.scaler is not None and objects["scaler"] is not None:
-        accelerator.scaler.load_state_dict(objects["scaler"])
-    _load_loaders(accelerator, checkpoint, loaders, orders, own or {}, changed=changed)
-    for i, one in enumerate(custom_objects):
-        if f"custom.{i}" in objects:
-            one.load_state_dict(objects[f"custom.{i}"])
-    if own is not None and own.get("random") is not None:
-        restore_random_states(own["random"])
-    if accelerator.num_processes > checkpoint.manifest.world_size:
-        warn(
-            f"{checkpoint.folder} has random states of {checkpoint.manifest.world_size} processes: those of the other "
-            "ranks go on from where they are"
-        )
-    return {"step": objects["accelerator"]["step"], "progress": checkpoint.manifest.progress}
 
 
 def _require_pieces(
-    accelerator: Accelerator,
+    session: Session,
     checkpoint: Checkpoint,
     objects: Mapping[str, Any],
     custom_objects: Sequence[Any],
@@ -232,9 +245,9 @@ def _require_pieces(
     facts = objects["accelerator"]
     has_scaler = objects["scaler"] is not None
     counts = [
-        ("model", "models", facts["num_models"], len(accelerator._models)),
-        ("optimizer", "optimizers", len(objects["optimizer_groups"]), len(accelerator._optimizers)),
-        ("scheduler", "schedulers", len(objects["schedulers"]), len(accelerator._schedulers)),
+        ("model", "models", facts["num_models"], len(session.objects.models)),
+        ("optimizer", "optimizers", len(objects["optimizer_groups"]), len(session.objects.optimizers)),
+        ("scheduler", "schedulers", len(objects["schedulers"]), len(session.objects.schedulers)),
         # What was imported does not know of all loaders; and a script may prepare more of them as it goes on.
         ("loader", "loaders", min(facts.get("num_loaders", len(loaders)), len(loaders)), len(loaders)),
         (
@@ -251,7 +264,7 @@ def _require_pieces(
         if missing:
             wrong.append(f"{saved} {what}, and {here} are here")
             pieces += missing
-    if accelerator.scaler is not None and not has_scaler and "num_loaders" in facts and not allowed.covers("scaler"):
+    if session.update.scaler is not None and not has_scaler and "num_loaders" in facts and not allowed.covers("scaler"):
         wrong.append("no state of a loss scaler, and there is one here")
         pieces.append("scaler")
     if wrong:
@@ -260,10 +273,6 @@ def _require_pieces(
             do="prepare and register the same objects, in the same order, as when it was saved, or load the rest by "
             f"allow_missing=({', '.join(map(repr, pieces))},)",
         )
-
-
-def _loaders(accelerator: Accelerator) -> list[PreparedLoader]:
-    return [loader for loader in accelerator._dataloaders if isinstance(loader, PreparedLoader)]
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -361,7 +370,7 @@ def _read_like(checkpoint: Checkpoint, name: str, parameter: torch.Tensor) -> to
 
 
 def _load_loaders(
-    accelerator: Accelerator,
+    session: Session,
     checkpoint: Checkpoint,
     loaders: Sequence[PreparedLoader],
     orders: Sequence[Any],
@@ -376,15 +385,15 @@ def _load_loaders(
             loader.load_order_state(orders[i])
         if not loader.is_stateful or i in changed:  # the state of the loader inside is that of other data
             continue
-        if num_saved != accelerator.num_processes:  # samples would come twice, or never
+        if num_saved != session.world.world_size:  # samples would come twice, or never
             raise CheckpointError(
                 f"{checkpoint.folder} says where {num_saved} processes were in their data, and this is rank "
-                f"{accelerator.process_index} of {accelerator.num_processes}",
+                f"{session.world.rank} of {session.world.world_size}",
                 do="resume on as many processes, or without use_stateful_dataloader",
             )
         if i < len(positions) and positions[i] is not None:
             loader.load_state_dict(positions[i])
-    accelerator._epochs.load_own_state(own.get("pass") if num_saved == accelerator.num_processes else None)
+    session.epochs.load_own_state(own.get("pass") if num_saved == session.world.world_size else None)
     for i in changed:
         loaders[i].load_draws(None)
 

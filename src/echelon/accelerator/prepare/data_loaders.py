@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -16,10 +16,7 @@ from echelon.data.prepare_loader import prepare_loader
 from echelon.data.skip_batches import skip_in_plain_loader
 from echelon.world.world import World
 
-if TYPE_CHECKING:
-    from echelon.accelerator.accelerator import Accelerator
-
-__all__ = ["forget_loader", "get_sampler", "prepare_data_loader", "skip_first_batches"]
+__all__ = ["get_sampler", "prepare_data_loader", "skip_first_batches"]
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
@@ -109,14 +106,6 @@ def prepare_data_loader(
 def rng_type_names(rng_types: Iterable[Any] | None) -> tuple[str, ...]:
     """Return the names of ``rng_types``, which may be members of ``RNGType``."""
     return tuple(str(getattr(kind, "value", kind)) for kind in rng_types or ())
-
-
-def forget_loader(accelerator: Accelerator, loader: Any) -> None:
-    """Let ``accelerator`` know nothing of a loader that it has prepared, and save nothing of it."""
-    accelerator._dataloaders[:] = [one for one in accelerator._dataloaders if one is not loader]
-    for key, (_, became) in list(accelerator._originals.items()):
-        if became is loader:
-            del accelerator._originals[key]
 
 
 def get_sampler(dataloader: DataLoader[Any]) -> Any:

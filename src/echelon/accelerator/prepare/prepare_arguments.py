@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -11,13 +11,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from echelon.accelerator.update.scheduler import AcceleratedScheduler
+from echelon.base.errors import UsageError
 from echelon.distributed.tree import contents, is_record, leaves, map_tensors, rebuild_like
 from echelon.engines.deepspeed.options import DummyOptim, DummyScheduler
 
 __all__ = [
-    "collect_known",
     "contents",
     "is_record",
+    "known_objects",
     "leaves",
     "map_tensors",
     "rebuild_like",
@@ -27,17 +28,41 @@ __all__ = [
 _KNOWN = (nn.Module, Optimizer, LRScheduler, DataLoader, AcceleratedScheduler, DummyOptim, DummyScheduler)
 
 
-def collect_known(argument: Any, place: bool, found: list[tuple[Any, bool]]) -> None:
-    """List every object of a known kind in ``argument``, each once."""
+def known_objects(
+    arguments: Sequence[Any], placement: Sequence[bool | None] | None, *, default: bool
+) -> list[tuple[Any, bool]]:
+    """Return the objects of known kinds in ``arguments``, each once, with whether to move it to the device.
+
+    Raises:
+        UsageError: there is none, or ``placement`` is not one entry for each argument.
+    """
+    if placement and len(placement) != len(arguments):
+        raise UsageError(
+            f"device_placement has {len(placement)} entries for {len(arguments)} arguments",
+            do="give one for each argument",
+        )
+    found: list[tuple[Any, bool]] = []
+    for argument, place in zip(arguments, placement or [None] * len(arguments)):
+        _collect(argument, default if place is None else place, found)
+    if not found:
+        kinds = ", ".join(type(argument).__name__ for argument in arguments) or "no argument"
+        raise UsageError(
+            f"prepare() was given nothing that it knows: {kinds}",
+            do="give it a torch.nn.Module, a torch Optimizer, a learning-rate scheduler or a DataLoader",
+        )
+    return found
+
+
+def _collect(argument: Any, place: bool, found: list[tuple[Any, bool]]) -> None:
     if isinstance(argument, _KNOWN):
         if all(argument is not known for known, _ in found):
             found.append((argument, place))
     elif isinstance(argument, (tuple, list)):
         for item in argument:
-            collect_known(item, place, found)
+            _collect(item, place, found)
     elif isinstance(argument, Mapping):
         for item in argument.values():
-            collect_known(item, place, found)
+            _collect(item, place, found)
 
 
 def replace_prepared(argument: Any, originals: Mapping[int, tuple[object, Any]]) -> Any:

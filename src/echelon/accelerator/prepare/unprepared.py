@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -12,16 +12,52 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from echelon.accelerator.gradient_state import GradientState
 from echelon.base.errors import UsageError
 from echelon.base.warnings import UserLine, user_line, warn
 from echelon.data.loader import PreparedLoader
 from echelon.distributed.checks.already_sharded import find_own_cut
 from echelon.distributed.shard import ShardedLoader
 
-__all__ = ["refuse_unprepared_loader", "warn_of_unprepared_model"]
+__all__ = ["UnpreparedCheck"]
 
 
-def refuse_unprepared_loader(*, num_processes: int, unsharded: list[Any]) -> None:
+class UnpreparedCheck:
+    """At the first backward pass on several processes: was the loader, or the model, not prepared?
+
+    Args:
+        num_processes: of the run.
+        state: knows whether a prepared loader is being read.
+    """
+
+    def __init__(self, *, num_processes: int, state: GradientState) -> None:
+        self._num_processes = num_processes
+        self._state = state
+        self._unsharded: list[DataLoader[Any]] = []
+        self.is_pending = num_processes > 1
+        """Is the first backward pass still to come?"""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_unsharded": []}
+
+    def allow(self, loader: DataLoader[Any]) -> None:
+        """Let every process read all of ``loader``."""
+        self._unsharded.append(loader)
+
+    def run(self, models: Sequence[nn.Module]) -> None:
+        """Check; ``models`` are those that were prepared.
+
+        Raises:
+            UsageError: a loader gives every process the same data.
+        """
+        self.is_pending = False
+        if not self._state.in_dataloader:
+            _refuse_unprepared_loader(num_processes=self._num_processes, unsharded=self._unsharded)
+        if not models:
+            _warn_of_unprepared_model(num_processes=self._num_processes)
+
+
+def _refuse_unprepared_loader(*, num_processes: int, unsharded: list[Any]) -> None:
     """Look at the variables of the user's frames for a DataLoader that gives every rank the same data.
 
     Called at the first backward pass that happens outside every prepared loader's loop.
@@ -35,7 +71,7 @@ def refuse_unprepared_loader(*, num_processes: int, unsharded: list[Any]) -> Non
             raise _error(name, place, num_processes)
 
 
-def warn_of_unprepared_model(*, num_processes: int) -> None:
+def _warn_of_unprepared_model(*, num_processes: int) -> None:
     """Warn where the user's frames have a model that is trained, and none of which the gradients are averaged.
 
     Called at the first backward pass of an Accelerator that has prepared no model.

@@ -50,22 +50,10 @@ __all__ = [
     "make_engine",
     "build_sharding",
     "build_world",
-    "refuse_what_is_not_offered",
     "resolve_settings",
 ]
 
 _logger = get_logger(__name__)
-
-
-def refuse_what_is_not_offered(**arguments: Any) -> None:
-    """Raise for the first argument that was given: each belongs to a later version."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise ConfigError(
-                f"Accelerator({name}=) is not offered yet by this version of echelon",
-                where=f"code Accelerator({name}=)",
-                do=f"leave {name} out",
-            )
 
 
 def resolve_settings(

@@ -31,12 +31,12 @@ class AccumulationWindow:
         "_is_redone",
         "_is_weighted",
         "_items",
-        "_open",
         "_reference",
         "_scale",
         "_total_of",
         "_weight",
         "_world_size",
+        "is_open",
         "total",
     )
 
@@ -52,7 +52,8 @@ class AccumulationWindow:
         self._is_redone = is_redone
         self._total_of = total_of
         self._reference: float | None = None
-        self._open = False
+        self.is_open = False
+        """Are there micro-steps of it to come?"""
         self._reset()
 
     def _reset(self) -> None:
@@ -68,9 +69,9 @@ class AccumulationWindow:
 
     def begin_micro_step(self) -> None:
         """Enter ``accumulate()``: the next micro-step, of a new window if the last one was complete."""
-        if not self._open:
+        if not self.is_open:
             self._reset()
-            self._open = True
+            self.is_open = True
         self._count += 1
         self._items = None
 
@@ -78,10 +79,6 @@ class AccumulationWindow:
     def num_micro_steps(self) -> int:
         """Those begun."""
         return self._count
-
-    def end_window(self) -> None:
-        """Leave the ``accumulate()`` of the last micro-step."""
-        self._open = False
 
     def plain(self, *, num_steps: int, inside: bool, sync: bool) -> tuple[float, float]:
         """Return (factor of the loss before backward, factor of the gradients after it) of a loss without weight."""

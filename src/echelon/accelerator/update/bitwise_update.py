@@ -1,10 +1,10 @@
-"""``parity="bitwise"``: the book of updates whose bits do not depend on the number of ranks."""
+"""``parity="bitwise"``: updates whose bits do not depend on the number of ranks."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -25,16 +25,13 @@ from echelon.accelerator.setup.numerics_environment import (
 )
 from echelon.accelerator.update.exact_update import CHANGED, HOW_TO_CHANGE, ExactUpdate
 from echelon.accelerator.update.kept_gradients import KeptGradients
+from echelon.accelerator.update.update_policy import UpdateParts
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.logging import get_logger
-from echelon.config.resolve import Resolved
-from echelon.config.schema import RunConfig
 from echelon.data.exact.batch_slices import Contribution
 from echelon.data.exact.exact_batches import ExactOptions, PassPlan
 from echelon.data.loader import PreparedLoader
 from echelon.data.rng.per_sample_rng import key_of
-from echelon.engines.base import Engine
-from echelon.engines.bitwise.tree_sum import ShardedUpdate
 
 __all__ = ["BitwiseUpdate", "build_bitwise_update"]
 
@@ -48,21 +45,19 @@ class BitwiseUpdate(ExactUpdate):
 
     _takes_turns = False  # with fewer processes an update has several micro-steps
 
-    def __init__(
-        self, *, surroundings: NumericsEnvironment, update: ShardedUpdate, is_sharded: bool, **book: Any
-    ) -> None:
-        """``is_sharded``: parameters are. ``book``: what a ``ExactUpdate`` takes."""
-        super().__init__(**book)
+    averages_gradients = False
+
+    def __init__(self, parts: UpdateParts, *, surroundings: NumericsEnvironment) -> None:
+        super().__init__(parts)
         self._kept = KeptGradients("bitwise")
         self.surroundings = surroundings
         self.num_shards = surroundings.canonical_shards
-        self.update = update
-        self._is_sharded = is_sharded
+        self.shards = self.engine.build_sharded_update(self.num_shards, self.objects.parameters)
         self._versions: dict[int, int] | None = {}  # of the buffers, before the first update; None: they were looked at
         self._by_shard: dict[int, list[tuple[torch.Tensor, float]]] = {}  # losses of the update, of this rank
         self._contribution: Contribution | None = None
 
-    def tell_batch(self, batch_size: int | None) -> None:
+    def log_batch_size(self, batch_size: int | None) -> None:
         """Say once what a batch size means now.
 
         Raises:
@@ -79,7 +74,7 @@ class BitwiseUpdate(ExactUpdate):
                 where="parity='bitwise'",
                 do=f"give canonical_shards={-(-batch_size // limit)}, or a larger max_micro_batch_size",
             )
-        n = self._world.world_size
+        n = self.world.world_size
         rounds = -(-self.num_shards // n)
         used = self.num_shards / (n * rounds)
         line = (
@@ -97,8 +92,8 @@ class BitwiseUpdate(ExactUpdate):
         """Look again for layers that see across the samples of a shard."""
         if not plan.trains:
             return
-        self._progress.epoch = loader.iteration
-        refuse_modules(self._models())
+        self.progress.epoch = loader.iteration
+        refuse_modules(self.objects.models)
 
     def _open_micro_step(self, contribution: Contribution) -> None:
         """Open the micro-step of a shard, with random numbers of its own."""
@@ -106,23 +101,23 @@ class BitwiseUpdate(ExactUpdate):
             self._kept.require()  # here they are filed
         self._kept.forget()
         super()._open_micro_step(contribution)
-        self.update.begin(contribution)
+        self.shards.begin(contribution)
         if contribution.micro_step == 0:
             self._by_shard = {}
             self._require_threads()
             if self._versions is not None:
-                self._versions = {id(b): b._version for model in self._models() for b in model.buffers()}
+                self._versions = {id(b): b._version for model in self.objects.models for b in model.buffers()}
         self._contribution = contribution
         self._draw_from(_IDLE if contribution.shard is None else contribution.shard)
 
     def _draw_from(self, shard: int) -> None:
         """Let random numbers depend on the seed, the place of the update, and ``shard``."""
         assert self._contribution is not None
-        key = key_of(self.seed, self._progress.epoch, self._contribution.update.start, shard)
+        key = key_of(self.seed, self.progress.epoch, self._contribution.update.start, shard)
         torch.default_generator.manual_seed(key)
         random.seed(key)
         np.random.seed(key % 2**32)
-        device = self._world.device
+        device = self.world.device
         if device.type != "cpu":
             torch.get_device_module(device).manual_seed(key)
 
@@ -152,20 +147,20 @@ class BitwiseUpdate(ExactUpdate):
 
     def before_backward(self) -> None:
         """See ``ExactUpdate``."""
-        self.update.before_backward()
+        self.shards.before_backward()
 
     def after_backward(self) -> None:
         """See ``ExactUpdate``: in the last micro-step, make the sums, and go on with random numbers that are no shard's."""
         if self._versions is not None:
-            refuse_sparse_gradients(self._models())
+            refuse_sparse_gradients(self.objects.models)
         self._keep_gradients()
-        if not self._state.sync_gradients:
+        if not self.state.sync_gradients:
             return
-        self.update.finish()
+        self.shards.finish()
         self._draw_from(_AFTER)
         if self._versions is not None:
             before, self._versions = self._versions, None
-            refuse_changed_buffers(self._models(), before)
+            refuse_changed_buffers(self.objects.models, before)
 
     def note_prepared(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         """See ``ExactUpdate``.
@@ -174,11 +169,12 @@ class BitwiseUpdate(ExactUpdate):
             UsageError: a module or optimizer with which the bits depend on the number of processes.
         """
         refuse_modules(models)
-        refuse_optimizers(optimizers, is_sharded=self._is_sharded)
+        refuse_optimizers(optimizers, is_sharded=self.engine.capabilities.shards_parameters)
+        super().note_prepared(models, optimizers)
 
-    def finished_models(self, trained: Sequence[nn.Module]) -> Sequence[nn.Module]:
+    def finished_models(self) -> Sequence[nn.Module]:
         """See ``ExactUpdate``: the sums are of all parameters."""
-        return self._models()
+        return self.objects.models
 
     def record(self) -> dict[str, Any]:
         """See ``ExactUpdate``."""
@@ -243,7 +239,7 @@ class BitwiseUpdate(ExactUpdate):
         )
         yield
 
-    def update_loss(self, sum_over_ranks: Callable[[list[float]], list[float]]) -> float:
+    def update_loss(self) -> float:
         """Return the mean of the losses noted since the update began, the same bits on any number of ranks. Collective.
 
         See ``ExactUpdate``.
@@ -251,10 +247,10 @@ class BitwiseUpdate(ExactUpdate):
         sums = [0.0] * self.num_shards  # each is one rank's: what is added to it is zero
         for shard, losses in self._by_shard.items():
             sums[shard] = math.fsum(float(loss) * num_items for loss, num_items in losses)
-        *sums, num_items = sum_over_ranks([*sums, self._num_items])
+        *sums, num_items = self._sum_over_ranks([*sums, self._num_items])
         return self._mean(math.fsum(sums), num_items)
 
-    def options(self, config: DataLoaderConfiguration) -> ExactOptions:
+    def loader_options(self, config: DataLoaderConfiguration) -> ExactOptions:
         """Return how loaders read. Collective: at the first call."""
         seed = self.seed
         return ExactOptions(
@@ -266,22 +262,12 @@ class BitwiseUpdate(ExactUpdate):
         )
 
 
-def build_bitwise_update(
-    engine: Engine,
-    parameters: Callable[[], Sequence[torch.Tensor]],
-    config: Resolved[RunConfig],
-    *,
-    comm_hook: object,
-    book: Mapping[str, Any],
-) -> BitwiseUpdate:
-    """Return the book of ``parity="bitwise"``, and let ``engine`` leave gradients to it.
+def build_bitwise_update(parts: UpdateParts, *, comm_hook: object) -> BitwiseUpdate:
+    """Return the policy of ``parity="bitwise"``, and let the engine leave gradients to it.
 
     Args:
-        engine: of the run.
-        parameters: returns those that get gradients.
-        config: of the run.
+        parts: of the run.
         comm_hook: what the script asks DDP to send in place of gradients.
-        book: what a ``ExactUpdate`` takes.
 
     Collective: every rank.
 
@@ -289,7 +275,8 @@ def build_bitwise_update(
         ConfigError: fewer shards than processes, or settings under which the bits depend on their number.
         UsageError: an engine that cannot.
     """
-    num_shards, world = config.value.canonical_shards, book["world"]
+    config, world = parts.config, parts.world
+    num_shards = config.value.canonical_shards
     if num_shards < world.world_size:
         raise ConfigError(
             f"canonical_shards={num_shards} for {world.world_size} processes: some would have nothing to do",
@@ -302,9 +289,4 @@ def build_bitwise_update(
             where="parity='bitwise'",
             do="leave comm_hook out, or use parity='exact'",
         )
-    return BitwiseUpdate(
-        surroundings=build_numerics_environment(config, world.device),
-        update=engine.build_sharded_update(num_shards, parameters),
-        is_sharded=engine.capabilities.shards_parameters,
-        **book,
-    )
+    return BitwiseUpdate(parts, surroundings=build_numerics_environment(config, world.device))

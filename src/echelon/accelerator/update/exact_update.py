@@ -1,9 +1,9 @@
-"""The exact modes' book: what each micro-step weighs in its update, and how far the run is."""
+"""``parity="exact"``: the weight of each micro-step in its update, so that the update is that of one process."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,14 +13,13 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.optim import Optimizer
 
 from echelon.accelerator.checkpoint.rng_states import current_random_states
-from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.plugins.configuration import DataLoaderConfiguration
-from echelon.accelerator.update.accumulation_window import AccumulationWindow
+from echelon.accelerator.setup.agreement import agree_on_models
 from echelon.accelerator.update.kept_gradients import KeptGradients
 from echelon.accelerator.update.multiple_loaders import UpdateLoaders
+from echelon.accelerator.update.update_policy import UpdateParts, UpdatePolicy, checked_loss
 from echelon.base.errors import UsageError
 from echelon.base.logging import get_logger
-from echelon.base.progress import Progress
 from echelon.base.warnings import warn
 from echelon.data.active_loaders import PassDriver
 from echelon.data.exact.batch_slices import Contribution, num_micro_steps
@@ -40,32 +39,18 @@ HOW_TO_CHANGE = (
 )
 
 
-class ExactUpdate(PassDriver):
+class ExactUpdate(UpdatePolicy, PassDriver):
     """Turns the contributions of prepared loaders into windows of the update: the loader decides where one ends."""
 
     _takes_turns = True
     """May loaders take turns, where an update is one micro-step?"""
 
-    def __init__(
-        self,
-        *,
-        world: World,
-        seed: int | None,
-        state: GradientState,
-        window: AccumulationWindow,
-        progress: Progress,
-        models: Callable[[], Sequence[nn.Module]],
-        drop_gradients: Callable[[], None],
-        max_micro_batch_size: int | None,
-    ) -> None:
-        self._seed = seed
-        self._world = world
-        self._state = state
-        self._window = window
-        self._progress = progress
-        self._models = models
-        self._drop_gradients = drop_gradients
-        self._max_micro_batch_size = max_micro_batch_size
+    uses_global_batches = True
+
+    def __init__(self, parts: UpdateParts) -> None:
+        super().__init__(parts)
+        self._seed = self.config.value.seed
+        self._max_micro_batch_size = self.config.value.max_micro_batch_size
         self._losses: list[tuple[torch.Tensor, float]] = []  # of the update: each a mean over items of this rank
         self._num_items = 0.0  # of the update, this rank's
         self._is_counted = False  # are the items of this micro-step in it?
@@ -102,15 +87,15 @@ class ExactUpdate(PassDriver):
             self._seed = seeds[0]
         return self._seed
 
-    def tell_batch(self, batch_size: int | None) -> None:
+    def log_batch_size(self, batch_size: int | None) -> None:
         """Say once what a batch size means now."""
         if batch_size is None:
             return
-        world_size = self._world.world_size
+        world_size = self.world.world_size
         micro = num_micro_steps(
             batch_size,
             world_size=world_size,
-            wanted=self._state.num_steps,
+            wanted=self.state.num_steps,
             max_micro_batch_size=self._max_micro_batch_size,
         )
         line = describe_batch(batch_size, world_size=world_size, num_micro=micro)
@@ -123,11 +108,11 @@ class ExactUpdate(PassDriver):
 
     def plan_pass(self, beginning: PreparedLoader | None = None) -> PassPlan:
         """A pass is one of updates when gradients are on and a prepared model is in training mode, or none is prepared."""
-        models = self._models()
+        models = self.objects.models
         trains = torch.is_grad_enabled() and (not models or any(model.training for model in models))
         # One that is read beside another (zip) has as many pieces.
         num_beside = self._turns.num_micro_steps_beside(beginning, is_counted=self._is_counted)
-        return PassPlan(num_micro_steps=max(self._state.num_steps, num_beside), trains=trains)
+        return PassPlan(num_micro_steps=max(self.state.num_steps, num_beside), trains=trains)
 
     def begin_pass(self, loader: PreparedLoader, plan: PassPlan) -> None:
         """Give each rank a random stream of its own, and look for batch norms.
@@ -136,9 +121,9 @@ class ExactUpdate(PassDriver):
         """
         if not plan.trains:
             return
-        build_random_streams(self._world)
-        self._progress.epoch = loader.iteration
-        self._batch_norms = [m for model in self._models() for m in model.modules() if isinstance(m, _BatchNorm)]
+        build_random_streams(self.world)
+        self.progress.epoch = loader.iteration
+        self._batch_norms = [m for model in self.objects.models for m in model.modules() if isinstance(m, _BatchNorm)]
 
     def begin_micro_step(self, loader: PreparedLoader, contribution: Contribution) -> None:
         """Open the micro-step of the batch that the loader is about to give."""
@@ -160,26 +145,26 @@ class ExactUpdate(PassDriver):
             )
         if self._batch_norms:
             self._check_batch_norms(contribution)
-        self._state.sync_gradients = contribution.ends_update
+        self.state.sync_gradients = contribution.ends_update
         if contribution.micro_step == 0:
             self._count_tokens()
             if self._is_within:
                 if self._losses:
                     self._tell_of_half_an_update()
                 self._drop_half_an_update()
-            self._window.end_window()
+            self.window.is_open = False
             self._losses, self._num_items = [], 0.0
             self._random_states = current_random_states() if contribution.num_micro_steps > 1 else None
             self._has_several, self._versions_of_parameters = contribution.num_micro_steps > 1, []
             self._kept.forget()
         self._is_within = not contribution.ends_update
         self._is_counted, self._items_in_hand = False, None
-        self._state.has_loss = False
-        self._window.begin_micro_step()
-        self._progress.micro_step = contribution.micro_step + 1
-        self._progress.position = contribution.next_position
+        self.state.has_loss = False
+        self.window.begin_micro_step()
+        self.progress.micro_step = contribution.micro_step + 1
+        self.progress.position = contribution.next_position
         if contribution.ends_update:
-            self._progress.samples_seen += len(contribution.update)
+            self.progress.samples_seen += len(contribution.update)
 
     def end_pass(self, loader: PreparedLoader, *, is_over: bool) -> None:
         """See ``PassDriver``: the loop around it, if there is one, goes on with the batch that it has in hand."""
@@ -193,14 +178,14 @@ class ExactUpdate(PassDriver):
         kept = self._interrupted.pop(id(outer), None)
         assert kept is not None
         self._losses, self._num_items, self._is_counted, self._items_in_hand = kept
-        self._state.sync_gradients = True  # loaders take turns where an update is one micro-step
-        self._window.end_window()
-        self._window.begin_micro_step()
-        self._progress.micro_step = 1
+        self.state.sync_gradients = True  # loaders take turns where an update is one micro-step
+        self.window.is_open = False
+        self.window.begin_micro_step()
+        self.progress.micro_step = 1
 
     def _count_tokens(self) -> None:
-        self._progress.tokens_seen += self._window.total
-        self._window.total = 0.0
+        self.progress.tokens_seen += self.window.total
+        self.window.total = 0.0
 
     def _tell_of_half_an_update(self) -> None:
         if not self._is_told_of_halves:
@@ -215,7 +200,7 @@ class ExactUpdate(PassDriver):
         """Forget the gradients of an update whose loop was left in its middle: its samples come again."""
         self._is_within = False
         self._kept.forget()
-        self._drop_gradients()
+        self.objects.drop_gradients()
 
     def _check_batch_norms(self, contribution: Contribution) -> None:
         training = [norm for norm in self._batch_norms if norm.training]
@@ -229,7 +214,7 @@ class ExactUpdate(PassDriver):
             )
         if contribution.num_micro_steps == 1:
             # SyncBatchNorm sees the micro-batches of all ranks: here, the whole batch.
-            training = [] if self._world.world_size == 1 else [n for n in training if not isinstance(n, SyncBatchNorm)]
+            training = [] if self.world.world_size == 1 else [n for n in training if not isinstance(n, SyncBatchNorm)]
         if training and not self._is_warned:
             self._is_warned = True
             warn(
@@ -238,10 +223,61 @@ class ExactUpdate(PassDriver):
                 "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) sees all ranks, without accumulation the same as one"
             )
 
-    # ---- what prepare and backward tell ------------------------------------------------------------------------------
+    # ---- backward ----------------------------------------------------------------------------------------------------
+
+    def count_micro_batch(self) -> bool:
+        """See ``UpdatePolicy``: a prepared loader has opened the micro-step."""
+        if not self.drives:
+            return super().count_micro_batch()
+        self.step += 1
+        return self.state.sync_gradients or self.state.plugin.sync_each_batch
+
+    @property
+    def driver(self) -> PassDriver:
+        """See ``UpdatePolicy``."""
+        return self
+
+    @property
+    def is_unfinished(self) -> bool:
+        """See ``UpdatePolicy``."""
+        return not self.state.sync_gradients
 
     def note_prepared(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        """Look at what is about to be prepared."""
+        """See ``UpdatePolicy``: the ranks begin with the same model."""
+        if self.world.world_size > 1:
+            agree_on_models(models)
+
+    def backward(self, loss: torch.Tensor, num_items: float | None, kwargs: Mapping[str, Any]) -> None:
+        """See ``Accelerator.backward``."""
+        if not isinstance(loss, torch.Tensor) or not loss.requires_grad or (loss.dim() > 0 and loss.numel() != 1):
+            loss = checked_loss(loss, kwargs, num_devices=self.engine.capabilities.num_devices)
+        if self.unprepared.is_pending:
+            self.unprepared.run(self.objects.models)
+        state, objects = self.state, self.objects
+        if state.sync_gradients:
+            self.require_every_rank("backward()")
+        contribution, scale, factor = self.contribution(), None, 1.0
+        if contribution is not None:
+            num_items, is_counted = (0.0 if contribution.is_padding else num_items), num_items is not None
+            items = contribution.num_items if num_items is None else num_items
+            postponed = sum(optimizer.num_postponed for optimizer in objects.optimizers)
+            self.note_loss(loss, items, num_postponed=postponed, num_taken=objects.num_steps())
+            if not is_counted:
+                scale = self.weigh(contribution)
+        if scale is None:
+            inside = self.accumulating is not None or contribution is not None
+            if num_items is None:
+                scale, factor = self.window.plain(num_steps=state.num_steps, inside=inside, sync=state.sync_gradients)
+            else:
+                trained = frozenset(map(id, self.trained_models()))
+                scale, factor = self.window.weighted(
+                    num_items, inside=inside, sync=state.sync_gradients, trained=trained
+                )
+        self.before_backward()
+        self._backpropagate(loss, scale, kwargs)
+        self.after_backward()
+        if factor != 1.0:
+            self._finish_gradients(factor)
 
     def before_backward(self) -> None:
         """A backward pass of the batch in hand begins."""
@@ -257,35 +293,21 @@ class ExactUpdate(PassDriver):
 
     def _keep_gradients(self) -> None:
         if self._is_within:
-            self._kept.note(self._models())
+            self._kept.note(self.objects.models)
         else:
             self._kept.forget()
 
-    def finished_models(self, trained: Sequence[nn.Module]) -> Sequence[nn.Module]:
-        """Return the models whose gradients the factor of an update is for, of which ``trained`` are those of this loop."""
-        return trained
-
     # ---- what checkpoints ask ----------------------------------------------------------------------------------------
 
-    def close(self) -> dict[str, Any] | None:
-        """Make the progress complete, and return the random states of the place at which a resumed run goes on.
-
-        Half an update is not kept: it is made again, with the random numbers of its beginning. None: with those of now.
-        """
+    def snapshot(self) -> dict[str, Any] | None:
+        """See ``UpdatePolicy``: an unfinished accumulation window is replayed with the RNG state it started with."""
         self._count_tokens()
         return self._random_states if self._is_within else None
 
-    def record(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold beside the progress."""
-        return {}
-
-    def require_record(self, saved: Mapping[str, Any], folder: object) -> None:
-        """Compare with what ``record`` gave when ``folder`` was saved, by any parity."""
-
-    def reopen(self) -> None:
-        """Begin anew after progress was loaded."""
+    def restore(self) -> None:
+        """See ``UpdatePolicy``."""
         self._drop_half_an_update()
-        self._window.total = 0.0
+        self.window.total = 0.0
 
     # ---- what the loop asks ------------------------------------------------------------------------------------------
 
@@ -298,7 +320,7 @@ class ExactUpdate(PassDriver):
         if self._turns.lead is not None:
             self._turns.require_fit()
             return self._turns.lead.contribution
-        loader = self._state.active_dataloader
+        loader = self.state.active_dataloader
         if loader is None or loader.contribution is None:
             return None
         assert loader.plan is not None
@@ -319,12 +341,12 @@ class ExactUpdate(PassDriver):
     @property
     def awaits_loss(self) -> bool:
         """See ``PassDriver``."""
-        return not self._is_counted and self.drives and self._progress.micro_step > 1
+        return not self._is_counted and self.drives and self.progress.micro_step > 1
 
     @property
     def micro_step(self) -> int:
         """See ``PassDriver``."""
-        return self._progress.micro_step
+        return self.progress.micro_step
 
     @property
     def num_items(self) -> float | None:
@@ -375,7 +397,7 @@ class ExactUpdate(PassDriver):
 
     def _look_at_parameters(self) -> None:
         """Compare the parameters with those of the first micro-step: the ends of each model stand for all of it."""
-        trained = [[p for p in model.parameters() if p.requires_grad] for model in self._models()]
+        trained = [[p for p in model.parameters() if p.requires_grad] for model in self.objects.models]
         now = [getattr(p, "_local_tensor", p)._version for own in trained for p in own[:1] + own[-1:]]
         if self.micro_step > 1 and self._versions_of_parameters not in ([], now):
             self._tell_of_changed_parameters()
@@ -386,10 +408,10 @@ class ExactUpdate(PassDriver):
             self._is_told_of_changes = True
             warn(f"{CHANGED}. {HOW_TO_CHANGE}")
 
-    def update_loss(self, sum_over_ranks: Callable[[list[float]], list[float]]) -> float:
+    def update_loss(self) -> float:
         """Return the mean of the losses noted since the update began; nan: it had no items. Collective."""
         mine = sum(float(loss) * num_items for loss, num_items in self._losses)
-        loss, num_items = sum_over_ranks([mine, self._num_items])
+        loss, num_items = self._sum_over_ranks([mine, self._num_items])
         return self._mean(loss, num_items)
 
     def _mean(self, total: float, num_items: float) -> float:
@@ -402,7 +424,7 @@ class ExactUpdate(PassDriver):
             raise UsageError("no update has had a loss yet", do="call update_loss() after backward()")
         return total / num_items if num_items else math.nan
 
-    def options(self, config: DataLoaderConfiguration) -> ExactOptions:
+    def loader_options(self, config: DataLoaderConfiguration) -> ExactOptions:
         """Return how loaders read. Collective: at the first call."""
         seed = self.seed
         return ExactOptions(
@@ -415,7 +437,7 @@ class ExactUpdate(PassDriver):
     def weigh(self, contribution: Contribution) -> float:
         """Return the factor of a loss that is a mean over the samples of ``contribution``: no rank need be asked."""
         self._turns.require_alike(contribution)
-        return contribution.num_items * self._world.world_size / len(contribution.update)
+        return contribution.num_items * self.world.world_size / len(contribution.update)
 
 
 def describe_batch(batch_size: int, *, world_size: int, num_micro: int) -> str:

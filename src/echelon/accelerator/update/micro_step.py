@@ -1,55 +1,51 @@
-"""One micro-step of a training loop: the contexts around its passes, and the loss that it backpropagates."""
+"""The contexts of one micro-step: ``accumulate()``, ``no_sync()`` and ``trigger_sync_in_backward()``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
 
-import torch
 from torch import nn
 
+from echelon.accelerator.current import living_accelerators
+from echelon.accelerator.session import Session
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
 from echelon.accelerator.update.step_guard import StepGuard
-from echelon.base.errors import UsageError
+from echelon.accelerator.update.update_policy import UpdatePolicy
 
-if TYPE_CHECKING:
-    from echelon.accelerator.accelerator import Accelerator
-
-__all__ = ["LocalBackward", "MicroStep", "checked_loss"]
+__all__ = ["LocalBackward", "MicroStep", "trigger_sync_in_backward"]
 
 
 class MicroStep:
     """The context of ``accumulate()``; a class, because a generator costs several microseconds a step."""
 
-    __slots__ = ("_accelerator", "_local", "_models")
+    __slots__ = ("_local", "_models", "_update")
 
-    def __init__(self, accelerator: Accelerator, models: tuple[nn.Module, ...]) -> None:
-        self._accelerator = accelerator
+    def __init__(self, update: UpdatePolicy, models: tuple[nn.Module, ...]) -> None:
+        self._update = update
         self._models = models
         self._local: AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> None:
-        accelerator = self._accelerator
-        synchronise = accelerator._begin_micro_step()
-        accelerator._accumulating = self._models
+        update = self._update
+        synchronise = update.count_micro_batch()
+        update.accumulating = self._models
         if not synchronise:
-            models = self._models or accelerator._models
+            models = self._models or update.objects.models
             if len(models) == 1:
-                self._local = accelerator._engine.no_sync(models[0])
+                self._local = update.engine.no_sync(models[0])
                 self._local.__enter__()
             else:
                 self._local = stack = ExitStack()
                 for model in models:
-                    stack.enter_context(accelerator._engine.no_sync(model))
+                    stack.enter_context(update.engine.no_sync(model))
 
     def __exit__(self, *_: object) -> None:
-        accelerator = self._accelerator
-        accelerator._accumulating = None
-        if accelerator.gradient_state.sync_gradients and not (accelerator._ledger and accelerator._ledger.drives):
-            accelerator._window.end_window()
-            accelerator._epochs.end_update()
-            accelerator.gradient_state.micro_step = 0
+        update = self._update
+        update.accumulating = None
+        if update.state.sync_gradients and not update.drives:
+            update.end_update()
         if self._local is not None:
             self._local.__exit__(None, None, None)
 
@@ -76,28 +72,18 @@ class LocalBackward:
         self._context.__exit__(*details)
 
 
-def checked_loss(loss: Any, kwargs: Mapping[str, Any], *, num_devices: int) -> torch.Tensor:
-    """Return the loss to backpropagate: of one for each device, the mean.
+def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[Any]:
+    """Return a context whose backward pass is synchronised although its forward passes ran in ``no_sync``.
 
-    Raises:
-        UsageError: no scalar, or no graph.
+    For several forward passes in ``no_sync`` before the first backward pass: the last backward pass, in this context,
+    brings the gradients of all of them together. Static, as in Accelerate: the Accelerator that prepared ``model`` is
+    found; for a model that none did, the context is empty.
+
+    Collective: the backward pass in it.
     """
-    if not isinstance(loss, torch.Tensor):
-        raise UsageError(
-            f"backward() was given {type(loss).__name__}, not a tensor",
-            do="give it the loss; a model that returns a dict or a tuple has it as .loss or [0]",
-        )
-    if loss.dim() == 1 and 1 < loss.numel() <= num_devices and "gradient" not in kwargs:
-        loss = loss.mean()
-    if loss.numel() != 1 and "gradient" not in kwargs:
-        raise UsageError(
-            f"backward() needs one number, and the loss has the shape {list(loss.shape)}",
-            do="reduce it, for example by loss.mean()",
-        )
-    if not loss.requires_grad:
-        raise UsageError(
-            "backward() was given a loss without a graph: nothing that it depends on requires gradients",
-            do="compute it from the model's outputs, outside torch.no_grad(), and without .item() or .detach()",
-        )
-    checked: torch.Tensor = loss
-    return checked
+    for accelerator in living_accelerators():
+        session: Session = accelerator.session
+        inner = session.objects.engine_model(model)
+        if any(inner is known for known in session.objects.models):
+            return session.engine.sync_next_backward(inner)
+    return nullcontext()

@@ -12,7 +12,10 @@ from torch import nn
 from echelon.status.board import StepPart
 from echelon.status.notes import Notes, notes_of_process
 
-__all__ = ["time_forward", "timed_backward"]
+__all__ = ["NOT_TIMED", "time_forward", "timed_backward"]
+
+NOT_TIMED: AbstractContextManager[None] = nullcontext()
+"""In the place of ``timed_backward``, where no launcher wants to know."""
 
 
 def time_forward(model: nn.Module) -> None:
@@ -34,18 +37,13 @@ def _end_forward(_model: nn.Module, _inputs: Any, _outputs: Any) -> None:
         notes.end_forward()
 
 
-def timed_backward(loss: torch.Tensor) -> AbstractContextManager[None]:
-    """Return the context of the backward pass of ``loss``; what comes after its own gradients is communication.
+@contextmanager
+def timed_backward(loss: torch.Tensor, notes: Notes) -> Iterator[None]:
+    """Note the time of the backward pass of ``loss``; what follows its own gradients is communication.
 
     DDP waits for the other ranks in a callback that autograd makes when all gradients are there. One that was asked for
     earlier, at the beginning of the pass, is made before it.
     """
-    notes = notes_of_process()
-    return _NOTHING if notes is None else _timed(loss, notes)
-
-
-@contextmanager
-def _timed(loss: torch.Tensor, notes: Notes) -> Iterator[None]:
     queue: Any = torch.autograd.Variable._execution_engine.queue_callback
     before = notes.part(StepPart.BACKWARD)
     hook = loss.register_hook(lambda _: queue(lambda: notes.part(StepPart.COMMUNICATION)))  # type: ignore[no-untyped-call]
@@ -54,6 +52,3 @@ def _timed(loss: torch.Tensor, notes: Notes) -> Iterator[None]:
     finally:
         hook.remove()
         notes.part(before)
-
-
-_NOTHING = nullcontext()

@@ -62,7 +62,7 @@ def load_best(hooks: TrainerHooks, output_dir: Path) -> None:
     if hooks.args.load_best_model_at_end and best is not None:
         logger.info("loading the best model from %s (%s)", best, hooks.state.best_metric)
         folder = best_folder(hooks.args, output_dir, best)
-        require_whole(hooks.accelerator, folder)
+        require_whole(hooks.accelerator.world, folder)
         load_model_from(hooks.model, folder)
 
 

@@ -20,13 +20,11 @@ from echelon.accelerator.checkpoint.changed_data import (
     read_noted,
 )
 from echelon.accelerator.checkpoint.folders import (
-    data_may,
     folder_of,
     holds_model,
     holds_training,
     is_own_format,
     newest_whole,
-    pass_was_over,
     read_model_files,
     registered_state,
     require_whole,
@@ -86,7 +84,7 @@ def find_checkpoint(
         folder = Path(wanted).expanduser()
         if wanted == args.resume_from_checkpoint:
             folder = resolve_path(args, folder)
-        require_whole(accelerator, folder)
+        require_whole(accelerator.world, folder)
         if (problem := _no_training_in(folder)) is not None:
             raise CheckpointError(f"{folder} {problem}", do="load its weights into the model, and begin a new training")
         return folder_of(folder)
@@ -236,7 +234,7 @@ class ResumedTraining:
         )
         hook = accelerator.register_load_state_pre_hook(_load_hook)
         try:
-            with data_may(accelerator, policy):
+            with accelerator.checkpoints.data_may(policy):
                 if goes_on:
                     accelerator.resume(folder)
                 else:
@@ -250,7 +248,7 @@ class ResumedTraining:
             return ResumePoint(epoch=place.epoch + 1, random_states=random_states)
         if goes_on:
             # Of data that have grown since its last batch, an epoch that was read to its end has no rest.
-            is_read = place.num_batches > 0 and pass_was_over(accelerator, folder, loader)
+            is_read = place.num_batches > 0 and accelerator.checkpoints.pass_was_over(folder, loader)
             num_batches = max(place.num_batches, plan.batches_per_epoch) if is_read else place.num_batches
             return ResumePoint(epoch=place.epoch, num_batches=num_batches, random_states=random_states)
         if args.ignore_data_skip:

@@ -11,7 +11,6 @@ import safetensors
 import torch
 from torch import nn
 
-from echelon.accelerator.checkpoint.folders import alone_in, is_saved, save_files
 from echelon.checkpoint.formats.weight_files import aliases_in
 from echelon.trainer.checkpoint.checkpoint_folders import (
     PREFIX,
@@ -55,7 +54,7 @@ class CheckpointWriter:
             if best == state.global_step or (output_dir / name).exists():
                 state.best_model_checkpoint = str(session.output_dir_as_given(args) / name)
         state.stateful_callbacks = _callback_states(hooks)
-        with alone_in(hooks.accelerator, output_dir, prefix=PREFIX):
+        with hooks.accelerator.checkpoints.store.alone_in(output_dir, prefix=PREFIX):
             if checkpoint_format(args) == "transformers":
                 is_written = save_transformers(
                     hooks,
@@ -80,13 +79,13 @@ class CheckpointWriter:
         accelerator = self._hooks.accelerator
         if self._hooks.args.save_only_model:
             weights = accelerator.get_state_dict(self._hooks.model_wrapped)
-            return save_files(accelerator, folder, partial(self._write_beside, weights))
+            return accelerator.checkpoints.store.save_files(folder, partial(self._write_beside, weights))
         hook = accelerator.register_save_state_pre_hook(self._before_save)
         try:
             accelerator.save_state(folder)
         finally:
             hook.remove()
-        return is_saved(accelerator)
+        return accelerator.checkpoints.store.is_saved
 
     def _before_save(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
         """Write what other programs read; weights that these files hold whole, by name, are not written a second time."""

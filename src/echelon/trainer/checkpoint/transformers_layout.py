@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from echelon.accelerator.checkpoint.changed_data import stored_facts
-from echelon.accelerator.checkpoint.folders import write_files
 from echelon.accelerator.checkpoint.rng_states import current_random_states
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.checkpoint.formats.transformers import (
@@ -79,7 +78,7 @@ def save_transformers(
         rank, num_ranks = accelerator.process_index, accelerator.num_processes
         write_random_states(aside, current_random_states(), rank=rank, num_ranks=num_ranks)
 
-    return write_files(accelerator, folder, write, is_part=is_state_file)
+    return accelerator.checkpoints.store.write_files(folder, write, is_part=is_state_file)
 
 
 def load_transformers(hooks: TrainerHooks, folder: Path, scheduler: Any) -> None:

@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from echelon.accelerator.preemption import Preempted
-from echelon.accelerator.prepare.data_loaders import forget_loader
 from echelon.base.errors import UsageError
 from echelon.base.logging import get_logger
 from echelon.trainer.data import batches
@@ -54,7 +53,7 @@ def evaluate(
         ignore_keys=ignore_keys,
         metric_key_prefix=prefix,
     )
-    forget_loader(hooks.accelerator, dataloader)
+    hooks.accelerator.session.objects.forget_loader(dataloader)
     output.metrics.update(_speed(hooks, session, prefix, start, output.num_samples))
     output.metrics.update(session.memory.end("eval"))
     bind_log(hooks)(output.metrics, None)
@@ -79,7 +78,7 @@ def predict(
         )
     finally:
         session.evaluation.is_predicting = False
-        forget_loader(hooks.accelerator, dataloader)
+        hooks.accelerator.session.objects.forget_loader(dataloader)
     output.metrics.update(_speed(hooks, session, prefix, start, output.num_samples))
     output.metrics.update(session.memory.end("test"))
     notify(hooks, "on_predict", metrics=output.metrics)

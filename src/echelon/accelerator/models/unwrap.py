@@ -1,0 +1,45 @@
+"""The user's own module inside a prepared one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from echelon.accelerator.models.save_objects import without_wrappers
+from echelon.accelerator.prepare.compile import moved_to, uncompiled
+from echelon.accelerator.session import Session
+from echelon.base.protocols import HasDeviceMap
+from echelon.precision.policy import unwrap_forward
+
+__all__ = ["is_on_several_devices", "unwrap_model"]
+
+
+def unwrap_model(
+    session: Session, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+) -> nn.Module:
+    """Return the user's own module inside a prepared one.
+
+    Args:
+        session: of the run.
+        model: prepared or not.
+        keep_fp32_wrapper: leave its forward under autocast; False: give it its own forward back.
+        keep_torch_compile: leave a compiled module compiled.
+    """
+    objects = session.objects
+    inner: nn.Module = without_wrappers(session.engine.unwrap(objects.engine_model(model)))
+    bare = uncompiled(inner)
+    if not keep_fp32_wrapper:
+        unwrap_forward(inner)
+        unwrap_forward(bare)
+    if not keep_torch_compile:
+        return bare
+    if not objects.is_compiled_whole(model):
+        return inner
+    return model if uncompiled(model) is inner else moved_to(inner, model)
+
+
+def is_on_several_devices(model: nn.Module) -> bool:
+    """Tell whether ``model``, or a part of it, was loaded over several devices (transformers' ``device_map``)."""
+    parts: Iterable[object] = model.modules()
+    return any(isinstance(part, HasDeviceMap) and len(part.hf_device_map) > 1 for part in parts)

@@ -1,0 +1,253 @@
+"""``Accelerator.prepare``: models, optimizers, schedulers and loaders are made ready for the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from echelon.accelerator.plugins.configuration import TorchDynamoPlugin
+from echelon.accelerator.prepare.compile import compile_regions, compile_whole, compiles, is_compiled, uncompiled
+from echelon.accelerator.prepare.data_loaders import rng_type_names
+from echelon.accelerator.session import Session
+from echelon.accelerator.setup.build_deepspeed import refuse_stand_ins
+from echelon.accelerator.setup.watch import watched
+from echelon.accelerator.update.optimizer import AcceleratedOptimizer
+from echelon.accelerator.update.scheduler import AcceleratedScheduler
+from echelon.accelerator.update.step_timing import time_forward
+from echelon.base.errors import UsageError
+from echelon.base.logging import get_logger
+from echelon.config.origin import Setting
+from echelon.data.active_loaders import LoaderOptions
+from echelon.data.loader import PreparedLoader
+from echelon.data.prepare_loader import prepare_loader
+from echelon.engines.deepspeed.options import DrivenScheduler, DummyOptim, DummyScheduler
+from echelon.precision.float8 import convert_model_to_fp8_ao
+
+__all__ = ["prepare_for_evaluation", "prepare_found", "prepare_one_loader"]
+
+_logger = get_logger(__name__)
+
+
+def prepare_found(
+    session: Session, found: Sequence[tuple[Any, bool]], *, is_on_several_devices: Callable[[nn.Module], bool]
+) -> None:
+    """Prepare what was not prepared before.
+
+    Args:
+        session: of the run; its ``objects`` know afterwards what each object became.
+        found: objects of known kinds, each with whether to move it to the device.
+        is_on_several_devices: tells whether a model was loaded over several devices.
+
+    Collective: every rank, with the same objects in the same order.
+    """
+    objects, engine = session.objects, session.engine
+    new = [(o, place) for o, place in found if id(o) not in objects.originals]
+    for loader, place in new:
+        if isinstance(loader, DataLoader) and not isinstance(loader, PreparedLoader):
+            prepare_one_loader(session, loader, place=place)
+    models = [(o, place) for o, place in new if isinstance(o, nn.Module) and o not in objects.models]
+    optimizers: list[Any] = [
+        o for o, _ in new if isinstance(o, (Optimizer, DummyOptim)) and not isinstance(o, AcceleratedOptimizer)
+    ]
+    schedulers = [o for o, _ in new if isinstance(o, (LRScheduler, DummyScheduler))]
+    if not session.deepspeed.options:
+        refuse_stand_ins([*optimizers, *schedulers])
+    for model, place in models:
+        if session.world.world_size > 1 and is_on_several_devices(model):
+            raise UsageError(
+                f"{type(model).__name__} was loaded over several devices (its hf_device_map has several entries), so "
+                "the ranks cannot each train a copy",
+                do="load it on one device: leave device_map out",
+            )
+        _place_and_cast(session, model, place=place)
+    bare = [model for model, _ in models]
+    session.update.note_prepared(bare, optimizers)
+    if models:
+        _fill_deepspeed(session, bare, optimizers, schedulers)
+    given = [_compile(session.dynamo_plugin, model, by_regions=True) for model in bare]
+    prepared = engine.prepare(given, optimizers, schedulers)
+    session.watcher = watched(prepared.models, world=session.world)
+    for model, shaped, wrapped in zip(bare, given, prepared.models):
+        _add_model(session, model, shaped, wrapped)
+    for optimizer, inner in zip(optimizers, prepared.optimizers):
+        _add_optimizer(session, optimizer, inner)
+    for scheduler, inner in zip(schedulers, prepared.schedulers):
+        objects.schedulers.append(_wrap_scheduler(session, inner))
+        objects.note(scheduler, objects.schedulers[-1])
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+def prepare_for_evaluation(session: Session, model: nn.Module, *, place: bool) -> nn.Module:
+    """Return ``model`` moved, cast and compiled, but not distributed over the ranks."""
+    if place:
+        model.to(session.world.device)
+    session.precision.wrap_forward(model)
+    plugin = session.dynamo_plugin
+    return _compile(plugin, _compile(plugin, model, by_regions=True), by_regions=False)
+
+
+def _place_and_cast(session: Session, model: nn.Module, *, place: bool) -> None:
+    device, recipe = session.world.device, session.ao_recipe_handler
+    arrives_later = _arrives_later(session, model)
+    if place and device.type != "cpu" and not arrives_later:
+        model.to(device)
+    if recipe is not None:
+        convert_model_to_fp8_ao(uncompiled(model), recipe.config, recipe.module_filter_func)
+    session.precision.wrap_forward(model)
+
+
+def _arrives_later(session: Session, model: nn.Module) -> bool:
+    """Tell whether the engine brings values to ``model``, part by part: on the device it would not have room whole."""
+    on_meta = any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+    if session.capabilities.shards_parameters:
+        return on_meta or (session.fsdp_plugin is not None and session.fsdp_plugin.cpu_ram_efficient_loading)
+    if on_meta and session.world.device.type != "meta":
+        raise UsageError(
+            f"{type(model).__name__} is on the meta device: it has no values",
+            where=f"prepare(), engine {session.capabilities.name}",
+            do="call load_checkpoint_in_model(model, folder) before prepare(); where parameters are sharded, after it",
+        )
+    return False
+
+
+def _compile(plugin: TorchDynamoPlugin, model: nn.Module, *, by_regions: bool) -> nn.Module:
+    if not compiles(plugin, model, by_regions=by_regions):
+        return model
+    return compile_regions(model, **plugin.to_kwargs()) if by_regions else compile_whole(model, plugin)
+
+
+def _add_model(session: Session, model: nn.Module, shaped: nn.Module, wrapped: nn.Module) -> None:
+    """Take over what the engine made of ``shaped``, which is ``model``, or its compiled copy."""
+    objects, update, capabilities = session.objects, session.update, session.capabilities
+    objects.models.append(wrapped)
+    if capabilities.shards_parameters:  # its layers wait for every rank, in the forward pass already
+        wrapped.register_forward_pre_hook(update.before_forward, prepend=True)
+    elif session.world.world_size > 1 and capabilities.joins_uneven and wrapped is not shaped:
+        wrapped.register_forward_pre_hook(update.before_training_forward, prepend=True)
+    # Whole models are compiled around the engine's wrapper: torch then cuts the graph where DDP sends gradients.
+    became = wrapped if is_compiled(shaped) else _compile(session.dynamo_plugin, wrapped, by_regions=False)
+    if became is not wrapped:
+        objects.note_compiled(became, wrapped)
+    time_forward(became)
+    for one in (model, wrapped, became):
+        objects.note(one, became)
+
+
+# ---- optimizers and schedulers ---------------------------------------------------------------------------------------
+
+
+def _add_optimizer(session: Session, optimizer: Any, inner: Optimizer) -> None:
+    prepared = AcceleratedOptimizer(
+        inner,
+        engine=session.engine,
+        gradient_state=session.gradient_state,
+        scaler=session.update.scaler,
+        clipping=session.deepspeed.clipping,
+        guard=session.guard,
+        world=session.world,
+    )
+    session.objects.optimizers.append(prepared)
+    session.guard.note_prepared(inner)
+    session.objects.note(optimizer, prepared)
+
+
+def _wrap_scheduler(session: Session, scheduler: LRScheduler) -> AcceleratedScheduler:
+    optimizers = session.objects.optimizers
+    owner = getattr(scheduler, "optimizer", None)
+    own = [o for o in optimizers if o is owner or o.optimizer is owner]
+    num_times = 1 if session.update.uses_global_batches else session.world.world_size
+    follows = session.step_scheduler_with_optimizer and not session.dataloader_config.split_batches
+    if not isinstance(scheduler, DrivenScheduler) and num_times > 1 and follows:
+        _log_num_times(session, type(scheduler), num_times)
+    return AcceleratedScheduler(
+        scheduler,
+        own or optimizers,
+        gradient_state=session.gradient_state,
+        num_processes=num_times,
+        step_with_optimizer=session.step_scheduler_with_optimizer,
+        split_batches=session.dataloader_config.split_batches,
+    )
+
+
+def _log_num_times(session: Session, kind: type, num_times: int) -> None:
+    if kind in session.logged_schedulers:
+        return
+    session.logged_schedulers.add(kind)
+    _logger.info(
+        "%s advances %d times with each update, once for each process: %d processes use that many batches in it. "
+        "Accelerator(step_scheduler_with_optimizer=False) advances it once for each call of its step().",
+        kind.__name__,
+        num_times,
+        num_times,
+    )
+
+
+def _fill_deepspeed(session: Session, models: list[nn.Module], optimizers: list[Any], schedulers: list[Any]) -> None:
+    """Give DeepSpeed's config the numbers of this run."""
+    sizes = [loader.batch_size for loader in session.objects.loaders]
+    world_size, split_batches = session.world.world_size, session.dataloader_config.split_batches
+    shares = world_size if split_batches or session.update.uses_global_batches else 1
+    origin = session.config.origins["gradient_accumulation_steps"]
+    session.deepspeed.fill(
+        world_size=world_size,
+        accumulation=Setting(session.gradient_state.num_steps, origin),
+        batch_sizes=[size // shares or 1 for size in sizes if size],
+        models=models,
+        optimizers=optimizers,
+        schedulers=schedulers,
+        split_batches=split_batches,
+    )
+
+
+# ---- loaders ---------------------------------------------------------------------------------------------------------
+
+
+def prepare_one_loader(
+    session: Session,
+    loader: DataLoader[Any],
+    *,
+    place: bool,
+    slice_fn: Any = None,
+    already_sharded: bool | None = None,
+) -> PreparedLoader:
+    """Prepare a loader that was not prepared before. Collective: every rank.
+
+    Args:
+        session: of the run.
+        loader: the user's.
+        place: move its batches to the device.
+        slice_fn: cuts a dispatched batch.
+        already_sharded: None: as ``DataLoaderConfiguration`` says.
+    """
+    config, update = session.dataloader_config, session.update
+    options = LoaderOptions(
+        split_batches=config.split_batches,
+        dispatch_batches=config.dispatch_batches,
+        even_batches=config.even_batches,
+        use_seedable_sampler=config.use_seedable_sampler,
+        data_seed=config.data_seed,
+        non_blocking=config.non_blocking,
+        use_stateful_dataloader=config.use_stateful_dataloader,
+        already_sharded=config.already_sharded if already_sharded is None else already_sharded,
+        exact=update.loader_options(config),
+        rng_types=rng_type_names(session.rng_types),
+    )
+    prepared = prepare_loader(
+        loader,
+        world=session.world,
+        options=options,
+        reading=session.gradient_state.reading,
+        place=place,
+        slice_fn=slice_fn,
+    )
+    session.objects.loaders.append(prepared)
+    update.log_batch_size(prepared.total_batch_size)
+    session.objects.note(loader, prepared)
+    return prepared

@@ -1,0 +1,150 @@
+"""The parts of one training run: what the helpers of an Accelerator work on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from echelon.accelerator.epochs import Epochs
+from echelon.accelerator.gradient_state import GradientState
+from echelon.accelerator.plugins.configuration import DataLoaderConfiguration, TorchDynamoPlugin
+from echelon.accelerator.plugins.kwargs_handlers import AORecipeKwargs, KwargsHandler
+from echelon.accelerator.plugins.parallelism_config import ParallelismConfig
+from echelon.accelerator.plugins.project_configuration import ProjectConfiguration
+from echelon.accelerator.preemption import PreemptionHandler
+from echelon.accelerator.prepare.prepared_objects import PreparedObjects
+from echelon.accelerator.prepare.unprepared import UnpreparedCheck
+from echelon.accelerator.setup.build_deepspeed import DeepSpeedUse
+from echelon.accelerator.update.step_guard import StepGuard
+from echelon.accelerator.update.update_policy import UpdatePolicy
+from echelon.base.capabilities import Capabilities
+from echelon.base.progress import Progress
+from echelon.compat.enums import DistributedType
+from echelon.config.resolve import Resolved
+from echelon.config.schema import RunConfig
+from echelon.distributed.responder import Watcher
+from echelon.engines.base import Engine
+from echelon.precision.policy import PrecisionPolicy
+from echelon.world.world import World
+
+if TYPE_CHECKING:
+    from echelon.accelerator.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
+
+__all__ = ["Session"]
+
+
+@dataclass(kw_only=True, eq=False)
+class Session:
+    """One owner for each part of the run's state; each part has its own interface."""
+
+    config: Resolved[RunConfig]
+    world: World
+    engine: Engine
+    precision: PrecisionPolicy
+    deepspeed: DeepSpeedUse
+    handlers: tuple[KwargsHandler, ...]
+    """What was given as ``kwargs_handlers``."""
+    layout: ParallelismConfig | None
+    fsdp_plugin: FullyShardedDataParallelPlugin | None
+    dynamo_plugin: TorchDynamoPlugin
+    ao_recipe_handler: AORecipeKwargs | None
+    dataloader_config: DataLoaderConfiguration
+    project: ProjectConfiguration
+    device_placement: bool
+    step_scheduler_with_optimizer: bool
+    rng_types: list[Any]
+    gradient_state: GradientState
+    counters: Progress
+    """As the update policy keeps them; see ``progress``."""
+    objects: PreparedObjects
+    unprepared: UnpreparedCheck
+    update: UpdatePolicy
+    preemption: PreemptionHandler = field(default_factory=PreemptionHandler)
+    """Where the run may stop when it is asked to end."""
+    watcher: Watcher | None = None
+    """Answers for this rank when others look for it."""
+    logged_schedulers: set[type] = field(default_factory=set)
+    """Classes of schedulers whose rate of advance was logged."""
+    epochs: Epochs = field(init=False)
+    guard: StepGuard = field(init=False)
+    _steps_before: int = 0  # optimizer steps that the optimizers have not counted
+
+    def __post_init__(self) -> None:
+        self.gradient_state.reading.driver = self.update.driver
+        self.epochs = self.update.epochs = Epochs(
+            state=self.gradient_state,
+            progress=self.counters,
+            objects=self.objects,
+            preemption=self.preemption,
+            is_exact=self.parity != "off",
+        )
+        self.guard = StepGuard(
+            engine=self.engine,
+            models=self.objects.models,
+            state=self.gradient_state,
+            parity=self.parity,
+            scaler=self.update.scaler,
+            num_processes=self.world.world_size,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "watcher": None, "epochs": None, "guard": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.__post_init__()
+
+    # ---- settings ----------------------------------------------------------------------------------------------------
+
+    @property
+    def parity(self) -> str:
+        """``off``, ``exact`` or ``bitwise``."""
+        return self.config.value.parity
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the engine can do."""
+        return self.engine.capabilities
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the run is distributed, in Accelerate's words."""
+        special = self.engine.capabilities.distributed_type
+        if special:
+            return DistributedType(special)
+        return DistributedType.of(self.world.device, distributed=self.world.world_size > 1)
+
+    def handler(self, kind: type[KwargsHandler]) -> Any:
+        """Return the handler of this kind that was given; None: none."""
+        return next((handler for handler in self.handlers if isinstance(handler, kind)), None)
+
+    # ---- progress ----------------------------------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> Progress:
+        """Where the run is."""
+        self.counters.step = self._steps_before + self.objects.num_steps()
+        return self.counters
+
+    def restore_progress(self, counters: dict[str, Any] | None) -> None:
+        """Continue from the counters of a checkpoint; None: it has none."""
+        self.update.restore()
+        self.epochs.end_update()
+        if counters is not None:
+            self.counters.load_json(counters)
+            self._steps_before = self.counters.step - self.objects.num_steps()
+
+    def resume_epochs(self) -> int:
+        """Let the loaders continue where the run is; return its epoch."""
+        epoch, is_half = self.epochs.go_on()
+        if is_half:
+            self.update.step -= self.update.step % self.gradient_state.num_steps
+        return epoch
+
+    def forget_objects(self) -> None:
+        """Forget everything that was prepared; optimizer steps stay counted."""
+        self._steps_before += self.objects.num_steps()
+        self.objects.clear()
+        self.guard.release()
+        self.engine.release()
+        self.update.step = 0

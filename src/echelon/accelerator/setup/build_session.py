@@ -1,0 +1,161 @@
+"""From the arguments of ``Accelerator()`` to the ``Session`` of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from echelon.accelerator.gradient_state import GradientState
+from echelon.accelerator.plugins.configuration import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    TorchDynamoPlugin,
+)
+from echelon.accelerator.plugins.deepspeed_plugin import DeepSpeedPlugin
+from echelon.accelerator.plugins.kwargs_handlers import (
+    AORecipeKwargs,
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    fp8_recipe,
+)
+from echelon.accelerator.plugins.parallelism_config import ParallelismConfig
+from echelon.accelerator.plugins.project_configuration import ProjectConfiguration
+from echelon.accelerator.prepare.prepared_objects import PreparedObjects
+from echelon.accelerator.prepare.unprepared import UnpreparedCheck
+from echelon.accelerator.session import Session
+from echelon.accelerator.setup.agreement import agree_on_settings
+from echelon.accelerator.setup.build import (
+    build_sharding,
+    build_world,
+    dynamo_plugin_of,
+    handlers_by_kind,
+    make_engine,
+)
+from echelon.accelerator.setup.build_deepspeed import DeepSpeedUse, build_deepspeed
+from echelon.accelerator.update.bitwise_update import build_bitwise_update
+from echelon.accelerator.update.exact_update import ExactUpdate
+from echelon.accelerator.update.plain_update import PlainUpdate
+from echelon.accelerator.update.update_policy import UpdateParts, UpdatePolicy
+from echelon.base.errors import ConfigError
+from echelon.base.progress import Progress
+from echelon.config.origin import SettingSource
+from echelon.config.resolve import Resolved
+from echelon.config.schema import RunConfig
+from echelon.engines.base import Engine
+from echelon.precision.policy import PrecisionPolicy
+from echelon.world.seed import set_seed
+
+if TYPE_CHECKING:
+    from echelon.accelerator.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
+
+__all__ = ["build_session"]
+
+
+def build_session(
+    config: Resolved[RunConfig],
+    *,
+    engine: Engine | None,
+    handlers: Sequence[KwargsHandler],
+    deepspeed_plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None,
+    deepspeed_plugins: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None,
+    fsdp_plugin: FullyShardedDataParallelPlugin | None,
+    parallelism_config: ParallelismConfig | None,
+    accumulation: GradientAccumulationPlugin | None,
+    dynamo_plugin: TorchDynamoPlugin | None,
+    dataloader_config: DataLoaderConfiguration,
+    project: ProjectConfiguration,
+    **given: Any,
+) -> Session:
+    """Build the parts of a run from the arguments of ``Accelerator()``.
+
+    Collective: the first one makes the process group.
+    """
+    kinds = handlers_by_kind(handlers)
+    deepspeed, config = build_deepspeed(
+        deepspeed_plugin, deepspeed_plugins, config, engine=engine or config.value.engine, fsdp_plugin=fsdp_plugin
+    )
+    settings = config.value
+    world = build_world(settings, kinds[InitProcessGroupKwargs], deepspeed.engine)
+    agree_on_settings()
+    steps = settings.gradient_accumulation_steps
+    state = GradientState(accumulation or GradientAccumulationPlugin(num_steps=steps))
+    precision = PrecisionPolicy(
+        mode=settings.mixed_precision,
+        device_type=world.device.type,
+        autocast_options=kinds[AutocastKwargs].to_kwargs(),
+    )
+    recipe = fp8_recipe(kinds.get(AORecipeKwargs), precision=settings.mixed_precision, device=world.device)
+    dynamo_plugin = dynamo_plugin or dynamo_plugin_of(settings)
+    scaler = _build_scaler(precision, handlers, deepspeed)
+    fsdp_plugin, sharding, layout = build_sharding(
+        deepspeed.fsdp_plugin,
+        parallelism_config,
+        world=world,
+        mixed_precision=settings.mixed_precision,
+        engine=deepspeed.engine,
+    )
+    if layout is not None:
+        layout.get_device_mesh(world.device.type)
+    of_ddp: DistributedDataParallelKwargs = kinds[DistributedDataParallelKwargs]
+    options, origin = deepspeed.options, config.origins["engine"]
+    built = make_engine(deepspeed.engine, world, scaler, of_ddp, sharding, options, engine_from=origin)
+    parts = UpdateParts(
+        config=config,
+        world=world,
+        engine=built,
+        scaler=None if built.capabilities.owns_loss_scaling else scaler,
+        state=state,
+        progress=Progress(),
+        objects=PreparedObjects(),
+        unprepared=UnpreparedCheck(num_processes=world.world_size, state=state),
+    )
+    return Session(
+        config=config,
+        world=world,
+        engine=built,
+        precision=precision,
+        deepspeed=deepspeed,
+        handlers=tuple(handlers),
+        layout=layout,
+        fsdp_plugin=fsdp_plugin,
+        dynamo_plugin=dynamo_plugin,
+        ao_recipe_handler=recipe,
+        dataloader_config=dataloader_config,
+        project=project,
+        gradient_state=state,
+        counters=parts.progress,
+        objects=parts.objects,
+        unprepared=parts.unprepared,
+        update=_build_update(parts, comm_hook=of_ddp.comm_hook),
+        **given,
+    )
+
+
+def _build_scaler(
+    precision: PrecisionPolicy, handlers: Sequence[KwargsHandler], deepspeed: DeepSpeedUse
+) -> torch.amp.GradScaler | None:
+    given = next((handler for handler in handlers if isinstance(handler, GradScalerKwargs)), None)
+    return precision.make_scaler((given or deepspeed.scaling or GradScalerKwargs()).to_kwargs())
+
+
+def _build_update(parts: UpdateParts, *, comm_hook: object) -> UpdatePolicy:
+    """Return the policy of the run's parity. Collective: with ``bitwise``."""
+    config, origins = parts.config.value, parts.config.origins
+    if config.seed is not None and origins["seed"].source is SettingSource.CODE:
+        set_seed(config.seed)
+    if config.parity == "exact":
+        return ExactUpdate(parts)
+    if config.parity == "bitwise":
+        return build_bitwise_update(parts, comm_hook=comm_hook)
+    if config.max_micro_batch_size is not None:
+        raise ConfigError(
+            f"max_micro_batch_size={config.max_micro_batch_size} (from {origins['max_micro_batch_size']}) cuts the "
+            "batches of the exact modes, and parity is off",
+            do="give parity='exact', too, or leave max_micro_batch_size out",
+        )
+    return PlainUpdate(parts)

@@ -1,0 +1,47 @@
+"""``parity="off"``: the update of Accelerate. More processes are a larger batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from echelon.accelerator.update.update_policy import UpdatePolicy, checked_loss
+from echelon.base.errors import UsageError
+
+__all__ = ["PlainUpdate"]
+
+
+class PlainUpdate(UpdatePolicy):
+    """Every process and micro-step counts the same, unless losses come with a number of items."""
+
+    drives = False
+    is_unfinished = False
+
+    def backward(self, loss: torch.Tensor, num_items: float | None, kwargs: Mapping[str, Any]) -> None:
+        """See ``Accelerator.backward``."""
+        if not isinstance(loss, torch.Tensor) or not loss.requires_grad or (loss.dim() > 0 and loss.numel() != 1):
+            loss = checked_loss(loss, kwargs, num_devices=self.engine.capabilities.num_devices)
+        if self.unprepared.is_pending:
+            self.unprepared.run(self.objects.models)
+        state = self.state
+        if state.sync_gradients:
+            self.require_every_rank("backward()")
+        inside = self.accumulating is not None
+        if num_items is None:
+            scale, factor = self.window.plain(num_steps=state.num_steps, inside=inside, sync=state.sync_gradients)
+        else:
+            trained = frozenset(map(id, self.trained_models()))
+            scale, factor = self.window.weighted(num_items, inside=inside, sync=state.sync_gradients, trained=trained)
+        self._backpropagate(loss, scale, kwargs)
+        if factor != 1.0:
+            self._finish_gradients(factor)
+
+    def update_loss(self) -> float:
+        """Raise: nothing asks for the weight of every loss in this mode."""
+        raise UsageError(
+            "update_loss() needs the weight of every loss, which parity='off' does not ask for",
+            where=f"parity={self.config.value.parity} (from {self.config.origins['parity']})",
+            do="use Accelerator(parity='exact'), or accelerator.reduce(loss, 'mean')",
+        )

@@ -1,0 +1,303 @@
+"""How gradients become updates: what the modes plain, exact and bitwise share. One policy is chosen when the run is built."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from echelon.accelerator.epochs import Epochs
+from echelon.accelerator.gradient_state import GradientState
+from echelon.accelerator.plugins.configuration import DataLoaderConfiguration
+from echelon.accelerator.prepare.prepared_objects import PreparedObjects
+from echelon.accelerator.prepare.unprepared import UnpreparedCheck
+from echelon.accelerator.update.accumulation_window import AccumulationWindow
+from echelon.accelerator.update.optimizer import AcceleratedOptimizer
+from echelon.accelerator.update.step_timing import NOT_TIMED, timed_backward
+from echelon.base.errors import UsageError
+from echelon.base.progress import Progress
+from echelon.config.resolve import Resolved
+from echelon.config.schema import RunConfig
+from echelon.data.active_loaders import PassDriver
+from echelon.data.exact.exact_batches import ExactOptions
+from echelon.engines.base import Engine
+from echelon.status.notes import notes_of_process
+from echelon.world.world import World
+
+__all__ = ["UpdateParts", "UpdatePolicy", "checked_loss"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateParts:
+    """The parts of a run that an update works on."""
+
+    config: Resolved[RunConfig]
+    world: World
+    engine: Engine
+    scaler: torch.amp.GradScaler | None
+    state: GradientState
+    progress: Progress
+    objects: PreparedObjects
+    unprepared: UnpreparedCheck
+
+
+class UpdatePolicy(ABC):
+    """Weighs losses, runs backward passes, and finishes the gradients of an update."""
+
+    uses_global_batches = False
+    """Is a DataLoader's batch that of all processes together?"""
+    averages_gradients = True
+    """Does the engine average gradients over the ranks? Else they are summed."""
+    epochs: Epochs
+    """Set by the session."""
+
+    def __init__(self, parts: UpdateParts) -> None:
+        self.config = parts.config
+        self.world = parts.world
+        self.engine = parts.engine
+        self.scaler = parts.scaler
+        self.state = parts.state
+        self.progress = parts.progress
+        self.objects = parts.objects
+        self.unprepared = parts.unprepared
+        self.window = AccumulationWindow(
+            world_size=self.world.world_size if self.averages_gradients else 1,
+            total_of=partial(_total_over_ranks, self.world),
+            is_redone=not self.averages_gradients,
+        )
+        self.step = 0
+        """Micro-batches so far; Accelerate's counter, which starts again at the end of a loader."""
+        self.accumulating: tuple[nn.Module, ...] | None = None
+        """The models of the active ``accumulate()``; (): all of them; None: outside."""
+        # Micro-steps of an update that this rank alone ends, because it has no more batches.
+        self._num_in_short_window = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "epochs": None}  # the session builds it
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UpdatePolicy:
+        """Return this object: a copy of a model, which has its methods as hooks, must not copy the run."""
+        return self
+
+    # ---- micro-steps -------------------------------------------------------------------------------------------------
+
+    @property
+    def driver(self) -> PassDriver | None:
+        """What loaders report their micro-steps to; None: nothing."""
+        return None
+
+    @property
+    def drives(self) -> bool:
+        """Does a loader decide where the update ends?"""
+        return False
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Is this a micro-step whose gradients are not yet those of the update, and may not be changed?"""
+        return False
+
+    def count_micro_batch(self) -> bool:
+        """Count a micro-batch; return whether its gradients are synchronised."""
+        state = self.state
+        self.step += 1
+        state.sync_gradients = self.step % state.num_steps == 0
+        self._num_in_short_window = 0
+        if state.sync_with_dataloader and state.end_of_dataloader:
+            loader = state.active_dataloader
+            if not state.sync_gradients and loader is not None and loader.ends_early:
+                self._num_in_short_window = self.step % state.num_steps
+            self.step = 0
+            state.sync_gradients = True
+        self.window.begin_micro_step()
+        state.micro_step, state.has_loss = self.window.num_micro_steps, False
+        return state.sync_gradients or state.plugin.sync_each_batch
+
+    def end_update(self) -> None:
+        """End the last micro-step of an update."""
+        self.window.is_open = False
+        self.epochs.end_update()
+        self.state.micro_step = 0
+
+    # ---- backward ----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def backward(self, loss: torch.Tensor, num_items: float | None, kwargs: Mapping[str, Any]) -> None:
+        """See ``Accelerator.backward``."""
+
+    def _backpropagate(self, loss: torch.Tensor, scale: float, kwargs: Mapping[str, Any]) -> None:
+        state = self.state
+        if state.in_closure:
+            state.has_loss_in_closure = True
+        else:
+            state.has_loss = True
+        notes = notes_of_process()
+        with NOT_TIMED if notes is None else timed_backward(loss, notes):
+            if scale == 0.0:
+                self.engine.backward_zeros(loss, self.objects.parameters(), **kwargs)
+            else:
+                self.engine.backward(loss if scale == 1.0 else loss * scale, **kwargs)
+
+    def trained_models(self) -> list[nn.Module]:
+        """Return the models of the active ``accumulate()``, else all."""
+        return list(self.accumulating or self.objects.models)
+
+    def finished_models(self) -> Sequence[nn.Module]:
+        """Return the models whose gradients the factor of an update is for."""
+        return self.trained_models()
+
+    def _finish_gradients(self, factor: float) -> None:
+        for model in self.finished_models():
+            self.engine.finish_gradients(model, factor)
+        for parameter in self.objects.stray_parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    @abstractmethod
+    def update_loss(self) -> float:
+        """Return the loss of the update that was made last: the mean over the items of all processes and micro-steps.
+
+        Losses of one micro-step are added up. An update without items has no mean: nan. It waits for the device: call it
+        where the loss is logged.
+
+        Collective: every process.
+
+        Raises:
+            UsageError: not in the exact modes, or before the first update.
+        """
+
+    def _sum_over_ranks(self, numbers: list[float]) -> list[float]:
+        return _sums_over_ranks(self.world, numbers)
+
+    # ---- gradients ---------------------------------------------------------------------------------------------------
+
+    def is_local(self) -> bool:
+        """Are the gradients still each rank's own: in mid-window, or in a ``no_sync(unsynced=True)``?"""
+        return not self.state.sync_gradients or any(optimizer.unsynced for optimizer in self.objects.optimizers)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Undo fp16 loss scaling on the gradients of ``optimizer`` (one, several, or all), before looking at them.
+
+        In the exact modes only in the last micro-step of an update: what comes after it is scaled, too.
+        """
+        if self.scaler is None or self.is_unfinished:
+            return
+        given = self.objects.optimizers if optimizer is None else optimizer
+        for one in given if isinstance(given, (list, tuple)) else [given]:
+            inner = one.optimizer if isinstance(one, AcceleratedOptimizer) else one
+            self.engine.unscale(inner, unsynced=self.is_local())
+
+    def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
+        """See ``Accelerator.clip_grad_norm_``; the gradients are unscaled."""
+        for optimizer in self.objects.optimizers:
+            optimizer.is_clipped = True
+        return self.engine.clip_grad_norm(_as_iterable(parameters), max_norm, norm_type, unsynced=self.is_local())
+
+    def unfinished_grad_norm(self, parameters: Any, norm_type: float) -> torch.Tensor:
+        """Return the norm of the gradients so far, on this rank."""
+        norm = self.engine.clip_grad_norm(_as_iterable(parameters), math.inf, norm_type, unsynced=True)
+        return norm if self.scaler is None else norm / self.scaler.get_scale()
+
+    def clip_grad_value(self, parameters: Any, clip_value: float) -> None:
+        """See ``Accelerator.clip_grad_value_``; the gradients are unscaled."""
+        self.engine.clip_grad_value(_as_iterable(parameters), clip_value, unsynced=self.is_local())
+
+    # ---- ranks that have run out of batches ---------------------------------------------------------------------------
+
+    def require_every_rank(self, operation: str) -> None:
+        """Raise where a rank has run out of batches, which ``operation`` would wait for (an uneven loader, outside join)."""
+        loaders = self.state.reading.loaders
+        if not loaders:
+            return
+        for loader in reversed(loaders):  # of loaders that are read together, any may have ended the loop of a rank
+            loader.require_every_rank(operation)
+        loader = loaders[-1]
+        if self._num_in_short_window and self.accumulating is not None:
+            num_steps = self.state.num_steps
+            loader.refuse_short_window(operation, micro_step=self._num_in_short_window, num_steps=num_steps)
+
+    def before_forward(self, _model: nn.Module, _inputs: Any) -> None:
+        """A hook of models whose forward pass waits for every rank."""
+        self.require_every_rank("the forward pass")
+
+    def before_training_forward(self, model: nn.Module, _inputs: Any) -> None:
+        """A hook of models whose forward pass waits for every rank in training (DDP sends buffers); a rank may evaluate alone."""
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and model.training:
+            self.require_every_rank("the forward pass")
+
+    # ---- what depends on the mode --------------------------------------------------------------------------------------
+
+    def note_prepared(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:  # noqa: B027 - nothing in plain mode
+        """Check what is about to be prepared. Collective."""
+
+    def loader_options(self, config: DataLoaderConfiguration) -> ExactOptions | None:
+        """Return how loaders read in the exact modes; None in the others. Collective: at the first call."""
+        return None
+
+    def log_batch_size(self, batch_size: int | None) -> None:  # noqa: B027 - nothing in plain mode
+        """Log once what a loader's batch size means in this mode."""
+
+    def snapshot(self) -> dict[str, Any] | None:
+        """Complete the progress; return the random states at which a resumed run continues (None: the current ones)."""
+        return None
+
+    def restore(self) -> None:  # noqa: B027 - nothing in plain mode
+        """Start again after progress was loaded."""
+
+    def record(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold beside the progress."""
+        return {}
+
+    def require_record(self, saved: Mapping[str, Any], folder: object) -> None:  # noqa: B027 - nothing in plain mode
+        """Compare with what ``record`` returned when ``folder`` was saved, in any mode."""
+
+
+def _total_over_ranks(world: World, items: float) -> float:
+    return _sums_over_ranks(world, [items])[0]
+
+
+def _sums_over_ranks(world: World, numbers: list[float]) -> list[float]:
+    """Return the sum of each number over the ranks: one small reduction. Collective."""
+    if world.world_size == 1:
+        return numbers
+    sums = torch.tensor(numbers, dtype=torch.float64, device=world.device)
+    dist.all_reduce(sums)
+    return sums.tolist()  # the host needs them: losses are scaled by them
+
+
+def _as_iterable(parameters: Any) -> Iterable[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else parameters
+
+
+def checked_loss(loss: Any, kwargs: Mapping[str, Any], *, num_devices: int) -> torch.Tensor:
+    """Return the loss to backpropagate: of one for each device, the mean.
+
+    Raises:
+        UsageError: no scalar, or no graph.
+    """
+    if not isinstance(loss, torch.Tensor):
+        raise UsageError(
+            f"backward() was given {type(loss).__name__}, not a tensor",
+            do="give it the loss; a model that returns a dict or a tuple has it as .loss or [0]",
+        )
+    if loss.dim() == 1 and 1 < loss.numel() <= num_devices and "gradient" not in kwargs:
+        loss = loss.mean()
+    if loss.numel() != 1 and "gradient" not in kwargs:
+        raise UsageError(
+            f"backward() needs one number, and the loss has the shape {list(loss.shape)}",
+            do="reduce it, for example by loss.mean()",
+        )
+    if not loss.requires_grad:
+        raise UsageError(
+            "backward() was given a loss without a graph: nothing that it depends on requires gradients",
+            do="compute it from the model's outputs, outside torch.no_grad(), and without .item() or .detach()",
+        )
+    checked: torch.Tensor = loss
+    return checked

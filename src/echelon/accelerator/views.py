@@ -1,0 +1,72 @@
+"""Properties of the Accelerator and the states that read an attribute of one of their parts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from echelon.accelerator.plugins.kwargs_handlers import KwargsHandler
+from echelon.base.errors import UsageError
+
+__all__ = ["axis_rank", "delegate", "given_handler", "view"]
+
+
+def view(path: str, doc: str, *, is_settable: bool = False) -> Any:
+    """Return a property that reads the attribute at ``path`` (such as ``session.world.device``) without a Python frame."""
+    setter: Callable[[Any, Any], None] | None = None
+    if is_settable:
+        owner, _, name = path.rpartition(".")
+        find = attrgetter(owner)
+
+        def setter(instance: Any, value: Any) -> None:
+            setattr(find(instance), name, value)
+
+    return property(attrgetter(path), setter, doc=doc)
+
+
+def given_handler(kind: type[KwargsHandler]) -> Any:
+    """Return a property: the handler of this kind in ``kwargs_handlers``. Read-only: the engine was built with it."""
+    return property(
+        lambda instance: instance.session.handler(kind),
+        doc=f"The ``{kind.__name__}`` in ``kwargs_handlers``; None: none was given.",
+    )
+
+
+def axis_rank(name: str, axis: str | None) -> Any:
+    """Return a property: the rank on an axis of ``parallelism_config``; ``axis`` None: there is no such axis."""
+
+    def rank(instance: Any) -> int:
+        layout = instance.session.layout
+        if layout is None or axis is None:
+            raise UsageError(
+                f"there is no {name}: no parallelism_config was given",
+                do="use process_index: every process has its own part of the data",
+            )
+        mesh = layout.device_mesh
+        return mesh.get_local_rank(axis) if mesh is not None and axis in layout.active_mesh_dims else 0
+
+    where = f"The rank on the axis ``{axis}`` of ``parallelism_config``." if axis else "Not supported."
+    return property(rank, doc=f"{where} Raises: there is no such axis.")
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def delegate(function: Callable[Concatenate[Any, _P], _R], owner: str) -> Callable[Concatenate[Any, _P], _R]:
+    """Return a method that calls ``function`` with the part ``owner`` of its instance: same signature, same docstring.
+
+    A method of a class is looked up on the part, so that its subclasses count.
+    """
+    find, name = attrgetter(owner), function.__name__
+    is_method = "." in function.__qualname__
+
+    @functools.wraps(function)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        part = find(self)
+        return getattr(part, name)(*args, **kwargs) if is_method else function(part, *args, **kwargs)
+
+    method: Any = call
+    return method  # type: ignore[no-any-return]
