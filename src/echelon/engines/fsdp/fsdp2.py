@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakSet
@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -27,7 +26,13 @@ from echelon.engines.bitwise.grad_norm import clip_by_rows
 from echelon.engines.bitwise.sharded_tree_sum import ShardedTreeSum
 from echelon.engines.bitwise.tree_sum import ReplicatedUpdate, ShardedUpdate
 from echelon.engines.fsdp.grad_norm import total_norm
-from echelon.engines.fsdp.meta_device import fill_from_rank_zero, move_to_meta, require_values
+from echelon.engines.fsdp.meta_device import broadcast_model, fill_from_rank_zero, move_to_meta, require_values
+from echelon.engines.fsdp.optimizer_support import (
+    cannot_step_shards,
+    parameter_ids,
+    repoint_optimizer,
+    require_elementwise,
+)
 from echelon.engines.fsdp.options import ShardingOptions
 from echelon.engines.fsdp.param_groups import (
     clear_unreduced_gradients,
@@ -42,7 +47,7 @@ from echelon.engines.fsdp.param_groups import (
 )
 from echelon.engines.fsdp.shard_access import accept_full_state_dicts, warn_on_shard_values
 from echelon.engines.fsdp.unsharded_parameters import UnshardedParameters
-from echelon.engines.fsdp.wrap_policy import checkpoint_activations, ignored_parameters, modules_to_shard
+from echelon.engines.fsdp.wrap_policy import checkpoint_activations, ignored_parameters, modules_to_shard, reject_sparse
 from echelon.engines.output_hooks import flatten_outputs_for_hooks
 from echelon.engines.shards import describe_shard, gather_full, local_tensors, restore_shard, shard_like
 from echelon.engines.state_dicts import collect_named_state, load_named_state, plain_state_dict
@@ -118,11 +123,7 @@ class FSDP2Engine(Engine):
             UsageError: an optimizer that cannot step shards of parameters.
         """
         for optimizer in optimizers:
-            if (
-                type(optimizer).__module__.startswith("torch.optim")
-                and type(optimizer).__name__ in _NEEDS_FULL_PARAMETERS
-            ):
-                raise _cannot_step_shards(optimizer, "its update needs whole parameters, or all of them")
+            require_elementwise(optimizer)
         before = [dict(model.named_parameters()) for model in models]
         for model in models:
             self._shard(model)
@@ -133,7 +134,7 @@ class FSDP2Engine(Engine):
                     self._replaced[parameter] = after[name]
         self._optimizers.update(optimizers)
         for optimizer in list(self._optimizers):
-            _repoint_optimizer(optimizer, self._replaced)
+            repoint_optimizer(optimizer, self._replaced)
         return Prepared(models=tuple(models), optimizers=tuple(optimizers), schedulers=tuple(schedulers))
 
     def _shard(self, model: nn.Module) -> None:
@@ -143,12 +144,12 @@ class FSDP2Engine(Engine):
             return
         device = self._world.device
         unsharded = set(map(id, ignored_parameters(model, options.ignored)))
-        _reject_sparse(model, unsharded)
+        reject_sparse(model, unsharded)
         # A scalar has no dim to shard.
         ignored = [name for name, p in model.named_parameters() if id(p) in unsharded or p.dim() == 0]
         values = move_to_meta(model, only_rank_zero=options.ram_efficient_loading)
         if values is None:
-            _broadcast_model(model, device)
+            broadcast_model(model, device)
         blocks = modules_to_shard(model, options)
         if options.activation_checkpointing:
             checkpoint_activations(blocks)
@@ -284,11 +285,11 @@ class FSDP2Engine(Engine):
         except (RuntimeError, NotImplementedError, TypeError) as error:
             if "DTensor" not in str(error) and "DeviceMesh" not in str(error):
                 raise
-            raise _cannot_step_shards(optimizer, f"torch says {str(error).splitlines()[0]!r}") from error
+            raise cannot_step_shards(optimizer, f"torch says {str(error).splitlines()[0]!r}") from error
 
     def _reshard(self, optimizer: Optimizer) -> None:
         """Free the unsharded parameters that a forward pass without a backward pass has left: the step does not update them."""
-        owners = _ids_of(optimizer)
+        owners = parameter_ids(optimizer)
         for root in self._roots.values():
             if any(id(part.sharded_param) in owners for part in fsdp_params([root])):
                 reshard(root)
@@ -320,7 +321,7 @@ class FSDP2Engine(Engine):
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
         optimizer.zero_grad(set_to_none=set_to_none)
-        clear_unreduced_gradients(self._roots.values(), _ids_of(optimizer))
+        clear_unreduced_gradients(self._roots.values(), parameter_ids(optimizer))
 
     def unscale(self, optimizer: Optimizer, *, unsynced: bool = False) -> None:
         if not unsynced:
@@ -485,20 +486,6 @@ def _syncing(root: FSDPModule | None, *, sync: bool) -> Iterator[None]:
         root.set_requires_gradient_sync(True)
 
 
-# LBFGS silently adds up products of one shard; the others end in torch's messages.
-_NEEDS_FULL_PARAMETERS = frozenset({"Adafactor", "LBFGS", "Muon", "Rprop"})
-
-
-def _cannot_step_shards(optimizer: Optimizer, why: str) -> UsageError:
-    kind = type(optimizer).__name__
-    return UsageError(
-        f"{kind} cannot step sharded parameters: {why}",
-        where="engine fsdp2",
-        do=f"use AdamW, SGD or another element-wise optimizer, or keep {kind} and use "
-        f"engine='{'ddp' if kind == 'LBFGS' else 'zero1'}'",
-    )
-
-
 def _backend_averages(world: World) -> bool:
     """Return whether the default group's backend implements ``ReduceOp.AVG``. Collective."""
     reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its older name
@@ -509,45 +496,3 @@ def _backend_averages(world: World) -> bool:
     except RuntimeError:  # raised by some versions
         return False
     return float(mean) == 1.0
-
-
-def _reject_sparse(model: nn.Module, unsharded: Container[int]) -> None:
-    """Raise UsageError if a layer has sparse gradients, which torch cannot reduce-scatter: its own error names no layer."""
-    for name, module in model.named_modules():
-        is_sparse = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
-        if is_sparse and module.weight.requires_grad and id(module.weight) not in unsharded:
-            raise UsageError(
-                f"{name or type(module).__name__} is an embedding with sparse=True, and fully_shard cannot reduce sparse gradients",
-                where="prepare(), engine fsdp2",
-                do="create it with sparse=False, or use engine='ddp'",
-            )
-
-
-def _broadcast_model(model: nn.Module, device: torch.device) -> None:
-    """Broadcast the weights and buffers of rank zero. Collective: every rank."""
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if tensor.device.type == device.type:
-            dist.broadcast(tensor.data, src=0)
-        else:
-            sent = tensor.data.to(device)
-            dist.broadcast(sent, src=0)
-            tensor.data.copy_(sent)
-
-
-def _ids_of(optimizer: Optimizer) -> set[int]:
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
-
-
-def _repoint_optimizer(optimizer: Optimizer, replaced: Mapping[torch.Tensor, nn.Parameter]) -> None:
-    """Replace the parameters of ``optimizer`` by the sharded ones, and shard its state."""
-    for group in optimizer.param_groups:
-        group["params"] = [replaced.get(p, p) for p in group["params"]]
-        if len({isinstance(p, DTensor) for p in group["params"]}) > 1:  # no kernel takes both kinds
-            group["foreach"] = False
-            if group.get("fused"):
-                group["fused"] = False
-    for old in list(optimizer.state):
-        new = replaced.get(old, old)
-        if new is not old:
-            entries = optimizer.state.pop(old)
-            optimizer.state[new] = {key: shard_like(value, new) for key, value in entries.items()}

@@ -19,7 +19,14 @@ from echelon.distributed.small_messages import broadcast_bytes, gather_counts
 from echelon.engines.fsdp.param_groups import fsdp_groups
 from echelon.engines.shards import local_slices
 
-__all__ = ["allocate_tensors", "fill_from_rank_zero", "move_to_meta", "release_pages", "require_values"]
+__all__ = [
+    "allocate_tensors",
+    "broadcast_model",
+    "fill_from_rank_zero",
+    "move_to_meta",
+    "release_pages",
+    "require_values",
+]
 
 Values = dict[str, torch.Tensor | None]
 """Rank zero's tensors by name; on other ranks, the same names with None."""
@@ -160,6 +167,17 @@ def require_values(model: nn.Module, *_: object) -> None:
             f"{', '.join(names[:3])}",
             do="call load_checkpoint_in_model(model, folder) after prepare()",
         )
+
+
+def broadcast_model(model: nn.Module, device: torch.device) -> None:
+    """Broadcast the weights and buffers of rank zero. Collective: every rank."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.device.type == device.type:
+            dist.broadcast(tensor.data, src=0)
+        else:
+            sent = tensor.data.to(device)
+            dist.broadcast(sent, src=0)
+            tensor.data.copy_(sent)
 
 
 def release_pages(tensor: torch.Tensor) -> None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from echelon.base.errors import ConfigError
+from echelon.base.errors import ConfigError, UsageError
 from echelon.engines.fsdp.options import ShardingOptions
 
-__all__ = ["checkpoint_activations", "ignored_parameters", "modules_to_shard"]
+__all__ = ["checkpoint_activations", "ignored_parameters", "modules_to_shard", "reject_sparse"]
 
 
 def modules_to_shard(model: nn.Module, options: ShardingOptions) -> list[nn.Module]:
@@ -117,3 +117,15 @@ def checkpoint_activations(blocks: Iterable[nn.Module]) -> None:
 
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def reject_sparse(model: nn.Module, unsharded: Container[int]) -> None:
+    """Raise UsageError if a layer has sparse gradients, which torch cannot reduce-scatter: its own error names no layer."""
+    for name, module in model.named_modules():
+        is_sparse = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+        if is_sparse and module.weight.requires_grad and id(module.weight) not in unsharded:
+            raise UsageError(
+                f"{name or type(module).__name__} is an embedding with sparse=True, and fully_shard cannot reduce sparse gradients",
+                where="prepare(), engine fsdp2",
+                do="create it with sparse=False, or use engine='ddp'",
+            )
