@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from echelon import Accelerator
-from echelon.accelerator.setup.build_deepspeed import fill_deepspeed, translate_plugin_to_fsdp2
+from echelon.accelerator.setup.build_deepspeed import resolve_plugin_config, translate_plugin_to_fsdp2
 from echelon.base.errors import ConfigError
 from echelon.base.warnings import EchelonWarning
 from echelon.config.origin import Origin, Setting, SettingSource
@@ -299,7 +299,7 @@ def test_dummies_and_the_model_fill_the_config(caplog: pytest.LogCaptureFixture)
     model = nn.Linear(2, 2)
     model.config = type("Config", (), {"hidden_sizes": [16, 32]})()  # type: ignore[assignment]
     optimizer = DummyOptim(model.parameters(), lr=0.5, weight_decay=0.1)
-    fill_deepspeed(
+    resolve_plugin_config(
         plugin,
         world_size=2,
         accumulation=Setting(2, Origin(SettingSource.CODE)),

@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DeepSpeedUse",
-    "choose_deepspeed",
-    "fill_deepspeed",
-    "follow_deepspeed",
+    "choose_plugin",
+    "resolve_plugin_config",
+    "apply_plugin_settings",
     "groups_of",
     "build_deepspeed",
-    "plugin_knowing",
+    "build_plugin",
     "refuse_stand_ins",
     "translate_plugin_to_fsdp2",
 ]
@@ -52,7 +52,7 @@ _logger = get_logger(__name__)
 _CLIPPING = Setting(1.0, Origin(SettingSource.DEFAULT, "of accelerate"))
 
 
-def choose_deepspeed(plugin: Any, plugins: Any, *, engine: Engine | str | None) -> DeepSpeedPlugin | None:
+def choose_plugin(plugin: Any, plugins: Any, *, engine: Engine | str | None) -> DeepSpeedPlugin | None:
     """Return the given plugin, else one from the environment; None: DeepSpeed is not requested.
 
     Raises:
@@ -102,9 +102,9 @@ class DeepSpeedUse:
     """The clipping that an optimizer does before its step, because the engine does not."""
 
     def fill(self, **known: Any) -> None:
-        """See ``fill_deepspeed``."""
+        """See ``resolve_plugin_config``."""
         if self.plugin is not None and self.options:
-            fill_deepspeed(self.plugin, **known)
+            resolve_plugin_config(self.plugin, **known)
 
 
 def build_deepspeed(
@@ -121,20 +121,20 @@ def build_deepspeed(
         ConfigError: not a plugin, or several; another engine; a setting that fsdp2 cannot implement; conflicting settings.
         MissingExtraError: DeepSpeed is not installed.
     """
-    chosen = choose_deepspeed(plugin, plugins, engine=engine)
+    chosen = choose_plugin(plugin, plugins, engine=engine)
     if chosen is None:
         return DeepSpeedUse(engine=engine, fsdp_plugin=fsdp_plugin), config
-    config = follow_deepspeed(config, chosen)
+    config = apply_plugin_settings(config, chosen)
     where = f"{config.origins['sharded_by']}"
     if config.origins["engine"].source is not SettingSource.DEFAULT:
         where = f"{config.origins['engine']}"
     elif plugin is not None or plugins is not None:
         where = "code Accelerator(deepspeed_plugin=)"
     precision = config.value.mixed_precision
-    return _use(chosen, engine=engine, fsdp_plugin=fsdp_plugin, mixed_precision=precision, where=where), config
+    return _build_use(chosen, engine=engine, fsdp_plugin=fsdp_plugin, mixed_precision=precision, where=where), config
 
 
-def _use(
+def _build_use(
     plugin: DeepSpeedPlugin,
     *,
     engine: Engine | str | None,
@@ -187,7 +187,7 @@ def refuse_stand_ins(objects: Sequence[Any]) -> None:
             )
 
 
-def follow_deepspeed(config: Resolved[RunConfig], plugin: DeepSpeedPlugin) -> Resolved[RunConfig]:
+def apply_plugin_settings(config: Resolved[RunConfig], plugin: DeepSpeedPlugin) -> Resolved[RunConfig]:
     """Replace the run's default settings by the plugin's.
 
     Raises:
@@ -229,7 +229,7 @@ def deepspeed_options(plugin: DeepSpeedPlugin, *, mixed_precision: str) -> DeepS
     )
 
 
-def fill_deepspeed(
+def resolve_plugin_config(
     plugin: DeepSpeedPlugin,
     *,
     world_size: int,
@@ -270,7 +270,7 @@ def fill_deepspeed(
         _logger.warning('DeepSpeed\'s config, values resolved from "auto" or defaults: %s', ", ".join(resolved))
 
 
-def plugin_knowing(
+def build_plugin(
     config: Mapping[str, Any], known: Mapping[str, tuple[str, Any]], *, batch_size: int, of: str
 ) -> DeepSpeedPlugin:
     """Return a plugin for ``config``, with what is known before the model exists; the rest stays "auto".

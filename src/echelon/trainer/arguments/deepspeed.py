@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from echelon.accelerator import DeepSpeedPlugin, DummyOptim, DummyScheduler
-from echelon.accelerator.setup.build_deepspeed import plugin_knowing
+from echelon.accelerator.setup.build_deepspeed import build_plugin
 from echelon.trainer.arguments.training_arguments import TrainingArguments
 
 __all__ = ["deepspeed_optimizer", "deepspeed_plugin", "deepspeed_schedule"]
@@ -23,7 +23,7 @@ def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin | None:
     if not args.deepspeed:
         return None
     assert isinstance(args.deepspeed, dict), args.deepspeed
-    plugin = plugin_knowing(args.deepspeed, _known(args), batch_size=args.train_batch_size, of="TrainingArguments")
+    plugin = build_plugin(args.deepspeed, _known(args), batch_size=args.train_batch_size, of="TrainingArguments")
     # The Trainer divides by the batches of an update itself, so DeepSpeed sees each batch as an update.
     plugin.gradient_accumulation_steps = plugin.deepspeed_config["gradient_accumulation_steps"] = 1
     plugin.deepspeed_config.pop("train_batch_size", None)
