@@ -43,23 +43,16 @@ TORCH_FREE = (
 TORCH_AT_IMPORT = ("launch/agent.py", "launch/multinode/rendezvous.py")
 
 # What "The house redrawn" has not reached yet: at most so many. Lower a number when yours is lower; 0: delete the entry.
-PRIVATE_READS_LEFT = {"accelerator/": 85, "testing/": 3, "trainer/": 105}
-LONG_FUNCTIONS_LEFT = frozenset(
-    [
-        "__init__",
-        "load_content",
-        "begin_save",
-        "save_folder",
-        "_launch",
-        "_own_options",
-        "prepare_loader",
-        "dispatch",
-        "diagnose",
-        "notebook_launcher",
-        "make_plan",
-    ]
-)
-LONG_FILES = {"accelerator/accelerator.py": 1450, "trainer/trainer.py": 1350}  # the aim: 600 lines each
+PRIVATE_READS_LEFT = {"accelerator/": 65, "testing/": 3}
+LONG_FUNCTIONS_LEFT = {
+    "accelerator": ("__init__", "load_content"),
+    "cli": ("_launch", "_own_options"),
+    "data": ("prepare_loader", "dispatch"),
+    "diagnose": ("diagnose",),
+    "launch": ("notebook_launcher",),
+    "trainer": ("make_plan",),
+}
+LONG_FILES = {"accelerator/accelerator.py": 1420, "trainer/trainer.py": 600}  # the aim: 600 lines each
 
 
 @pytest.mark.parametrize("path", SOURCES)
@@ -99,7 +92,8 @@ def test_a_public_class_name_is_defined_once() -> None:
 
 def test_no_function_is_longer_than_80_lines() -> None:
     found = [text for path, source in SOURCES.items() for text in long_functions(path, source)]
-    assert [text for text in found if not any(f": {name} has" in text for name in LONG_FUNCTIONS_LEFT)] == []
+    left = [(f"{folder}/", f": {name} has") for folder, names in LONG_FUNCTIONS_LEFT.items() for name in names]
+    assert [text for text in found if not any(text.startswith(start) and part in text for start, part in left)] == []
 
 
 def test_a_long_function_is_seen() -> None:
