@@ -241,29 +241,6 @@ def test_a_step_without_synchronisation_is_synchronised() -> None:
     torch.testing.assert_close(guarded, plain, rtol=1e-12, atol=1e-14)
 
 
-def _nothing_on_one() -> Any:
-    accelerator = _accelerator("stage 3", gradient_accumulation_steps=2)
-    model: Any = _net()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
-    for ids in _ids()[0]:
-        with accelerator.accumulate(model):
-            mine = ids[:5] if dist.get_rank() == 0 else ids[:0]
-            # A mean over nothing: NaN.
-            loss = _loss(model, mine) if len(mine) else _loss(model, ids[:1]) * float("nan")
-            accelerator.backward(loss, num_items=len(mine))
-            optimizer.step()
-    return accelerator.get_state_dict(model)
-
-
-def test_a_rank_without_items_adds_nothing() -> None:
-    model = _net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    (sum(_loss(model, ids[:5]) for ids in _ids()[0]) / 2).backward()  # type: ignore[union-attr]
-    optimizer.step()
-    found, *_ = run_on_ranks(_nothing_on_one, world_size=2)
-    torch.testing.assert_close(found, dict(model.state_dict()), rtol=1e-12, atol=1e-14)
-
-
 def _save(folder: Path, kind: str | None, load: bool) -> Any:
     accelerator = Accelerator() if kind is None else _accelerator(kind)
     model: Any = _net(seed=3 if load else 0)
@@ -293,24 +270,6 @@ def test_its_state_goes_on_elsewhere(tmp_path: Path, one: str | None, other: str
     run_on_ranks(_save, tmp_path / "state", one, False, world_size=2)
     found, *_ = run_on_ranks(_save, tmp_path / "state", other, True, world_size=3 if other else 2)
     torch.testing.assert_close(found, dict(model.state_dict()), rtol=1e-9, atol=1e-12)
-
-
-def _scaled() -> list[Any]:
-    accelerator = Accelerator(engine="fsdp2", mixed_precision="fp16")
-    torch.manual_seed(0)
-    model: Any = nn.Linear(4, 2)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    seen = []
-    for factor in (1.0, float("inf") if dist.get_rank() == 1 else 1.0, 1.0):
-        accelerator.backward(model(torch.ones(3, 4)).square().mean() * factor)
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append(accelerator.optimizer_step_was_skipped)
-    return seen
-
-
-def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all() -> None:
-    assert run_on_ranks(_scaled, world_size=2) == [[False, True, False]] * 2
 
 
 def _runs_out(rank_with_less: int) -> str:

@@ -109,8 +109,10 @@ def items_count_alike(open: Open) -> None:
     weights = _model(dtype)
     plain = _sgd(weights)
     last = accelerator.num_processes - 1
-    shares = [[rank + 1 for rank in range(last + 1)], [2 * (rank < last) for rank in range(last + 1)]]
-    for window in _data(dtype)[:, :, : 4 * (last + 1)]:
+    uneven = [rank + 1 for rank in range(last + 1)]
+    none_on_last = [2 * (rank < max(last, 1)) for rank in range(last + 1)]
+    for number, window in enumerate(_data(dtype)[:, :, : 4 * (last + 1)]):
+        shares = [none_on_last if number == 3 else uneven, none_on_last]
         _plain_update(weights, plain, [torch.cat([x[: sum(counts)] for x, counts in zip(window, shares)])])
         for x, counts in zip(window, shares):
             mine = x[: sum(counts)].split(counts)[accelerator.process_index].to(accelerator.device)
@@ -228,11 +230,13 @@ def an_infinite_fp16_step_is_skipped(open: Open) -> None:
     advanced = 0
     for factor in (1.0, float("inf"), 1.0):
         finite = factor == 1.0
+        # Infinite on one rank only: all skip.
+        own = factor if accelerator.process_index == accelerator.num_processes - 1 else 1.0
         advanced += finite * accelerator.num_processes  # Accelerate's meaning: a schedule advances so often per update
         before = [_from_rank_zero(accelerator.get_state_dict(model)) for model in models]
         outputs = [model(torch.ones(3, 5, device=accelerator.device)) for model in models]
         _expect(outputs[0].dtype == torch.float32, f"the output is {outputs[0].dtype}")
-        accelerator.backward(torch.stack([_loss(output) for output in outputs]).sum() * factor)
+        accelerator.backward(torch.stack([_loss(output) for output in outputs]).sum() * own)
         norm = float(accelerator.clip_grad_norm_(models[0].parameters(), 1e6))
         _expect((norm < 100) == finite, f"the norm is {norm}")
         for optimizer, scheduler in zip(optimizers, schedulers):
