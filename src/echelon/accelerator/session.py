@@ -14,7 +14,7 @@ from echelon.accelerator.plugins.project_configuration import ProjectConfigurati
 from echelon.accelerator.preemption import PreemptionHandler
 from echelon.accelerator.prepare.prepared_objects import PreparedObjects
 from echelon.accelerator.prepare.unprepared import UnpreparedCheck
-from echelon.accelerator.setup.build_deepspeed import DeepSpeedUse
+from echelon.accelerator.setup.build_deepspeed import DeepSpeedSettings
 from echelon.accelerator.update.step_guard import StepGuard
 from echelon.accelerator.update.update_policy import UpdatePolicy
 from echelon.base.capabilities import Capabilities
@@ -41,7 +41,7 @@ class Session:
     world: World
     engine: Engine
     precision: PrecisionPolicy
-    deepspeed: DeepSpeedUse
+    deepspeed: DeepSpeedSettings
     handlers: tuple[KwargsHandler, ...]
     """What was given as ``kwargs_handlers``."""
     layout: ParallelismConfig | None

@@ -14,7 +14,7 @@ from echelon.accelerator.plugins.configuration import TorchDynamoPlugin
 from echelon.accelerator.prepare.compile import compile_regions, compile_whole, compiles, is_compiled, uncompiled
 from echelon.accelerator.prepare.data_loaders import rng_type_names
 from echelon.accelerator.session import Session
-from echelon.accelerator.setup.build_deepspeed import refuse_stand_ins
+from echelon.accelerator.setup.build_deepspeed import reject_placeholders
 from echelon.accelerator.setup.watch import watched
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
 from echelon.accelerator.update.scheduler import AcceleratedScheduler
@@ -56,7 +56,7 @@ def prepare_found(
     ]
     schedulers = [o for o, _ in new if isinstance(o, (LRScheduler, DummyScheduler))]
     if not session.deepspeed.options:
-        refuse_stand_ins([*optimizers, *schedulers])
+        reject_placeholders([*optimizers, *schedulers])
     for model, place in models:
         if session.world.world_size > 1 and is_on_several_devices(model):
             raise UsageError(

@@ -27,7 +27,7 @@ from echelon.engines.base import Engine
 from echelon.engines.deepspeed.ds_config import DeepSpeedFacts, resolve_deepspeed, unresolved
 from echelon.engines.deepspeed.fsdp2_counterparts import translate_to_fsdp2
 from echelon.engines.deepspeed.options import DeepSpeedOptions, DummyOptim, DummyScheduler
-from echelon.engines.deepspeed.training_config import parameter_groups, resolve_run_config
+from echelon.engines.deepspeed.training_config import parameters_by_group, resolve_run_config
 from echelon.engines.registry import BY_DEEPSPEED, SHARDING
 from echelon.world.environment import detect
 
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from echelon.accelerator.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
 
 __all__ = [
-    "DeepSpeedUse",
+    "DeepSpeedSettings",
     "choose_plugin",
     "resolve_plugin_config",
     "apply_plugin_settings",
-    "groups_of",
+    "parameters_by_group",
     "build_deepspeed",
     "build_plugin",
-    "refuse_stand_ins",
+    "reject_placeholders",
     "translate_plugin_to_fsdp2",
 ]
 
@@ -88,7 +88,7 @@ def choose_plugin(plugin: Any, plugins: Any, *, engine: Engine | str | None) -> 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeepSpeedUse:
+class DeepSpeedSettings:
     """The settings of a run that follow from its DeepSpeed plugin."""
 
     plugin: DeepSpeedPlugin | None = None
@@ -114,7 +114,7 @@ def build_deepspeed(
     *,
     engine: Engine | str | None,
     fsdp_plugin: FullyShardedDataParallelPlugin | None,
-) -> tuple[DeepSpeedUse, Resolved[RunConfig]]:
+) -> tuple[DeepSpeedSettings, Resolved[RunConfig]]:
     """Return how the engine deepspeed (the default with a plugin), or fsdp2, follows the plugin; and the settings of the run.
 
     Raises:
@@ -123,7 +123,7 @@ def build_deepspeed(
     """
     chosen = choose_plugin(plugin, plugins, engine=engine)
     if chosen is None:
-        return DeepSpeedUse(engine=engine, fsdp_plugin=fsdp_plugin), config
+        return DeepSpeedSettings(engine=engine, fsdp_plugin=fsdp_plugin), config
     config = apply_plugin_settings(config, chosen)
     where = f"{config.origins['sharded_by']}"
     if config.origins["engine"].source is not SettingSource.DEFAULT:
@@ -141,7 +141,7 @@ def _build_use(
     fsdp_plugin: FullyShardedDataParallelPlugin | None,
     mixed_precision: str,
     where: str,
-) -> DeepSpeedUse:
+) -> DeepSpeedSettings:
     if fsdp_plugin is not None and (engine is None or engine in SHARDING | BY_DEEPSPEED):
         raise ConfigError(
             "fsdp_plugin and deepspeed_plugin both define how the model is sharded",
@@ -153,7 +153,9 @@ def _build_use(
         plugin.select_for_torch()
         norm = _CLIPPING.value if plugin.clips_by_default else plugin.get_value("gradient_clipping", 0.0)
         clipping = Clipping(max_norm=float(str(norm)), gives_way=plugin.clips_by_default) if norm else None
-        return DeepSpeedUse(plugin=plugin, engine=engine, fsdp_plugin=translated, scaling=scaling, clipping=clipping)
+        return DeepSpeedSettings(
+            plugin=plugin, engine=engine, fsdp_plugin=translated, scaling=scaling, clipping=clipping
+        )
     if engine is not None and engine not in BY_DEEPSPEED:
         shown = f"{type(engine).__name__}()" if isinstance(engine, Engine) else repr(engine)
         raise ConfigError(
@@ -163,7 +165,7 @@ def _build_use(
         )
     _require_library(where)
     options = deepspeed_options(plugin, mixed_precision=mixed_precision)
-    return DeepSpeedUse(plugin=plugin, engine=min(BY_DEEPSPEED), options={"deepspeed": options})
+    return DeepSpeedSettings(plugin=plugin, engine=min(BY_DEEPSPEED), options={"deepspeed": options})
 
 
 def _require_library(where: str) -> None:
@@ -176,7 +178,7 @@ def _require_library(where: str) -> None:
         )
 
 
-def refuse_stand_ins(objects: Sequence[Any]) -> None:
+def reject_placeholders(objects: Sequence[Any]) -> None:
     """Raise ConfigError if ``objects`` contain a ``DummyOptim`` or ``DummyScheduler``, which only DeepSpeed's config replaces."""
     for one in objects:
         if isinstance(one, (DummyOptim, DummyScheduler)):
@@ -292,11 +294,6 @@ def build_plugin(
     facts = DeepSpeedFacts(world_size=detect().world_size, settings=settings, batch_sizes=(batch_size,))
     origin = Origin(SettingSource.CODE, f"{of}.deepspeed")
     return DeepSpeedPlugin(hf_ds_config=resolve_deepspeed(config, facts, origin=origin).config)
-
-
-def groups_of(optimizer: Any) -> list[list[nn.Parameter]]:
-    """Return the parameters of each group of an optimizer, or of a ``DummyOptim``."""
-    return parameter_groups(optimizer)
 
 
 def translate_plugin_to_fsdp2(

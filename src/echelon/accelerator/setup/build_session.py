@@ -36,7 +36,7 @@ from echelon.accelerator.setup.build import (
     handlers_by_kind,
     make_engine,
 )
-from echelon.accelerator.setup.build_deepspeed import DeepSpeedUse, build_deepspeed
+from echelon.accelerator.setup.build_deepspeed import DeepSpeedSettings, build_deepspeed
 from echelon.accelerator.update.bitwise_update import build_bitwise_update
 from echelon.accelerator.update.exact_update import ExactUpdate
 from echelon.accelerator.update.plain_update import PlainUpdate
@@ -137,7 +137,7 @@ def build_session(
 
 
 def _build_scaler(
-    precision: PrecisionPolicy, handlers: Sequence[KwargsHandler], deepspeed: DeepSpeedUse
+    precision: PrecisionPolicy, handlers: Sequence[KwargsHandler], deepspeed: DeepSpeedSettings
 ) -> torch.amp.GradScaler | None:
     given = next((handler for handler in handlers if isinstance(handler, GradScalerKwargs)), None)
     return precision.make_scaler((given or deepspeed.scaling or GradScalerKwargs()).to_kwargs())

@@ -24,7 +24,7 @@ from echelon.engines.deepspeed.training_config import (
     evaluation_config,
     host_optimizer,
     is_on,
-    parameter_groups,
+    parameters_by_group,
     replaces_optimizer_on_host,
     stage_of,
     training_config,
@@ -153,7 +153,7 @@ class DeepSpeedEngine(Engine):
                 where="prepare(), engine deepspeed",
                 do="create one optimizer with several parameter groups, or use the engine fsdp2 or ddp",
             )
-        owned = {id(p) for group in parameter_groups(optimizers[0]) for p in group}
+        owned = {id(p) for group in parameters_by_group(optimizers[0]) for p in group}
         trained = [model for model in models if any(id(p) in owned for p in model.parameters())]
         if len(trained) == 1 and self._run is None:
             return trained[0]
@@ -187,7 +187,7 @@ class DeepSpeedEngine(Engine):
                 where="mixed_precision='fp16', engine deepspeed",
                 do="use mixed_precision='bf16', or ZeRO stage 0, or the engine fsdp2",
             )
-        groups = parameter_groups(optimizer)
+        groups = parameters_by_group(optimizer)
         arguments: dict[str, Any] = {}
         if isinstance(optimizer, DummyOptim):
             announce_kernels(config, optimizer=str(config["optimizer"].get("type")))

@@ -22,7 +22,7 @@ __all__ = [
     "evaluation_config",
     "host_optimizer",
     "is_on",
-    "parameter_groups",
+    "parameters_by_group",
     "stage_of",
     "replaces_optimizer_on_host",
     "resolve_run_config",
@@ -40,7 +40,7 @@ def is_on(config: Mapping[str, Any], dtype: str) -> bool:
     return bool((config.get(dtype) or {}).get("enabled", dtype in config))
 
 
-def parameter_groups(optimizer: Any) -> list[list[nn.Parameter]]:
+def parameters_by_group(optimizer: Any) -> list[list[nn.Parameter]]:
     """Return the parameters of each group of an optimizer, or of a ``DummyOptim``."""
     if isinstance(optimizer, Optimizer):
         return [list(group["params"]) for group in optimizer.param_groups]

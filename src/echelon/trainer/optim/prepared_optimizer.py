@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from echelon.accelerator import AcceleratedOptimizer, AcceleratedScheduler, DummyOptim, DummyScheduler
-from echelon.accelerator.setup.build_deepspeed import groups_of
+from echelon.accelerator.setup.build_deepspeed import parameters_by_group
 from echelon.trainer.arguments.deepspeed import deepspeed_optimizer, deepspeed_schedule
 from echelon.trainer.hooks import TrainerHooks
 from echelon.trainer.optim.lr_schedules import follows_a_metric, get_scheduler
@@ -78,7 +78,7 @@ class PreparedOptimizer:
         hooks.create_optimizer_and_scheduler(max_steps)
         self._created_scheduler = not is_given
         optimizer, scheduler = hooks.optimizer, hooks.lr_scheduler
-        held = {id(p) for group in groups_of(optimizer) for p in group}
+        held = {id(p) for group in parameters_by_group(optimizer) for p in group}
         self._has_other_gradients = any(p.requires_grad and id(p) not in held for p in hooks.model.parameters())
         hooks.model_wrapped, hooks.optimizer, prepared = hooks.accelerator.prepare(hooks.model, optimizer, scheduler)
         # Schedules count optimizer steps here, so that the user's own object can be stepped, and asked what it is.
