@@ -66,24 +66,6 @@ def test_a_model_is_given_the_labels_of_the_update_where_it_takes_them(tmp_path:
     assert model.given == [None, None]
 
 
-@pytest.mark.parametrize(
-    ("loss_type", "more", "count"),
-    [
-        ("ForTokenClassification", {}, 5),
-        ("ForCausalLM", {}, 3),
-        ("ForCausalLM", {"shift_labels": torch.tensor([[2, -100], [-100, -100]])}, 1),
-    ],
-)
-def test_labels_of_the_next_word_are_counted_without_the_first(
-    tmp_path: Path, loss_type: str, more: dict[str, Any], count: int
-) -> None:
-    model = Counting()
-    model.loss_type = loss_type  # type: ignore[assignment]
-    batch = {"labels": torch.tensor([[1, 2, 2], [3, -100, 1]]), **more}
-    _, found = Trainer(model, arguments(tmp_path)).get_batch_samples(iter([batch]), 1, torch.device("cpu"))
-    assert int(found) == count
-
-
 def test_labels_are_found_by_their_names_also_inside_an_adapter(tmp_path: Path) -> None:
     def answer(input_ids: Any, start_positions: Any = None, end_positions: Any = None) -> None: ...
 

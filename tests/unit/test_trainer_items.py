@@ -267,21 +267,23 @@ def test_the_remedies_of_that_warning_make_the_loss_a_mean(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("loss_type", "has_encoder", "count"),
+    ("loss_type", "has_encoder", "more", "count"),
     [
-        ("ForCausalLM", False, 3),
-        ("ForConditionalGeneration", False, 3),  # a language model that sees
-        ("ForConditionalGeneration", True, 5),  # T5: its labels are those of the decoder
-        (None, False, 5),
+        ("ForCausalLM", False, {}, 3),
+        ("ForCausalLM", False, {"shift_labels": torch.tensor([[2, -100], [-100, -100]])}, 1),
+        ("ForConditionalGeneration", False, {}, 3),  # a language model that sees
+        ("ForConditionalGeneration", True, {}, 5),  # T5: its labels are those of the decoder
+        ("ForTokenClassification", False, {}, 5),
+        (None, False, {}, 5),
     ],
 )
 def test_labels_of_the_next_word_are_counted_by_what_the_loss_does(
-    tmp_path: Path, loss_type: str | None, has_encoder: bool, count: int
+    tmp_path: Path, loss_type: str | None, has_encoder: bool, more: dict[str, Any], count: int
 ) -> None:
     model: Any = DividingNet()
     model.loss_type = loss_type
     model.config = type("Config", (), {"is_encoder_decoder": has_encoder, "use_cache": False})()
-    batch = {"labels": torch.tensor([[1, 2, 2], [3, -100, 1]])}
+    batch = {"labels": torch.tensor([[1, 2, 2], [3, -100, 1]]), **more}
     _, found = Trainer(model, arguments(tmp_path)).get_batch_samples(iter([batch]), 1, torch.device("cpu"))
     assert int(found) == count
 
