@@ -22,7 +22,6 @@ __all__ = [
     "compute_loss",
     "count_update_items",
     "run_training_step",
-    "training_loss",
 ]
 
 
@@ -32,7 +31,10 @@ def run_training_step(
     """Do what ``Trainer.training_step`` says, with inputs that are on the device."""
     accelerator = hooks.accelerator
     with hooks.compute_loss_context_manager():
-        loss = training_loss(hooks, session, model, inputs, num_items)
+        if session.interface.watches_items and isinstance(num_items, torch.Tensor):
+            loss = _watched_loss(hooks, session, model, inputs, num_items)
+        else:
+            loss = call_compute_loss(hooks, session, model, inputs, num_items)
     if loss.dim() and accelerator.capabilities.num_devices > 1:
         loss = loss.mean()  # one for each device
     if accelerator.parity != "off":
@@ -45,18 +47,15 @@ def run_training_step(
     return loss.detach()
 
 
-def training_loss(
-    hooks: TrainerHooks, session: TrainerSession, model: nn.Module, inputs: Any, num_items: Any
+def _watched_loss(
+    hooks: TrainerHooks, session: TrainerSession, model: nn.Module, inputs: Any, num_items: torch.Tensor
 ) -> torch.Tensor:
-    """Return the loss of a batch; the first time, check that it is computed with ``num_items``."""
-    interface = session.interface
-    if interface.watches_items and isinstance(num_items, torch.Tensor):
-        num_items = WatchedNumber.of(num_items)
-    loss: torch.Tensor = call_compute_loss(hooks, session, model, inputs, num_items)
-    if isinstance(num_items, WatchedNumber):
-        interface.watches_items = False
-        if not num_items.is_used:
-            _warn_of_ignored_items(hooks, session)
+    """Return the loss of a batch, and warn if it is not computed with ``num_items``; once a training."""
+    watched = WatchedNumber.of(num_items)
+    loss: torch.Tensor = call_compute_loss(hooks, session, model, inputs, watched)
+    session.interface.watches_items = False
+    if not watched.is_used:
+        _warn_of_ignored_items(hooks, session)
     return loss
 
 

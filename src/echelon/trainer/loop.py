@@ -16,7 +16,7 @@ from echelon.accelerator.preemption import Preempted
 from echelon.base.logging import get_logger
 from echelon.base.protocols import SupportsSetEpoch
 from echelon.trainer.arguments.enums import SaveStrategy
-from echelon.trainer.batch_loss import training_loss
+from echelon.trainer.batch_loss import call_compute_loss
 from echelon.trainer.build_accelerator import accumulation_options
 from echelon.trainer.checkpoint.best_model import load_best, metric_for_best, note_best, remove_last_checkpoint
 from echelon.trainer.checkpoint.train_cursor import ResumePoint, TrainCursor
@@ -573,7 +573,9 @@ class TrainingLoop:
         )
 
     def _compute_loss(self, model: nn.Module, inputs: Any) -> torch.Tensor:
-        return training_loss(self.hooks, self._session, model, self._methods.prepare_inputs(inputs), self.num_items)
+        inputs = self._methods.prepare_inputs(inputs)
+        loss: torch.Tensor = call_compute_loss(self.hooks, self._session, model, inputs, self.num_items)
+        return loss
 
     def _throughput(self, num_steps: int) -> dict[str, float]:
         now = time.time()

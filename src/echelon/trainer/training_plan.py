@@ -79,8 +79,7 @@ def make_plan(
         world_size: number of ranks; 1: ``loader`` is that of all of them.
         gather_rows: returns what each rank gives it; None: all ranks have as many batches.
 
-    Collective: every rank, with ``gather_rows``. A rank with fewer batches than others plans as they do: schedules
-    are made for the planned steps.
+    Collective: every rank, with ``gather_rows``; the rank with the most batches decides, since schedules follow the plan.
 
     Raises:
         UsageError: the data have no length and max_steps is not given, or they are empty.
@@ -90,11 +89,7 @@ def make_plan(
     limit = args.batches_of(args.limit_train_batches, loader)
     batches = length_of(loader)
     if gather_rows is not None:
-        by_rank, limits = zip(*gather_rows([batches, -1 if limit is None else limit]))
-        if min(by_rank) == 0 < max(by_rank):
-            raise _no_batch_on_some(by_rank)
-        batches = -1 if min(by_rank) < 0 else max(by_rank)
-        limit = None if limit is None else max(limits)
+        batches, limit = _most_of_all_ranks(batches, limit, gather_rows)
     if batches < 0:
         if args.max_steps <= 0:
             raise no_length()
@@ -143,6 +138,19 @@ def make_plan(
         is_limited=is_limited,
         ends_with_data=args.max_steps <= 0 and float(args.num_train_epochs).is_integer(),
     )
+
+
+def _most_of_all_ranks(
+    batches: int, limit: int | None, gather_rows: Callable[[list[int]], list[list[int]]]
+) -> tuple[int, int | None]:
+    """Return the most batches that a rank has (-1: some rank does not know), and the largest limit.
+
+    Collective: every rank.
+    """
+    by_rank, limits = zip(*gather_rows([batches, -1 if limit is None else limit]))
+    if min(by_rank) == 0 < max(by_rank):
+        raise _no_batch_on_some(by_rank)
+    return -1 if min(by_rank) < 0 else max(by_rank), None if limit is None else max(limits)
 
 
 def _no_batch_on_some(batches: Sequence[int]) -> DesyncError:
