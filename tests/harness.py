@@ -245,14 +245,14 @@ def rendezvous(init_group: bool) -> Iterator[dict[str, str]]:
     if init_group:
         yield {}
         return
-    from echelon.world.listening import store_on
+    from echelon.world.group import serve_store
 
     _open_store_pipe()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(64)
         port = listener.getsockname()[1]
-        store = store_on(listener, timeout=timedelta(seconds=60))
+        store = serve_store(listener, timeout=timedelta(seconds=60))
     try:
         yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     finally:

@@ -126,7 +126,7 @@ def test_a_job_that_is_cancelled_does_not_go_back(slurm: Slurm) -> None:
     slurm.ask("scancel", job)
     wait_for("its end", lambda: slurm.state(job)[0] == "CANCELLED" and not slurm.ask("squeue", "-h", "-j", job))
     assert slurm.state(job) == ("CANCELLED", 0), output.read_text()
-    assert "all ranks have ended at the same step" in output.read_text()
+    assert "all ranks stopped at the same step" in output.read_text()
     assert "goes back" not in output.read_text()
 
 

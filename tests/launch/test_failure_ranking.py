@@ -139,7 +139,7 @@ def test_report_names_how_the_others_ended() -> None:
             "Expected to have finished reduction in the prior iteration before starting a new one.",
             "find_unused_parameters",
         ),
-        ("list index out of range", "correct this error"),
+        ("list index out of range", "fix this error"),
     ],
 )
 def test_what_torch_does_not_say_is_said(message: str, advice: str) -> None:

@@ -95,9 +95,9 @@ FIRST = {
     "memory limit": r"rank {bad} failed first: RuntimeError: .*can't allocate memory",
     # gloo aborts, or all wait: by what the operations send, and when.
     "collective": r"(stall \()?(different collectives|uneven data)\)?: rank {bad} ",
-    "shape": r"(stall \()?different shapes\)?: rank {bad} does not do what the others do",
+    "shape": r"(stall \()?different shapes\)?: rank {bad} does not call what the others call",
     "uneven": r"(stall \()?uneven data\)?: rank {bad} has left the training loop",
-    "missing": r"stall \(a missing rank\): rank {bad} does not come",
+    "missing": r"stall \(a missing rank\): rank {bad} has not reached the collective",
 }
 # Its line in the user's program, where it can be known.
 LINES = {

@@ -147,7 +147,7 @@ def test_all_ranks_save_the_same_step_and_the_next_start_goes_on_exactly(command
         assert last < step <= 24
         last = step
         who = number.name if rank is None else f"{number.name} to rank {rank}"
-        assert f"echelon: {who}: all ranks have ended at the same step; exit code 143; start it again" in result.err
+        assert f"echelon: {who}: all ranks stopped at the same step; exit code 143; start it again" in result.err
     run_on_ranks(run_without_launcher, str(command.directory), "run", 2)
     check_weights(command, "run")
 
@@ -231,14 +231,14 @@ def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline_or_the_secon
     launcher.send_signal(signal.SIGTERM)
     assert launcher.stderr is not None
     said = next(line for line in launcher.stderr if "SIGTERM" in line)
-    assert f"SIGTERM: all ranks save at one step and end (within {grace} s; a second signal stops them" in said
+    assert f"SIGTERM: all ranks save at the same step and exit (within {grace} s; a second signal stops them" in said
     if grace == 600:
         launcher.send_signal(signal.SIGINT)
     rest = launcher.stderr.read()
     assert launcher.wait() == 143, rest
     assert time.monotonic() - begun < 60
     if grace == 2:
-        assert "SIGTERM: the ranks did not come to one step within 2 s, and were stopped" in rest
+        assert "SIGTERM: the ranks did not reach a common step within 2 s, and were stopped" in rest
         assert "where: ranks 0-1: step 2, forward/backward" in rest, rest
         assert "--preemption_grace gives more time" in rest
     else:

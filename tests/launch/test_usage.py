@@ -105,7 +105,7 @@ CASES = {
     ),
     "too many processes": (["--cpu", "--nproc_per_node=4000", "ok.py"], "4000 processes", "or --oversubscribe"),
     "gpus by number": (["--gpu_ids", "0,1", "ok.py"], "this machine has no accelerator", "add --cpu (or ECHELON_CPU=1"),
-    "gpus by count": (["--num_gpus=2", "ok.py"], "--num_gpus asks for accelerators", "add --cpu (or ECHELON_CPU=1"),
+    "gpus by count": (["--num_gpus=2", "ok.py"], "--num_gpus requests accelerators", "add --cpu (or ECHELON_CPU=1"),
     "gpus from env": (["ok.py"], "where: env ECHELON_GPU_IDS", "add --cpu (or ECHELON_CPU=1"),
     "gpus of a file": (
         ["--config_file", "gpus.yaml", "ok.py"],
@@ -119,7 +119,7 @@ CASES = {
     ),
     "gpus by the default file": (
         ["ok.py"],
-        "distributed_type: MULTI_GPU asks for accelerators",
+        "distributed_type: MULTI_GPU requests accelerators",
         "use_cpu: true in a file",
     ),
     "megatron": (["--use_megatron_lm", "ok.py"], "Megatron-LM is not offered", "--use_fsdp or --use_deepspeed"),

@@ -70,9 +70,9 @@ def test_each_machine_that_does_not_fit_is_told_why_and_the_others_wait_for_one_
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in said[0]
     assert "different settings: mixed_precision is bf16 (from flag --mixed_precision) there and not given on" in said[1]
     assert re.search(r"it counts on 3 machines, and \S+ on 2", said[2])
-    assert "its token is another one" in said[3]
+    assert "it has another token" in said[3]
     assert [command.finish(process).code for process in wrong] == [1, 1, 1, 1]
-    assert "nobody has come with machine rank 1" in says(first, "waiting since[^\n]*\n")
+    assert "missing machine rank 1" in says(first, "waiting for[^\n]*\n")
     right = launch(command, *flags, "--node_rank=1")
     ends = [command.finish(process) for process in (first, right)]
     assert [end.code for end in ends] == [0, 0], ends
@@ -90,7 +90,10 @@ def test_each_machine_that_does_not_fit_is_told_why_and_the_others_wait_for_one_
         (["--nnodes=3:2", "--master_addr=127.0.0.1"], "is no range of machines"),
         (["--nnodes=2", "--node_rank=0", "--master_addr=192.0.2.7"], "192.0.2.7 is no address of this machine"),
         (["--nnodes=2", "--master_addr=127.0.0.1", "--rdzv_conf=join_timeot=3"], "did you mean join_timeout?"),
-        (["--nnodes=2", "--num_processes=3", "--master_addr=127.0.0.1"], "3 processes do not divide by 2 machines"),
+        (
+            ["--nnodes=2", "--num_processes=3", "--master_addr=127.0.0.1"],
+            "3 processes cannot be divided among 2 machines",
+        ),
     ],
 )
 def test_what_is_wrong_before_anybody_is_asked(
@@ -123,7 +126,7 @@ def test_an_address_that_nobody_answers_at_and_loopback_are_named_where_they_are
     unreachable = b.launch(*flags, f"--master_addr={a.address}", "train.py")
     loopback = b.launch(*flags, "--master_addr=127.0.0.1", "train.py")
     said = says(unreachable, r"do: +[^\n]*\n")
-    assert f"cannot come to {a.address}:29500: Connection refused" in said
+    assert f"cannot connect to {a.address}:29500: Connection refused" in said
     assert "see that the launcher with machine rank 0 runs there" in said
     assert "a loopback address means the machine that uses it" in says(loopback, r"do: +[^\n]*\n")
     end(network.command, unreachable, loopback)

@@ -51,7 +51,7 @@ def test_many_processes_share_few_cores_and_too_many_are_refused(
     with pytest.raises(ConfigError, match=f"{most + 1} processes on {cores} cores") as raised:
         check(most + 1)
     assert raised.value.where == "flag -n"
-    assert raised.value.do == f"give --num_processes {most} or fewer, or --oversubscribe to start them all the same"
+    assert raised.value.do == f"give --num_processes {most} or fewer, or add --oversubscribe to start them anyway"
 
 
 def test_one_process_for_each_core_of_the_machine_is_never_too_many(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,20 +10,20 @@ import pytest
 
 from echelon.base.errors import ConfigError
 from echelon.cli.launch import _outputs, command
-from echelon.status.call_site import Sight, sight_of
+from echelon.status.call_site import StackSummary, summarize_stack
 
 
 def test_a_program_that_a_debugger_has_stopped_is_seen_and_one_that_runs_on_is_not() -> None:
-    seen: list[Sight] = []
+    seen: list[StackSummary] = []
 
     class Prompt(io.StringIO):
         def readline(self, _size: int | None = -1, /) -> str:
-            seen.append(sight_of(sys._getframe()))
+            seen.append(summarize_stack(sys._getframe()))
             return "c\n"
 
     traced = sys.gettrace()
     pdb.Pdb(stdin=Prompt(), stdout=io.StringIO(), nosigint=True).set_trace()
-    after = sight_of(sys._getframe())
+    after = summarize_stack(sys._getframe())
     sys.settrace(traced)
     assert [sight.debugs for sight in seen] == [True]
     assert not after.debugs

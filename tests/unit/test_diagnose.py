@@ -25,25 +25,25 @@ def note(**fields: object) -> StatusNote:
 
 
 def history(*kinds: str, size: int = 4, pending: bool = True, ranks: tuple[int, ...] = ALL) -> dict[str, History]:
-    begun = tuple(
+    started = tuple(
         CollectiveCall(number=i, kind=kind, sizes=((size,),), dtypes=("Float",), is_over=not pending or i < len(kinds))
         for i, kind in enumerate(kinds, 1)
     )
-    return {"0": History(ranks=ranks, begun=begun)}
+    return {"0": History(ranks=ranks, started=started)}
 
 
 def answer(*kinds: str, line: int = 12, trains: bool = False, **more: object) -> Answer:
     place = CallSite(file="train.py", line=line, source="dist.all_reduce(x)")
-    return Answer(place=place, trains=trains, histories=history(*kinds, **more))  # type: ignore[arg-type]
+    return Answer(call_site=place, trains=trains, histories=history(*kinds, **more))  # type: ignore[arg-type]
 
 
 def verdict(views: list[RankView], answers: Mapping[int, Answer], *, stands_s: float = 61.0) -> Stall | None:
     """Let the run stand, as the supervisor sees it: a look at the beginning, and one ``stands_s`` later."""
     clock = StallClock(60.0)
     alive = [replace(v, watch=v.watch and v.watch._replace(time_ns=int(100e9))) for v in views]
-    clock.look([replace(v, is_stopped=False, cpu_s=0.0) for v in alive], 100.0)
+    clock.update([replace(v, is_stopped=False, cpu_s=0.0) for v in alive], 100.0)
     now = 100.0 + stands_s
-    if not clock.look(views, now):
+    if not clock.update(views, now):
         return None
     return diagnose(views, answers, clock, now=now)
 
@@ -61,7 +61,7 @@ def test_a_rank_that_is_elsewhere_is_missing() -> None:
     found = verdict(views, {**TOGETHER, 2: answer("all_reduce", line=31, pending=False)})
     assert found is not None
     assert (found.kind, found.culprits) == (Class.MISSING, (2,))
-    assert found.what == "rank 2 does not come, and ranks 0-1, 3 wait for others"
+    assert found.what == "rank 2 has not reached the collective, and ranks 0-1, 3 wait for others"
     assert found.ranks[2] == "at train.py:31: dist.all_reduce(x)"
     assert found.ranks[0] == "in all_reduce number 2 of float[4]; at train.py:12: dist.all_reduce(x)"
     assert found.is_alarm
@@ -94,7 +94,7 @@ def test_what_is_declared_to_take_long_is_no_stall(long: dict[str, object]) -> N
     for now in range(100, 690):
         waiting = [view(rank, seen=float(now)) for rank in (0, 1, 3)]
         elsewhere = replace(view(2, waits=False, seen=float(now)), note=note(**long))
-        assert not clock.look([*waiting, elsewhere], float(now)), now
+        assert not clock.update([*waiting, elsewhere], float(now)), now
 
 
 @pytest.mark.parametrize("doing", [Doing.COMPILES, Doing.IMPORTS, Doing.DEBUGS, Doing.DEBUGS | Doing.COMMUNICATES])
@@ -107,18 +107,18 @@ def test_a_compiler_or_debugger_is_no_stall_and_the_clock_begins_after_it(doing:
     def held(now: float) -> list[RankView]:
         return [view(0, seen=now), view(1, seen=now, waits=bool(doing & Doing.COMMUNICATES), doing=doing)]
 
-    assert not clock.look(held(100.0), 100.0)
-    assert not clock.look(held(190.0), 190.0)
-    assert not clock.look(waiting(191.0), 191.0)
-    assert not clock.look(waiting(249.0), 249.0)
-    assert clock.look(waiting(251.0), 251.0)
+    assert not clock.update(held(100.0), 100.0)
+    assert not clock.update(held(190.0), 190.0)
+    assert not clock.update(waiting(191.0), 191.0)
+    assert not clock.update(waiting(249.0), 249.0)
+    assert clock.update(waiting(251.0), 251.0)
 
 
 def test_ranks_that_move_are_never_asked() -> None:
     clock = StallClock(60.0)
     for now in range(0, 36_000, 5):
         views = [view(rank, signature=now // 50, seen=float(now)) for rank in ALL]
-        assert not clock.look(views, float(now))
+        assert not clock.update(views, float(now))
 
 
 def test_a_stopped_process_is_named() -> None:
@@ -177,7 +177,8 @@ def test_two_ranks_have_no_majority_and_both_are_shown() -> None:
 def test_without_a_flight_recorder_the_lines_decide() -> None:
     views = [seen_now(rank) for rank in ALL]
     places = {
-        rank: Answer(place=CallSite(file="train.py", line=31 if rank == 2 else 12), no_histories="off") for rank in ALL
+        rank: Answer(call_site=CallSite(file="train.py", line=31 if rank == 2 else 12), no_histories="off")
+        for rank in ALL
     }
     found = verdict(views, places)
     assert found is not None
@@ -190,13 +191,13 @@ def test_an_operation_of_echelon_is_a_wait_whatever_its_stack() -> None:
         for rank in (0, 1)
     ]
     clock = StallClock(60.0)
-    clock.look(waiting, 100.0)
+    clock.update(waiting, 100.0)
     missing = seen_now(2, waits=False)
     views = [*waiting, missing]
     for now in (100.5, 130.0, 161.0):  # it looks around: its stack is another one each time
         seen = [v.watch and v.watch._replace(signature=int(now), time_ns=int(now * 1e9)) for v in waiting]
         views = [*(replace(v, watch=watch) for v, watch in zip(waiting, seen)), missing]
-        is_stuck = clock.look(views, now)
+        is_stuck = clock.update(views, now)
     assert is_stuck
     found = diagnose(views, {}, clock, now=161.0)
     assert found is not None
@@ -247,7 +248,7 @@ def test_ranks_that_lost_each_other_disagree_only_where_they_are_known_to() -> N
 def test_what_a_rank_wrote_is_read_as_data() -> None:
     groups = {"0": {"ranks": [0, 1], "entries": [[1, "all_reduce", [[4, 2]], ["Float"], True]]}}
     collective = CollectiveCall(number=1, kind="all_reduce", sizes=((4, 2),), dtypes=("Float",), is_over=True)
-    assert read_history({"groups": groups}) == {"0": History(ranks=(0, 1), begun=(collective,))}
+    assert read_history({"groups": groups}) == {"0": History(ranks=(0, 1), started=(collective,))}
     assert read_history({"missing": "off"}) == {}
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from echelon.cli.launch_options import STALLED
 from echelon.diagnose.goodput import ITEMS
 from echelon.diagnose.stall import Class
+from echelon.launch.supervisor import STALLED
 
 PAGE = (Path(__file__).resolve().parent.parent.parent / "docs" / "diagnosis.md").read_text(encoding="utf-8")
 

@@ -63,8 +63,8 @@ def test_the_attribute_that_cannot_go_to_the_workers_is_named(
 ) -> None:
     what, do = _say(_error_of(**options), tmp_path)
     assert part in what
-    assert "the workers of the DataLoader are new processes" in do
-    assert "__getitem__, when they are first needed" in do
+    assert "this cannot be sent to the worker processes of the DataLoader" in do
+    assert "__getitem__ on first use" in do
 
 
 def test_another_error_is_left_as_it_is() -> None:
@@ -77,4 +77,4 @@ def test_a_gpu_that_is_not_there_leads_to_the_device_of_the_run(message: str, tm
     what, do = _say(AssertionError(message), tmp_path)
     assert message in what
     assert "accelerator.device" in do
-    assert "correct this error" not in do
+    assert "fix this error" not in do

@@ -19,7 +19,7 @@ from echelon.launch.local.goodput_recorder import (
     GoodputReport,
     first_sign,
     process_start_ns,
-    read_books,
+    read_goodput,
     times_on,
 )
 from echelon.status import notes as status_notes
@@ -302,34 +302,34 @@ def test_slow_data_on_one_of_two_ranks_is_named_and_even_ranks_are_not() -> None
     assert few.verdict == ""  # the first steps say little
 
 
-# ---- the launcher's books ------------------------------------------------------------------------------------------------
+# ---- the launcher's report -----------------------------------------------------------------------------------------------
 
 
-def test_the_books_are_in_a_file_and_read_again(board: Board, tmp_path: Path) -> None:
+def test_the_report_is_written_to_a_file_and_read_again(board: Board, tmp_path: Path) -> None:
     began = time.monotonic_ns()
-    accounts = GoodputRecorder(tmp_path / GOODPUT_FILE, began_ns=began)
+    recorder = GoodputRecorder(tmp_path / GOODPUT_FILE, began_ns=began)
     for _ in range(2):
-        accounts.open()
+        recorder.start_attempt()
         for index in (0, 1):
             now = time.monotonic_ns()
             Slot(board.path, index).times(Times(now, now, -1, 3, StepPart.FORWARD, spent()))
         time.sleep(0.01)
-        accounts.close(times_on(board, [0, 1]), failed_ns=time.monotonic_ns(), noticed_ns=time.monotonic_ns())
-        accounts.close(times_on(board, [0, 1]), noticed_ns=time.monotonic_ns())  # it was over
-    books = accounts.finish()
-    assert sum(books.ledger.seconds.values()) == pytest.approx(books.ledger.wall_s)
-    assert books.ledger.num_restarts == 1
-    assert books.is_worth_telling
-    assert books.steps is not None
-    assert books.steps.num_steps == 6
-    again = read_books(tmp_path)
+        recorder.end_attempt(times_on(board, [0, 1]), failed_ns=time.monotonic_ns(), noticed_ns=time.monotonic_ns())
+        recorder.end_attempt(times_on(board, [0, 1]), noticed_ns=time.monotonic_ns())  # it was over
+    report = recorder.finish()
+    assert sum(report.breakdown.seconds.values()) == pytest.approx(report.breakdown.wall_s)
+    assert report.breakdown.num_restarts == 1
+    assert report.is_notable
+    assert report.steps is not None
+    assert report.steps.num_steps == 6
+    again = read_goodput(tmp_path)
     assert again is not None
-    assert again.lines() == books.lines()
+    assert again.lines() == report.lines()
     lines = [json.loads(line) for line in (tmp_path / GOODPUT_FILE).read_text().splitlines()]
     assert [line["kind"] for line in lines] == ["attempt", "attempt", "run"]
     assert lines[0]["ranks"][1]["spent_s"]["forward"] >= 0.01
     (tmp_path / GOODPUT_FILE).write_text("{")
-    assert read_books(tmp_path) is None
+    assert read_goodput(tmp_path) is None
 
 
 def test_a_short_run_without_a_fault_is_not_told_unasked() -> None:
@@ -337,8 +337,8 @@ def test_a_short_run_without_a_fault_is_not_told_unasked() -> None:
 
     def is_told(wall_s: float, found: Steps | None, restarts: int = 0) -> bool:
         return GoodputReport(
-            ledger=TimeBreakdown(wall_s=wall_s, num_restarts=restarts, seconds={}), steps=found
-        ).is_worth_telling
+            breakdown=TimeBreakdown(wall_s=wall_s, num_restarts=restarts, seconds={}), steps=found
+        ).is_notable
 
     assert [is_told(2, slow), is_told(90, slow), is_told(90, None), is_told(2, None, 1)] == [False, True, False, True]
 
@@ -356,6 +356,8 @@ def test_a_slow_rank_of_several_machines_is_told_with_its_machine() -> None:
     spent[0][StepPart.COMMUNICATION] = 300.0
     steps = steps_of(spent, num_steps=20)
     ledger = TimeBreakdown(wall_s=1.0, num_restarts=0, seconds={})
-    (*_, verdict) = GoodputReport(ledger=ledger, steps=steps, places={0: "one (10.0.0.1)", 1: "two (10.0.0.2)"}).lines()
+    (*_, verdict) = GoodputReport(
+        breakdown=ledger, steps=steps, machines={0: "one (10.0.0.1)", 1: "two (10.0.0.2)"}
+    ).lines()
     assert verdict.startswith("rank 1 is slow")
     assert verdict.endswith("; it is on two (10.0.0.2)")

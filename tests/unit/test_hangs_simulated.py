@@ -132,7 +132,7 @@ class Run:
     def views(self) -> list[RankView]:
         return [rank.view() for rank in self.ranks]
 
-    def ask(self) -> Mapping[int, Answer]:
+    def request_stacks(self) -> Mapping[int, Answer]:
         return {
             rank.number: Answer() for rank in self.ranks if rank.fault not in ("stop", "native deadlock", "native loop")
         }
@@ -140,7 +140,7 @@ class Run:
     def stack_of(self, view: RankView) -> Answer:
         return Answer()
 
-    def keep(self, report: str) -> None:
+    def save_report(self, report: str) -> None:
         pass
 
     def tick(self) -> None:
@@ -171,7 +171,7 @@ def watch(run: Run, *, until_s: float, fault: tuple[int, str, float] | None = No
             if not rank.waits or fault[1] == "stop":  # the others strike where the rank does something
                 rank.fault, fault = fault[1], None
         run.tick()
-        stall = supervisor.look()
+        stall = supervisor.poll()
         if stall is not None:
             told.append((run.now, stall))
     return told
@@ -192,7 +192,7 @@ def first_alarm(run: Run, bad: int, kind: str, at_s: float) -> None:
         run.tick()
         if struck and not alone and run.others_wait:
             alone = run.now
-        stall = supervisor.look()
+        stall = supervisor.poll()
         if stall is not None:
             assert struck, f"told before anything happened: {stall.what}"
             told.append((run.now, stall))
@@ -203,7 +203,7 @@ def first_alarm(run: Run, bad: int, kind: str, at_s: float) -> None:
     assert stall.culprits == (bad,), where
     is_held_busy = kind == "native loop"
     # What it has not come to say before the lock was taken nobody knows.
-    is_declared = bool(rank.view().slow_with)
+    is_declared = bool(rank.view().slow_phase)
     if kind in ("stop", "native deadlock") or (is_held_busy and not is_declared):
         assert now - struck <= STALL_S + 5, where
         # That it is silent may show a moment later than that the others wait for it.
@@ -249,7 +249,7 @@ def test_a_compile_of_ninety_seconds_among_many_steps_raises_no_alarm() -> None:
     supervisor = Supervisor(run, directory=Path("run"), rules=rules, clock=lambda: run.now)  # type: ignore[arg-type]
     while not all(rank.is_over for rank in run.ranks):
         run.tick()
-        assert supervisor.look() is None
+        assert supervisor.poll() is None
 
 
 def test_a_loop_that_others_wait_for_becomes_an_alarm_and_another_hang_is_told_beside_it(
@@ -273,4 +273,4 @@ def test_a_loop_that_others_wait_for_becomes_an_alarm_and_another_hang_is_told_b
     assert len(told) == 2
     err = capsys.readouterr().err
     assert "echelon: stall (a phase that takes too long): rank 0 has been compiling for 40 seconds" in err
-    assert "where: that is the limit (--slow_timeout 40); the run goes on (--on_stall)" in err
+    assert "where: limit reached (--slow_timeout 40); the run continues (--on_stall)" in err

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from echelon.base.errors import ConfigError, LaunchError
-from echelon.cli.launch import _share
+from echelon.cli.launch import per_machine
 from echelon.config.files import from_file
 from echelon.config.resolve import Resolved, resolve
 from echelon.config.schema import RunConfig
@@ -19,9 +19,9 @@ from echelon.launch.multinode.machines import (
     CliOverrides,
     MultinodePlan,
     interface_variables,
-    meet,
+    make_plan,
     node_range,
-    rdzv_conf,
+    parse_rdzv_conf,
 )
 from echelon.launch.multinode.network import addresses_of, interface_of, is_loopback, own_address_towards
 from echelon.launch.schedulers.slurm import Step
@@ -48,7 +48,7 @@ def settings(**values: object) -> Resolved[RunConfig]:
 
 
 def met(resolved: Resolved[RunConfig], asked: CliOverrides = CliOverrides(), step: Step | None = None) -> MultinodePlan:  # noqa: B008 - frozen
-    found = meet(resolved, asked, num_processes=2, step=step)
+    found = make_plan(resolved, asked, num_processes=2, step=step)
     if found.listener is not None:
         found.listener.close()
     return found
@@ -68,17 +68,17 @@ def test_without_a_rank_the_first_on_a_machine_listens_and_the_second_goes_there
     asked = CliOverrides(
         rdzv_endpoint=f"localhost:{port}", nnodes="1:4", rdzv_conf="join_timeout=7,keep_alive_interval=1"
     )
-    first = meet(settings(num_machines=4), asked, num_processes=1, step=None)
+    first = make_plan(settings(num_machines=4), asked, num_processes=1, step=None)
     assert first.listener is not None
     with first.listener:
         second = met(settings(num_machines=4), asked)
         with pytest.raises(LaunchError, match="Address already in use"):
-            meet(settings(num_machines=4, machine_rank=0), asked, num_processes=1, step=None)
+            make_plan(settings(num_machines=4, machine_rank=0), asked, num_processes=1, step=None)
     assert second.listener is None
     assert second.info.machine_rank is None
     assert (second.info.min_nodes, second.info.max_nodes) == (1, 4)
-    assert (second.join_timeout, second.beat) == (timedelta(seconds=7), timedelta(seconds=1))
-    assert second.lost_after == timedelta(seconds=5)
+    assert (second.times.join_timeout, second.times.heartbeat) == (timedelta(seconds=7), timedelta(seconds=1))
+    assert second.times.lost_after == timedelta(seconds=5)
 
 
 def test_is_host_and_listen_on_decide_where_an_address_cannot(port: int) -> None:
@@ -88,13 +88,13 @@ def test_is_host_and_listen_on_decide_where_an_address_cannot(port: int) -> None
     found = met(settings(num_machines=2, machine_rank=0), behind)
     assert found.listener is not None
     assert found.host == "127.0.0.1"
-    with pytest.raises(ConfigError, match=r"192.0.2.7 is no address of this machine"):
+    with pytest.raises(ConfigError, match=r"192.0.2.7 is not one of its addresses"):
         met(settings(num_machines=2, machine_rank=0), CliOverrides(rdzv_endpoint=f"192.0.2.7:{port}"))
 
 
 def test_a_name_that_hides_a_loopback_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("echelon.launch.multinode.machines.addresses_of", lambda host, where: ["127.0.1.1"])
-    with pytest.raises(ConfigError, match=r"node0 is 127.0.1.1 here, a loopback address"):
+    with pytest.raises(ConfigError, match=r"node0 resolves to 127.0.1.1 here, a loopback address"):
         met(settings(num_machines=2), CliOverrides(rdzv_endpoint="node0:29500"))
 
 
@@ -111,31 +111,31 @@ def test_a_file_of_accelerates_counts_the_processes_of_all_machines(tmp_path: Pa
         "num_machines: 2\nmachine_rank: 1\nnum_processes: 8\nmain_process_ip: 10.0.0.1\nmain_process_port: 29500\n"
     )
     resolved = resolve(RunConfig, [from_file(path)])
-    assert _share(resolved, {}, CliOverrides(), 2).value.num_processes == 4
+    assert per_machine(resolved, {}, CliOverrides(), 2).value.num_processes == 4
     by_flag = settings(num_processes=8, num_machines=2)
-    assert _share(by_flag, {"num_processes": "--nproc_per_node"}, CliOverrides(), 2).value.num_processes == 8
-    with pytest.raises(ConfigError, match="8 processes do not divide by 3 machines"):
-        _share(settings(num_processes=8, num_machines=3), {}, CliOverrides(), 3)
+    assert per_machine(by_flag, {"num_processes": "--nproc_per_node"}, CliOverrides(), 2).value.num_processes == 8
+    with pytest.raises(ConfigError, match="8 processes cannot be divided among 3 machines"):
+        per_machine(settings(num_processes=8, num_machines=3), {}, CliOverrides(), 3)
     with pytest.raises(ConfigError, match="on 1 to 2 machines"):
-        _share(by_flag, {"num_processes": "--num_processes"}, CliOverrides(nnodes="1:2"), 2)
+        per_machine(by_flag, {"num_processes": "--num_processes"}, CliOverrides(nnodes="1:2"), 2)
 
 
 def test_ranges_and_settings_of_a_rendezvous() -> None:
     assert node_range(settings(num_machines=4), CliOverrides(nnodes="2:4")) == (2, 4)
-    with pytest.raises(ConfigError, match="no range of machines"):
+    with pytest.raises(ConfigError, match="not a range of machines"):
         node_range(settings(num_machines=4), CliOverrides(nnodes="5:4"))
-    assert rdzv_conf(CliOverrides(rdzv_conf="timeout=9,read_timeout=3")) == {
+    assert parse_rdzv_conf(CliOverrides(rdzv_conf="timeout=9,read_timeout=3")) == {
         "timeout": "9",
         "read_timeout": "3",
         "join_timeout": "9",
     }
     for text, what in (
-        ("join_timeout", "is no setting"),
+        ("join_timeout", "is not a rendezvous setting"),
         ("join_timeot=1", "did you mean"),
-        ("join_timeout=-1", "above 0"),
+        ("join_timeout=-1", "positive number"),
     ):
         with pytest.raises(ConfigError) as caught:
-            rdzv_conf(CliOverrides(rdzv_conf=text))
+            parse_rdzv_conf(CliOverrides(rdzv_conf=text))
         assert what in str(caught.value)
 
 

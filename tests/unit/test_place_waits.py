@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 import echelon
-from echelon.status.call_site import Sight, sight_of
+from echelon.status.call_site import StackSummary, summarize_stack
 
 TORCH = "/usr/lib/python3/site-packages/torch/"
 
 
-def called_through(*files: str) -> Sight:
+def called_through(*files: str) -> StackSummary:
     """Return what is seen of a stack with these files, the outermost first."""
     seen: list[Any] = []
 
     def look() -> None:
         frame: FrameType = sys._getframe(1)
-        seen.append(sight_of(frame))
+        seen.append(summarize_stack(frame))
 
     call: Any = look
     for file in reversed(files):

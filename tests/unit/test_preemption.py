@@ -13,12 +13,15 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from echelon.launch.interrupts import Interrupted, Interrupts
-from echelon.launch.preemption import PreemptionCoordinator
+from echelon.launch.local.local_node import LocalNode
+from echelon.launch.node import AttemptRanks, GenerationResult, RunRules
+from echelon.launch.supervisor import StallRules
 from echelon.status.board import Board, Slot
 from echelon.status.stop_barrier import (
     BarrierCoordinator,
@@ -26,10 +29,10 @@ from echelon.status.stop_barrier import (
     BarrierOutcome,
     RankState,
     StopCommand,
-    common_place,
-    have_met,
-    stop_here,
-    word,
+    all_stopped,
+    boundary_protocol,
+    command_word,
+    first_unpassed_boundary,
 )
 
 # Whether each boundary of the loop is a whole one. The last turn is followed by no boundary: the program ends.
@@ -52,17 +55,17 @@ class Rank:
 class World:
     loop: tuple[bool, ...]
     ranks: tuple[Rank, ...]
-    stands: tuple[int, ...]
+    positions: tuple[int, ...]
     command: int = 0
     leader: tuple[int, tuple[int, ...]] = (0, ())
-    """The coordinator's place in its program, and the stands that it has read in this look."""
+    """The coordinator's boundary in its program, and the positions that it has read in this look."""
     saved: tuple[int, ...] = ()
 
 
 @cache
-def _resumed(place: int, is_whole: bool, answers: tuple[int | None, ...]) -> tuple[Any, bool]:
+def _resumed(boundary: int, is_whole: bool, answers: tuple[int | None, ...]) -> tuple[Any, bool]:
     """Return the next access of a boundary after ``answers``, or (its verdict, True)."""
-    protocol = stop_here(place, is_whole=is_whole)
+    protocol = boundary_protocol(boundary, is_whole=is_whole)
     try:
         access = next(protocol)
         for answer in answers:
@@ -84,8 +87,8 @@ def _moves_of_rank(world: World, i: int) -> Iterator[World]:
         if all(other.turn >= rank.turn for other in world.ranks):
             yield become(replace(rank, ended="ran out") if rank.turn == len(world.loop) else replace(rank, answers=()))
         return
-    place = (rank.turn + 1) << 24
-    access, _ = _resumed(place, world.loop[rank.turn], rank.answers)
+    boundary = (rank.turn + 1) << 24
+    access, _ = _resumed(boundary, world.loop[rank.turn], rank.answers)
     more: dict[str, Any] = {}
     if access is None:
         answers = (*rank.answers, world.command)
@@ -93,15 +96,15 @@ def _moves_of_rank(world: World, i: int) -> Iterator[World]:
         if (
             len(rank.answers) > 1
             and rank.answers[-1] == world.command
-            and _resumed(place, world.loop[rank.turn], answers) == (None, False)
+            and _resumed(boundary, world.loop[rank.turn], answers) == (None, False)
         ):
             return
     else:
         answers = (*rank.answers, None)
-        more["stands"] = (*world.stands[:i], access, *world.stands[i + 1 :])
-    verdict, is_over = _resumed(place, world.loop[rank.turn], answers)
+        more["positions"] = (*world.positions[:i], access, *world.positions[i + 1 :])
+    verdict, is_over = _resumed(boundary, world.loop[rank.turn], answers)
     if not is_over:
-        yield become(replace(rank, answers=_shortest(place, world.loop[rank.turn], answers)), **more)
+        yield become(replace(rank, answers=_shortest(boundary, world.loop[rank.turn], answers)), **more)
     elif verdict:
         yield become(replace(rank, ended=f"stopped at {rank.turn}"), saved=(*world.saved, rank.turn), **more)
     else:
@@ -109,7 +112,7 @@ def _moves_of_rank(world: World, i: int) -> Iterator[World]:
 
 
 @cache
-def _shortest(place: int, is_whole: bool, answers: tuple[int | None, ...]) -> tuple[int | None, ...]:
+def _shortest(boundary: int, is_whole: bool, answers: tuple[int | None, ...]) -> tuple[int | None, ...]:
     """Leave out reads of a spin that were followed by another one: they change nothing."""
     kept = [
         a for j, a in enumerate(answers) if not (a is not None and j + 1 < len(answers) and answers[j + 1] is not None)
@@ -122,28 +125,28 @@ def _moves_of_leader(world: World, *, holds: bool) -> Iterator[World]:
     step, read = world.leader
     size = len(world.ranks)
     if step in (0, 3) and not read:  # begins at any moment; the second round may begin at any moment of the first
-        yield replace(world, command=word(StopCommand.HOLD) if holds else world.command, leader=(step + 1, ()))
+        yield replace(world, command=command_word(StopCommand.HOLD) if holds else world.command, leader=(step + 1, ()))
     if step in (1, 4):
         if len(read) < size:
-            yield replace(world, leader=(step, (*read, world.stands[len(read)])))
+            yield replace(world, leader=(step, (*read, world.positions[len(read)])))
         else:
             order = StopCommand.TO_WHOLE if step == 1 else StopCommand.TO_ANY
-            target = common_place(list(read)) + (0 if holds else 1 << 24)
-            yield replace(world, command=word(order, target), leader=(3 if step == 1 else 6, ()))
+            target = first_unpassed_boundary(list(read)) + (0 if holds else 1 << 24)
+            yield replace(world, command=command_word(order, target), leader=(3 if step == 1 else 6, ()))
     # A look reads one stand after another, and only then decides: between, the ranks go on. (One that finds nothing is none.)
-    if step in (3, 6) and len(read) < size and have_met([world.stands[len(read)]] * size):
-        yield replace(world, leader=(step, (*read, world.stands[len(read)])))
+    if step in (3, 6) and len(read) < size and all_stopped([world.positions[len(read)]] * size):
+        yield replace(world, leader=(step, (*read, world.positions[len(read)])))
     if step in (3, 6) and len(read) == size:
         yield (
-            replace(world, command=word(StopCommand.END), leader=(9, ()))
-            if have_met(list(read))
+            replace(world, command=command_word(StopCommand.END), leader=(9, ()))
+            if all_stopped(list(read))
             else replace(world, leader=(step, ()))
         )
 
 
 def _search(size: int, loop: tuple[bool, ...], *, holds: bool = True) -> tuple[int, set[str]]:
     """Return the number of states, and how the runs have ended: a set of verdicts."""
-    first = World(loop=loop, ranks=(Rank(),) * size, stands=(_START,) * size)
+    first = World(loop=loop, ranks=(Rank(),) * size, positions=(_START,) * size)
     seen, waiting, ends = {first}, [first], set()
     while waiting and "deadlock" not in ends:
         world = waiting.pop()
@@ -190,14 +193,14 @@ def test_a_step_ahead_of_the_highest_without_hold_is_missed_in_some_order() -> N
 class Words:
     """A board of ranks that are not there, and a clock."""
 
-    def __init__(self, *stands: int) -> None:
-        self.stands, self.commands, self.now = list(stands), [0], 0.0
+    def __init__(self, *positions: int) -> None:
+        self.positions, self.commands, self.now = list(positions), [0], 0.0
 
     def write_command(self, command: int) -> None:
         self.commands.append(command)
 
-    def read_stands(self) -> list[int]:
-        return self.stands
+    def read_positions(self) -> list[int]:
+        return self.positions
 
     def clock(self) -> float:
         return self.now
@@ -207,19 +210,19 @@ def test_the_coordinator_leads_to_whole_boundaries_then_to_any_and_then_gives_up
     past, stopped = 5 << 2 | RankState.PAST, 6 << 2 | RankState.STOPPED
     words = Words(past, stopped)
     coordinator = BarrierCoordinator(words, 10.0, clock=words.clock)
-    assert words.commands[1:] == [word(StopCommand.HOLD), word(StopCommand.TO_WHOLE, 6)]
+    assert words.commands[1:] == [command_word(StopCommand.HOLD), command_word(StopCommand.TO_WHOLE, 6)]
     words.now = 4.9
-    assert coordinator.look() is BarrierOutcome.PENDING
+    assert coordinator.poll() is BarrierOutcome.PENDING
     words.now = 5.0
-    assert coordinator.look() is BarrierOutcome.PENDING
-    assert words.commands[3:] == [word(StopCommand.HOLD), word(StopCommand.TO_ANY, 6)]
+    assert coordinator.poll() is BarrierOutcome.PENDING
+    assert words.commands[3:] == [command_word(StopCommand.HOLD), command_word(StopCommand.TO_ANY, 6)]
     words.now = 10.0
-    assert coordinator.look() is BarrierOutcome.LATE
-    words.stands = [stopped, stopped]
-    assert coordinator.look() is BarrierOutcome.LATE
+    assert coordinator.poll() is BarrierOutcome.LATE
+    words.positions = [stopped, stopped]
+    assert coordinator.poll() is BarrierOutcome.LATE
     again = BarrierCoordinator(words, 10.0, clock=words.clock)
-    assert again.look() is BarrierOutcome.MET
-    assert words.commands[-1] == word(StopCommand.END)
+    assert again.poll() is BarrierOutcome.MET
+    assert words.commands[-1] == command_word(StopCommand.END)
 
 
 class Signals:
@@ -233,33 +236,47 @@ class Signals:
         self.interrupts.on_signal(number, None)
 
 
+def local_node(interrupts: Interrupts, grace_s: float, board: Board) -> LocalNode:
+    """A node whose ranks only have a board."""
+    directory = Path(board.path).parent
+    rules = RunRules(
+        max_restarts=0,
+        stall=StallRules(timeout=timedelta(), on_stall="report"),
+        preemption_grace=timedelta(seconds=grace_s),
+        logs="above",
+        directory=directory,
+        began_ns=0,
+    )
+    node = LocalNode(num_processes=board.num_slots, port=0, rules=rules, interrupts=interrupts)
+    workers: Any = SimpleNamespace(exit_codes=lambda: [None] * board.num_slots)
+    node.watch(AttemptRanks(board=board, workers=workers, directory=directory, numbers=[*range(board.num_slots)]))
+    return node
+
+
 def test_the_launcher_leads_the_ranks_and_says_who_did_not_come(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     signals, board = Signals(), Board(2, folder=str(tmp_path))
     try:
-        preemption = PreemptionCoordinator(signals.interrupts, timedelta(seconds=0.05))
-        preemption.watch(board)
-        preemption.check()
-        seats = [Slot(board.path, rank) for rank in range(2)]
-        BarrierMember(seats[0])
-        seats[1].write_stand(7 << 2 | RankState.STOPPED)
-        seats[1].note_asked(signal.SIGUSR1)
-        preemption.check()
-        assert preemption.is_asked
-        assert not preemption.is_saved
+        node = local_node(signals.interrupts, 0.05, board)
+        assert node.poll() is None
+        slots = [Slot(board.path, rank) for rank in range(2)]
+        BarrierMember(slots[0])
+        slots[1].write_position(7 << 2 | RankState.STOPPED)
+        slots[1].write_preemption_signal(signal.SIGUSR1)
+        assert node.poll() is None
+        assert node.is_preempting
         signals.come(signal.SIGTERM)  # a scheduler tells all processes: this is still the first one
-        preemption.check()
         time.sleep(0.06)
-        assert preemption.look()
-        assert preemption.tell() == 143
+        assert node.poll() == GenerationResult(then="preempted")
+        assert node.report_end() == 143
         error = capsys.readouterr().err
-        assert "SIGUSR1 to rank 1: all ranks save at one step and end (within 0.05 s; a second signal" in error
-        assert "the ranks did not come to one step within 0.05 s, and were stopped" in error
-        assert "where: rank 0: no step yet; rank 1: (has come)" in error
+        assert "SIGUSR1 to rank 1: all ranks save at the same step and exit (within 0.05 s; a second signal" in error
+        assert "the ranks did not reach a common step within 0.05 s, and were stopped" in error
+        assert "where: rank 0: no step yet; rank 1: no step yet (at the stop barrier)" in error
         signals.come(signal.SIGTERM)
         with pytest.raises(Interrupted):
-            preemption.check()
+            node.poll()
     finally:
         board.close()
 
@@ -272,12 +289,11 @@ def test_a_signal_stops_a_run_that_cannot_be_saved(
 ) -> None:
     signals, board = Signals(), Board(1, folder=str(tmp_path))
     try:
-        preemption = PreemptionCoordinator(signals.interrupts, timedelta(seconds=grace_s))
-        preemption.watch(board)
+        node = local_node(signals.interrupts, grace_s, board)
         if takes_part:
             BarrierMember(Slot(board.path, 0))
         signals.come(signal.Signals[number])
         with pytest.raises(Interrupted):
-            preemption.check()
+            node.poll()
     finally:
         board.close()

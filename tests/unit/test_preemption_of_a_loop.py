@@ -108,7 +108,7 @@ def test_an_evaluation_that_takes_longer_than_half_the_grace_is_left(
     class Desk:
         def __init__(self, inner: Any) -> None:
             self._inner = inner
-            self.read_stands = inner.read_stands
+            self.read_positions = inner.read_positions
 
         def write_command(self, command: int) -> None:
             self._inner.write_command(command)

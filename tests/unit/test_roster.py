@@ -1,4 +1,4 @@
-"""Who may take part in a run on several machines, why not, and in which order they stand."""
+"""Which machines may take part in a run, which are refused, and how ranks are numbered."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from echelon.launch.multinode.roster import NodeInfo, refusal, seats, who_is_missing
+from echelon.launch.multinode.roster import NodeInfo, assign_slots, describe_missing, refusal
 
 A = NodeInfo(
     uid="a",
@@ -31,23 +31,23 @@ B = replace(
 )
 
 
-def test_two_that_agree_come_in() -> None:
+def test_two_machines_that_agree_are_admitted() -> None:
     assert refusal(B, [A], A) is None
 
 
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        ({"machine_rank": 0}, "machine rank 0 is there twice: one (10.0.0.1) has it, too"),
-        ({"machine_rank": 2}, "machine rank 2 of 2 machines"),
+        ({"machine_rank": 0}, "machine rank 0 is taken: one (10.0.0.1) has it"),
+        ({"machine_rank": 2}, "machine rank 2 is out of range for 2 machines"),
         ({"run_id": "s"}, "the run there is 'r', not 's'"),
-        ({"min_nodes": 3, "max_nodes": 3}, "it counts on 3 machines, and one on 2"),
+        ({"min_nodes": 3, "max_nodes": 3}, "it expects 3 machines, and one expects 2"),
         ({"versions": {"torch": "2.12.0"}}, "different versions: torch is 2.12.0 there and 2.13.0 on one"),
         (
             {"settings": {"mixed_precision": "bf16 (from flag --mp)"}},
             "different settings: mixed_precision is bf16 (from flag --mp) there and no (from file a.yaml:3) on one",
         ),
-        ({"settings": {}}, "different settings: mixed_precision is not given there and no (from file a.yaml:3) on one"),
+        ({"settings": {}}, "different settings: mixed_precision is not set there and no (from file a.yaml:3) on one"),
     ],
 )
 def test_each_mistake_is_named(change: dict[str, object], what: str) -> None:
@@ -59,17 +59,17 @@ def test_each_mistake_is_named(change: dict[str, object], what: str) -> None:
 
 
 def test_ranks_are_numbered_by_the_machine_ranks_then_as_before_then_the_first_first() -> None:
-    placed = seats([B, A], before=[], first="b")
-    assert [(seat.uid, seat.group_rank, seat.first_rank) for seat in placed] == [("a", 0, 0), ("b", 1, 2)]
+    slots = assign_slots([B, A], last_order=[], first="b")
+    assert [(slot.uid, slot.group_rank, slot.first_rank) for slot in slots] == [("a", 0, 0), ("b", 1, 2)]
     free = [replace(info, machine_rank=None) for info in (A, B)]
     c = replace(free[0], uid="c")
-    assert [seat.uid for seat in seats([*free, c], before=[], first="b")] == ["b", "a", "c"]
-    assert [seat.uid for seat in seats([*free, c], before=["b", "c", "a"], first="b")] == ["b", "c", "a"]
+    assert [slot.uid for slot in assign_slots([*free, c], last_order=[], first="b")] == ["b", "a", "c"]
+    assert [slot.uid for slot in assign_slots([*free, c], last_order=["b", "c", "a"], first="b")] == ["b", "c", "a"]
 
 
-def test_who_is_missing_is_named_by_the_rank() -> None:
-    assert who_is_missing([A], min_nodes=2, max_nodes=2) == (
-        "1 of 2 machines is there: one (10.0.0.1, machine rank 0); nobody has come with machine rank 1"
+def test_missing_machines_are_named_by_rank() -> None:
+    assert describe_missing([A], min_nodes=2, max_nodes=2) == (
+        "1 of 2 machines joined: one (10.0.0.1, machine rank 0); missing machine rank 1"
     )
     free = replace(A, machine_rank=None)
-    assert who_is_missing([free], min_nodes=1, max_nodes=4) == "1 of at least 1 machines is there: one (10.0.0.1)"
+    assert describe_missing([free], min_nodes=1, max_nodes=4) == "1 of at least 1 machines joined: one (10.0.0.1)"

@@ -45,12 +45,12 @@ def test_long_texts_are_cut_and_a_path_keeps_its_end(board: Board) -> None:
     assert (len(read.file), read.file[:3], read.file[-9:]) == (100, "...", "/train.py")
 
 
-def test_question_reaches_every_slot(board: Board) -> None:
+def test_a_request_reaches_every_slot(board: Board) -> None:
     slots = [Slot(board.path, index) for index in range(3)]
-    assert [slot.question for slot in slots] == [0, 0, 0]
-    assert board.ask() == 1
-    assert board.ask() == 2
-    assert [slot.question for slot in slots] == [2, 2, 2]
+    assert [slot.request for slot in slots] == [0, 0, 0]
+    assert board.request_stacks() == 1
+    assert board.request_stacks() == 2
+    assert [slot.request for slot in slots] == [2, 2, 2]
 
 
 def test_a_note_that_is_cut_off_anywhere_leaves_the_one_before(board: Board) -> None:
@@ -155,12 +155,12 @@ def test_the_reporter_says_where_the_thread_is_and_answers(board: Board, tmp_pat
     with (tmp_path / "stack.txt").open("w") as stack_file:
         here = reporter.Reporter(layout, call_site, f"{board.path}:0", str(tmp_path), stack_file)
         here._terminate = [None]  # leave the C++ of this process alone
-        here._look()
+        here._sample()
         first = board.watch(0)
-        here._look()  # the same line of this function, another call
+        here._sample()  # the same line of this function, another call
         second = board.watch(0)
-        assert board.ask() == 1
-        here._look()
+        assert board.request_stacks() == 1
+        here._sample()
         third = board.watch(0)
         here._closing.release()
         if reporter.DUMP_SIGNAL is not None:
@@ -175,6 +175,6 @@ def test_the_reporter_says_where_the_thread_is_and_answers(board: Board, tmp_pat
     assert first.time_ns <= second.time_ns <= time.monotonic_ns()
     assert third.answered == 1
     answer = json.loads((tmp_path / reporter.ANSWER_FILE.format(1)).read_text())
-    assert answer["place"]["file"] == __file__
+    assert answer["call_site"]["file"] == __file__
     assert any("test_the_reporter_says_where" in line for line in answer["stack"])
     assert reporter.DUMP_SIGNAL is None or "test_the_reporter_says" in (tmp_path / "stack.txt").read_text()

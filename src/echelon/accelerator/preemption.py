@@ -58,9 +58,9 @@ class PreemptionHandler:
                 self._member = None
 
     def at_boundary(self, *, is_new_step: bool, is_whole: bool) -> bool:
-        """Come to a boundary; return whether all ranks are to save here and end. See ``BarrierMember.at_boundary``."""
+        """Come to a boundary; return whether all ranks are to save here and end. See ``BarrierMember.pass_boundary``."""
         member = self._member
-        return member is not None and member.at_boundary(is_new_step=is_new_step, is_whole=is_whole)
+        return member is not None and member.pass_boundary(is_new_step=is_new_step, is_whole=is_whole)
 
     def stop_if_requested(self, *, is_new_step: bool, is_whole: bool) -> None:
         """Come to a boundary of a loop of the user's own; where all ranks are to end, save and end."""

@@ -12,7 +12,7 @@ import click
 from echelon.base.errors import UsageError
 from echelon.base.printable import printable
 from echelon.launch.failures.rank_errors import read_record
-from echelon.launch.local.goodput_recorder import read_books
+from echelon.launch.local.goodput_recorder import read_goodput
 from echelon.launch.local.ranks import STALL_FILE
 from echelon.launch.local.worker import ERROR_FILE
 from echelon.status.reporter import ANSWER_FILE
@@ -63,8 +63,8 @@ def _look_at_run(run: Path, *, all_threads: bool) -> None:
         raise UsageError(
             f"{run} is not the folder of a run", do="name the folder that the report names, or one below --log_dir"
         )
-    books = read_books(run)
-    for line in [] if books is None else books.lines():
+    goodput = read_goodput(run)
+    for line in [] if goodput is None else goodput.lines():
         click.echo(printable(f"{run}: {line}"))
     told = False
     for attempt in attempts:
@@ -85,7 +85,7 @@ def _stalls(attempt: Path, *, all_threads: bool) -> Iterator[str]:
                 answer = json.loads((folder / ANSWER_FILE.format(number)).read_text(encoding="utf-8"))
                 stacks = [answer["stack"], *(answer["threads"] if all_threads else [])]
             except (OSError, ValueError, KeyError, TypeError):
-                yield f"\n{folder.name}: it gave no answer"
+                yield f"\n{folder.name}: no answer"
                 continue
             for stack in stacks:
                 yield f"\n{folder.name}, most recent call last:\n{''.join(stack).rstrip()}"

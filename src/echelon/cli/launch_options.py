@@ -1,4 +1,4 @@
-"""The flags of ``echelon launch``: those of the table of settings, and the launcher's own."""
+"""The flags of ``echelon launch``: those of the settings table, and the launcher's own."""
 
 from __future__ import annotations
 
@@ -17,16 +17,13 @@ from echelon.config.resolve import Layer
 from echelon.config.schema import RunConfig, field_docs, field_types
 from echelon.config.sources import from_flags
 
-__all__ = ["NUMBERS", "STALLED", "LaunchCommand", "flag_layer", "options", "typed_flags"]
+__all__ = ["NUMBERS", "LaunchCommand", "flag_layer", "options", "typed_flags"]
 
 NUMBERS = ("auto", "gpu", "cpu")
-"""What ``--num_processes`` can be besides a number, as in torchrun."""
-
-STALLED = 124
-"""The exit code of a run that was stopped because it stood still; as that of timeout(1)."""
+"""Values of ``--num_processes`` besides a number, as in torchrun."""
 
 ARGV = "echelon.launch.argv"
-# These take no value, as in accelerate; the others of two values take true or false.
+# These take no value, as in accelerate; other booleans take true or false.
 _SWITCHES = frozenset(
     {"cpu", "debug", "same_network", "enable_cpu_affinity", "use_parallelism_config"}
     | {"dynamo_use_fullgraph", "dynamo_use_dynamic", "dynamo_use_regional_compilation"}
@@ -34,21 +31,38 @@ _SWITCHES = frozenset(
 _USE = MappingProxyType({"use_fsdp": "fsdp", "use_deepspeed": "deepspeed"})
 _HEADINGS = MappingProxyType(
     {
-        None: "Options",
+        "processes": "Processes of this machine",
+        "machines": "Several machines",
+        "faults": "Failures, stalls, preemption",
+        "output": "Output and debugging",
+        "training": "Training",
+        "other": "Config file and script",
         "dynamo_config": "torch.compile",
-        "fsdp_config": "Sharding, in the words of FSDP (--use-fsdp)",
-        "deepspeed_config": "Sharding, in the words of DeepSpeed (--use-deepspeed)",
-        "parallelism_config": "Layout of the ranks",
+        "fsdp_config": "Sharding with FSDP's flags (--use-fsdp)",
+        "deepspeed_config": "Sharding with DeepSpeed's flags (--use-deepspeed)",
+        "parallelism_config": "Parallelism",
         "fp8_config": "fp8",
+    }
+)
+# Options by heading; a setting without an entry here has the heading of its section, else "training".
+_FIELDS = MappingProxyType(
+    {
+        "processes": "num_processes gpu_ids enable_cpu_affinity cpu multi_gpu num_cpu_threads_per_process oversubscribe",
+        "machines": "num_machines machine_rank main_process_ip main_process_port rdzv_backend same_network rdzv_endpoint rdzv_id "
+        "rdzv_conf local_addr listen_on insecure_network standalone deepspeed_hostfile deepspeed_multinode_launcher "
+        "deepspeed_inclusion_filter deepspeed_exclusion_filter",
+        "faults": "stall_timeout slow_timeout on_stall max_restarts no_warm preemption_grace monitor_interval",
+        "output": "debug log_dir tee redirects debugger summary quiet",
+        "other": "config_file strict module no_python local_rank_arg no_local_rank help",
     }
 )
 
 
 class LaunchCommand(click.Command):
-    """Keeps the flags as they were typed: an origin says ``--nproc_per_node`` when the user wrote that."""
+    """Keeps the flags as typed: an origin names ``--nproc_per_node`` if the user typed that."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse, and tell a tutorial's ``--localhost:0,2`` how it is written."""
+        """Parse; for the ``--localhost:0,2`` of some tutorials, name the right flag."""
         args = self._with_rank(args)
         ctx.meta[ARGV] = list(args)
         try:
@@ -64,7 +78,7 @@ class LaunchCommand(click.Command):
             ) from error
 
     def _with_rank(self, args: list[str]) -> list[str]:
-        """Return the arguments, ``--debugger`` without a number as ``--debugger=0``: click would take the script for it."""
+        """Return the arguments with ``--debugger`` as ``--debugger=0``: click would take the script for its value."""
         valued = {name for p in self.params if isinstance(p, click.Option) and not p.is_flag for name in p.opts}
         i = 0
         while i < len(args) and args[i].startswith("-") and args[i] != "--":
@@ -74,23 +88,25 @@ class LaunchCommand(click.Command):
         return args
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Show the options of each section of settings apart."""
-        sections: dict[str | None, list[tuple[str, str]]] = {name: [] for name in _HEADINGS}
+        """List the options under headings."""
+        heading_of = {field: name for name, fields in _FIELDS.items() for field in fields.split()}
+        records: dict[str, list[tuple[str, str]]] = {name: [] for name in _HEADINGS}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
-            if record is not None and isinstance(param, click.Option):
-                key = BY_FIELD.get(param.name or "")
-                sections[None if key is None or key.shared else key.section].append(record)
-        for name, records in sections.items():
-            with formatter.section(_HEADINGS[name]):
-                formatter.write_dl(records)
+            if record is not None and isinstance(param, click.Option) and param.name is not None:
+                key = BY_FIELD.get(param.name)
+                section = "training" if key is None or key.shared or key.section is None else key.section
+                records[heading_of.get(param.name, section)].append(record)
+        for name, heading in _HEADINGS.items():
+            with formatter.section(heading):
+                formatter.write_dl(records[name])
 
 
 class _Setting(click.Option):
-    """An option of the table: its help is the text that stands under the field."""
+    """An option of the settings table; its help is the docstring of the field."""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """Take the help from the schema, which only ``--help`` needs to read."""
+        """Read the help from the schema, which only ``--help`` needs."""
         self.help = self.help or field_docs(RunConfig)[self.name or ""].replace("``", "")
         return super().get_help_record(ctx)
 
@@ -120,109 +136,123 @@ def _metavar(key: Key) -> str:
 
 
 def _own_options() -> list[Callable[[Callable[..., Any]], Callable[..., Any]]]:
-    return [
-        click.option("--use-fsdp", is_flag=True, help="Shard the model as the --fsdp-... flags, or the file, say."),
-        click.option("--use-deepspeed", is_flag=True, help="Shard the model as DeepSpeed's flags, or the file, say."),
-        click.option("--use-megatron-lm", is_flag=True, hidden=True),
-        click.option("--multi-gpu", is_flag=True, help="One process for each accelerator (the default)."),
-        click.option("--tpu", is_flag=True, hidden=True),
-        click.option(
-            "--num-cpu-threads-per-process",
-            type=click.IntRange(min=1),
-            metavar="N",
-            help="OMP_NUM_THREADS of each process. Without it, and when that is not set: the cores that can be used, "
-            "divided by the processes when there are several.",
-        ),
-        click.option(
-            "--config-file",
-            metavar="PATH",
-            help="Settings in YAML, JSON or TOML, in echelon's or accelerate's names, or a json of DeepSpeed. Flags and "
-            "environment win over it. Default: ./echelon.toml, or what echelon config or accelerate config wrote.",
-        ),
-        click.option("--strict", is_flag=True, help="Two places that give one setting different values are an error."),
-        click.option("-m", "--module", is_flag=True, help="The script is a module, as in python -m."),
-        click.option("--no-python", is_flag=True, help="The script is a program that is run as it is."),
-        click.option("--local-rank-arg", is_flag=True, help="Append --local_rank=N, for scripts that parse it."),
-        click.option("--no-local-rank", is_flag=True, help="Accepted: nothing is appended unless it is asked for."),
-        click.option("--log-dir", metavar="DIR", help="Keep the output of each rank in a new folder below DIR."),
-        click.option(
-            "-t",
-            "--tee",
-            metavar="WHAT",
-            help="Show output with the rank before each line: 1 stdout, 2 stderr, 3 both, or 0:3,1:2 by rank. 3 with "
-            "--log-dir.",
-        ),
-        click.option("-r", "--redirects", metavar="WHAT", help="As --tee, but to the files of --log-dir only."),
-        click.option(
-            "--max-restarts",
-            type=click.IntRange(min=0),
-            default=0,
-            metavar="N",
-            help="Start all processes again when one fails, at most N times.",
-        ),
-        click.option(
-            "--no-warm",
-            is_flag=True,
-            help="Start restarted processes as new programs, not from one that has imported torch: for scripts that "
-            "cannot live with fork.",
-        ),
-        click.option(
-            "--preemption-grace",
-            type=click.FloatRange(min=0.0),
-            default=25.0,
-            metavar="SECONDS",
-            help="After SIGTERM or SIGUSR1, to the launcher or a rank, the ranks have so long to come to one step, where all "
-            "save and end with exit code 143. 0: SIGTERM stops them at once. Default 25: Kubernetes and Slurm kill after 30.",
-        ),
-        click.option(
-            "--monitor-interval",
-            type=click.FloatRange(min=0.001, max=60.0),
-            default=0.05,
-            metavar="SECONDS",
-            help="How often to look at the processes. Default 0.05.",
-        ),
-        click.option(
-            "--debugger",
-            type=click.IntRange(min=0),
-            metavar="[RANK]",
-            help="Give the terminal to one rank (0 without a number): breakpoint() works there, and an exception opens "
-            "pdb where it was raised. While it asks nothing is a stall.",
-        ),
-        click.option(
-            "--summary",
-            is_flag=True,
-            help="Say at the end where the time went, and which rank was slow. Without it: after a restart, and when a "
-            "rank held up the others in a run of more than a minute.",
-        ),
-        click.option(
-            "--oversubscribe",
-            is_flag=True,
-            help="Start more processes than the cores, the memory or the limits of this machine can hold.",
-        ),
-        click.option("--quiet", "-q", is_flag=True, help="Leave the launcher's notes out; errors are still shown."),
-        click.option("--standalone", is_flag=True, help="Accepted: every run on one machine is."),
-        click.option("--rdzv-endpoint", metavar="HOST[:PORT]", help="As --main-process-ip and --main-process-port."),
-        click.option(
-            "--rdzv-id", metavar="NAME", help="The run's name, the same on all machines: TORCHELASTIC_RUN_ID."
-        ),
-        click.option(
-            "--rdzv-conf",
-            metavar="NAME=VALUE,...",
-            help="Of a run on several machines: join_timeout (600 s), last_call_timeout (30 s, for more than the least of "
-            "--nnodes MIN:MAX), keep_alive_interval (2 s), keep_alive_max_attempt (5), is_host.",
-        ),
-        click.option("--local-addr", metavar="ADDRESS", help="This machine's, on the network of the others."),
-        click.option(
-            "--listen-on",
-            metavar="ADDRESS",
-            help="Where the others come in, when that is not the address that they are given (NAT). 0.0.0.0: everywhere.",
-        ),
-        click.option(
-            "--insecure-network",
-            is_flag=True,
-            help="Run on several machines without a token: whoever reaches the port can join, and read the store.",
-        ),
+    flags = [
+        click.option(*names, is_flag=True, hidden=not help_text, help=help_text) for names, help_text in _OWN_FLAGS
     ]
+    valued = [
+        click.option(*names, metavar=metavar, type=kind, default=default, help=help_text)
+        for names, metavar, kind, default, help_text in _OWN_VALUES
+    ]
+    return [*flags, *valued]
+
+
+_OWN_FLAGS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("--use-fsdp",), "Shard the model as set by the --fsdp-... flags or the config file."),
+    (("--use-deepspeed",), "Shard the model as set by the DeepSpeed flags or the config file."),
+    (("--use-megatron-lm",), ""),
+    (("--multi-gpu",), "Start one process per accelerator (default)."),
+    (("--tpu",), ""),
+    (("--strict",), "Fail if two sources give a setting different values."),
+    (("-m", "--module"), "Run SCRIPT as a module, as python -m does."),
+    (("--no-python",), "Run SCRIPT as a program, without Python."),
+    (("--local-rank-arg",), "Append --local_rank=N to the arguments of SCRIPT."),
+    (("--no-local-rank",), "Accepted for compatibility (default: no --local_rank is appended)."),
+    (("--no-warm",), "Start restarted processes as new programs; do not fork them from one that has imported torch."),
+    (
+        ("--summary",),
+        "Print at the end where the time went and which rank was slow (default: after a restart, or if a rank slowed the "
+        "others down in a run of more than a minute).",
+    ),
+    (("--oversubscribe",), "Start more processes than the cores, memory or limits of this machine allow."),
+    (("--quiet", "-q"), "Print errors only, no notes of the launcher."),
+    (("--standalone",), "Accepted for compatibility (every run on one machine is standalone)."),
+    (
+        ("--insecure-network",),
+        "Run on several machines without a token: anybody who reaches the port can join the run.",
+    ),
+)
+# Names, metavar, type, default, help.
+_OWN_VALUES: tuple[tuple[tuple[str, ...], str, Any, Any, str], ...] = (
+    (
+        ("--num-cpu-threads-per-process",),
+        "N",
+        click.IntRange(min=1),
+        None,
+        "OMP_NUM_THREADS of each process (default: OMP_NUM_THREADS if set, else the usable cores divided by the processes).",
+    ),
+    (
+        ("--config-file",),
+        "PATH",
+        None,
+        None,
+        "Config file in YAML, JSON or TOML, with echelon's or accelerate's names, or a DeepSpeed JSON. Flags and environment "
+        "override it (default: ./echelon.toml, or the file that echelon config or accelerate config wrote).",
+    ),
+    (("--log-dir",), "DIR", None, None, "Write the output of each rank to a new folder below DIR."),
+    (
+        ("-t", "--tee"),
+        "WHAT",
+        None,
+        None,
+        "Prefix output with the rank and copy it to the log files: 0 none, 1 stdout, 2 stderr, 3 both, or 0:3,1:2 per rank "
+        "(default: 3 with --log-dir).",
+    ),
+    (("-r", "--redirects"), "WHAT", None, None, "As --tee, but write to the files of --log-dir only."),
+    (
+        ("--max-restarts",),
+        "N",
+        click.IntRange(min=0),
+        0,
+        "How often to restart all processes after a failure (default: 0).",
+    ),
+    (
+        ("--preemption-grace",),
+        "SECONDS",
+        click.FloatRange(min=0.0),
+        25.0,
+        "Time the ranks get to agree on a step after SIGTERM or SIGUSR1; they save there and exit with code 143. 0: stop them "
+        "at once (default: 25, because Kubernetes and Slurm kill after 30).",
+    ),
+    (
+        ("--monitor-interval",),
+        "SECONDS",
+        click.FloatRange(min=0.001, max=60.0),
+        0.05,
+        "How often to check the processes (default: 0.05).",
+    ),
+    (
+        ("--debugger",),
+        "[RANK]",
+        click.IntRange(min=0),
+        None,
+        "Attach the terminal to RANK (default: 0) for breakpoint(); an exception opens pdb where it was raised. Stall detection "
+        "pauses while the debugger waits.",
+    ),
+    (
+        ("--rdzv-endpoint",),
+        "HOST[:PORT]",
+        None,
+        None,
+        "Address of the rendezvous host; same as --main-process-ip and --main-process-port.",
+    ),
+    (("--rdzv-id",), "NAME", None, None, "Name of the run, the same on all machines (TORCHELASTIC_RUN_ID)."),
+    (
+        ("--rdzv-conf",),
+        "NAME=VALUE,...",
+        None,
+        None,
+        "Rendezvous settings: join_timeout (600 s), last_call_timeout (30 s, how long to wait for more than MIN of --nnodes "
+        "MIN:MAX), keep_alive_interval (2 s), keep_alive_max_attempt (5), is_host.",
+    ),
+    (("--local-addr",), "ADDRESS", None, None, "Address of this machine on the network of the others."),
+    (
+        ("--listen-on",),
+        "ADDRESS",
+        None,
+        None,
+        "Address to listen on, on the rendezvous host, if it differs from the one that the others use (NAT). 0.0.0.0: all.",
+    ),
+)
 
 
 def typed_flags(ctx: click.Context) -> dict[str, str]:
@@ -250,7 +280,7 @@ def typed_flags(ctx: click.Context) -> dict[str, str]:
             and not isinstance(ctx.params[name], bool)
         ):
             raise ConfigError(
-                f"{before[0]} {before[1]} and {flag} {value} are two names of one setting",
+                f"{before[0]} {before[1]} and {flag} {value} are two names of the same setting",
                 where=f"flags {before[0]}, {flag}",
                 do="give one of the two",
             )
@@ -262,31 +292,31 @@ def flag_layer(flags: Mapping[str, Any], typed: Mapping[str, str]) -> Layer:
     """Return the settings among the flags.
 
     Raises:
-        ConfigError: flags that ask for what is not offered, or exclude each other.
+        ConfigError: flags that are not supported, or exclude each other.
     """
     for name, do in (
         ("tpu", TPU_ALTERNATIVE),
         ("use_megatron_lm", "use --use_fsdp or --use_deepspeed to shard the model"),
     ):
         if flags[name]:
-            what = "echelon does not run on TPUs" if name == "tpu" else "Megatron-LM is not offered"
+            what = "echelon does not run on TPUs" if name == "tpu" else "Megatron-LM is not supported"
             raise ConfigError(what, where=f"flag {typed[name]}", do=do)
     values = {key.field: (flags[key.field], typed[key.field]) for key in KEYS if key.field in typed}
     if flags["num_processes"] in NUMBERS:
-        del values["num_processes"]  # it becomes a number when the devices are known
+        del values["num_processes"]  # resolved once the devices are known
     elif (number := flags["num_processes"]) is not None and not _is_positive(number):
         raise ConfigError(
             f"{number!r} is not a number of processes",
             where=f"flag {typed['num_processes']}",
-            do="give an integer from 1 on, or auto, gpu or cpu",
+            do="give a positive integer, or auto, gpu or cpu",
         )
-    if "num_machines" in values and (least_most := flags["num_machines"].split(":"))[1:]:
-        values["num_machines"] = (least_most[-1], typed["num_machines"])  # torchrun's 1:4
-    asked = [name for name in _USE if flags[name]]
-    if len(asked) > 1:
+    if "num_machines" in values and (min_max := flags["num_machines"].split(":"))[1:]:
+        values["num_machines"] = (min_max[-1], typed["num_machines"])  # torchrun's 1:4
+    chosen = [name for name in _USE if flags[name]]
+    if len(chosen) > 1:
         raise ConfigError("--use_fsdp and --use_deepspeed exclude each other", where="flags", do="give one of the two")
-    if asked:
-        values["sharded_by"] = (_USE[asked[0]], typed[asked[0]])
+    if chosen:
+        values["sharded_by"] = (_USE[chosen[0]], typed[chosen[0]])
     elif "deepspeed_config_file" in values:
         values["sharded_by"] = (_USE["use_deepspeed"], typed["deepspeed_config_file"])
     return from_flags(values)

@@ -1,14 +1,14 @@
-"""Which collectives the ranks have begun, side by side: where they first differ, or who is behind."""
+"""Compare the collectives that the ranks have started: where they first differ, or who is behind."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 __all__ = ["CollectiveCall", "Divergence", "History", "first_divergence", "read_history"]
 
-# What each rank brings may differ in these: only the kind is compared.
+# Sizes may differ between ranks: only the kind is compared.
 _UNLIKE_SIZES = frozenset(
     {"gather", "scatter", "all_to_all", "all_to_allv", "all_to_all_single", "alltoall", "alltoall_base"}
 )
@@ -19,7 +19,7 @@ class CollectiveCall:
     """One call, as torch's flight recorder has it."""
 
     number: int
-    """From 1 on, in its group."""
+    """Counted from 1 in its group."""
     kind: str
     sizes: tuple[tuple[int, ...], ...] = ()
     dtypes: tuple[str, ...] = ()
@@ -29,8 +29,8 @@ class CollectiveCall:
         tensors = ", ".join(f"{dtype.lower()}{list(size)}" for size, dtype in zip(self.sizes, self.dtypes))
         return f"{self.kind} number {self.number}" + (f" of {tensors}" if tensors else "")
 
-    def brings(self, other: CollectiveCall) -> bool:
-        """Tell whether this and ``other`` of another rank can be one operation."""
+    def matches(self, other: CollectiveCall) -> bool:
+        """Tell whether this and ``other`` of another rank can be the same operation."""
         if self.kind != other.kind:
             return False
         return self.kind in _UNLIKE_SIZES or (self.sizes, self.dtypes) == (other.sizes, other.dtypes)
@@ -38,38 +38,38 @@ class CollectiveCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """What one rank has begun in one group, the oldest first."""
+    """The collectives that one rank has started in one group, the oldest first."""
 
     ranks: tuple[int, ...]
-    """The members of the group."""
-    begun: tuple[CollectiveCall, ...]
+    """The ranks of the group."""
+    started: tuple[CollectiveCall, ...]
 
     @property
     def number(self) -> int:
         """The number of the last one."""
-        return self.begun[-1].number if self.begun else 0
+        return self.started[-1].number if self.started else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """The first place at which the ranks of a group do not do the same."""
+    """The first difference between the ranks of a group."""
 
     kind: Literal["other operation", "other shape", "behind"]
     at: Mapping[int, CollectiveCall | None]
-    """What each rank has begun there; of a rank that is behind, nothing."""
+    """What each rank has started there; None for a rank that is behind."""
     diverging: tuple[int, ...]
-    """The ranks that differ from most of the others; empty: there is no majority."""
+    """The ranks that differ from the majority; empty: no majority."""
 
 
 def read_history(data: Any) -> dict[str, History]:
-    """Return the history of each group from what a rank wrote down (``recorded_collectives``); {} when it has none.
+    """Return the history of each group from a rank's record (``Reporter.collectives``); {} if it has none.
 
     Raises:
-        ValueError, TypeError, KeyError: it is something else.
+        ValueError, TypeError, KeyError: invalid record.
     """
     found = {}
     for name, group in (data or {}).get("groups", {}).items():
-        begun = tuple(
+        started = tuple(
             CollectiveCall(
                 number=int(number),
                 kind=str(kind),
@@ -79,7 +79,7 @@ def read_history(data: Any) -> dict[str, History]:
             )
             for number, kind, sizes, dtypes, is_over in group["entries"]
         )
-        found[str(name)] = History(ranks=tuple(int(rank) for rank in group["ranks"]), begun=begun)
+        found[str(name)] = History(ranks=tuple(int(rank) for rank in group["ranks"]), started=started)
     return found
 
 
@@ -87,7 +87,7 @@ def first_divergence(histories: Mapping[int, Mapping[str, History]]) -> Divergen
     """Return where the ranks first differ: in what they call, else in how far they are; None: nowhere.
 
     Args:
-        histories: by rank and group; ranks that gave none are left out.
+        histories: by rank and group; ranks without any are ignored.
     """
     names = sorted({name for groups in histories.values() for name in groups})
     for name in names:
@@ -100,7 +100,7 @@ def first_divergence(histories: Mapping[int, Mapping[str, History]]) -> Divergen
         last = max(history.number for history in of_group.values())
         behind = {rank: history for rank, history in of_group.items() if history.number < last}
         if behind:
-            at = {rank: None if rank in behind else history.begun[-1] for rank, history in of_group.items()}
+            at = {rank: None if rank in behind else history.started[-1] for rank, history in of_group.items()}
             return Divergence(kind="behind", at=at, diverging=tuple(sorted(behind)))
     return None
 
@@ -108,12 +108,12 @@ def first_divergence(histories: Mapping[int, Mapping[str, History]]) -> Divergen
 def _first_difference(histories: Mapping[int, History]) -> Divergence | None:
     by_number: dict[int, dict[int, CollectiveCall]] = {}
     for rank, history in histories.items():
-        for collective in history.begun:
+        for collective in history.started:
             by_number.setdefault(collective.number, {})[rank] = collective
     for number in sorted(by_number):
         at = by_number[number]
         first = next(iter(at.values()))
-        if all(first.brings(other) for other in at.values()):
+        if all(first.matches(other) for other in at.values()):
             continue
         is_one_kind = len({collective.kind for collective in at.values()}) == 1
         return Divergence(kind="other shape" if is_one_kind else "other operation", at=at, diverging=_minority(at))
@@ -121,19 +121,13 @@ def _first_difference(histories: Mapping[int, History]) -> Divergence | None:
 
 
 def _minority(at: Mapping[int, CollectiveCall]) -> tuple[int, ...]:
-    """Return the ranks that do not do what more than half of them do."""
-    camps: list[list[int]] = []
+    """Return the ranks that differ from what more than half of them call."""
+    groups: list[list[int]] = []
     for rank, collective in at.items():
-        camp = next((camp for camp in camps if at[camp[0]].brings(collective)), None)
-        if camp is None:
-            camps.append([rank])
+        group = next((group for group in groups if at[group[0]].matches(collective)), None)
+        if group is None:
+            groups.append([rank])
         else:
-            camp.append(rank)
-    largest = max(camps, key=len)
-    if 2 * len(largest) <= len(at):
-        return ()
-    return _sorted_without(at, largest)
-
-
-def _sorted_without(ranks: Mapping[int, object], left_out: Sequence[int]) -> tuple[int, ...]:
-    return tuple(sorted(set(ranks) - set(left_out)))
+            group.append(rank)
+    largest = max(groups, key=len)
+    return () if 2 * len(largest) <= len(at) else tuple(sorted(set(at) - set(largest)))

@@ -1,4 +1,4 @@
-"""Where the time of a run went, over all its attempts: a ledger that adds up to the time that passed."""
+"""Goodput: a breakdown of a run's wall time over all its attempts."""
 
 from __future__ import annotations
 
@@ -25,40 +25,40 @@ _ITEM_OF = MappingProxyType(
 )
 _GOOD = ("compute", "communication", "program")
 ITEMS = (*_GOOD, "data wait", "checkpoint", "init", "detection", "restart", "lost steps", "end")
-"""What the time of a run is put down to."""
+"""The items of the breakdown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimes:
-    """What the board had of one rank when its attempt was over."""
+    """The times on the board for one rank at the end of its attempt."""
 
     rank: int
     times: Times | None = None
     marks: Sequence[Mark] = ()
     ended_ns: int | None = None
-    """When its program ended by itself, before the attempt was over; None: it did not."""
+    """When its program ended by itself before the end of the attempt; None: it did not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One start of all ranks, and its end; all times are ``time.monotonic_ns``."""
+    """One start of all ranks, and its end; times are on ``time.monotonic_ns``."""
 
     started_ns: int
     failed_ns: int
-    """The first sign of what ended it: a death, an exception, the last move before a stall; of a good end, that."""
+    """First sign of the failure: an exit, an exception, the last progress before a stall; if it ended well, its end."""
     noticed_ns: int
-    """When the launcher saw it."""
+    """When the launcher noticed it."""
     ranks: Sequence[RankTimes]
 
     @property
     def loaded(self) -> int | None:
-        """The step that its training loop began with, -1: without a checkpoint; None: it did not come so far."""
+        """Step that its training loop resumed from, -1: no checkpoint; None: its loop never started."""
         found = [one.times for one in self.ranks if one.times is not None]
         step = max((times.loaded for times in found), default=-1)
         return step if step >= 0 or any(times.begun_ns for times in found) else None
 
     def has_mark(self, step: int) -> bool:
-        """Tell whether it has begun a checkpoint of ``step``."""
+        """Tell whether it has started a checkpoint of ``step``."""
         return any(mark.step == step for one in self.ranks for mark in one.marks)
 
 
@@ -69,13 +69,13 @@ class TimeBreakdown:
     wall_s: float
     num_restarts: int
     seconds: Mapping[str, float]
-    """``compute`` and ``communication`` of steps that remained, ``data wait``, ``checkpoint``; ``init``: until the
+    """``compute`` and ``communication`` of steps that were kept, ``data wait``, ``checkpoint``; ``init``: until the
     training loop; ``detection``: from a failure until it was noticed; ``restart``: from then to the next training loop;
-    ``lost steps``: made again later; ``end``: after the program; ``program``: all of a program that notes nothing."""
+    ``lost steps``: repeated later; ``end``: after the program; ``program``: all of a program that records nothing."""
 
     @property
     def goodput(self) -> float:
-        """The part of the time that computed, or communicated, for steps that remained."""
+        """The fraction of the time spent on computation and communication of steps that were kept."""
         return sum(self.seconds.get(item, 0.0) for item in _GOOD) / self.wall_s if self.wall_s else 0.0
 
     def __str__(self) -> str:
@@ -98,17 +98,17 @@ def account(attempts: Sequence[Attempt], *, began_ns: int, ended_ns: int) -> Tim
     """Return where the time went.
 
     Args:
-        attempts: in their order.
-        began_ns: when the launcher began.
-        ended_ns: when it ended.
+        attempts: in order.
+        began_ns: start of the launcher.
+        ended_ns: its end.
     """
     totals = dict.fromkeys(ITEMS, 0.0)
-    is_noted = any(one.times is not None and one.times.begun_ns for attempt in attempts for one in attempt.ranks)
+    is_recorded = any(one.times is not None and one.times.begun_ns for attempt in attempts for one in attempt.ranks)
     edge = began_ns
     for attempt, kept in zip(attempts, _kept_up_to(attempts)):
         before = "init" if edge == began_ns else "restart"
         for one in attempt.ranks:
-            for item, ns in _row(attempt, one, kept, edge=edge, before=before, is_noted=is_noted).items():
+            for item, ns in _row(attempt, one, kept, edge=edge, before=before, is_recorded=is_recorded).items():
                 totals[item] += ns / len(attempt.ranks)
         totals["detection"] += attempt.noticed_ns - attempt.failed_ns
         edge = attempt.noticed_ns
@@ -121,13 +121,13 @@ def account(attempts: Sequence[Attempt], *, began_ns: int, ended_ns: int) -> Tim
 
 
 def _row(
-    attempt: Attempt, one: RankTimes, kept: int | None, *, edge: int, before: str, is_noted: bool
+    attempt: Attempt, one: RankTimes, kept: int | None, *, edge: int, before: str, is_recorded: bool
 ) -> dict[str, float]:
     """Return the nanoseconds of one rank from ``edge`` to the failure."""
     row = dict.fromkeys(ITEMS, 0.0)
     failed_ns, spent = attempt.failed_ns, spent_in(attempt, one)
     if spent is None or one.times is None:
-        loop_ns = failed_ns if is_noted else min(attempt.started_ns, failed_ns)
+        loop_ns = failed_ns if is_recorded else min(attempt.started_ns, failed_ns)
         row[before], row["program"] = loop_ns - edge, failed_ns - loop_ns
         return row
     row[before] = one.times.begun_ns - edge
@@ -141,9 +141,9 @@ def _row(
 
 
 def spent_in(attempt: Attempt, one: RankTimes) -> list[int] | None:
-    """Return the nanoseconds of each part of a rank's training loop, up to the failure or its own end; None: it had none.
+    """Return the nanoseconds of each part of a rank's training loop, up to the failure or its own end; None: no loop.
 
-    Together they are the time since its loop began.
+    Their sum is the time since the loop started.
     """
     times = one.times
     if times is None or not 0 < times.begun_ns < attempt.failed_ns:
@@ -151,7 +151,7 @@ def spent_in(attempt: Attempt, one: RankTimes) -> list[int] | None:
     stop_ns = attempt.failed_ns if one.ended_ns is None else max(times.begun_ns, min(attempt.failed_ns, one.ended_ns))
     spent = list(times.spent_ns)
     spent[times.part] += max(0, stop_ns - times.since_ns)
-    surplus = max(0, times.since_ns - stop_ns)  # what it noted after that: while others saw the failure, it went on
+    surplus = max(0, times.since_ns - stop_ns)  # recorded after the failure, before the rank was stopped
     for part in sorted(StepPart, key=lambda part: (part is not times.part, -spent[part])):
         taken = min(surplus, spent[part])
         spent[part] -= taken
@@ -160,9 +160,9 @@ def spent_in(attempt: Attempt, one: RankTimes) -> list[int] | None:
 
 
 def _kept_up_to(attempts: Sequence[Attempt]) -> list[int | None]:
-    """Return for each attempt the step up to which its work remained; -1: none of it; None: all."""
+    """Return for each attempt the step up to which its work was kept; -1: none of it; None: all."""
     kept: list[int | None] = []
-    need: int | None = None  # what the attempts after this one rest on
+    need: int | None = None  # the step that the later attempts build on
     for attempt in reversed(attempts):
         kept.append(need)
         if attempt.loaded is not None and (need is None or attempt.has_mark(need)):
@@ -171,10 +171,10 @@ def _kept_up_to(attempts: Sequence[Attempt]) -> list[int | None]:
 
 
 def _lost_from(attempt: Attempt, one: RankTimes, kept: int | None) -> Sequence[int] | None:
-    """Return what the rank had spent on each part when the work that was lost began; None: nothing was lost."""
+    """Return what the rank had spent on each part when the lost work started; None: nothing was lost."""
     if kept is None:
         return None
     if not attempt.has_mark(kept):
         return [0] * len(StepPart)
-    # A rank without this mark died, or was stopped, when the others had begun to save.
+    # A rank without this mark died or was stopped when the others had started to save.
     return next((mark.spent_ns for mark in reversed(one.marks) if mark.step == kept), None)

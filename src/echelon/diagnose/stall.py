@@ -1,4 +1,4 @@
-"""Does the run stand still, why, and because of whom: from the boards of all ranks, and from what they answer when asked."""
+"""Stall diagnosis: whether a run hangs, why, and which rank causes it, from the boards of all ranks and their stacks."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ __all__ = [
     "StallClock",
     "diagnose",
     "disagreement",
-    "name_duration",
+    "format_duration",
     "name_ranks",
 ]
 
 _SILENT_S = 10.0
-"""So long after its last heartbeat a rank that runs is taken to be held by native code."""
+"""How old a heartbeat may be before a running rank counts as held by native code."""
 _BUSY = 0.1
-"""A rank that computes has used at least this part of the time."""
+"""A rank that computes uses at least this fraction of CPU time."""
 _WORK_S = 0.5
-"""A process that has used so much processor time since the last look at that is at work, whatever its heartbeat says."""
-_MOST_LINES = 8
+"""CPU time since the last check that shows that a process works, whatever its heartbeat."""
+_MAX_LINES = 8
 _LONG_PHASES = frozenset({Phase.SAVE, Phase.LOAD})
-_SEEN = ("compiling", "importing")
-"""Phases that the reporter sees in the stack; the others are noted by the program."""
+_SEEN_PHASES = ("compiling", "importing")
+"""Phases that the reporter sees in the stack; the program records the others."""
 _PhaseKey: TypeAlias = tuple[str, int]
 LONG_FACTOR = 10
-"""A declared phase may last so many times as long as a wait, unless the user says another time."""
+"""Default limit of a declared slow phase, as a multiple of the stall timeout."""
 
 
 class Class(Enum):
-    """What kind of stall it is."""
+    """The kind of a stall."""
 
     STOPPED = "a stopped process"
     SILENT = "a rank that does not answer"
@@ -55,44 +55,44 @@ class Class(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankView:
-    """What the launcher knows of one rank at one moment."""
+    """What the launcher knows about one rank at one moment."""
 
     rank: int
     watch: Watch | None = None
     note: StatusNote | None = None
     exit_code: int | None = None
     is_stopped: bool = False
-    """By SIGSTOP or the like."""
+    """By SIGSTOP, for example."""
     cpu_s: float = 0.0
-    """Processor time that the process has used."""
+    """CPU time of the process."""
     num_faults: int = 0
-    """How often the process has waited for a page of a file: it reads a library, say."""
+    """Major page faults of the process, for example while it loads a library."""
 
     @property
     def waits(self) -> bool:
         """Whether it is in a call that may wait for other ranks."""
         doing = Doing.NOTHING if self.watch is None else self.watch.doing
         in_call = doing & (Doing.COMMUNICATES | Doing.ENDED) == Doing.COMMUNICATES
-        # A signal handler or a hook that hangs in the middle of a wait waits for no other rank.
+        # A signal handler or a hook that hangs during a wait does not wait for another rank.
         return in_call or (self.note is not None and self.note.waits and not doing & Doing.ELSEWHERE)
 
     @property
     def is_debugged(self) -> bool:
-        """Whether a debugger has stopped its program, in its last heartbeat."""
+        """Whether a debugger had stopped its program at its last heartbeat."""
         return self.watch is not None and bool(self.watch.doing & Doing.DEBUGS)
 
     @property
-    def slow_with(self) -> str:
-        """What it says that it does, and may take long with; empty: nothing, or it waits all the same.
+    def slow_phase(self) -> str:
+        """The slow phase that it declares; empty: none, or it waits nevertheless.
 
-        Whether that is still so is the clock's to tell: a rank that was stopped says it for ever.
+        ``StallClock.declared`` tells whether that is still true: a stopped rank declares it for ever.
         """
         if self.watch is not None and self.watch.doing & Doing.ENDED:
-            return "ending, after its program"
+            return "exiting, after its program"
         if self.waits:
             return ""
         if self.watch is not None and self.watch.doing & (Doing.COMPILES | Doing.IMPORTS):
-            return _SEEN[0] if self.watch.doing & Doing.COMPILES else _SEEN[1]
+            return _SEEN_PHASES[0] if self.watch.doing & Doing.COMPILES else _SEEN_PHASES[1]
         if self.note is None:
             return ""
         if self.note.slow:
@@ -100,66 +100,66 @@ class RankView:
         return str(self.note.phase) if self.note.phase in _LONG_PHASES else ""
 
     @property
-    def standing(self) -> tuple[object, ...]:
-        """What is equal between two moments when the rank has not moved on."""
+    def progress(self) -> tuple[object, ...]:
+        """Equal at two moments if the rank has made no progress in between."""
         watch, note = self.watch, self.note
         counts = (watch.num_collectives if watch else 0, note and (note.num_operations, note.step, note.phase))
-        # In a wait of echelon's own the thread looks around again and again, and its stack with it.
+        # In a wait of echelon the thread polls, and its stack changes.
         is_own_wait = note is not None and note.waits
         return (*counts, self.waits, 0 if watch is None or is_own_wait else watch.signature)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a rank said when it was asked, or wrote when it failed."""
+    """What a rank answered to a request, or wrote when it failed."""
 
-    place: CallSite | None = None
+    call_site: CallSite | None = None
     trains: bool = False
     """Whether it is in a backward pass, or in the forward pass of a wrapped model."""
     histories: Mapping[str, History] = field(default_factory=dict)
     no_histories: str = ""
-    """Why there are none."""
+    """Why ``histories`` is empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stall:
-    """The verdict."""
+    """A stall and its cause."""
 
     kind: Class
     culprits: tuple[int, ...]
-    """The ranks that are late, or do something else; empty: there is no majority, or nobody knows."""
+    """The ranks that are late or differ; empty: no majority, or unknown."""
     what: str
     """The first line of the report."""
     ranks: Mapping[int, str]
-    """What each rank is in."""
+    """Where each rank is."""
     do: str
     waited_s: float
 
     @property
     def is_alarm(self) -> bool:
-        """Whether something has to be done: a rank that is slow comes by itself."""
+        """Whether it needs action: a rank that is merely slow catches up."""
         return self.kind is not Class.SLOW
 
     def lines(self) -> list[str]:
-        """Return what the ranks are in, a line for those that say the same: the culprits first, and not too many."""
+        """Return where the ranks are, one line per distinct text, the culprits first."""
         by_text: dict[str, list[int]] = {}
         for rank, text in sorted(self.ranks.items(), key=lambda item: (item[0] not in self.culprits, item[0])):
             by_text.setdefault(text, []).append(rank)
         lines = [f"{name_ranks(ranks)}: {text}" for text, ranks in by_text.items()]
-        surplus = len(lines) - _MOST_LINES
-        return [*lines[:_MOST_LINES], f"and {surplus} more"] if surplus > 0 else lines
+        surplus = len(lines) - _MAX_LINES
+        return [*lines[:_MAX_LINES], f"and {surplus} more"] if surplus > 0 else lines
 
 
 @dataclass(slots=True)
-class _Since:
-    standing: tuple[object, ...]
+class _LastProgress:
+    progress: tuple[object, ...]
     time: float
     cpu_s: float
 
 
 @dataclass(slots=True)
 class _Work:
-    """When a process was last seen to have worked, by the system's own counters."""
+    """When a process was last seen to work, by the system's counters."""
 
     time: float
     cpu_s: float
@@ -168,60 +168,60 @@ class _Work:
 
 @final
 class StallClock:
-    """Knows since when each rank has not moved, and since when it is in what it has declared to take long.
+    """Tracks how long each rank has made no progress, and how long it has been in a declared slow phase.
 
-    What a rank declares counts only while it is alive: while its process runs, and its reporter writes or, where native
-    code holds Python's lock, the system says that the process works. A rank that waits for one that is in a declared phase
-    is excused until that ends. The phase itself may last ``long_timeout_s``.
+    A declared phase counts only while the rank is alive: its process runs, and its reporter writes or, where native code holds
+    the GIL, the system's counters show that the process works. A rank that waits for one in a declared phase is excused until
+    the phase ends. The phase itself may last ``long_timeout_s``.
 
     Args:
-        timeout_s: after this time without a move a rank that waits for others makes a stall.
-        long_timeout_s: a declared phase, or a computation that others wait for, may last so long; None: ten times as long.
+        timeout_s: how long a rank may wait for others without progress.
+        long_timeout_s: how long a declared phase, or a computation that others wait for, may last; None: ten times as long.
     """
 
     def __init__(self, timeout_s: float, long_timeout_s: float | None = None) -> None:
         self._timeout_s = timeout_s
         self.long_timeout_s = LONG_FACTOR * timeout_s if long_timeout_s is None else long_timeout_s
-        self._since: dict[int, _Since] = {}
+        self._last_progress: dict[int, _LastProgress] = {}
         self._work: dict[int, _Work] = {}
         self._phases: dict[int, dict[_PhaseKey, float]] = {}
-        """Of each rank what it has been declaring without a gap, and since when it declares that."""
-        self._told: set[tuple[int, _PhaseKey]] = set()
-        """Phases that have been reported as too long: the others go on to wait for them."""
+        """Rank -> its current declared phases, each with its start."""
+        self._reported: set[tuple[int, _PhaseKey]] = set()
+        """Phases that were reported as too long."""
         self._excused = float("-inf")
         """When a rank was last seen in a declared phase."""
 
-    def look(self, views: Sequence[RankView], now: float) -> frozenset[tuple[str, int]]:
-        """Note what moved since the last look; return what is suspicious of which rank; empty: there is nothing to ask."""
+    def update(self, views: Sequence[RankView], now: float) -> frozenset[tuple[str, int]]:
+        """Track progress since the last update; return (suspicion, rank) pairs; empty: no reason to ask the ranks."""
         for view in views:
-            known = self._since.get(view.rank)
-            if known is None or (not view.is_stopped and known.standing != view.standing):
-                self._since[view.rank] = _Since(view.standing, now, view.cpu_s)
+            known = self._last_progress.get(view.rank)
+            if known is None or (not view.is_stopped and known.progress != view.progress):
+                self._last_progress[view.rank] = _LastProgress(view.progress, now, view.cpu_s)
             work = self._work.get(view.rank)
             if work is None or view.cpu_s - work.cpu_s >= _WORK_S or view.num_faults > work.num_faults:
                 self._work[view.rank] = _Work(now, view.cpu_s, view.num_faults)
         running = [view for view in views if view.exit_code is None]
         if any(view.is_debugged and self._is_alive(view, now) for view in running):
-            for since in self._since.values():  # somebody thinks, and the others wait for that
-                since.time = now
+            for last in self._last_progress.values():  # the others wait for the debugger
+                last.time = now
             self._phases.clear()
             return frozenset()
         for view in running:
-            self._note_phase(view, now)
+            self._track_phase(view, now)
         if any(self.declared(view, now) and not _has_ended(view) for view in running):
             self._excused = now
         return frozenset((reason, view.rank) for view in running for reason in self._suspicions(view, running, now))
 
-    def _note_phase(self, view: RankView, now: float) -> None:
+    def _track_phase(self, view: RankView, now: float) -> None:
         if not self.declared(view, now):
             self._phases.pop(view.rank, None)
-            if self._told:
-                self._told = {told for told in self._told if told[0] != view.rank}
+            if self._reported:
+                self._reported = {entry for entry in self._reported if entry[0] != view.rank}
             return
         phases = self._phases.setdefault(view.rank, {})
-        # A compiler imports between, and compiles on: it has not begun anew. After another phase it has.
-        if view.slow_with not in _SEEN:
-            for phase in [phase for phase in phases if phase[0] in _SEEN]:
+        # A compiler imports in between: the compilation continues. After any other phase it starts anew.
+        if view.slow_phase not in _SEEN_PHASES:
+            for phase in [phase for phase in phases if phase[0] in _SEEN_PHASES]:
                 del phases[phase]
         phases.setdefault(_phase_of(view), now)
 
@@ -230,40 +230,40 @@ class StallClock:
             return ["too long"]
         if self.declared(view, now):
             return []
-        stands_s = self.stood_s(view, now)
-        if stands_s < self._timeout_s:
+        stalled_s = self.stalled_s(view, now)
+        if stalled_s < self._timeout_s:
             return []
         if view.is_stopped:
             return ["stopped"]
         if self.is_silent(view, now):
             return ["silent"]
         if view.waits:
-            return ["waits", "waits long"] if stands_s >= self.long_timeout_s else ["waits"]
+            return ["waits", "waits long"] if stalled_s >= self.long_timeout_s else ["waits"]
         others = (other for other in running if other.waits and not self._is_away(other, now))
-        return ["away"] if any(now - self._since[o.rank].time >= self._timeout_s for o in others) else []
+        return ["away"] if any(now - self._last_progress[o.rank].time >= self._timeout_s for o in others) else []
 
-    def stood_s(self, view: RankView, now: float) -> float:
-        """Return how long the rank has not moved; one that waits is excused while another was in a declared phase."""
-        since = self._since[view.rank].time
-        return now - (since if self._is_away(view, now) else max(since, self._excused))
+    def stalled_s(self, view: RankView, now: float) -> float:
+        """Return how long the rank has made no progress, without the time in which it waited for a declared phase."""
+        last = self._last_progress[view.rank].time
+        return now - (last if self._is_away(view, now) else max(last, self._excused))
 
     def _is_away(self, view: RankView, now: float) -> bool:
         return not view.waits or view.is_stopped or self.is_silent(view, now)
 
     def declared(self, view: RankView, now: float) -> str:
-        """Return what the rank is in that may take long, if it is alive; empty: nothing."""
-        return view.slow_with if view.slow_with and self._is_alive(view, now) else ""
+        """Return the slow phase that a rank declares, if it is alive; empty: none."""
+        return view.slow_phase if view.slow_phase and self._is_alive(view, now) else ""
 
     def overdue(self, view: RankView, now: float) -> bool:
-        """Tell whether the rank is in a declared phase for too long, and that has not been told."""
-        begun = self._phases.get(view.rank, {}).get(_phase_of(view))
-        if begun is None or not self.declared(view, now) or (view.rank, _phase_of(view)) in self._told:
+        """Tell whether the rank exceeds the limit of a declared phase, and that was not reported."""
+        started = self._phases.get(view.rank, {}).get(_phase_of(view))
+        if started is None or not self.declared(view, now) or (view.rank, _phase_of(view)) in self._reported:
             return False
-        return now - begun >= self.long_timeout_s
+        return now - started >= self.long_timeout_s
 
-    def note_told(self, views: Sequence[RankView], now: float) -> None:
-        """Remember that the phases that are too long now have been reported."""
-        self._told |= {(view.rank, _phase_of(view)) for view in views if self.overdue(view, now)}
+    def mark_reported(self, views: Sequence[RankView], now: float) -> None:
+        """Remember that the phases that exceed the limit now were reported."""
+        self._reported |= {(view.rank, _phase_of(view)) for view in views if self.overdue(view, now)}
 
     def _is_alive(self, view: RankView, now: float) -> bool:
         if view.is_stopped or view.watch is None:
@@ -278,19 +278,19 @@ class StallClock:
 
     @property
     def _silent_s(self) -> float:
-        # Before the others' time is over: a rank that is held looks as it did before, as if it waited with them.
+        # Less than the stall timeout: a held rank looks as before, as if it waited with the others.
         return max(2.0, min(_SILENT_S, self._timeout_s / 2))
 
     def is_silent(self, view: RankView, now: float) -> bool:
-        """Tell whether the rank's reporter has not written for long although its process runs, and nothing explains that."""
+        """Tell whether the rank's heartbeat is missing without an explanation although its process runs."""
         if view.watch is None or view.is_stopped or _has_ended(view):
-            return False  # it has not begun to write, or it cannot, or it has done with it
+            return False  # it has not started to write, is stopped, or has finished
         return not self._is_fresh(view, now) and not self.declared(view, now)
 
     def is_busy(self, view: RankView, now: float) -> bool:
-        """Tell whether the rank computes, or moves from line to line."""
-        since = self._since[view.rank]
-        return now - since.time < self._timeout_s / 2 or view.cpu_s - since.cpu_s > _BUSY * (now - since.time)
+        """Tell whether the rank computes, or makes progress."""
+        last = self._last_progress[view.rank]
+        return now - last.time < self._timeout_s / 2 or view.cpu_s - last.cpu_s > _BUSY * (now - last.time)
 
 
 def _has_ended(view: RankView) -> bool:
@@ -298,9 +298,9 @@ def _has_ended(view: RankView) -> bool:
 
 
 def _phase_of(view: RankView) -> _PhaseKey:
-    """Return what is equal for as long as the rank is in one and the same declared phase."""
-    # A loop that declares each of its rounds is not one long phase.
-    return view.slow_with, 0 if view.note is None or view.slow_with in _SEEN else view.note.time_ns
+    """Return the identity of the declared phase that the rank is in."""
+    # A loop that declares each of its iterations is not one long phase.
+    return view.slow_phase, 0 if view.note is None or view.slow_phase in _SEEN_PHASES else view.note.time_ns
 
 
 def diagnose(
@@ -317,8 +317,8 @@ def diagnose(
     running = [view for view in views if view.exit_code is None]
     waiting = [view for view in running if view.waits and not view.is_stopped and not clock.is_silent(view, now)]
     undeclared = [view for view in running if not clock.declared(view, now)]
-    waited = max((clock.stood_s(view, now) for view in undeclared or running), default=0.0)
-    texts = {view.rank: _in_words(view, answers.get(view.rank), clock, now) for view in views}
+    waited = max((clock.stalled_s(view, now) for view in undeclared or running), default=0.0)
+    texts = {view.rank: _describe_rank(view, answers.get(view.rank), clock, now) for view in views}
 
     def stall(kind: Class, culprits: Sequence[int], what: str, do: str) -> Stall:
         return Stall(kind=kind, culprits=tuple(culprits), what=what, ranks=texts, do=do, waited_s=waited)
@@ -327,56 +327,59 @@ def diagnose(
     waiters = waiters if waiting else ""
     if stopped := [view.rank for view in running if view.is_stopped]:
         what = f"{name_ranks(stopped)} {_is(stopped)} stopped (SIGSTOP){waiters}"
-        return stall(
-            Class.STOPPED, stopped, what, "continue it (kill -CONT), or stop the run; somebody else stopped it"
-        )
+        return stall(Class.STOPPED, stopped, what, "continue the process (kill -CONT), or stop the run")
     if silent := [view.rank for view in running if clock.is_silent(view, now)]:
-        what = f"{name_ranks(silent)} {_is(silent)} held by native code: not even another thread of it runs{waiters}"
+        what = (
+            f"{name_ranks(silent)} {_is(silent)} held by native code: none of its threads can run Python code{waiters}"
+        )
         return stall(
             Class.SILENT,
             silent,
             what,
-            "look at the line above: a library that keeps Python's lock (GIL) while it waits",
+            "look at the line above for a library that holds the GIL while it waits",
         )
     if overdue := [view for view in running if clock.overdue(view, now)]:
         names = [view.rank for view in overdue]
-        doing = " and ".join(dict.fromkeys(view.slow_with for view in overdue))
-        what = f"{name_ranks(names)} {_has(names)} been {doing} for {name_duration(clock.long_timeout_s)}{waiters}"
+        doing = " and ".join(dict.fromkeys(view.slow_phase for view in overdue))
+        what = f"{name_ranks(names)} {_has(names)} been {doing} for {format_duration(clock.long_timeout_s)}{waiters}"
         return stall(
-            Class.LONG, names, what, "if it is at work, give it more time (--slow_timeout SECONDS); else see its stack"
+            Class.LONG, names, what, "raise --slow_timeout SECONDS if it makes progress; otherwise read its stack"
         )
     if not waiting:
         return None
-    # A process may be there for long after its program: what others wait for will not come.
+    # A process may live on for long after its program, and the others wait in vain.
     if ended := [view.rank for view in views if view.exit_code == 0 or (view.exit_code is None and _has_ended(view))]:
-        what = f"{name_ranks(ended)} {_has(ended)} ended{waiters}"
+        what = f"{name_ranks(ended)} {_has(ended)} exited{waiters}"
         return stall(Class.UNEVEN, ended, what, _UNEVEN)
     away = [view for view in undeclared if not view.waits]
     if idle := [view.rank for view in away if not clock.is_busy(view, now)]:
-        what = f"{name_ranks(idle)} {_does(idle)} not come{waiters}"
+        what = f"{name_ranks(idle)} {_has(idle)} not reached the collective{waiters}"
         return stall(
-            Class.MISSING, idle, what, "see why this rank is elsewhere; every rank must make the same collective calls"
+            Class.MISSING,
+            idle,
+            what,
+            "find out why this rank is elsewhere: every rank must make the same collective calls",
         )
     if len(undeclared) < len(running):
-        return None  # the others wait for what has been declared
+        return None  # the others wait for a declared phase
     if away:
         names = [view.rank for view in away]
-        if min(clock.stood_s(view, now) for view in waiting) >= clock.long_timeout_s:
+        if min(clock.stalled_s(view, now) for view in waiting) >= clock.long_timeout_s:
             what = (
-                f"{name_ranks(names)} {_has(names)} been computing for {name_duration(clock.long_timeout_s)}{waiters}"
+                f"{name_ranks(names)} {_has(names)} been computing for {format_duration(clock.long_timeout_s)}{waiters}"
             )
             return stall(
                 Class.LONG,
                 names,
                 what,
-                "see whether its loop ends; what takes so long by intention is declared: with accelerator.slow(...)",
+                "check that its loop ends; if this is meant to take so long, declare it: with accelerator.slow(...)",
             )
         what = f"{name_ranks(names)} {_is(names)} slow, but alive{waiters}"
         return stall(Class.SLOW, names, what, 'wait, or declare it: with accelerator.slow("what it does")')
     if len(waiting) < 2:
-        return None  # one process waits for something of its own
-    # A backward pass is such a call from its first line on.
-    computing = [v.rank for v in waiting if clock.is_busy(v, now) and not _has_begun(answers.get(v.rank))]
+        return None  # a single process waits for something else
+    # A backward pass counts as a waiting call from its start.
+    computing = [v.rank for v in waiting if clock.is_busy(v, now) and not _has_started(answers.get(v.rank))]
     if computing:
         what = f"{name_ranks(computing)} {_is(computing)} slow, but alive"
         return stall(Class.SLOW, computing, what, "wait; it computes")
@@ -388,17 +391,17 @@ def diagnose(
 
 
 _UNEVEN = (
-    "let every rank make the same number of steps: as many batches on each (drop_last, a padded sampler, "
-    "join_uneven_inputs), no early break or return on one"
+    "make every rank run the same number of steps: equally many batches (drop_last, a padded sampler, "
+    "join_uneven_inputs), and no early break or return on one rank"
 )
 _SAME = "call the same collectives, with the same shapes, in the same order on every rank; look for `if rank == 0` around one"
 
 
 def disagreement(answers: Mapping[int, Answer]) -> Stall | None:
-    """Return in what the ranks of a run that failed differ; None: in nothing that is known.
+    """Return how the collectives of the ranks of a failed run differ; None: no known difference.
 
     Args:
-        answers: what the ranks wrote when they lost each other, or said when they were asked then.
+        answers: what the ranks wrote when they lost contact, or answered after that.
     """
     found = first_divergence({rank: answer.histories for rank, answer in answers.items()})
     if found is None:
@@ -407,8 +410,8 @@ def disagreement(answers: Mapping[int, Answer]) -> Stall | None:
     texts = {}
     for rank, answer in answers.items():
         collective = found.at.get(rank)
-        parts = ([f"in {collective}"] if collective else []) + ([f"at {answer.place}"] if answer.place else [])
-        texts[rank] = "; ".join(parts) or "at a place that it did not tell"
+        parts = ([f"in {collective}"] if collective else []) + ([f"at {answer.call_site}"] if answer.call_site else [])
+        texts[rank] = "; ".join(parts) or "at an unknown line"
     return Stall(kind=kind, culprits=found.diverging, what=what, ranks=texts, do=do, waited_s=0.0)
 
 
@@ -418,8 +421,8 @@ def _of_divergence(found: Divergence, *, trains: set[int]) -> tuple[Class, str, 
         others = next(str(collective) for collective in found.at.values() if collective is not None)
         return (
             Class.MISSING,
-            f"{name_ranks(ranks)} {_does(ranks)} not come to {others}, which the others have begun",
-            "see what this rank waits for; every rank must make the same collective calls in the same order",
+            f"{name_ranks(ranks)} {_has(ranks)} not reached {others}, which the others have started",
+            "find out what this rank waits for: every rank must make the same collective calls in the same order",
         )
     elsewhere = {rank for rank in found.at if rank not in trains}
     if found.kind == "other operation" and trains and elsewhere and trains & set(found.at):
@@ -430,17 +433,17 @@ def _of_divergence(found: Divergence, *, trains: set[int]) -> tuple[Class, str, 
             _UNEVEN,
         )
     kind = Class.OTHER_OPERATION if found.kind == "other operation" else Class.OTHER_SHAPE
-    calls = ", ".join(f"{name_ranks(group)} in {text}" for text, group in _camps(found).items())
+    calls = ", ".join(f"{name_ranks(group)} in {text}" for text, group in _ranks_by_call(found).items())
     if not ranks:
         return kind, f"the ranks are in {kind.value}: {calls}", _SAME
-    return kind, f"{name_ranks(ranks)} {_does(ranks)} not do what the others do: {calls}", _SAME
+    return kind, f"{name_ranks(ranks)} {_does(ranks)} not call what the others call: {calls}", _SAME
 
 
-def _camps(found: Divergence) -> dict[str, list[int]]:
-    camps: dict[str, list[int]] = {}
+def _ranks_by_call(found: Divergence) -> dict[str, list[int]]:
+    ranks_by_call: dict[str, list[int]] = {}
     for rank, collective in sorted(found.at.items()):
-        camps.setdefault(str(collective), []).append(rank)
-    return camps
+        ranks_by_call.setdefault(str(collective), []).append(rank)
+    return ranks_by_call
 
 
 def _without_histories(
@@ -453,36 +456,38 @@ def _without_histories(
         by_line.setdefault(_line_of(view, answers.get(view.rank)), []).append(view.rank)
     names = [view.rank for view in running]
     if len(by_line) == 1:
-        what = f"{name_ranks(names)} wait for each other in one and the same place"
-        return stall(Class.UNKNOWN, (), what, "look at the network between the ranks, and at the stacks")
+        what = f"{name_ranks(names)} wait for each other at the same line"
+        return stall(Class.UNKNOWN, (), what, "check the network between the ranks, and read the stacks")
     largest = max(by_line.values(), key=len)
     culprits = [rank for rank in names if rank not in largest] if 2 * len(largest) > len(names) else []
     what = (
-        f"the ranks wait in different places: {', '.join(f'{name_ranks(r)} at {line}' for line, r in by_line.items())}"
+        f"the ranks wait at different lines: {', '.join(f'{name_ranks(r)} at {line}' for line, r in by_line.items())}"
     )
     return stall(Class.OTHER_OPERATION, culprits, what, _SAME)
 
 
 def _is_at(answer: Answer | None, note: StatusNote) -> bool:
-    """Tell whether the rank is in the operation that it noted last: at the same line."""
-    place = None if answer is None else answer.place
-    return place is not None and place.line == note.line and place.file.endswith(note.file.removeprefix("..."))
+    """Tell whether the rank is at the line of the operation that it last recorded."""
+    call_site = None if answer is None else answer.call_site
+    return (
+        call_site is not None and call_site.line == note.line and call_site.file.endswith(note.file.removeprefix("..."))
+    )
 
 
-def _has_begun(answer: Answer | None) -> bool:
-    return answer is not None and any(not c.is_over for h in answer.histories.values() for c in h.begun)
+def _has_started(answer: Answer | None) -> bool:
+    return answer is not None and any(not c.is_over for h in answer.histories.values() for c in h.started)
 
 
 def _line_of(view: RankView, answer: Answer | None) -> str:
-    if answer is not None and answer.place is not None:
-        return f"{answer.place.file}:{answer.place.line}"
-    return f"{view.watch.file}:{view.watch.line}" if view.watch is not None else "a place that it does not tell"
+    if answer is not None and answer.call_site is not None:
+        return f"{answer.call_site.file}:{answer.call_site.line}"
+    return f"{view.watch.file}:{view.watch.line}" if view.watch is not None else "an unknown line"
 
 
-def _in_words(view: RankView, answer: Answer | None, clock: StallClock, now: float) -> str:
-    """Return what the rank is in: state, operation, phase and step, the user's line."""
+def _describe_rank(view: RankView, answer: Answer | None, clock: StallClock, now: float) -> str:
+    """Return where the rank is: state, operation, phase and step, line of user code."""
     if view.exit_code is not None:
-        return f"has ended (exit code {view.exit_code})"
+        return f"exited (code {view.exit_code})"
     parts: list[str] = []
     if view.is_stopped:
         parts.append("stopped")
@@ -494,12 +499,12 @@ def _in_words(view: RankView, answer: Answer | None, clock: StallClock, now: flo
     if note is not None and note.operation and (note.waits or _is_at(answer, note)):
         parts.append(f"in {note.operation}" + (f" of {note.detail}" if note.detail else ""))
     elif view.waits and answer is not None:
-        pending = [c for h in answer.histories.values() for c in h.begun if not c.is_over]
+        pending = [c for h in answer.histories.values() for c in h.started if not c.is_over]
         parts += [f"in {pending[0]}"] if pending else []
     if note is not None and (note.step or note.phase):
         parts.append(", ".join(filter(None, (f"step {note.step}", str(note.phase)))))
-    if answer is not None and answer.place is not None:
-        return "; ".join([*parts, f"at {answer.place}"])
+    if answer is not None and answer.call_site is not None:
+        return "; ".join([*parts, f"at {answer.call_site}"])
     return "; ".join([*parts, f"last seen at {_line_of(view, None)}"])
 
 
@@ -515,7 +520,7 @@ def _does(ranks: Sequence[int]) -> str:
     return "does" if len(ranks) == 1 else "do"
 
 
-def name_duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return ``10 minutes``, ``90 seconds`` or ``2 hours``."""
     for unit, size in (("hour", 3600.0), ("minute", 60.0)):
         if seconds >= 2 * size or seconds == size:

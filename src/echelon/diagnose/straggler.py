@@ -1,4 +1,4 @@
-"""Which rank makes the others wait, and with what: the time of a step by rank and part."""
+"""Straggler detection: the time of a step by rank and part, and which rank makes the others wait."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from echelon.status.board import StepPart
 __all__ = ["StepTimeSpread", "Steps", "steps_of"]
 
 _OWN = (StepPart.DATA, StepPart.FORWARD, StepPart.BACKWARD, StepPart.OPTIMIZER, StepPart.OTHER)
-_LEAST_STEPS = 20
-_WORTH = 0.1
-"""A rank is told to be slow when the others wait for it in this part of a step."""
+_MIN_STEPS = 20
+_MIN_WAIT = 0.1
+"""A rank counts as slow if the others wait for it during this fraction of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimeSpread:
-    """Milliseconds of a step in one part, over the ranks."""
+    """Milliseconds of one part of a step, over the ranks."""
 
     least: float
     least_rank: int
@@ -37,17 +37,17 @@ class StepTimeSpread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """What a step was made of, and who was late."""
+    """The parts of a step, and the slow rank."""
 
     num_steps: int
     parts: Mapping[str, StepTimeSpread]
-    """Communication is what the rank that waited least had, the same for all; ``wait`` is the rest of each rank's."""
+    """``communication`` is that of the rank that waited least, the same for all; ``wait`` is the rest of each rank's."""
     slowest: int | None = None
-    """The rank that the others waited for; None: none stands out."""
+    """The rank that the others waited for; None: none."""
     slow_part: str = ""
-    """With what it was slow."""
+    """The part in which it was slow."""
     slow_ms: float = 0.0
-    """Of that, in a step."""
+    """Its time of that part, per step."""
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {spread}" for name, spread in self.parts.items() if spread.most >= 0.05)
@@ -55,7 +55,7 @@ class Steps:
 
     @property
     def verdict(self) -> str:
-        """Who is slow, in words; empty: nobody."""
+        """Which rank is slow, in words; empty: none."""
         if self.slowest is None:
             return ""
         own, wait = self.parts[self.slow_part], self.parts["wait"]
@@ -82,14 +82,14 @@ class Steps:
 
 
 def steps_of(spent_ms: Mapping[int, Sequence[float]], *, num_steps: int) -> Steps | None:
-    """Return what a step was made of; None: there were no steps.
+    """Return the parts of a step; None: there were no steps.
 
-    A rank that is early waits in communication for one that is late, so its time there says nothing about itself: what
-    it has more of than the rank that has least is laid to the others.
+    An early rank waits in communication for a late one, so its time there says nothing about itself: what exceeds the
+    shortest communication of all ranks counts as ``wait``.
 
     Args:
-        spent_ms: for each rank the time of each ``StepPart``.
-        num_steps: of each.
+        spent_ms: rank -> time of each ``StepPart``.
+        num_steps: of each rank.
     """
     if not num_steps or not spent_ms:
         return None
@@ -103,7 +103,7 @@ def steps_of(spent_ms: Mapping[int, Sequence[float]], *, num_steps: int) -> Step
     slowest = max(own, key=lambda rank: own[rank])
     waited = min((ms for rank, ms in columns["wait"].items() if rank != slowest), default=0.0)
     step = sum(by_rank[slowest])
-    if num_steps < _LEAST_STEPS or waited < _WORTH * step:
+    if num_steps < _MIN_STEPS or waited < _MIN_WAIT * step:
         return Steps(num_steps=num_steps, parts=parts)
 
     def excess(part: StepPart) -> float:

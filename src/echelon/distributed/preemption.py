@@ -36,7 +36,7 @@ from echelon.status.stop_barrier import (
     BarrierMember,
     BarrierOutcome,
     StopCommand,
-    word,
+    command_word,
 )
 
 __all__ = ["Preempted", "member_of_launch", "on_signals", "should_stop"]
@@ -71,7 +71,7 @@ def _open(place: str, _pid: int) -> BarrierMember | None:
         return None  # a program that has outlived its launcher, or a variable that somebody else's program inherited
     if not slot.grace_ms:
         return None
-    _take_signals(slot.note_asked)
+    _take_signals(slot.write_preemption_signal)
     return BarrierMember(slot)
 
 
@@ -82,7 +82,7 @@ def should_stop() -> bool:
     under ``echelon launch``; elsewhere, and inside of ``Accelerator.epochs`` (which saves by itself), it is False.
     """
     member = member_of_launch()
-    return member is not None and member.at_boundary(is_new_step=True, is_whole=True)
+    return member is not None and member.pass_boundary(is_new_step=True, is_whole=True)
 
 
 @contextmanager
@@ -146,10 +146,10 @@ class _OwnSeat:
     """Words of this process."""
 
     def __init__(self) -> None:
-        self.command = self.stand = 0
+        self.command = self.position = 0
 
-    def write_stand(self, stand: int) -> None:
-        self.stand = stand
+    def write_position(self, position: int) -> None:
+        self.position = position
 
     def read_command(self) -> int:
         return self.command
@@ -167,7 +167,7 @@ class _Talk:
 
     @property
     def is_pending(self) -> bool:
-        return self._is_begun and self._seat.command != word(StopCommand.END)
+        return self._is_begun and self._seat.command != command_word(StopCommand.END)
 
     def on_signal(self, number: int) -> None:
         self._num_signals += 1
@@ -182,7 +182,7 @@ class _Talk:
         """Begin to agree, in a thread (not one of ``threading``, whose locks the interrupted code may hold)."""
         if not self._is_begun:
             self._is_begun = True
-            self._seat.command = word(
+            self._seat.command = command_word(
                 StopCommand.HOLD
             )  # the next boundary is not passed before the thread has come to lead
             _thread.start_new_thread(self._run, ())
@@ -212,21 +212,21 @@ class _Talk:
 
     def _lead(self, desk: _OwnDesk | _StoreDesk) -> None:
         coordinator = BarrierCoordinator(desk, _GRACE_S)
-        while (outcome := coordinator.look()) is BarrierOutcome.PENDING and not self._is_over:
+        while (outcome := coordinator.poll()) is BarrierOutcome.PENDING and not self._is_over:
             time.sleep(_POLL_S)
         if outcome is BarrierOutcome.LATE:
             _give_up("not all ranks came to one step")
 
     def _follow(self, words: dist.Store, deadline: float) -> None:
         rank, shown = dist.get_rank(), ""
-        while not self._is_over and self._seat.command != word(StopCommand.END):
+        while not self._is_over and self._seat.command != command_word(StopCommand.END):
             if time.monotonic() > deadline + _POLL_S:
                 _give_up("not all ranks came to one step")
             number = 0
             if words.check(["command"]):
                 number, self._seat.command = json.loads(words.get("command"))
             # After the command is there for the main thread: what it shows now is what it does with it.
-            post = json.dumps([number, self._seat.stand])
+            post = json.dumps([number, self._seat.position])
             if post != shown:
                 words.set(f"stand/{rank}", post)
                 shown = post
@@ -241,8 +241,8 @@ class _OwnDesk:
     def write_command(self, command: int) -> None:
         self._seat.command = command
 
-    def read_stands(self) -> list[int]:
-        return [self._seat.stand]
+    def read_positions(self) -> list[int]:
+        return [self._seat.position]
 
 
 @final
@@ -259,8 +259,8 @@ class _StoreDesk:
         self._seat.command = command
         self._words.set("command", json.dumps([self._number, command]))
 
-    def read_stands(self) -> list[int]:
-        return [self._seat.stand, *(self._stand_of(rank) for rank in range(1, self._size))]
+    def read_positions(self) -> list[int]:
+        return [self._seat.position, *(self._stand_of(rank) for rank in range(1, self._size))]
 
     def _stand_of(self, rank: int) -> int:
         key = f"stand/{rank}"

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _world
 
 from echelon.base.logging import get_logger
 from echelon.distributed.stores import base_of, common_store, store_of
-from echelon.status.call_site import place_of_thread
+from echelon.status.call_site import call_site_of_thread
 
 __all__ = ["WatchedGroups", "Watcher", "all_groups", "begun_collectives", "desk_of"]
 
@@ -131,7 +131,7 @@ class Watcher:
             return
         message = desk.get(request).decode()
         self._talks_until = time.monotonic() + _TALK_S
-        place = place_of_thread(self._subject)
+        place = call_site_of_thread(self._subject)
         begun = begun_collectives(self._watched, since_ns=self._since_ns)
         if place is None or not place.communicates:  # gloo waits in the call: what is pending now is another thread's
             begun = {key: number for key, number in begun.items() if not key.endswith("gloo")}

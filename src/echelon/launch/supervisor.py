@@ -1,4 +1,4 @@
-"""Watch the ranks: when the run stands still, ask every rank, save the stacks, say why."""
+"""Watch the ranks: when the run stalls, ask every rank for its stack, save the stacks, and report the cause."""
 
 from __future__ import annotations
 
@@ -16,42 +16,45 @@ from echelon.base.errors import LaunchError
 from echelon.diagnose.stall import LONG_FACTOR, Class, Stall, StallClock, diagnose, name_ranks
 from echelon.launch.local.ranks import Ranks
 
-__all__ = ["OnStall", "StallRules", "Supervisor"]
+__all__ = ["STALLED", "OnStall", "StallRules", "Supervisor"]
+
+STALLED = 124
+"""Exit code of a run that was stopped because it stalled, as that of timeout(1)."""
 
 OnStall: TypeAlias = Literal["report", "restart", "stop"]
 
-_LOOK_EVERY_S = 0.5
-_ASK_EVERY_S = 3.0
-"""The ranks write their stacks no more often than that, whatever has changed."""
+_POLL_EVERY_S = 0.5
+_REQUEST_EVERY_S = 3.0
+"""The ranks write their stacks at most this often."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StallRules:
-    """What the user asked for."""
+    """When a run counts as stalled, and what follows."""
 
     timeout: timedelta
-    """After so long without a move of a rank that waits for others; zero: never."""
+    """How long a rank may wait for others without progress; zero: for ever."""
     on_stall: OnStall
     slow_timeout: timedelta | None = None
-    """A declared phase may last so long; None: ten times ``timeout``; zero: for ever."""
+    """How long a declared slow phase may last; None: ten times ``timeout``; zero: for ever."""
 
     @property
     def slow_s(self) -> float:
-        """How many seconds a declared phase may last."""
+        """How many seconds a declared slow phase may last."""
         limit = LONG_FACTOR * self.timeout if self.slow_timeout is None else self.slow_timeout
         return limit.total_seconds() or math.inf
 
 
 @final
 class Supervisor:
-    """Looks at the ranks of one attempt.
+    """Detects and reports stalls of the ranks of one attempt.
 
     Args:
-        ranks: those.
-        directory: of the run, which the report names.
-        rules: when it is a stall.
-        places: for each rank the name of its machine; empty: there is but one.
-        clock: in seconds, the one of the heartbeats.
+        ranks: the ranks.
+        directory: of the run, for the report.
+        rules: what counts as a stall.
+        machines: rank -> name of its machine; empty: a single machine.
+        clock: in seconds, the clock of the heartbeats.
     """
 
     def __init__(
@@ -60,96 +63,91 @@ class Supervisor:
         *,
         directory: Path,
         rules: StallRules,
-        places: Mapping[int, str] = MappingProxyType({}),
+        machines: Mapping[int, str] = MappingProxyType({}),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ranks = ranks
         self._directory = directory
         self._rules = rules
-        self._places = places
-        self._time = clock
+        self._machines = machines
+        self._now = clock
         self._clock = StallClock(rules.timeout.total_seconds(), rules.slow_s)
-        self._next_look = 0.0
+        self._next_poll = 0.0
         self._suspicions: frozenset[tuple[str, int]] = frozenset()
-        """That the ranks were last asked for, and when."""
-        self._asked_at = float("-inf")
-        self._told: set[str] = set()
-        """Alarms, for as long as it has not gone on."""
-        self._noted = ""
-        """The last note."""
+        """Why the ranks were last asked, and when."""
+        self._requested_at = float("-inf")
+        self._reported: set[str] = set()
+        """Alarms since the last progress."""
+        self._last_note = ""
 
-    def look(self) -> Stall | None:
-        """Return the stall that there is, after it has been told; None: none, or one that was told before."""
-        now = self._time()
-        if now < self._next_look or not self._rules.timeout:
+    def poll(self) -> Stall | None:
+        """Report a new stall and return it; None: no stall, or one that was reported before."""
+        now = self._now()
+        if now < self._next_poll or not self._rules.timeout:
             return None
-        self._next_look = now + _LOOK_EVERY_S
-        suspicions = self._clock.look(self._ranks.views(), now)
+        self._next_poll = now + _POLL_EVERY_S
+        suspicions = self._clock.update(self._ranks.views(), now)
         if not suspicions:
-            self._told.clear()  # it went on: should it stand still again, that is told again
+            self._reported.clear()  # progress: another stall is reported again
             return None
-        # What the ranks were asked for already they need not say again and again; something else cannot wait.
-        quiet_s = self._rules.timeout.total_seconds() if suspicions == self._suspicions else _ASK_EVERY_S
-        if now - self._asked_at < quiet_s:
+        # The ranks need not answer the same suspicion again and again; a new one cannot wait.
+        quiet_s = self._rules.timeout.total_seconds() if suspicions == self._suspicions else _REQUEST_EVERY_S
+        if now - self._requested_at < quiet_s:
             return None
-        answers = self._ranks.ask()
-        now = self._time()
-        self._suspicions, self._asked_at = suspicions, now
+        answers = self._ranks.request_stacks()
+        now = self._now()
+        self._suspicions, self._requested_at = suspicions, now
         views = self._ranks.views()
-        if not self._clock.look(views, now):
-            return None  # it went on while we asked
+        if not self._clock.update(views, now):
+            return None  # progress while we asked
         for view in views:
             if view.rank not in answers and self._clock.is_silent(view, now):
                 answers[view.rank] = self._ranks.stack_of(view)
         stall = diagnose(views, answers, self._clock, now=now)
-        if stall is None or stall.what in self._told or stall.what == self._noted:
+        if stall is None or stall.what in self._reported or stall.what == self._last_note:
             return None
         if stall.kind is Class.LONG:
-            self._clock.note_told(views, now)
+            self._clock.mark_reported(views, now)
         if stall.is_alarm:
-            self._told.add(stall.what)
+            self._reported.add(stall.what)
         else:
-            self._noted = stall.what
-        self._tell(stall, sorted({answer.no_histories for answer in answers.values() if answer.no_histories}))
+            self._last_note = stall.what
+        self._print_report(stall, sorted({answer.no_histories for answer in answers.values() if answer.no_histories}))
         return stall
 
-    def _tell(self, stall: Stall, no_histories: list[str]) -> None:
+    def _print_report(self, stall: Stall, no_histories: list[str]) -> None:
         report = self._report(stall, no_histories)
-        self._ranks.keep(report)
+        self._ranks.save_report(report)
         print(f"echelon: {report}", file=sys.stderr, flush=True)
 
     def _report(self, stall: Stall, no_histories: list[str]) -> str:
-        lines = "".join(f"\n    {line}" for line in [*stall.lines(), *self._machines(stall)])
-        word = "stall" if stall.is_alarm else "note"
-        missing = (
-            f"\n    which collectives is not known: {'; '.join(no_histories)}"
-            if no_histories and stall.is_alarm
-            else ""
-        )
-        then = {"report": "the run goes on", "restart": "the run is restarted", "stop": "the run is stopped"}
+        lines = "".join(f"\n    {line}" for line in [*stall.lines(), *self._machine_lines(stall)])
+        kind = "stall" if stall.is_alarm else "note"
+        missing = f"\n    collectives unknown: {'; '.join(no_histories)}" if no_histories and stall.is_alarm else ""
+        then = {"report": "the run continues", "restart": "the run restarts", "stop": "the run stops"}
         action = then[self._rules.on_stall if stall.is_alarm else "report"]
         error = LaunchError(
-            f"{word} ({stall.kind.value}): {stall.what}{lines}{missing}",
+            f"{kind} ({stall.kind.value}): {stall.what}{lines}{missing}",
             where=f"{self._limit(stall)}; {action} (--on_stall)",
             do=f"{stall.do}\n  stacks: echelon doctor {self._directory}"
-            + (" (each machine has those of its ranks)" if self._places else ""),
+            + (" (each machine has the stacks of its own ranks)" if self._machines else ""),
         )
         return str(error)
 
     def _limit(self, stall: Stall) -> str:
         if stall.kind is Class.LONG:
             default = "" if self._rules.slow_timeout is not None else f", {LONG_FACTOR} times --stall_timeout"
-            return f"that is the limit (--slow_timeout {self._rules.slow_s:g}{default})"
+            return f"limit reached (--slow_timeout {self._rules.slow_s:g}{default})"
         limit = f"(--stall_timeout {self._rules.timeout.total_seconds():g})"
-        return f"no rank that waits has moved for {stall.waited_s:.0f} s {limit}"
+        return f"no progress for {stall.waited_s:.0f} s {limit}"
 
-    def _machines(self, stall: Stall) -> list[str]:
-        """Return on which machines the ranks are that it is about."""
+    def _machine_lines(self, stall: Stall) -> list[str]:
+        """Return which machines the ranks of the stall are on."""
         ranks: dict[str, list[int]] = {}
         for rank in stall.culprits or stall.ranks:
-            if rank in self._places:
-                ranks.setdefault(self._places[rank], []).append(rank)
-        return [f"{name_ranks(numbers)}: on {place}" for place, numbers in list(ranks.items())[:_MOST_MACHINES]]
+            if rank in self._machines:
+                ranks.setdefault(self._machines[rank], []).append(rank)
+        return [f"{name_ranks(numbers)}: on {machine}" for machine, numbers in list(ranks.items())[:_MAX_MACHINES]]
 
 
-_MOST_MACHINES = 4
+_MAX_MACHINES = 4

@@ -1,4 +1,4 @@
-"""What the program of a rank notes on the status board: its step, its phase, the operations that need other ranks."""
+"""What the program of a rank records on the status board: its step, its phase, its operations with other ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 
 from echelon.base import environ
 from echelon.status.board import Mark, Phase, Slot, StatusNote, StepPart, Times
-from echelon.status.call_site import is_users
+from echelon.status.call_site import is_user_file
 
 __all__ = [
     "BOARD_VARIABLE",
@@ -31,7 +31,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 BOARD_VARIABLE = "ECHELON_BOARD"
-"""Path and slot, as ``/dev/shm/echelon-board-...:3``: from the launcher to its ranks."""
+"""Path and slot, as ``/dev/shm/echelon-board-...:3``; set by the launcher for its ranks."""
 
 _PART_OF = MappingProxyType(
     {
@@ -44,11 +44,11 @@ _PART_OF = MappingProxyType(
         Phase.EVALUATE: StepPart.EVALUATION,
     }
 )
-_OF_THE_LOOP = frozenset({Phase.DATA, Phase.TRAIN, Phase.OPTIMIZER, Phase.EVALUATE})
+_LOOP_PHASES = frozenset({Phase.DATA, Phase.TRAIN, Phase.OPTIMIZER, Phase.EVALUATE})
 
 
 class Notes:
-    """Writes for one thread, the one that trains. A note costs two microseconds; those of a step are few."""
+    """Records for one thread, the one that trains. A record takes two microseconds, and a step needs few."""
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
@@ -63,28 +63,28 @@ class Notes:
         self._operation = self._detail = self._slow = self._file = ""
 
     def step(self, step: int, phase: Phase) -> None:
-        """Note the number of optimizer steps, and what begins after the last one."""
+        """Record the number of optimizer steps, and the phase after the last one."""
         self._step, self._phase = step, phase
-        self._num_steps = max(self._num_steps, step)  # of several optimizers, the one that makes most
+        self._num_steps = max(self._num_steps, step)  # of several optimizers, the one with most steps
         self._write()
-        self._spend_on(phase)
+        self._switch_part(phase)
 
     def phase(self, phase: Phase) -> Phase:
-        """Note what part of the program begins; return the one that ends."""
+        """Record the phase that starts; return the one that ends."""
         before = self._phase
         if phase is not before:
             self._phase = phase
             self._write()
-            self._spend_on(phase)
+            self._switch_part(phase)
         return before
 
-    def _spend_on(self, phase: Phase) -> None:
-        if not self._begun_ns and phase in _OF_THE_LOOP:
+    def _switch_part(self, phase: Phase) -> None:
+        if not self._begun_ns and phase in _LOOP_PHASES:
             self._begun_ns = self._since_ns = monotonic_ns()
         self.part(_PART_OF[phase])
 
     def part(self, part: StepPart) -> StepPart:
-        """Note what the time goes to from now on, of a training loop that has begun; return what it went to."""
+        """Record what the loop spends its time on from now on; return what it spent it on before."""
         before = self._part
         if self._begun_ns:
             now = monotonic_ns()
@@ -94,32 +94,32 @@ class Notes:
         return before
 
     def begin_forward(self) -> None:
-        """Note that the forward pass of a model begins; one within another, or in an evaluation, is a part of that."""
+        """Record that a forward pass starts; a nested one, or one in an evaluation, counts for the outer part."""
         self._num_forward += 1
         if self._part is StepPart.OTHER:
             self._num_forward = 1
             self.part(StepPart.FORWARD)
 
     def end_forward(self) -> None:
-        """Note that the forward pass that was begun last has returned."""
+        """Record that the last forward pass has returned."""
         self._num_forward -= 1
         if self._num_forward == 0 and self._part is StepPart.FORWARD:
             self.part(StepPart.OTHER)
 
     def mark(self, step: int) -> None:
-        """Note that the checkpoint of ``step`` is begun: what was done before need not be done again."""
+        """Record that the checkpoint of ``step`` starts: a restart repeats only what follows."""
         self.part(self._part)
         self._slot.mark(Mark(step, tuple(self._spent_ns)))
 
     def loaded(self, step: int) -> None:
-        """Note that the training loop begins with the checkpoint of ``step``."""
+        """Record that the training loop resumes from the checkpoint of ``step``."""
         if not self._begun_ns:
             self._loaded = step
             self._write_times()
 
     @contextmanager
     def communicating(self) -> Iterator[None]:
-        """Note that the time of the block goes to other ranks; that of a save or a load stays theirs."""
+        """Count the time of the block as communication, unless it belongs to a save or a load."""
         before = self._part
         if before is not StepPart.CHECKPOINT:
             self.part(StepPart.COMMUNICATION)
@@ -129,21 +129,21 @@ class Notes:
             self.part(before)
 
     def operation(self, name: str, detail: str, *, waits: bool = False) -> None:
-        """Note that an operation which needs other ranks begins, and where in the user's program.
+        """Record that an operation with other ranks starts, and at which line of the user's program.
 
         Args:
             name: of the operation.
             detail: the structure of its data.
-            waits: it waits in a way that the reporter does not see in the stack, until another note says that it does not.
+            waits: it waits in a way that the reporter does not see in the stack, until the next record.
         """
-        self._file, self._line = _users_line(sys._getframe(1))
+        self._file, self._line = _user_line(sys._getframe(1))
         self._num_operations += 1
         self._operation, self._detail, self._waits = name, detail, waits
         self._write()
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
-        """Note that the block is an operation that waits for other ranks, in a loop of its own."""
+        """Record that the block waits for other ranks in its own loop."""
         self.operation(name, "", waits=True)
         try:
             with self.communicating():
@@ -154,7 +154,7 @@ class Notes:
 
     @contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
-        """Note that the block is a part of the program."""
+        """Record that the block is ``phase``."""
         before = self.phase(phase)
         try:
             yield
@@ -163,7 +163,7 @@ class Notes:
 
     @contextmanager
     def slow(self, what: str) -> Iterator[None]:
-        """Declare that the block may take long: nobody is to think that this rank has stalled."""
+        """Declare that the block may take long, and is no stall."""
         before, self._slow = self._slow, what
         self._write()
         try:
@@ -183,42 +183,42 @@ class Notes:
 
 
 def notes_of_process() -> Notes | None:
-    """Return what writes for this process; None: no launcher of ours has started it, or its board is gone."""
-    place = environ.own(BOARD_VARIABLE)
-    return None if place is None else _open(place, os.getpid())
+    """Return the writer of this process; None: it was not started by echelon launch, or the board is gone."""
+    slot = environ.own(BOARD_VARIABLE)
+    return None if slot is None else _open(slot, os.getpid())
 
 
-# One file for as long as the process lives: two writers of a record would number their notes apart.
+# Opened once per process: two writers of a record would number it independently.
 @lru_cache(maxsize=1)
-def _open(place: str, _pid: int) -> Notes | None:
-    path, _, index = place.rpartition(":")
+def _open(slot: str, _pid: int) -> Notes | None:
+    path, _, index = slot.rpartition(":")
     try:
         return Notes(Slot(path, int(index)))
     except (OSError, ValueError):
-        return None  # a program that has outlived its launcher, or a variable that somebody else's program inherited
+        return None  # a program that outlived its launcher, or inherited the variable from another program
 
 
 def slow(what: str) -> AbstractContextManager[None]:
-    """Return a context that may take long on this rank, while the others wait: it is no stall."""
+    """Return a context that may take long on this rank while the others wait, and is no stall."""
     notes = notes_of_process()
     return nullcontext() if notes is None else notes.slow(what)
 
 
 def waiting(operation: str) -> AbstractContextManager[None]:
-    """Return a context in which this rank waits for others, in a loop of ours."""
+    """Return a context in which this rank waits for others in a loop of echelon."""
     notes = notes_of_process()
     return nullcontext() if notes is None else notes.waiting(operation)
 
 
 def within(phase: Phase) -> AbstractContextManager[None]:
-    """Return a context that is a part of the program (saving, for one)."""
+    """Return a context that is recorded as ``phase``."""
     notes = notes_of_process()
     return nullcontext() if notes is None else notes.within(phase)
 
 
 @contextmanager
 def saving(step: int) -> Iterator[None]:
-    """Note that the block saves the run at ``step``."""
+    """Record that the block saves the run at ``step``."""
     notes = notes_of_process()
     if notes is None:
         yield
@@ -229,30 +229,30 @@ def saving(step: int) -> Iterator[None]:
 
 
 def note_loaded(step: int) -> None:
-    """Note that the run goes on from ``step``, if that is before its training loop."""
+    """Record that the run resumes from ``step``, if its training loop has not started."""
     notes = notes_of_process()
     if notes is not None:
         notes.loaded(step)
 
 
 def communicating(function: Callable[P, T]) -> Callable[P, T]:
-    """Return ``function``, whose time goes to other ranks."""
+    """Count the time of ``function`` as communication."""
 
     @wraps(function)
-    def noted(*args: P.args, **kwargs: P.kwargs) -> T:
+    def recorded(*args: P.args, **kwargs: P.kwargs) -> T:
         notes = notes_of_process()
         if notes is None:
             return function(*args, **kwargs)
         with notes.communicating():
             return function(*args, **kwargs)
 
-    return noted
+    return recorded
 
 
-def _users_line(frame: FrameType | None) -> tuple[str, int]:
+def _user_line(frame: FrameType | None) -> tuple[str, int]:
     while frame is not None:
         name = frame.f_code.co_filename
-        if is_users(name):
+        if is_user_file(name):
             return name, frame.f_lineno
         frame = frame.f_back
     return "", 0

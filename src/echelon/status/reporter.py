@@ -1,7 +1,7 @@
-"""The reporter of a rank: a thread that looks at the main thread twice a second, and writes down the stacks when asked.
+"""The reporter of a rank: a thread that samples the main thread twice a second, and saves all stacks on request.
 
-The program pays nothing for it but these looks, some twenty microseconds each, and need not use echelon. The launcher's
-worker loads this file by its path and hands it what it needs of ``board`` and ``place``: standard library only.
+A sample takes some twenty microseconds; the program need not use echelon. The launcher's worker loads this file by its path,
+and passes the modules ``board`` and ``call_site``: standard library only.
 """
 
 from __future__ import annotations
@@ -20,113 +20,113 @@ from typing import IO, Any
 __all__ = ["ABORT_FILE", "ANSWER_FILE", "DUMP_SIGNAL", "Reporter"]
 
 ANSWER_FILE = "stacks_{}.json"
-"""In the folder of the rank, with the number of the question."""
+"""In the folder of the rank, by number of the request."""
 
 ABORT_FILE = "abort.json"
-"""The same, of a rank that native code ends by ``std::terminate``."""
+"""The same, of a rank that native code aborts by ``std::terminate``."""
 
-# One that no program uses: a rank whose interpreter is held by native code writes its stacks when it gets it.
+# No program uses this signal: a rank whose GIL is held by native code writes its stacks when it gets it.
 DUMP_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
 
 _PERIOD_S = 0.5
-_NUM_ENTRIES = 200  # of torch's flight recorder, for each group
+_NUM_ENTRIES = 200  # of torch's flight recorder, per group
 
 
 class Reporter:
-    """Watches the thread that makes it.
+    """Watches the thread that creates it.
 
     Args:
         board: the module ``echelon.status.board``, under whatever name it was loaded.
-        place: the module ``echelon.status.call_site``.
+        call_site: the module ``echelon.status.call_site``.
         where: path and slot of the board, as ``PATH:INDEX``.
         folder: of this rank, for answers.
-        stack_file: gets the stacks when the launcher sends ``DUMP_SIGNAL``.
+        stack_file: receives the stacks when the launcher sends ``DUMP_SIGNAL``.
     """
 
-    def __init__(self, board: ModuleType, place: ModuleType, where: str, folder: str, stack_file: IO[str]) -> None:
+    def __init__(self, board: ModuleType, call_site: ModuleType, where: str, folder: str, stack_file: IO[str]) -> None:
         path, _, index = where.rpartition(":")
         self._slot = board.Slot(path, int(index))
-        self._board, self._place, self._folder = board, place, folder
+        self._board, self._call_site, self._folder = board, call_site, folder
         self._subject = _thread.get_ident()
         self._pid = os.getpid()
         self._answered = 0
         self._end = board.Doing.NOTHING
-        self._closing = _thread.allocate_lock()  # held until close: the thread sleeps in it
+        self._closing = _thread.allocate_lock()  # held until close: the thread sleeps on it
         self._closing.acquire()
-        self._looking = _thread.allocate_lock()
-        self._terminate: list[Any] = []  # what native code is to call: it must live as long as the process
+        self._sampling = _thread.allocate_lock()
+        self._terminate: list[Any] = []  # called by native code: must live as long as the process
         self._dumps = board.Doing.NOTHING
         if DUMP_SIGNAL is not None:
             faulthandler.register(DUMP_SIGNAL, file=stack_file, all_threads=True, chain=False)
             self._dumps = board.Doing.DUMPS
 
     def start(self) -> None:
-        """Begin; the thread is no ``threading.Thread``, so that programs do not meet it when they list theirs."""
+        """Start the thread, which is not listed by ``threading``."""
         _thread.start_new_thread(self._run, ())
 
     def close(self, *, finished: bool) -> None:
-        """Stop; ``finished``: the program has ended well, and what the interpreter does now is not its failure.
+        """Stop; ``finished``: the program ended well, so that a failure of the interpreter's exit is not its own.
 
-        Native code that ends while the interpreter does would abort the process: no look is under way when this returns.
+        No sample is being taken when this returns: at interpreter exit it could abort the process.
         """
         if os.getpid() != self._pid:
-            return  # a child that the program has forked
+            return  # a forked child of the program
         kinds = self._board.Doing
         self._end = kinds.ENDED | (kinds.FINISHED if finished else 0)
         self._closing.release()
-        with self._looking:
-            self._look()
+        with self._sampling:
+            self._sample()
 
     def _run(self) -> None:
         while not self._closing.acquire(timeout=_PERIOD_S):
-            with self._looking:
-                self._look()
+            with self._sampling:
+                self._sample()
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         frame = sys._current_frames().get(self._subject)
         if frame is None:
             return
-        sight = self._place.sight_of(frame)
+        stack = self._call_site.summarize_stack(frame)
         kinds = self._board.Doing
         doing = self._dumps | self._end
-        doing |= kinds.COMMUNICATES if sight.communicates else 0
-        doing |= kinds.TRAINS if sight.trains else 0
-        doing |= kinds.COMPILES if sight.compiles else 0
-        doing |= kinds.IMPORTS if sight.imports else 0
-        doing |= kinds.DEBUGS if sight.debugs else 0
-        doing |= kinds.ELSEWHERE if sight.is_elsewhere else 0
-        question = self._slot.question
-        if question != self._answered and not self._end:
-            self._write(ANSWER_FILE.format(question), frame)
-            self._answered = question
+        doing |= kinds.COMMUNICATES if stack.communicates else 0
+        doing |= kinds.TRAINS if stack.trains else 0
+        doing |= kinds.COMPILES if stack.compiles else 0
+        doing |= kinds.IMPORTS if stack.imports else 0
+        doing |= kinds.DEBUGS if stack.debugs else 0
+        doing |= kinds.ELSEWHERE if stack.is_elsewhere else 0
+        request = self._slot.request
+        if request != self._answered and not self._end:
+            self._write(ANSWER_FILE.format(request), frame)
+            self._answered = request
         if not self._terminate and "torch._C._distributed_c10d" in sys.modules and sys.platform == "linux":
             self._write_at_terminate()
         self._slot.watch(
             self._board.Watch(
                 time_ns=time.monotonic_ns(),
                 pid=self._pid,
-                signature=sight.signature,
+                signature=stack.signature,
                 num_collectives=_num_collectives(),
                 doing=doing,
                 answered=self._answered,
-                line=sight.line,
-                file=sight.file,
+                line=stack.line,
+                file=stack.file,
             )
         )
 
     def collectives(self) -> dict[str, Any]:
-        """Return what this rank has begun (``_recorded``); never raises."""
+        """Return the collectives that this rank has started (``_recorded``); never raises."""
         try:
             return _recorded()
-        except Exception as error:  # noqa: BLE001 - torch's private call: what it lacks must not hide the user's own error
+        except Exception as error:  # noqa: BLE001 - a failure of torch's private call must not hide the user's own error
             return {"missing": f"torch's flight recorder failed: {type(error).__name__}: {error}"}
 
     def _write(self, name: str, frame: FrameType | None) -> None:
-        place = self._place.place_of_thread(self._subject)
+        call_site = self._call_site.call_site_of_thread(self._subject)
         own = _thread.get_ident()
         answer = {
-            "place": None if place is None else json.loads(place.to_json()),
-            "trains": frame is not None and self._place.sight_of(frame).trains,
+            "call_site": None if call_site is None else json.loads(call_site.to_json()),
+            "trains": frame is not None and self._call_site.summarize_stack(frame).trains,
             "stack": traceback.format_stack(frame) if frame is not None else [],
             "threads": [
                 traceback.format_stack(f) for i, f in sys._current_frames().items() if i not in (self._subject, own)
@@ -138,19 +138,19 @@ class Reporter:
             with open(f"{path}.tmp", "w", encoding="utf-8", errors="backslashreplace") as file:
                 json.dump(answer, file)
             os.replace(f"{path}.tmp", path)
-        except OSError as problem:  # a full disk: the report says that this rank gave no answer
+        except OSError as problem:  # a full disk: the report says that this rank did not answer
             print(f"echelon: cannot write {path}: {problem}", file=sys.stderr)
 
     def _write_at_terminate(self) -> None:
-        """Write down which collective this rank is in before gloo aborts it: by then it is often an innocent one.
+        """Record which collective this rank is in before gloo aborts it, which often hits a rank that is not at fault.
 
-        gloo throws in a thread of its own when ranks bring different sizes, and C++ then calls ``std::terminate``.
+        gloo throws in its own thread when ranks pass different sizes, and C++ then calls ``std::terminate``.
         """
-        import ctypes  # noqa: PLC0415 - a few milliseconds, when torch has been imported anyway
+        import ctypes  # noqa: PLC0415 - a few milliseconds, once torch is imported
 
         try:
             set_terminate = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE
-        except (OSError, AttributeError):  # torch was built with another library of C++
+        except (OSError, AttributeError):  # torch was built with another C++ library
             self._terminate = [None]
             return
         kind = ctypes.CFUNCTYPE(None)
@@ -167,7 +167,7 @@ class Reporter:
 
 
 def _num_collectives() -> int:
-    """Return how many collectives (on gloo also messages) this process has begun, in all its groups together."""
+    """Return how many collectives (on gloo also messages) this process has started, over all its groups."""
     torch_groups = sys.modules.get("torch.distributed.distributed_c10d")
     world = getattr(torch_groups, "_world", None)  # None: torch is being imported
     if world is None:
@@ -176,16 +176,16 @@ def _num_collectives() -> int:
     for group in list(world.pg_map):
         try:
             total += sum(group._get_backend(d)._get_sequence_number_for_group() for d in group._device_types)
-        except RuntimeError:  # a backend that does not count (mpi), or a group that is just being made or ended
+        except RuntimeError:  # a backend that does not count (mpi), or a group that is being created or destroyed
             continue
     return total
 
 
 def _recorded() -> dict[str, Any]:
-    """Return what torch's flight recorder knows: ``{"groups": {name: {"ranks", "entries"}}}``, or ``{"missing": why}``.
+    """Return the content of torch's flight recorder: ``{"groups": {name: {"ranks", "entries"}}}``, or ``{"missing": why}``.
 
-    An entry is ``[number, kind, input sizes, dtypes, whether it is over]``, the oldest first; messages between two ranks
-    are left out.
+    An entry is ``[number, kind, input sizes, dtypes, whether it is complete]``, the oldest first, without point-to-point
+    messages.
     """
     native = sys.modules.get("torch._C._distributed_c10d")
     torch_groups = sys.modules.get("torch.distributed.distributed_c10d")

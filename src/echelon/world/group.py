@@ -16,10 +16,9 @@ from echelon.base import environ
 from echelon.base.device import use_device
 from echelon.base.errors import SetupError
 from echelon.world.environment import LaunchEnvironment
-from echelon.world.listening import store_on
 from echelon.world.world import World
 
-__all__ = ["DEFAULT_TIMEOUT", "close_group", "open_group"]
+__all__ = ["DEFAULT_TIMEOUT", "close_group", "open_group", "serve_store"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """As torch's own: long enough for a first compilation or a slow file system."""
@@ -164,7 +163,7 @@ def _open_store(world: World, environment: LaunchEnvironment, timeout: timedelta
         except OSError as error:
             listener.close()
             raise _store_error(error, address, port, serves=True) from error
-        store = store_on(listener, world_size=world.world_size, timeout=timeout)
+        store = serve_store(listener, world_size=world.world_size, timeout=timeout)
     # A group must not read the addresses that an earlier one left in the same store: of the generation before a
     # restart, or of the group that this process closed before. Every rank counts its own groups, in the store.
     restart = f"echelon/group/{environ.get('TORCHELASTIC_RESTART_COUNT') or 0}"
@@ -194,3 +193,25 @@ def _is_loopback(address: str) -> bool:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n", 1)[0]
+
+
+def serve_store(listener: socket.socket, *, world_size: int | None = None, timeout: timedelta) -> dist.TCPStore:
+    """Serve a store on ``listener``, and return this process's connection to it: torch alone would listen on every address.
+
+    Args:
+        listener: bound and listening; it is taken over.
+        world_size: how many processes will connect; None: unknown.
+        timeout: of waiting for keys.
+    """
+    host, port = listener.getsockname()[:2]
+    return dist.TCPStore(
+        host,
+        port,
+        world_size,
+        True,
+        timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        # The newer server accepts such a socket from torch 2.8 on (pytorch/pytorch#150215), which also added clone().
+        use_libuv=hasattr(dist.TCPStore, "clone"),
+    )

@@ -1,19 +1,19 @@
-"""What to do about errors of torch whose own messages do not say it in the words of a script that uses echelon."""
+"""Advice for torch errors whose own message does not tell a user of echelon what to do."""
 
 from __future__ import annotations
 
 __all__ = ["advice_for"]
 
 _WHOLE = (
-    "take whole tensors from x.full_tensor() (on every rank), and whole weights from accelerator.get_state_dict(model)"
+    "get full tensors with x.full_tensor() (on every rank), and full weights with accelerator.get_state_dict(model)"
 )
 _NO_GPU = (
-    "there is no GPU here, or torch was built without: write x.to(accelerator.device) for x.cuda() and x.to('cuda') (at Level 1, "
-    "setup().device); prepare() moves models and batches there by itself"
+    "replace x.cuda() and x.to('cuda') by x.to(accelerator.device) (at Level 1, setup().device): this machine has no GPU, or "
+    "torch was built without; prepare() moves models and batches by itself"
 )
 _PICKLE = (
-    "the workers of the DataLoader are new processes, to which this cannot be sent: open files, locks and connections in "
-    "__getitem__, when they are first needed, put functions at the top of a module, or use num_workers=0"
+    "this cannot be sent to the worker processes of the DataLoader: open files, locks and connections in __getitem__ on first "
+    "use, define functions at the top level of a module, or use num_workers=0"
 )
 _ADVICE = (
     ("Torch not compiled with CUDA enabled", _NO_GPU),
@@ -24,31 +24,31 @@ _ADVICE = (
     ("Can't get local object", _PICKLE),
     (
         "got mixed torch.Tensor and DTensor",
-        "a tensor of a sharded model (engine fsdp2) met a plain one: call the model that prepare() returned, not a module inside "
-        f"it; {_WHOLE}",
+        "call the model that prepare() returned, not a module inside it: a sharded tensor (engine fsdp2) was combined with a "
+        f"plain one; {_WHOLE}",
     ),
     (
         "is not supported for tensor subclasses",
-        f"this is a tensor of a sharded model (engine fsdp2), of which each rank has a part: {_WHOLE}",
+        f"each rank holds only a shard of this tensor (engine fsdp2): {_WHOLE}",
     ),
     (
         "out of bounds for storage of size 0",
-        "a backward pass needed parameters that a sharded model (engine fsdp2) has given back: gradients of gradients "
-        "(create_graph=True) need engine='ddp' or 'zero1'",
+        "use engine='ddp' or 'zero1' for gradients of gradients (create_graph=True): the backward pass needed parameters that "
+        "engine fsdp2 had resharded",
     ),
     (
         "Expected to mark a variable ready only once",
         "a parameter was used twice in one backward pass (checkpointed layers: use_reentrant=False, or DistributedDataParallelKwargs("
-        "static_graph=True)), or was frozen in a compiled model after prepare(): choose what trains before",
+        "static_graph=True)), or was frozen in a compiled model after prepare(): freeze it before",
     ),
     (
         "Expected to have finished reduction in the prior iteration",
-        "some parameters did not take part in the loss of the step before: give Accelerator(kwargs_handlers="
+        "some parameters did not contribute to the loss of the previous step: give Accelerator(kwargs_handlers="
         "[DistributedDataParallelKwargs(find_unused_parameters=True)]), or freeze them before the forward pass",
     ),
 )
 
 
 def advice_for(message: str) -> str | None:
-    """Return what to do about an exception with this message; None: it says enough, or nobody knows."""
+    """Return advice for an exception with this message; None: there is none."""
     return next((advice for part, advice in _ADVICE if part in message), None)

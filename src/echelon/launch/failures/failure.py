@@ -1,7 +1,7 @@
-"""The first error of a run: from how each rank ended, which one began it, and a report of a few lines.
+"""The first error of a run: which rank failed first, and a report of a few lines.
 
-Sorting by time alone blames the innocent: when a rank dies, its sockets close before its exit can be seen, so the
-others' "connection closed" is stamped first. So the class of an end decides before its time.
+Sorting by time alone blames the wrong rank: when a rank dies, its sockets close before its exit can be seen, so the
+"connection closed" of the others has the earlier time. So the cause of an end is compared before its time.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """One line of a stack."""
+    """One frame of a stack."""
 
     file: str
     line: int
     function: str
     source: str = ""
     user: bool = True
-    """Whether the file is the user's own, not an installed package."""
+    """Whether the file is the user's own, not of an installed package."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorRecord:
-    """An exception as the rank itself wrote it down."""
+    """An exception as the rank itself recorded it."""
 
     time_ns: int
     """``time.monotonic_ns``, comparable between the processes of one machine."""
@@ -56,45 +56,45 @@ class ErrorRecord:
     frames: tuple[Frame, ...] = ()
     """Outermost first, as in a traceback."""
     chain: tuple[str, ...] = ()
-    """The causes and contexts, each as ``type: message``."""
+    """Causes and contexts, each as ``type: message``."""
     thread: str | None = None
-    """The thread's name; None: the main thread."""
+    """Name of the thread; None: the main thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnd:
-    """How one rank ended, noted before the launcher stops any; one that still runs has ``exit_code`` None."""
+    """How one rank ended, recorded before the launcher stops any."""
 
     rank: int
     exit_code: int | None
-    """Negative: the number of the signal that ended it."""
+    """None: it still runs; negative: number of the signal that killed it."""
     ended_ns: int | None = None
     """When the launcher saw the exit."""
     record: ErrorRecord | None = None
     stack: tuple[Frame, ...] = ()
-    """What a crash in native code left of the Python stack, innermost first."""
+    """Python stack at a crash in native code, innermost first."""
     last_words: Answer | None = None
-    """Where it was, and which collectives it had begun, when it failed or when it was asked after that."""
+    """Where it was, and which collectives it had started, when it failed or was asked after that."""
 
     @property
     def failed(self) -> bool:
-        """Whether it ended badly, or is about to: Python takes half a second from an exception to its exit."""
+        """Whether it failed, or is about to exit: Python takes half a second from an exception to its exit."""
         if self.exit_code is None:
             return self.record is not None and self.record.thread is None
         return self.exit_code != 0
 
 
 class Cause(IntEnum):
-    """The class of an end; the lower one is the likelier origin of the failure."""
+    """The cause of an end; the lowest is the likeliest origin of the failure."""
 
     OWN = 0  # a signal, an exception of its own, sys.exit, os._exit
-    LEFT_EARLY = 1  # exit code 0 while the others still needed it
-    COMMUNICATION = 2  # lost the others: nearly always the effect of another rank's end
-    NONE = 3  # ended well, or runs still
+    LEFT_EARLY = 1  # exit code 0 while others still needed it
+    COMMUNICATION = 2  # lost contact: nearly always the effect of another rank's end
+    NONE = 3  # ended well, or still runs
 
 
-# As gloo, NCCL and the store word it (torch 2.7 to 2.13). Only in errors of the types below: a script's own
-# ConnectionResetError from a download is its own failure.
+# Messages of gloo, NCCL and the store (torch 2.7 to 2.13). Only in errors of the types below: a ConnectionResetError of a
+# download is the script's own failure.
 _COMMUNICATION_TEXT = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|Connection refused|Timed out waiting|timed out connecting"
     r"|connectFullMesh|failed to pass monitoredBarrier|client socket has (timed out|failed)|[Ss]ocket [Tt]imeout"
@@ -112,7 +112,7 @@ def _is_communication(record: ErrorRecord) -> bool:
 
 
 def cause_of(end: RankEnd, ends: Sequence[RankEnd]) -> Cause:
-    """Return the class of ``end`` among the ``ends`` of all ranks."""
+    """Return the cause of ``end`` among the ``ends`` of all ranks."""
     if end.failed:
         lost = end.record is not None and _is_communication(end.record) and (end.exit_code is None or end.exit_code > 0)
         return Cause.COMMUNICATION if lost else Cause.OWN
@@ -126,16 +126,16 @@ def _time_of(end: RankEnd) -> int | None:
 
 
 def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
-    """Return the rank that began the failure: the lowest class, inside a class the earliest; None: none failed."""
+    """Return the end of the rank that failed first: the lowest cause, then the earliest; None: none failed."""
     failed = [(cause_of(end, ends), _time_of(end) or 0, end.rank, end) for end in ends]
     failed = [entry for entry in failed if entry[0] is not Cause.NONE]
     return min(failed, key=lambda entry: entry[:3])[3] if failed else None
 
 
 def is_settled(ends: Sequence[RankEnd]) -> bool:
-    """Tell whether waiting for more ranks to end could not change the verdict.
+    """Tell whether waiting for more ranks to end cannot change which one failed first.
 
-    Only an end of the class OWN with its exit code settles it: the others' ends come later by nature.
+    That holds once a rank with an exit code has failed by itself: the ends of the others come later.
     """
     first = first_failure(ends)
     if first is None or all(end.exit_code is not None for end in ends):
@@ -163,23 +163,23 @@ _MAX_MESSAGE_LINES = 6
 
 
 def explain(
-    ends: Sequence[RankEnd], *, logs: str, places: Mapping[int, str] = MappingProxyType({})
+    ends: Sequence[RankEnd], *, logs: str, machines: Mapping[int, str] = MappingProxyType({})
 ) -> tuple[str, str, str]:
     """Return what happened, where, and what to do, each of a few lines.
 
     Args:
         ends: of all ranks; at least one failed.
         logs: where the output of the ranks is, or how to keep it.
-        places: for each rank the name of its machine; empty: there is but one.
+        machines: rank -> name of its machine; empty: a single machine.
     """
     first = first_failure(ends)
     assert first is not None, ends
     differing = _disagreement(first, ends)
     if differing is not None:
-        return _explain_disagreement(differing, first, ends, logs=logs, places=places)
+        return _explain_disagreement(differing, first, ends, logs=logs, machines=machines)
     what, do = _verdict(first, ends)
-    lines = [f"rank {first.rank} of {len(ends)}{_on([first.rank], places)}"]
-    lines += [_frame_line(frame) for frame in _told_frames(first)]
+    lines = [f"rank {first.rank} of {len(ends)}{_on([first.rank], machines)}"]
+    lines += [_frame_line(frame) for frame in _shown_frames(first)]
     others = _others(first, ends)
     if others:
         what = f"{what}\n  others: {others}"
@@ -187,7 +187,7 @@ def explain(
 
 
 def lost_each_other(ends: Sequence[RankEnd]) -> bool:
-    """Tell whether no rank failed by itself as far as is known: they lost contact, or gloo has aborted one."""
+    """Tell whether no rank is known to have failed by itself: they lost contact, or gloo aborted one."""
     first = first_failure(ends)
     return first is not None and (cause_of(first, ends) is Cause.COMMUNICATION or first.exit_code == -signal.SIGABRT)
 
@@ -196,22 +196,22 @@ def _disagreement(first: RankEnd, ends: Sequence[RankEnd]) -> Stall | None:
     if not lost_each_other(ends):
         return None
     found = disagreement({end.rank: end.last_words for end in ends if end.last_words is not None})
-    # An abort while one rank is merely behind is something else's.
+    # An abort while one rank is merely behind has another cause.
     return None if found is not None and found.kind is Class.MISSING and first.exit_code == -signal.SIGABRT else found
 
 
 def _explain_disagreement(
-    found: Stall, first: RankEnd, ends: Sequence[RankEnd], *, logs: str, places: Mapping[int, str]
+    found: Stall, first: RankEnd, ends: Sequence[RankEnd], *, logs: str, machines: Mapping[int, str]
 ) -> tuple[str, str, str]:
-    aborted = f"; gloo aborted rank {first.rank} for it" if first.exit_code == -signal.SIGABRT else ""
+    aborted = f"; gloo aborted rank {first.rank} because of it" if first.exit_code == -signal.SIGABRT else ""
     lines = "".join(f"\n    {line}" for line in found.lines())
     what = f"{found.kind.value}: {found.what}{lines}\n  others: the ranks lost each other{aborted}"
     culprits = found.culprits or tuple(sorted(found.ranks))
-    return what, f"{name_ranks(culprits)} of {len(ends)}{_on(culprits, places)}", f"{found.do}\n  logs:  {logs}"
+    return what, f"{name_ranks(culprits)} of {len(ends)}{_on(culprits, machines)}", f"{found.do}\n  logs:  {logs}"
 
 
-def _on(ranks: Sequence[int], places: Mapping[int, str]) -> str:
-    names = list(dict.fromkeys(places[rank] for rank in ranks if rank in places))
+def _on(ranks: Sequence[int], machines: Mapping[int, str]) -> str:
+    names = list(dict.fromkeys(machines[rank] for rank in ranks if rank in machines))
     return f", on {' and '.join(names[:2])}" if names else ""
 
 
@@ -222,29 +222,29 @@ def _verdict(end: RankEnd, ends: Sequence[RankEnd]) -> tuple[str, str]:
         return f"{who} failed first: killed by {name}", hint
     if cause_of(end, ends) is Cause.LEFT_EARLY:
         return (
-            f"{who} failed first: it ended (exit code 0) while other ranks still waited for it",
-            "let every rank make the same number of steps and collective calls; look for an early return or break on one rank",
+            f"{who} failed first: it exited (code 0) while other ranks still waited for it",
+            "make every rank run the same number of steps and collective calls; look for an early return or break on one rank",
         )
     if record is None:
         return (
             f"{who} failed first: exit code {end.exit_code}, without a Python exception",
-            "look for os._exit, a native library that ends the process, or the program's own output above",
+            "look for os._exit or a native library that ends the process, and read the program's output above",
         )
     message = _shorten(record.message)
     if record.type == "SystemExit":
         return (
             f"{who} failed first: sys.exit({message})",
-            "see the line above; exit code 0 means success, any other a failure",
+            "exit with code 0 on success; any other code means failure",
         )
     thread = f" (in thread {record.thread!r})" if record.thread else ""
     if cause_of(end, ends) is Cause.COMMUNICATION:
         return (
             f"{who} lost contact with another rank{thread}: {record.type}: {message}",
-            "no rank failed by itself: look for a rank that hangs, skips a collective call, or is slower than the timeout",
+            "look for a rank that hangs, skips a collective call, or is slower than the timeout: no rank failed by itself",
         )
     return (
         f"{who} failed first{thread}: {record.type}: {message}",
-        advice_for(record.message) or "correct this error; the whole traceback is in the output of the rank",
+        advice_for(record.message) or "fix this error; the full traceback is in the output of the rank",
     )
 
 
@@ -256,12 +256,12 @@ def _shorten(message: str) -> str:
 
 
 _SIGNAL_HINTS = {
-    "SIGKILL": "often the system ran out of memory (see dmesg): use fewer processes or smaller batches; or someone ran kill -9",
-    "SIGSEGV": "a native library crashed at the line above; update it, or leave it out to see",
-    "SIGABRT": "a native library gave up; gloo does so when ranks call different collectives or sizes: try --debug",
-    "SIGBUS": "often shared memory is full: enlarge /dev/shm, or use fewer DataLoader workers",
-    "SIGTERM": "someone or the scheduler stopped this process; echelon did not",
-    "SIGINT": "someone interrupted this process; echelon did not",
+    "SIGKILL": "check dmesg for an out-of-memory kill, and use fewer processes or smaller batches; or someone ran kill -9",
+    "SIGSEGV": "a native library crashed at the line above: update it, or run without it",
+    "SIGABRT": "run with --debug: gloo aborts when ranks call different collectives or sizes",
+    "SIGBUS": "enlarge /dev/shm, which is often full, or use fewer DataLoader workers",
+    "SIGTERM": "find out who stopped this process (a user or the scheduler); echelon did not",
+    "SIGINT": "find out who interrupted this process; echelon did not",
 }
 
 
@@ -273,8 +273,8 @@ def _signal(number: int) -> tuple[str, str]:
     return f"{name} (signal {number})", _SIGNAL_HINTS.get(name, "find out who sends this signal")
 
 
-def _told_frames(end: RankEnd) -> list[Frame]:
-    """Return the last frames of the user's own code, innermost first; without any, the innermost of all."""
+def _shown_frames(end: RankEnd) -> list[Frame]:
+    """Return the last frames of the user's code, innermost first; without any, the innermost frame."""
     if end.record is not None and (end.exit_code is None or end.exit_code >= 0):
         frames = list(reversed(end.record.frames))
     else:
@@ -286,18 +286,18 @@ def _frame_line(frame: Frame) -> str:
     near = os.path.relpath(frame.file)
     name = frame.file if near.startswith("..") else near
     line = f"{name}:{frame.line} in {frame.function}" + (f": {frame.source}" if frame.source else "")
-    return line.replace("\n", "\\n")  # what is in a name must not look like a line of the report
+    return line.replace("\n", "\\n")  # a name must not look like a line of the report
 
 
 def _others(first: RankEnd, ends: Sequence[RankEnd]) -> str:
     ranks: dict[str, list[int]] = {}
     for end in ends:
         if end.rank != first.rank:
-            ranks.setdefault(_end_in_words(end, first, ends), []).append(end.rank)
-    return "; ".join(f"{name_ranks(numbers)} {words}" for words, numbers in ranks.items())
+            ranks.setdefault(_describe_end(end, first, ends), []).append(end.rank)
+    return "; ".join(f"{name_ranks(numbers)} {text}" for text, numbers in ranks.items())
 
 
-def _end_in_words(end: RankEnd, first: RankEnd, ends: Sequence[RankEnd]) -> str:
+def _describe_end(end: RankEnd, first: RankEnd, ends: Sequence[RankEnd]) -> str:
     cause = cause_of(end, ends)
     if cause is Cause.COMMUNICATION:
         return "then lost contact"
@@ -305,8 +305,10 @@ def _end_in_words(end: RankEnd, first: RankEnd, ends: Sequence[RankEnd]) -> str:
         return "ended normally"
     if not end.failed:
         return "stopped by echelon"
-    began, ended = _time_of(first), _time_of(end)
-    later = f" {timedelta(microseconds=(ended - began) // 1000).total_seconds():.1f} s later" if began and ended else ""
+    failed, ended = _time_of(first), _time_of(end)
+    later = (
+        f" {timedelta(microseconds=(ended - failed) // 1000).total_seconds():.1f} s later" if failed and ended else ""
+    )
     if end.record is not None:
         return f"failed{later} with {end.record.type}"
     assert end.exit_code is not None, end

@@ -1,4 +1,4 @@
-"""Read what the ranks wrote about their own end (``worker.py``); anything unreadable counts as not written."""
+"""Read what the ranks wrote about their own end (``worker.py``); an unreadable file counts as missing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TRAINING = ("/torch/nn/parallel/", "/torch/autograd/")
 
 
 def read_record(path: Path) -> ErrorRecord | None:
-    """Return the error that ended the main thread; or a thread's, when the main thread only followed it by sys.exit."""
+    """Return the error of the main thread; or of another thread, if the main thread only followed it by sys.exit."""
     try:
         records = [_record(data) for data in _load(path)]
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -44,13 +44,13 @@ def _record(data: dict[str, Any]) -> ErrorRecord:
 
 
 def read_answer(path: Path) -> Answer | None:
-    """Return what a rank answered; None: nothing that can be read."""
+    """Return the answer of a rank; None: it cannot be read."""
     try:
         data = _load(path)
-        place = None if data["place"] is None else CallSite(**data["place"])
+        call_site = None if data["call_site"] is None else CallSite(**data["call_site"])
         collectives = data["collectives"]
         return Answer(
-            place=place,
+            call_site=call_site,
             trains=bool(data["trains"]),
             histories=read_history(collectives),
             no_histories=str(collectives.get("missing", "")),
@@ -60,7 +60,7 @@ def read_answer(path: Path) -> Answer | None:
 
 
 def read_last_words(directory: Path) -> Answer | None:
-    """Return where a rank was, and which collectives it had begun, when it failed; None: it wrote nothing of it."""
+    """Return where a rank was, and which collectives it had started, when it failed; None: it did not record that."""
     aborted = read_answer(directory / ABORT_FILE)
     if aborted is not None:
         return aborted
@@ -68,9 +68,9 @@ def read_last_words(directory: Path) -> Answer | None:
         data = next(d for d in reversed(_load(directory / ERROR_FILE)) if d["where"] == "main" and d["collectives"])
         frames = _record(data).frames
         users = [frame for frame in frames if frame.user]
-        place = CallSite(file=users[-1].file, line=users[-1].line, source=users[-1].source) if users else None
+        call_site = CallSite(file=users[-1].file, line=users[-1].line, source=users[-1].source) if users else None
         trains = any(part in frame.file for frame in frames for part in _TRAINING)
-        return Answer(place=place, trains=trains, histories=read_history(data["collectives"]))
+        return Answer(call_site=call_site, trains=trains, histories=read_history(data["collectives"]))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, StopIteration):
         return None
 
@@ -83,7 +83,7 @@ _LINE = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 
 
 def read_stack(path: Path) -> tuple[Frame, ...]:
-    """Return the stack that faulthandler wrote of the thread that crashed, innermost first."""
+    """Return the stack that faulthandler wrote for the crashed thread, innermost first."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""The books of a run: what the board had of each attempt when it was over, the ledger of all, and their file."""
+"""Goodput of a run: the times on the board at the end of each attempt, their sum, and the file that keeps them."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ __all__ = [
     "GoodputReport",
     "first_sign",
     "process_start_ns",
-    "read_books",
+    "read_goodput",
     "times_on",
 ]
 
 GOODPUT_FILE = "goodput.jsonl"
 """In the folder of the run: a line for each attempt, then one for the whole run."""
 ALL_MACHINES_FILE = "goodput_all.jsonl"
-"""The same of all machines, where they met."""
+"""The same for all machines, on the rendezvous host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoodputReport:
-    """What is told of a run."""
+    """Where the time of a run went, and which rank was slow."""
 
-    ledger: TimeBreakdown
+    breakdown: TimeBreakdown
     steps: Steps | None
-    places: Mapping[int, str] = field(default_factory=dict)
-    """For each rank the name of its machine; empty: there is but one."""
+    machines: Mapping[int, str] = field(default_factory=dict)
+    """Rank -> name of its machine; empty: a single machine."""
 
     @property
-    def is_worth_telling(self) -> bool:
-        """Whether a user who did not ask wants to know: it was restarted, or a rank held up the others for long."""
-        slowed = self.steps is not None and self.steps.slowest is not None and self.ledger.wall_s >= _LONG_S
-        return self.ledger.num_restarts > 0 or slowed
+    def is_notable(self) -> bool:
+        """Whether to print it unasked: the run restarted, or a rank slowed the others down for long."""
+        slowed = self.steps is not None and self.steps.slowest is not None and self.breakdown.wall_s >= _LONG_S
+        return self.breakdown.num_restarts > 0 or slowed
 
     def lines(self) -> list[str]:
-        """Return them in words."""
-        return [printable(line) for line in self._lines()]  # names of machines are theirs to choose
+        """Return the report for the terminal."""
+        return [printable(line) for line in self._lines()]  # machine names come from other machines
 
     def _lines(self) -> list[str]:
         if self.steps is None:
-            return [str(self.ledger)]
+            return [str(self.breakdown)]
         verdict = self.steps.verdict
-        place = None if self.steps.slowest is None else self.places.get(self.steps.slowest)
-        if place is not None:
-            verdict += f"; it is on {place}"
-        return [str(self.ledger), str(self.steps), *filter(None, [verdict])]
+        machine = None if self.steps.slowest is None else self.machines.get(self.steps.slowest)
+        if machine is not None:
+            verdict += f"; it is on {machine}"
+        return [str(self.breakdown), str(self.steps), *filter(None, [verdict])]
 
 
 _LONG_S = 60.0
@@ -67,11 +67,11 @@ _LONG_S = 60.0
 
 @final
 class GoodputRecorder:
-    """Keeps the books while a run goes on.
+    """Records the times of each attempt while a run goes on.
 
     Args:
         path: of the file.
-        began_ns: when the launcher began, on ``time.monotonic_ns``.
+        began_ns: when the launcher started, on ``time.monotonic_ns``.
     """
 
     def __init__(self, path: Path, *, began_ns: int) -> None:
@@ -80,17 +80,17 @@ class GoodputRecorder:
         self._started_ns = 0
         self._attempts: list[Attempt] = []
 
-    def open(self) -> None:
-        """An attempt begins."""
+    def start_attempt(self) -> None:
+        """Record that an attempt starts."""
         self._started_ns = time.monotonic_ns()
 
-    def close(self, ranks: Sequence[RankTimes], *, failed_ns: int | None = None, noticed_ns: int) -> None:
-        """The attempt is over; nothing happens when that was said before.
+    def end_attempt(self, ranks: Sequence[RankTimes], *, failed_ns: int | None = None, noticed_ns: int) -> None:
+        """Record that the attempt is over; does nothing if that was recorded before.
 
         Args:
-            ranks: what the boards had of them.
-            failed_ns: the first sign that it would be; None: it has ended well.
-            noticed_ns: when that was seen.
+            ranks: their times on the boards.
+            failed_ns: first sign of the failure; None: it ended well.
+            noticed_ns: when the launcher noticed it.
         """
         if not self._started_ns:
             return
@@ -105,7 +105,7 @@ class GoodputRecorder:
         self._write({"kind": "attempt", "number": len(self._attempts) - 1, **self._attempt_in_json(attempt)})
 
     def finish(self) -> GoodputReport:
-        """Return the books of the whole run."""
+        """Return the report of the whole run."""
         ended_ns = time.monotonic_ns()
         spent: dict[int, list[float]] = {}
         num_steps = 0
@@ -115,13 +115,13 @@ class GoodputRecorder:
                 row = spent.setdefault(one.rank, [0.0] * len(StepPart))
                 for part, ns in zip(StepPart, spent_in(attempt, one) or []):
                     row[part] += ns / 1e6
-        books = GoodputReport(
-            ledger=account(self._attempts, began_ns=self._began_ns, ended_ns=ended_ns),
+        report = GoodputReport(
+            breakdown=account(self._attempts, began_ns=self._began_ns, ended_ns=ended_ns),
             steps=steps_of(spent, num_steps=num_steps),
         )
-        steps = None if books.steps is None else books.steps.to_json()
-        self._write({"kind": "run", "goodput": books.ledger.goodput, **books.ledger.to_json(), "steps": steps})
-        return books
+        steps = None if report.steps is None else report.steps.to_json()
+        self._write({"kind": "run", "goodput": report.breakdown.goodput, **report.breakdown.to_json(), "steps": steps})
+        return report
 
     def _attempt_in_json(self, attempt: Attempt) -> dict[str, Any]:
         def seconds(ns: int) -> float:
@@ -155,7 +155,7 @@ class GoodputRecorder:
 
 
 def times_on(board: Board, ranks: Sequence[int]) -> list[RankTimes]:
-    """Return what ``board`` has of its ``ranks``, given in the order of the slots."""
+    """Return the times on ``board`` of its ``ranks``, given in the order of the slots."""
     found = []
     for index, rank in enumerate(ranks):
         watch = board.watch(index)
@@ -165,32 +165,32 @@ def times_on(board: Board, ranks: Sequence[int]) -> list[RankTimes]:
 
 
 def first_sign(ends: Sequence[RankEnd]) -> int | None:
-    """Return when the failure first showed, by an exception or an exit; None: it is not known."""
+    """Return the time of the first exception or exit of a failed rank; None: unknown."""
     signs = [end.record.time_ns if end.record is not None else end.ended_ns for end in ends if end.failed]
     return min((ns for ns in signs if ns is not None), default=None)
 
 
 def process_start_ns() -> int:
-    """Return when this process began, on ``time.monotonic_ns``; where the system does not tell, now."""
+    """Return when this process started, on ``time.monotonic_ns``; now where the system does not tell."""
     now = time.monotonic_ns()
     try:
         ticks = int(
             Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[19]
         )
         since_boot = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-    except (OSError, AttributeError, IndexError, ValueError):  # no Linux
+    except (OSError, AttributeError, IndexError, ValueError):  # not Linux
         return now
     return min(now, now - since_boot + ticks * 10**9 // os.sysconf("SC_CLK_TCK"))
 
 
-def read_books(run: Path) -> GoodputReport | None:
-    """Return the books of a run that is over, of all its machines where they met; None: it has left none."""
+def read_goodput(run: Path) -> GoodputReport | None:
+    """Return the goodput report of a finished run, of all its machines on the rendezvous host; None: it left none."""
     try:
         path = run / ALL_MACHINES_FILE
         last = json.loads((path if path.exists() else run / GOODPUT_FILE).read_text(encoding="utf-8").splitlines()[-1])
         if last["kind"] != "run":
             return None
         steps = None if last["steps"] is None else Steps.from_json(last["steps"])
-        return GoodputReport(ledger=TimeBreakdown.from_json(last), steps=steps)
+        return GoodputReport(breakdown=TimeBreakdown.from_json(last), steps=steps)
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None

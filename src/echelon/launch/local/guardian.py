@@ -1,9 +1,9 @@
-"""A process that outlives a launcher which is killed, and ends what that has started: its ranks with all their children.
+"""The guardian: a process that outlives a killed launcher, and kills its ranks with all their children.
 
-A rank asks the system to end with its parent (``worker.die_with``); its own children (loader workers, a shell's programs) have nobody
-to ask for that, and a launcher that gets SIGKILL cannot end them. This process reads from a pipe which processes lead the sessions
-of ranks. When the pipe closes without a word, the launcher is dead: the sessions' groups are killed. A rank that it was starting at
-that moment, and of which it had not said anything yet, is found by the launcher's mark in its environment.
+The system kills a rank with its parent (``worker.die_with``), but not the rank's own children (loader workers, programs of a
+shell), and a launcher that gets SIGKILL cannot stop them. The guardian reads from a pipe which processes lead the sessions of
+ranks. If the pipe closes without ``bye``, the launcher is dead, and the guardian kills the process groups of these sessions.
+A rank that was just being started is found by the launcher's mark in its environment.
 
 Like the worker it is run by its path and imports the standard library only: ``python -I -S guardian.py PIPE MARK``.
 """
@@ -18,43 +18,43 @@ import time
 __all__ = ["BYE", "ENDED", "LAUNCHER_VARIABLE", "STARTED", "STARTING", "main"]
 
 STARTING, STARTED, ENDED, BYE = "?", "+", "-", "bye"
-"""``?TICKS`` when a rank is about to be started, ``+PID START`` of one that was, ``-PID`` of one that is over, and the end of a
-launcher that ends by itself. Ticks are those of ``worker.start_of``."""
+"""Messages: ``?TICKS`` before a rank is started, ``+PID START`` after that, ``-PID`` when it has ended, ``bye`` when the launcher
+exits by itself. Ticks are those of ``worker.start_of``."""
 LAUNCHER_VARIABLE = "ECHELON_LAUNCHER"
-"""Whose ranks those are that have it in their environment."""
-_LOOKS, _LOOK_EVERY_S = 10, 0.1
+"""Names the launcher in the environment of its ranks."""
+_NUM_SCANS, _SCAN_EVERY_S = 10, 0.1
 
 
 def main(argv: list[str]) -> None:
-    """Read until the launcher ends."""
+    """Read the pipe until the launcher ends; kill its ranks if it was killed."""
     leaders: dict[int, str] = {}
-    begun = ""
+    starting = ""
     with os.fdopen(int(argv[0]), encoding="ascii") as pipe:
         for line in pipe:
-            word = line.strip()
-            if word == BYE:
+            message = line.strip()
+            if message == BYE:
                 return
-            number, _, start = word[1:].partition(" ")
-            if word[:1] == STARTING:
-                begun = number
-            elif word[:1] == STARTED:
-                leaders[int(number)], begun = start, ""
+            number, _, start = message[1:].partition(" ")
+            if message[:1] == STARTING:
+                starting = number
+            elif message[:1] == STARTED:
+                leaders[int(number)], starting = start, ""
             else:
                 leaders.pop(int(number), None)
     for pid, start in leaders.items():
         if _start_of(pid) not in ("", start):
-            continue  # its number has gone to somebody else, which it does when nobody is left in its group
+            continue  # its pid was reused, which means that its group is empty
         try:
             os.killpg(pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
-            continue  # it has ended, and all its children
-    if begun:
-        _end_unnamed(f"{LAUNCHER_VARIABLE}={argv[1]}".encode(), int(begun), set(leaders))
+            continue  # it has ended with all its children
+    if starting:
+        _kill_marked(f"{LAUNCHER_VARIABLE}={argv[1]}".encode(), int(starting), set(leaders))
 
 
-def _end_unnamed(mark: bytes, since: int, known: set[int]) -> None:
-    """Kill what has ``mark`` in its environment, began after ``since``, and is in no session of ``known``."""
-    for _ in range(_LOOKS):  # its environment is the launcher's until it has begun its program
+def _kill_marked(mark: bytes, since: int, known: set[int]) -> None:
+    """Kill processes that have ``mark`` in their environment, started after ``since``, and are in no session of ``known``."""
+    for _ in range(_NUM_SCANS):  # until exec its environment is the launcher's
         for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
             try:
                 with open(f"/proc/{int(name)}/environ", "rb") as file:
@@ -62,15 +62,15 @@ def _end_unnamed(mark: bytes, since: int, known: set[int]) -> None:
                 if is_marked and int(_start_of(int(name)) or -1) >= since and os.getsid(int(name)) not in known:
                     os.kill(int(name), signal.SIGKILL)
             except (ValueError, OSError):
-                continue  # no process, over by now, or somebody else's
-        time.sleep(_LOOK_EVERY_S)
+                continue  # not a process, ended by now, or of another user
+        time.sleep(_SCAN_EVERY_S)
 
 
 def _start_of(pid: int) -> str:
-    # worker.start_of: this file loads no other, so that it is there within milliseconds.
+    # A copy of worker.start_of: without imports the guardian starts within milliseconds.
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()  # the name before it may hold anything
+            fields = file.read().rpartition(")")[2].split()  # the process name before it may contain anything
     except OSError:
         return ""
     return "" if fields[0] in ("Z", "X") else fields[19]
@@ -78,4 +78,4 @@ def _start_of(pid: int) -> str:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
-    os._exit(0)  # nothing is open; the interpreter's end takes longer than all of this
+    os._exit(0)  # skip the slow interpreter exit

@@ -32,9 +32,9 @@ class Outputs:
     tee: Mapping[int, Streams]
     redirect: Mapping[int, Streams]
     debugged: int | None = None
-    """The local rank that has the terminal to itself, its input too; None: no rank is debugged."""
+    """The local rank that owns the terminal, with its input; None: no rank is debugged."""
 
-    def place(self, local_rank: int, stream: Literal["stdout", "stderr"]) -> Literal["terminal", "both", "file"]:
+    def destination(self, local_rank: int, stream: Literal["stdout", "stderr"]) -> Literal["terminal", "both", "file"]:
         """Return where ``stream`` of ``local_rank`` goes."""
         if local_rank == self.debugged:
             return "terminal"
@@ -44,10 +44,10 @@ class Outputs:
 
 
 def parse_streams(text: str, *, num_processes: int, flag: str) -> dict[int, Streams]:
-    """Read torchrun's notation: ``0`` none, ``1`` stdout, ``2`` stderr, ``3`` both; or for some ranks, ``0:3,1:2``.
+    """Parse torchrun's notation: ``0`` none, ``1`` stdout, ``2`` stderr, ``3`` both; or for some ranks, ``0:3,1:2``.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: invalid syntax.
     """
     if text in _BITS:
         return dict.fromkeys(range(num_processes), _BITS[text])
@@ -56,7 +56,7 @@ def parse_streams(text: str, *, num_processes: int, flag: str) -> dict[int, Stre
         match = re.fullmatch(r"(\d+):([0-3])", part.strip())
         if match is None or int(match[1]) >= num_processes:
             raise ConfigError(
-                f"{flag} {text} is not understood",
+                f"invalid value: {flag} {text}",
                 do=f"give 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or 0:3,1:2 for ranks 0 to {num_processes - 1}",
             )
         streams[int(match[1])] = _BITS[match[2]]
@@ -68,9 +68,9 @@ _TERMINAL = threading.Lock()
 
 
 def relay(pipe: int, file: BinaryIO, terminal: Literal["stdout", "stderr"], *, prefix: str) -> threading.Thread:
-    """Start to copy what comes through ``pipe`` to ``file`` as it is, and to our ``terminal`` with ``prefix`` at each line.
+    """Start a thread that copies ``pipe`` to ``file`` unchanged, and to our ``terminal`` with ``prefix`` before each line.
 
-    The thread ends, and closes both, when the last writer has closed its end.
+    It ends, and closes both, when the last writer has closed its end.
     """
     thread = threading.Thread(
         target=_relay, args=(pipe, file, terminal, prefix.encode()), daemon=True, name=f"echelon-tee {prefix}"
@@ -86,7 +86,7 @@ def _relay(pipe: int, file: BinaryIO, terminal: Literal["stdout", "stderr"], pre
         while chunk := os.read(pipe, _CHUNK_BYTES):
             file.write(chunk)
             file.flush()
-            # Whole lines only, so that ranks do not cut into each other's; a carriage return (progress bars) ends one too.
+            # Whole lines only, so that lines of ranks do not mix; a carriage return (progress bars) ends a line, too.
             *lines, rest = re.split(rb"(?<=[\r\n])", rest + chunk)
             _show(target, [prefix + line for line in lines])
         _show(target, [prefix + rest + b"\n"] if rest else [])

@@ -1,4 +1,4 @@
-"""The processes of one generation of a run: start them, see how each ended, stop them within a deadline."""
+"""The processes of one attempt: start them, observe how each ends, stop them within a deadline."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ class _Worker:
     process: Process
     ended_ns: int | None = None
     is_finished: bool = False
-    """Its program had ended well before the process did."""
+    """Its program ended well before the process did."""
     relays: list[threading.Thread] = field(default_factory=list)
 
 
 class Workers:
-    """The running processes; each leads a session of its own, so that a terminal's Ctrl-C reaches the launcher only.
+    """The running processes; each leads its own session, so that a terminal's Ctrl-C reaches the launcher only.
 
     Args:
         script: what each runs.
         directory: gets ``rank_<n>/`` with the error record, the stacks of a crash, and logs.
         outputs: where stdout and stderr go.
-        board: of these ranks, one slot for each.
-        warm: starts them when it is ready; else they are started as new programs.
-        guardian: ends them, with all their children, if this launcher is killed.
-        check: called between two that are started; it raises when the launcher is to stop.
+        board: of these ranks.
+        warm: forks them when it is ready; else they are started as new programs.
+        guardian: kills them, with all their children, if this launcher is killed.
+        check: called before each start; raises if the launcher must stop.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class Workers:
         """Start one process for each local rank with its whole environment; return their process ids.
 
         Raises:
-            LaunchError: the system does not start one; those already started are stopped.
-            Interrupted: the launcher is to stop; those already started run.
+            LaunchError: a process cannot be started; those already started are stopped.
+            Interrupted: the launcher must stop; those already started run.
         """
         self._guardian.open()
         for local_rank, environment in environments.items():
@@ -89,40 +89,40 @@ class Workers:
             rank = int(environment["RANK"])
             directory = self._directory / f"rank_{rank}"
             directory.mkdir(parents=True)
-            self._guardian.note_starting()
+            self._guardian.announce_start()
             try:
                 self._workers.append(self._start_one(local_rank, rank, directory, environment))
             except OSError as error:
                 self.stop(signal.SIGKILL, grace=timedelta())
                 raise LaunchError(
                     f"cannot start rank {rank}: {error.strerror}: {error.filename}",
-                    do="check that the program can be run, and the limits on processes and open files (ulimit -a)",
+                    do="check that the program can be executed, and the limits on processes and open files (ulimit -a)",
                 ) from error
-            self._guardian.note_started(self._workers[-1].process.pid)
+            self._guardian.add_rank(self._workers[-1].process.pid)
         return {i: w.process.pid for i, w in enumerate(self._workers)}
 
     def running(self) -> dict[int, tuple[int, int | None]]:
-        """Return for each rank, in the order of the slots, its process id and its exit code so far."""
+        """Return rank -> (process id, exit code so far), in the order of the slots."""
         return {w.rank: (w.process.pid, self._exit_code(w)) for w in self._workers}
 
     def _start_one(self, local_rank: int, rank: int, directory: Path, environment: Mapping[str, str]) -> _Worker:
         streams: dict[str, int | BinaryIO | None] = {}
         pipes: list[tuple[int, BinaryIO, Literal["stdout", "stderr"]]] = []
-        childs: list[BinaryIO | int] = []  # ends that only the child needs
+        child_ends: list[BinaryIO | int] = []  # that only the child needs
         names: tuple[Literal["stdout", "stderr"], ...] = ("stdout", "stderr")
         for name in names:
-            place = self._outputs.place(local_rank, name)
-            if place == "terminal":
+            destination = self._outputs.destination(local_rank, name)
+            if destination == "terminal":
                 streams[name] = None
                 continue
             file = log_file(directory, name)
-            if place == "file":
+            if destination == "file":
                 streams[name] = file
-                childs.append(file)
+                child_ends.append(file)
                 continue
             read_end, write_end = os.pipe()
             streams[name] = write_end
-            childs.append(write_end)
+            child_ends.append(write_end)
             pipes.append((read_end, file, name))
         stdin = None
         if self._outputs.debugged not in (None, local_rank):
@@ -130,7 +130,7 @@ class Workers:
         try:
             process = self._start_process(self._command(directory, local_rank), environment, streams, stdin)
         finally:
-            for end in childs:
+            for end in child_ends:
                 os.close(end) if isinstance(end, int) else end.close()
         relays = [relay(pipe, file, name, prefix=f"[rank{rank}]: ") for pipe, file, name in pipes]
         return _Worker(rank, local_rank, directory, process, relays=relays)
@@ -161,20 +161,20 @@ class Workers:
         args = script.args_of(local_rank)
         if script.kind == "program":
             return [script.target, *args]
-        manner = "line" if self._outputs.place(local_rank, "stdout") == "both" else "default"
-        manner = "debug" if self._outputs.debugged == local_rank else manner
-        # By its path, not `-m`: with `-m` a json.py in the current directory would be found before the real one.
-        place = f"{self._board.path}:{local_rank}"
-        settings = [own_identity(), str(directory), place, manner]
+        mode = "line" if self._outputs.destination(local_rank, "stdout") == "both" else "default"
+        mode = "debug" if self._outputs.debugged == local_rank else mode
+        # By its path, not `-m`: with `-m` a json.py in the current directory would shadow the real one.
+        slot = f"{self._board.path}:{local_rank}"
+        settings = [own_identity(), str(directory), slot, mode]
         return [sys.executable, worker.__file__, *settings, script.kind, script.target, *args]
 
     def ends(self) -> list[RankEnd]:
-        """Return how each rank ended so far, in the order of the ranks."""
+        """Return how each rank has ended so far."""
         return [self._end(w) for w in self._workers]
 
     def _end(self, one: _Worker) -> RankEnd:
         code = self._exit_code(one)
-        # The record first appears at the exception, half a second before the exit.
+        # The record appears at the exception, half a second before the exit.
         record = read_record(one.directory / worker.ERROR_FILE) if code != 0 else None
         stack = read_stack(one.directory / worker.STACK_FILE) if code is not None and code < 0 else ()
         words = read_last_words(one.directory) if code != 0 else None
@@ -183,14 +183,14 @@ class Workers:
         )
 
     def exit_codes(self) -> list[int | None]:
-        """Return the exit codes so far; None: still running. Cheap: looks at no file."""
+        """Return the exit codes so far; None: still running. Reads no file."""
         return [self._exit_code(w) for w in self._workers]
 
     def _exit_code(self, one: _Worker) -> int | None:
-        with self._lock:  # nodes of a run on several machines answer for their ranks in other threads
-            return self._exit_code_alone(one)
+        with self._lock:  # with several machines, threads of the connection call this, too
+            return self._exit_code_locked(one)
 
-    def _exit_code_alone(self, one: _Worker) -> int | None:
+    def _exit_code_locked(self, one: _Worker) -> int | None:
         code = one.process.poll()
         if code is not None and one.ended_ns is None:
             one.ended_ns = time.monotonic_ns()
@@ -199,7 +199,7 @@ class Workers:
             if one.is_finished and -code in _CRASHES:
                 name = signal.Signals(-code).name
                 print(
-                    f"echelon: rank {one.rank} had finished when the interpreter's own end failed ({name}): this is no error",
+                    f"echelon: rank {one.rank} had finished when the interpreter's exit crashed ({name}): this is not an error",
                     file=sys.stderr,
                 )
         return 0 if code is not None and code < 0 and one.is_finished else code
@@ -209,33 +209,33 @@ class Workers:
 
         Args:
             number: the signal.
-            grace: how long the processes have.
-            is_impatient: asked again and again; true ends the grace.
+            grace: how long the processes may take.
+            is_impatient: polled; True ends the grace.
         """
         running = [w for w in self._workers if self._exit_code(w) is None]
         for one in running:
-            # A script's own children (DataLoader workers) are its to end; a shell waits for its children, so tell all.
+            # A script stops its own children (DataLoader workers); a shell waits for its children, so signal all.
             _send(one.process.pid, number, to_group=self._script.kind == "program")
         deadline = time.monotonic() + grace.total_seconds()
         while any(self._exit_code(w) is None for w in running) and time.monotonic() < deadline and not is_impatient():
             time.sleep(_POLL.total_seconds())
         for one in self._workers:
-            # Also of ranks that ended by themselves: what they left behind may hold memory or a device.
+            # Also of ranks that ended by themselves: leftover children may hold memory or a device.
             _send(one.process.pid, signal.SIGKILL, to_group=True)
         for one in running:
             try:
                 one.process.wait(timeout=1.0)
             except subprocess.TimeoutExpired:
                 print(
-                    f"echelon: rank {one.rank} (process {one.process.pid}) hangs inside the system and cannot be killed",
+                    f"echelon: rank {one.rank} (process {one.process.pid}) hangs in the kernel and cannot be killed",
                     file=sys.stderr,
                 )
         self.drain()
         for one in self._workers:
-            self._guardian.note_ended(one.process.pid)
+            self._guardian.remove_rank(one.process.pid)
 
     def drain(self) -> None:
-        """Wait until the output of ended ranks has been shown; a child that keeps the pipe open does not hold us up."""
+        """Wait, at most a second, until the output of ended ranks has been shown."""
         deadline = time.monotonic() + 1.0
         for one in self._workers:
             for thread in one.relays:
@@ -255,4 +255,4 @@ def _send(pid: int, number: int, *, to_group: bool) -> None:
         else:
             os.kill(pid, number)
     except (ProcessLookupError, PermissionError):
-        pass  # it ended in between (macOS says "not permitted" for a group of zombies)
+        pass  # it has ended (macOS reports "not permitted" for a group of zombies)

@@ -1,4 +1,4 @@
-"""The ranks of this machine as they are seen from outside: their boards, their processes, their answers and stacks."""
+"""The ranks of this machine as the launcher sees them: boards, processes, stacks."""
 
 from __future__ import annotations
 
@@ -20,47 +20,47 @@ from echelon.status.board import Board, Doing
 from echelon.status.call_site import CallSite
 from echelon.status.reporter import ANSWER_FILE, DUMP_SIGNAL
 
-__all__ = ["STALL_FILE", "LocalRanks", "Ranks", "settled"]
+__all__ = ["STALL_FILE", "LocalRanks", "Ranks", "wait_for_verdict"]
 
-# A rank that fails takes its exit up to 1.7 s to show, its victims' errors come before: who failed is known after this.
+# The exit of a failing rank shows up to 1.7 s later, after the errors of its victims.
 _STRAGGLERS_S = 1.5
 _SETTLE_POLL_S = 0.02
 
-_ANSWERS_WITHIN_S = 2.5
+_ANSWER_S = 2.5
 _POLL_S = 0.05
-_STACK_WITHIN_S = 0.3
-_STOPPED = frozenset("Tt")  # t: by a debugger that traces it (gdb)
+_STACK_S = 0.3
+_STOPPED = frozenset("Tt")  # t: traced by a debugger (gdb)
 
 
 class Ranks(Protocol):
-    """The ranks that a supervisor watches: of one machine, or of all."""
+    """The ranks that a supervisor watches, on one machine or on all."""
 
     def views(self) -> list[RankView]:
-        """Return how each rank is now; times are on this machine's ``time.monotonic``."""
+        """Return the state of each rank now; times are on this machine's ``time.monotonic``."""
 
-    def ask(self) -> dict[int, Answer]:
-        """Return what the running ranks say of where they are, as far as they can; they save their stacks."""
+    def request_stacks(self) -> dict[int, Answer]:
+        """Ask the running ranks where they are, and let them save their stacks; return the answers that arrive."""
 
     def stack_of(self, view: RankView) -> Answer:
         """Return where a rank is that runs and does not answer."""
 
-    def keep(self, report: str) -> None:
-        """Put ``report`` beside the stacks that were saved last."""
+    def save_report(self, report: str) -> None:
+        """Save ``report`` beside the stacks of the last request."""
 
 
 STALL_FILE = "stall_{}.txt"
-"""In the folder of the attempt, with the number of the question: the report."""
+"""Stall report in the folder of the attempt, by number of the request."""
 
 
 @final
 class LocalRanks:
-    """Those of one attempt on this machine.
+    """The ranks of one attempt on this machine.
 
     Args:
-        board: theirs.
-        directory: of the attempt; ``rank_<n>/`` have the answers.
-        running: gives for each rank, in the order of the slots, its process id and its exit code so far.
-        check: called while it waits for answers; it raises when the launcher is to stop.
+        board: of these ranks.
+        directory: of the attempt; ``rank_<n>/`` holds the answers.
+        running: returns rank -> (process id, exit code so far), in the order of the slots.
+        check: called while this waits; raises if the launcher must stop.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class LocalRanks:
         self._directory = directory
         self._running = running
         self._check = check
-        self._question = 0
+        self._request = 0
 
     def views(self) -> list[RankView]:
-        """Return how each rank is now."""
+        """Return the state of each rank now."""
         views = []
         for index, (rank, (pid, code)) in enumerate(self._running().items()):
             state, cpu_s, num_faults = _process(pid) if code is None else ("", 0.0, 0)
@@ -95,27 +95,27 @@ class LocalRanks:
             )
         return views
 
-    def ask(self) -> dict[int, Answer]:
-        """Return what the running ranks say of where they are, as far as they can; they save their stacks."""
+    def request_stacks(self) -> dict[int, Answer]:
+        """Ask the running ranks where they are, and let them save their stacks; return the answers that arrive."""
         ranks = self._running()
-        question = self._board.ask()
-        self._question = question
+        request = self._board.request_stacks()
+        self._request = request
         folders = {rank: self._directory / f"rank_{rank}" for rank in ranks}
-        deadline = time.monotonic() + _ANSWERS_WITHIN_S
+        deadline = time.monotonic() + _ANSWER_S
         missing = {rank: index for index, rank in enumerate(ranks) if ranks[rank][1] is None}
         while missing and time.monotonic() < deadline:
             time.sleep(_POLL_S)
             self._check()
-            missing = {r: i for r, i in missing.items() if not (w := self._board.watch(i)) or w.answered < question}
+            missing = {r: i for r, i in missing.items() if not (w := self._board.watch(i)) or w.answered < request}
         answers = {
-            rank: read_answer(folders[rank] / ANSWER_FILE.format(question)) for rank in ranks if rank not in missing
+            rank: read_answer(folders[rank] / ANSWER_FILE.format(request)) for rank in ranks if rank not in missing
         }
         return {rank: answer for rank, answer in answers.items() if answer is not None}
 
     def stack_of(self, view: RankView) -> Answer:
-        """Return where a rank is that runs and does not answer: by a signal, else where it was seen last.
+        """Return where a rank is that runs and does not answer: by a signal, else where it was last seen.
 
-        Only when the verdict is certain: a signal ends a sleep, or a wait, of native code.
+        Call this only for certain stalls: the signal interrupts a sleep or a wait of native code.
         """
         watch = self._board.watch(list(self._running()).index(view.rank))
         assert watch is not None, view
@@ -123,28 +123,28 @@ class LocalRanks:
         if watch.doing & Doing.DUMPS and DUMP_SIGNAL is not None:
             with suppress(ProcessLookupError):
                 os.kill(watch.pid, DUMP_SIGNAL)
-            time.sleep(_STACK_WITHIN_S)
+            time.sleep(_STACK_S)
             frames = read_stack(self._directory / f"rank_{view.rank}" / STACK_FILE)
         users = [frame for frame in frames if frame.user]
         if not users:
             return Answer()
         file, line = users[0].file, users[0].line
-        return Answer(place=CallSite(file=file, line=line, source=linecache.getline(file, line).strip()))
+        return Answer(call_site=CallSite(file=file, line=line, source=linecache.getline(file, line).strip()))
 
-    def keep(self, report: str) -> None:
-        """Put ``report`` beside the stacks that were saved last."""
-        (self._directory / STALL_FILE.format(self._question)).write_text(report + "\n", encoding="utf-8")
+    def save_report(self, report: str) -> None:
+        """Save ``report`` beside the stacks of the last request."""
+        (self._directory / STALL_FILE.format(self._request)).write_text(report + "\n", encoding="utf-8")
 
 
-def settled(
+def wait_for_verdict(
     ends_now: Callable[[], Sequence[RankEnd]], ranks: Ranks, check: Callable[[], None] = lambda: None
 ) -> list[RankEnd]:
-    """Return how all ranks ended, once waiting longer would not change the verdict.
+    """Return how all ranks ended, once waiting longer cannot change which one failed first.
 
     Args:
-        ends_now: gives how they ended so far.
+        ends_now: returns how they ended so far.
         ranks: the same ranks.
-        check: called while this waits; it raises when the launcher is to stop.
+        check: called while this waits; raises if the launcher must stop.
     """
     deadline = time.monotonic() + _STRAGGLERS_S
     while not is_settled(ends := ends_now()) and time.monotonic() < deadline:
@@ -153,20 +153,20 @@ def settled(
     running = [end.rank for end in ends if end.exit_code is None and end.record is None]
     if not running or not lost_each_other(ends):
         return list(ends)
-    # Nobody has failed by himself: those that run still may say what they do instead.
-    answers = ranks.ask()
+    # No rank has failed by itself: those that still run may say where they are.
+    answers = ranks.request_stacks()
     return [replace(end, last_words=answers.get(end.rank)) if end.rank in running else end for end in ends_now()]
 
 
 def _process(pid: int) -> tuple[str, float, int]:
-    """Return the state of a process, the seconds of processor time that it has used, and how many pages it has waited for."""
+    """Return the state of a process, its CPU seconds, and its number of major page faults."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except FileNotFoundError:
         return ("", 0.0, 0) if Path("/proc/self").exists() else (*_process_by_ps(pid), 0)
     except OSError:  # it ends
         return "", 0.0, 0
-    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+    fields = text.rpartition(")")[2].split()  # the process name before it may contain anything
     return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), int(fields[9])
 
 

@@ -1,11 +1,14 @@
-"""A process that has imported torch, and forks ranks from itself: they start in a tenth of a second instead of in seconds.
+"""The warm server: a process that has imported torch and forks ranks, which start in a tenth of a second instead of seconds.
 
-It does nothing but import: one thread (a fork takes no other with it), no work of torch's, no device. Like the worker it is
-run by its path: ``python warm_server.py SOCKET PARENT``. What it is asked on the socket, in turn:
+It only imports: one thread (a fork copies no other), no torch operation, no device. Like the worker it is run by its path:
+``python warm_server.py SOCKET PARENT``. Requests on the socket:
 
-- ``{"import": [...]}``: it imports them and says ``{"ready": ...}``, whether ranks can be forked now;
-- ``{"argv": ..., "environment": ...}`` with the two files of a rank's output: it forks the rank and says ``{"pid": ...}``, and when that
+- ``{"import": [...]}``: imports the modules and answers ``{"ready": ...}``, whether ranks can be forked now;
+- ``{"argv": ..., "environment": ...}`` with the two files of a rank's output: forks the rank and answers ``{"pid": ...}``, and when the
   rank has ended ``{"pid": ..., "status": ...}``.
+
+Not ``multiprocessing.forkserver``: its children run a pickled function with the server's environment and session, it reports no
+readiness (threads after the imports), and it swallows failing imports of its preload list.
 """
 
 from __future__ import annotations
@@ -32,10 +35,10 @@ def main(argv: list[str]) -> None:
     control = socket.socket(fileno=int(argv[0]))
     worker, environ = _load("launch/local", "worker"), _load("base", "environ")
     worker.die_with(argv[1])
-    # With whom the ranks end.
+    # The ranks die with this process.
     own = f"{os.getpid()}:{worker.start_of(os.getpid())}"
     if not getattr(sys.flags, "safe_path", False):
-        # Our own folder: an import of "ray" must not find what is called so here. Each rank puts its script's folder there.
+        # Not our own folder, which would shadow modules of its names. Each rank puts its script's folder there.
         sys.path[0] = sys.path[1]
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
@@ -46,11 +49,11 @@ def main(argv: list[str]) -> None:
         readable, _, _ = select.select(sources, [], [])
         if wake in readable:
             os.read(wake, 4096)
-            _tell_ended(control)
+            _report_exits(control)
         if control in readable:
             try:
                 data, files, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 2)
-            except ConnectionError:  # closed before it had read what we said
+            except ConnectionError:  # closed before it had read our answer
                 return
             if not data:
                 return  # the ranks that still run die with this process
@@ -75,7 +78,7 @@ def _import(names: list[str]) -> dict[str, Any]:
     try:
         for name in names:
             importlib.import_module(name)
-    except Exception as error:  # noqa: BLE001 - ranks forked earlier live on this process; the next ones start cold, and say it themselves
+    except Exception as error:  # noqa: BLE001 - ranks forked earlier need this process; later ones start cold, and show the error themselves
         return {"ready": False, "why": f"{type(error).__name__}: {error}"}
     tasks = Path("/proc/self/task")
     num_threads = len(list(tasks.iterdir())) if tasks.exists() else 1
@@ -90,12 +93,12 @@ def _run_rank(request: dict[str, Any], files: list[int], worker: ModuleType, env
     environ.write({**dict.fromkeys(environ.snapshot()), **request["environment"]})
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed()  # as in a new process; `random` does it by itself after a fork
+        numpy.random.seed()  # as in a new process; `random` reseeds itself after a fork
     worker.main([own, *request["argv"]])
     sys.exit(0)
 
 
-def _tell_ended(control: socket.socket) -> None:
+def _report_exits(control: socket.socket) -> None:
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -111,7 +114,7 @@ def _send(control: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _load(folder: str, name: str) -> ModuleType:
-    """Load a file of echelon by its path: the ranks' programs must not find echelon imported."""
+    """Load a file of echelon by its path: programs of ranks must not find echelon imported."""
     path = Path(__file__).resolve().parents[2] / folder / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"_echelon_{name}", path)
     assert spec is not None

@@ -1,4 +1,4 @@
-"""The launcher's end of the process that forks warm ranks (``warm_server.py``)."""
+"""The launcher's side of the warm server, which forks ranks (``warm_server.py``)."""
 
 from __future__ import annotations
 
@@ -19,51 +19,48 @@ from echelon.launch.local.parents import own_identity
 
 __all__ = ["Process", "WarmStarter"]
 
-_STARTS_WITHIN_S = 30.0
+_START_S = 30.0
 _POLL_S = 0.01
 
 
 class Process(Protocol):
-    """What the launcher needs of a rank's process: a part of ``subprocess.Popen``."""
+    """A rank's process: the part of ``subprocess.Popen`` that the launcher uses."""
 
     @property
     def pid(self) -> int:
-        """Its number; it leads the session of that number."""
+        """Process id, also of its session."""
 
     def poll(self) -> int | None:
-        """Return its exit code; None: it runs."""
+        """Return the exit code; None: still running."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its exit code."""
+        """Wait for the exit code."""
 
 
 @final
 class WarmStarter:
-    """Starts ranks by forking a process that has imported torch already.
-
-    Nothing happens before ``prepare``. Whoever opens it closes it.
-    """
+    """Starts ranks by forking a process that has imported torch; that process starts with ``prepare``."""
 
     def __init__(self) -> None:
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._lock = threading.Lock()
         self._imported: list[str] = []
-        """Or asked to be."""
+        """Modules that were requested."""
         self._num_importing = 0
-        """Requests whose answer has not come."""
-        self._is_able = False
+        """Number of requests without an answer."""
+        self._can_fork = False
         self._is_over = False
         self._codes: dict[int, int | None] = {}
-        """Of the ranks forked so far."""
-        self._born: list[int] = []
+        """Process id -> exit code of the forked ranks."""
+        self._new_pids: list[int] = []
 
     def prepare(self, environment: Mapping[str, str], modules: Sequence[str]) -> None:
-        """Begin to import what is not imported yet, in the background; no rank is started from it before that is done.
+        """Import modules in the background; no rank is forked before that is done.
 
         Args:
-            environment: of the ranks: some variables count when torch is imported (OMP_NUM_THREADS). The first call's is taken.
-            modules: in their order.
+            environment: of the ranks: torch reads some variables at import (OMP_NUM_THREADS). That of the first call counts.
+            modules: in order.
         """
         self._open(environment)
         new = [name for name in modules if name not in self._imported]
@@ -72,7 +69,7 @@ class WarmStarter:
         self._imported += new
         with self._lock:
             self._num_importing += 1
-        with suppress(OSError):  # it was killed: the next look sees that
+        with suppress(OSError):  # it was killed: the next ``receive`` notices
             self._control.send(json.dumps({"import": new}).encode())
 
     def _open(self, environment: Mapping[str, str]) -> None:
@@ -82,7 +79,7 @@ class WarmStarter:
         with theirs:
             self._server = subprocess.Popen(
                 [sys.executable, warm_server.__file__, str(theirs.fileno()), own_identity()],
-                # numpy begins its library's threads when it is imported, and no fork takes them along.
+                # numpy's library starts threads at import, which a fork does not copy.
                 env={**environment, "OPENBLAS_NUM_THREADS": "1"},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
@@ -93,9 +90,9 @@ class WarmStarter:
 
     @property
     def is_ready(self) -> bool:
-        """Whether ranks can be started now: it has imported, and has one thread."""
+        """Whether ranks can be forked now: the imports are done, and there is one thread."""
         self.receive()
-        return self._is_able and not self._num_importing and not self._is_over
+        return self._can_fork and not self._num_importing and not self._is_over
 
     def start(
         self,
@@ -106,38 +103,38 @@ class WarmStarter:
         stderr: int,
         check: Callable[[], None] = lambda: None,
     ) -> Process | None:
-        """Start a rank; None: it did not work, start it another way.
+        """Fork a rank; None: that failed, start it as a new program.
 
         Args:
-            argv: of the worker, without whom it ends with: that is the server.
-            environment: the whole of it.
-            stdout: where its output goes.
-            stderr: where its errors go.
-            check: called while this waits; it raises when the launcher is to stop.
+            argv: of the worker, without its parent, which is the server.
+            environment: the whole environment.
+            stdout: file descriptor.
+            stderr: file descriptor.
+            check: called while this waits; raises if the launcher must stop.
         """
         assert self._control is not None
         request = json.dumps({"argv": list(argv), "environment": dict(environment)}).encode()
         try:
             socket.send_fds(self._control, [request], [stdout, stderr])
-        except OSError:  # an environment that is larger than a message may be, or a server that was killed
+        except OSError:  # the environment exceeds the message size, or the server was killed
             return None
-        deadline = time.monotonic() + _STARTS_WITHIN_S
-        while not self._born and not self._is_over and time.monotonic() < deadline:
+        deadline = time.monotonic() + _START_S
+        while not self._new_pids and not self._is_over and time.monotonic() < deadline:
             select.select([self._control], [], [], _POLL_S)
             self.receive()
             check()
-        if self._born:
-            return _Forked(self._born.pop(0), self)
+        if self._new_pids:
+            return _Forked(self._new_pids.pop(0), self)
         if self._server is not None and not self._is_over:
-            # It stands still. A rank that it begins later would be one too many.
+            # It hangs. A rank that it forks later would be one too many.
             self._server.kill()
             self._is_over = True
-            self._end_all()
+            self._mark_all_dead()
         return None
 
     def receive(self) -> None:
-        """Read what the server has said."""
-        with self._lock:  # a node of several machines answers for its ranks in other threads
+        """Read the answers of the server."""
+        with self._lock:  # with several machines, threads of the connection call this, too
             self._receive()
 
     def _receive(self) -> None:
@@ -148,31 +145,31 @@ class WarmStarter:
                 data = b""
             if not data:
                 self._is_over = True
-                self._end_all()
+                self._mark_all_dead()
                 return
-            self._note(json.loads(data))
+            self._handle(json.loads(data))
 
-    def _end_all(self) -> None:
-        """Its ranks have died with it."""
+    def _mark_all_dead(self) -> None:
+        """Record that the ranks have died with the server."""
         self._codes.update({pid: -signal.SIGKILL for pid, code in self._codes.items() if code is None})
 
-    def _note(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
         if "ready" in message:
-            self._is_able = bool(message["ready"])
+            self._can_fork = bool(message["ready"])
             self._num_importing -= 1
         elif "status" in message:
             self._codes[int(message["pid"])] = int(message["status"])
         else:
             self._codes.setdefault(int(message["pid"]), None)
-            self._born.append(int(message["pid"]))
+            self._new_pids.append(int(message["pid"]))
 
     def code_of(self, pid: int) -> int | None:
-        """Return the exit code of a rank; None: it runs."""
+        """Return the exit code of a rank; None: still running."""
         self.receive()
         return self._codes[pid]
 
     def close(self) -> None:
-        """End the server, and with it what it has started."""
+        """Stop the server, and the ranks with it."""
         if self._server is None:
             return
         assert self._control is not None

@@ -1,7 +1,7 @@
-"""What each rank runs: the user's script exactly as ``python script.py`` would, plus a record of its first error.
+"""What each rank runs: the user's script exactly as ``python script.py`` does, plus a record of its errors.
 
 The launcher runs this file by its path, so it imports the standard library only, nothing of echelon and no torch:
-``python worker.py PARENT DIRECTORY BOARD|- default|line|debug script|module TARGET ARGS...``; PARENT: with whom it ends.
+``python worker.py PARENT DIRECTORY BOARD|- default|line|debug script|module TARGET ARGS...``; it dies with the process PARENT.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _MAX_RECORDS = 8
 _MAX_FRAMES = 40
 _MAX_TEXT = 4000
 _PR_SET_PDEATHSIG = 1
-_LOOK_AT_PARENT_S = 0.5
+_CHECK_PARENT_S = 0.5
 
 
 class Recorder:
-    """Write the errors of this process to ``directory/error.json``, whole or not at all."""
+    """Writes the errors of this process to ``directory/error.json``, atomically."""
 
     def __init__(self, directory: str, reporter: Any = None) -> None:
         self._reporter = reporter
@@ -53,14 +53,14 @@ class Recorder:
             "time_ns": time.monotonic_ns(),
             "where": where,
             "type": _type_name(error),
-            "message": _text_with_place(error),
+            "message": _text_with_attribute(error),
             "chain": [f"{_type_name(cause)}: {_text(cause)}" for cause in _causes(error)],
             "frames": _frames(error.__traceback__),
             "collectives": None if self._reporter is None else self._reporter.collectives(),
         }
         with self._lock:
             if len(self._records) == _MAX_RECORDS:
-                del self._records[-1]  # the first ones matter, and the last
+                del self._records[-1]  # keep the first ones and the last
             self._records.append(record)
             try:
                 with open(f"{self._path}.tmp", "w", encoding="utf-8", errors="backslashreplace") as file:
@@ -77,8 +77,8 @@ def _type_name(error: BaseException) -> str:
     )
 
 
-def _text_with_place(error: BaseException) -> str:
-    """Return the text of ``error``, and what of a DataLoader could not be pickled, if that is what it is about."""
+def _text_with_attribute(error: BaseException) -> str:
+    """Return the text of ``error``; for an error of pickle, with the attribute of the DataLoader that caused it."""
     text = _text(error)
     if "pickle" not in text or "torch.utils.data" not in sys.modules:
         return text
@@ -95,7 +95,7 @@ def _text(error: BaseException) -> str:
         return str(error.code)[:_MAX_TEXT]
     try:
         text = str(error)
-    except Exception as problem:  # noqa: BLE001 - the user's own __str__ is broken: say so, and keep the record
+    except Exception as problem:  # noqa: BLE001 - the user's own __str__ is broken: keep the record
         text = f"<str() of it raised {type(problem).__name__}>"
     if isinstance(error, SyntaxError) and error.filename:
         text = f"{text.partition(' (')[0]} ({error.filename}, line {error.lineno})"
@@ -129,7 +129,7 @@ def _frames(traceback: TracebackType | None) -> list[dict[str, Any]]:
 
 
 def is_user_file(path: str) -> bool:
-    """Tell whether ``path`` is the user's own code: no installed package, no standard library, not echelon."""
+    """Tell whether ``path`` is user code: not an installed package, the standard library, or echelon."""
     if path.startswith("<"):
         return False
     installed = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
@@ -141,22 +141,22 @@ def is_user_file(path: str) -> bool:
 
 def main(argv: list[str]) -> None:
     """Run the target in ``argv`` as ``__main__`` of this process."""
-    parent, directory, board, manner, kind, target, *args = argv
+    parent, directory, board, mode, kind, target, *args = argv
     die_with(parent)
     if hasattr(signal, "SIGHUP"):
-        # nohup has it ignored, and the launcher stops ranks by it; a terminal's does not reach them (own session).
+        # nohup ignores it, but the launcher stops ranks by it; a terminal's does not reach their session.
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # Kept open for the life of the process: a crash in native code writes the Python stacks there.
     stack_file = open(os.path.join(directory, STACK_FILE), "w", encoding="utf-8")  # noqa: SIM115
     faulthandler.enable(stack_file, all_threads=True)
-    if manner == "line":
-        # The launcher reads our output through a pipe and shows it: be as prompt as on a terminal.
+    if mode == "line":
+        # The launcher shows our output from a pipe: flush as on a terminal.
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     reporter = None if board == "-" else _start_reporter(board, directory, stack_file)
     recorder = Recorder(directory, reporter)
     _hook_threads(recorder)
     if reporter is not None:
-        # Registered first, so called last: after it only the interpreter itself ends.
+        # Registered first, so called last, right before the interpreter exits.
         atexit.register(lambda: reporter.close(finished=not recorder.has_failed))
     try:
         if kind == "module":
@@ -170,20 +170,20 @@ def main(argv: list[str]) -> None:
     except KeyboardInterrupt:
         recorder.has_failed = True
         _quiet_interrupt()
-    except BaseException as error:  # noqa: BLE001 - whatever ends the script is what we are here to record
+    except BaseException as error:  # noqa: BLE001 - whatever ends the script is recorded
         error = _without_worker(error)
         recorder.add(error, where="main")
-        # Not re-raised: the traceback would begin with this file. The hook may be the user's own (rich, IPython).
+        # Not re-raised: the traceback would start with this file. The hook may be the user's own (rich, IPython).
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         sys.excepthook(type(error), error, error.__traceback__)
-        if manner == "debug":
-            _look_into(error)
-        # Errors of ours may say how the process is to end (checkpoints that cannot be written: 74).
+        if mode == "debug":
+            _debug_post_mortem(error)
+        # Errors of echelon may have an exit code (checkpoints that cannot be written: 74).
         sys.exit(error.exit_code if type(error).__module__.startswith("echelon.") else 1)  # type: ignore[attr-defined]
 
 
-def _look_into(error: BaseException) -> None:
-    """Open the debugger where ``error`` was raised, unless it is how the user has left the debugger."""
+def _debug_post_mortem(error: BaseException) -> None:
+    """Open the debugger where ``error`` was raised, unless the user has just quit the debugger."""
     import bdb  # noqa: PLC0415 - only now
     import pdb  # noqa: PLC0415
 
@@ -192,7 +192,7 @@ def _look_into(error: BaseException) -> None:
 
 
 def _start_reporter(board: str, directory: str, stack_file: IO[str]) -> Any:
-    """Start what tells the launcher where this rank is; its files are loaded by their path, as this one was."""
+    """Start the reporter; its files are loaded by their path, as this one was."""
     folder = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "status")
     modules = []
     for name in ("board", "call_site", "reporter"):
@@ -200,62 +200,63 @@ def _start_reporter(board: str, directory: str, stack_file: IO[str]) -> Any:
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses look their own module up
+        sys.modules[spec.name] = module  # dataclasses look up their module
         spec.loader.exec_module(module)
         modules.append(module)
     try:
         reporter = modules[2].Reporter(modules[0], modules[1], board, directory, stack_file)
-    except OSError as problem:  # somebody has emptied /dev/shm: the program can run without
-        print(f"echelon: cannot tell the launcher where this rank is: {problem}", file=sys.stderr)
+    except OSError as problem:  # /dev/shm was emptied: the program can run without it
+        print(f"echelon: cannot report the status of this rank to the launcher: {problem}", file=sys.stderr)
         return None
     reporter.start()
     return reporter
 
 
 def die_with(parent: str, *, by_thread: bool = False) -> None:
-    """Let this process end when the one that has started it does: kill -9 of a launcher leaves no orphans.
+    """Kill this process when its parent dies: kill -9 of a launcher leaves no orphans.
 
-    Linux does that itself, also for a process whose interpreter is held by native code. It means the *thread* that has started
-    this process, so that has to be one that lasts (or ``by_thread``); it forgets it when the process runs a program that
-    changes its user (setuid), and never passes it on to children.
+    Linux does that itself (PR_SET_PDEATHSIG), also while native code holds the GIL. It watches the parent's *thread* that started
+    this process, so that thread must live on (or use ``by_thread``); the setting is lost by a setuid program, and not inherited.
 
     Args:
-        parent: ``PID:START`` as the parent says it (``parents.own_identity``): it may be dead by now, and ``getppid`` somebody else.
-        by_thread: look again and again instead, in a thread: the parent's thread may end before the parent does.
+        parent: ``PID:START`` from ``parents.own_identity``: the parent may be dead by now, and ``getppid`` another process.
+        by_thread: poll in a thread instead: the parent's thread may end before the parent does.
     """
     number, _, start = parent.partition(":")
     pid = int(number)
-    is_asked = sys.platform == "linux" and _ask_for_signal(0 if by_thread else int(signal.SIGKILL))
-    if os.getppid() != pid and not _is_there(pid, start):  # it died before we asked; else something stands between
+    is_set = sys.platform == "linux" and _set_death_signal(0 if by_thread else int(signal.SIGKILL))
+    if os.getppid() != pid and not _is_alive(
+        pid, start
+    ):  # it died before the call above; else there is a process in between
         os.kill(os.getpid(), signal.SIGKILL)
-    if by_thread or not is_asked or os.getppid() != pid:
-        _thread.start_new_thread(_end_with, (pid, start, os.getppid()))
+    if by_thread or not is_set or os.getppid() != pid:
+        _thread.start_new_thread(_die_with_parent, (pid, start, os.getppid()))
 
 
-def _ask_for_signal(number: int) -> bool:
+def _set_death_signal(number: int) -> bool:
     import ctypes  # noqa: PLC0415 - a few milliseconds that only Linux needs
 
     return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) == 0)
 
 
 def start_of(pid: int) -> str:
-    """Return when a process began, by the system's own count, which tells it from a later one of its number; empty: it is over."""
+    """Return the start time of a process, which distinguishes it from a later one with its pid; empty: it has ended."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()  # the name before it may hold anything
-    except OSError:  # or the system does not say
+            fields = file.read().rpartition(")")[2].split()  # the process name before it may contain anything
+    except OSError:  # or the system has no /proc
         return ""
     return "" if fields[0] in ("Z", "X") else fields[19]
 
 
-def _is_there(pid: int, start: str) -> bool:
-    """Tell whether that very process lives."""
+def _is_alive(pid: int, start: str) -> bool:
+    """Tell whether exactly that process lives."""
     return start_of(pid) == start if start else os.getppid() == pid
 
 
-def _end_with(pid: int, start: str, above: int) -> None:
-    while os.getppid() == above and (above == pid or _is_there(pid, start)):
-        time.sleep(_LOOK_AT_PARENT_S)
+def _die_with_parent(pid: int, start: str, above: int) -> None:
+    while os.getppid() == above and (above == pid or _is_alive(pid, start)):
+        time.sleep(_CHECK_PARENT_S)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -278,17 +279,17 @@ def _without_worker(error: BaseException) -> BaseException:
 
 
 def _quiet_interrupt() -> NoReturn:
-    """End as an interrupted Python does, by SIGINT, but without the traceback that every rank would print."""
+    """Exit by SIGINT as an interrupted Python does, but without the traceback that every rank would print."""
     sys.stdout.flush()
     sys.stderr.flush()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)
-    sys.exit(128 + signal.SIGINT)  # SIGINT is blocked: leave all the same
+    sys.exit(128 + signal.SIGINT)  # SIGINT is blocked
 
 
 def _run_script(path: str, args: list[str]) -> None:
     sys.argv[:] = [path, *args]
-    if not getattr(sys.flags, "safe_path", False):  # python -P and PYTHONSAFEPATH leave the script's folder out
+    if not getattr(sys.flags, "safe_path", False):  # python -P and PYTHONSAFEPATH omit the script's folder
         sys.path[0] = os.path.dirname(os.path.realpath(path))
     full = os.path.abspath(path)
     module = _new_main(file=full)
@@ -298,7 +299,7 @@ def _run_script(path: str, args: list[str]) -> None:
 
 
 def _run_module(name: str, args: list[str]) -> None:
-    sys.argv[:] = ["-m", *args]  # as python does while it looks for the module
+    sys.argv[:] = ["-m", *args]  # as python does while it searches the module
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd()
     try:
@@ -308,7 +309,7 @@ def _run_module(name: str, args: list[str]) -> None:
             spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the package was found; something that it imports was not
+            raise  # the package was found, but not a module that it imports
         spec = None
     loader: Any = spec.loader if spec is not None else None
     code: CodeType | None = loader.get_code(name) if hasattr(loader, "get_code") else None
@@ -322,7 +323,7 @@ def _run_module(name: str, args: list[str]) -> None:
 
 
 def _new_main(file: str | None) -> ModuleType:
-    """Put a fresh ``__main__`` in place for good: pickle and multiprocessing look names up there, also at exit."""
+    """Replace ``__main__`` for good: pickle and multiprocessing look names up there, also at exit."""
     module = ModuleType("__main__")
     module.__file__ = file
     module.__builtins__ = sys.modules["builtins"]  # type: ignore[attr-defined]

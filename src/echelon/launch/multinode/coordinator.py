@@ -1,8 +1,8 @@
-"""The head of a run on several machines: it lets launchers in, begins rounds, watches all ranks, and says how a round ends.
+"""The coordinator of a run on several machines: it admits launchers, starts generations, watches all ranks, and ends generations.
 
-It runs in a thread of the launcher at which the others meet; every launcher, that one too, is a *node* to it (``node.py``). All
-that nodes send comes through one queue, so that no two things happen at once. A *round* is one start of all ranks, on the nodes
-that are there then, with a store of its own. It ends for all nodes at once, by an order: "done", "restart", "stop", "preempted".
+It runs in a thread of the launcher on the rendezvous host; every launcher, that one too, is a *node* to it (``node.py``). All
+messages of nodes pass through one queue, so that no two are handled at once. A *generation* is one start of all ranks on the
+nodes that are present then, with its own store. It ends for all nodes at once: "done", "restart", "stop" or "preempted".
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import timedelta
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias, final
 
 from echelon.base.errors import LaunchError
 from echelon.base.printable import printable
 from echelon.launch.failures.failure import Cause, RankEnd, cause_of, exit_status, explain, first_failure
 from echelon.launch.local.goodput_recorder import ALL_MACHINES_FILE, GoodputRecorder, GoodputReport, first_sign
-from echelon.launch.local.ranks import settled
+from echelon.launch.local.ranks import wait_for_verdict
 from echelon.launch.multinode.channel import START_S, Channel, ConnectionLost, Peer, clock_offset_ns
 from echelon.launch.multinode.generation import (
     ANSWER_S,
@@ -30,60 +28,49 @@ from echelon.launch.multinode.generation import (
     NodeMember,
     RanksOfAllNodes,
     RendezvousStore,
-    Then,
     ends_of,
     silent_members,
     times_of,
 )
 from echelon.launch.multinode.hub import Hub
 from echelon.launch.multinode.messages import decode
-from echelon.launch.multinode.roster import NodeInfo, name_of, places_of, refusal, seats, who_is_missing
-from echelon.launch.supervisor import StallRules, Supervisor
-from echelon.status.stop_barrier import EXIT_CODE, BarrierCoordinator, BarrierOutcome, RankState, state_of
+from echelon.launch.multinode.node import RendezvousTimes
+from echelon.launch.multinode.roster import (
+    NodeInfo,
+    assign_slots,
+    describe_missing,
+    machine_of_each_rank,
+    name_of,
+    node_range_text,
+    refusal,
+)
+from echelon.launch.node import RunRules, Then
+from echelon.launch.preemption import stop_barrier_timeout
+from echelon.launch.supervisor import STALLED, Supervisor
+from echelon.status.stop_barrier import EXIT_CODE, BarrierCoordinator, BarrierOutcome
 
-__all__ = ["Coordinator", "CoordinatorRules"]
+__all__ = ["Coordinator"]
 
 _TICK_S = 0.02
 _MISSING_AFTER_S = 20.0
 _JOINERS_WAIT_S = 2.0
-"""Machines that come while a round runs: so long it goes on, for others that come with them."""
+"""When a machine joins a running generation: how long to wait for others that join with it."""
 _GOODBYE_S = 5.0
-STALLED_CODE = 124
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinatorRules:
-    """What the user asked for."""
-
-    min_nodes: int
-    max_nodes: int
-    join_timeout: timedelta
-    """So long a round is waited for."""
-    last_call: timedelta
-    """When the least number of machines is there, so long others may come."""
-    beat: timedelta
-    lost_after: timedelta
-    max_restarts: int
-    stall: StallRules
-    preemption_grace: timedelta
-    logs: str
-    directory: Path
-    began_ns: int
-
-
-_Event: TypeAlias = tuple[Literal["told", "lost", "new", "close"], Any, str, Mapping[str, Any]]
+_Event: TypeAlias = tuple[Literal["message", "lost", "new", "close"], Any, str, Mapping[str, Any]]
 
 
 @final
 class Coordinator:
-    """Serves ``listener`` in threads of its own until ``close``.
+    """Serves ``listener`` in its own threads until ``close``.
 
     Args:
-        own: the launcher in whose process this is; it comes in as a node, as all others.
+        own: the launcher in whose process this runs; it joins as a node, as all others do.
         listener: bound.
-        token: that all launchers know.
+        token: the secret that all launchers share.
+        times: the time limits of the rendezvous.
         rules: what the user asked for.
-        new_store: opens the store of a round; it is closed when it is dropped.
+        new_store: opens the store of a generation; it closes when it is garbage-collected.
     """
 
     def __init__(
@@ -92,104 +79,101 @@ class Coordinator:
         *,
         listener: Any,
         token: bytes,
-        rules: CoordinatorRules,
+        times: RendezvousTimes,
+        rules: RunRules,
         new_store: Callable[[], RendezvousStore],
     ) -> None:
-        self._own, self._rules, self._new_store = own, rules, new_store
+        self._own, self._times, self._rules, self._new_store = own, times, rules, new_store
+        self._min_nodes, self._max_nodes = own.min_nodes, own.max_nodes
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._members: list[NodeMember] = []
-        self._round: Generation | None = None
-        self._order: list[str] = []
-        self._places: dict[int, str] = {}
-        self._num_rounds = self._num_restarts = 0
-        self._meeting_since = time.monotonic()
+        self._generation: Generation | None = None
+        self._last_order: list[str] = []
+        self._machines: dict[int, str] = {}
+        self._num_generations = self._num_restarts = 0
+        self._rendezvous_since = time.monotonic()
         self._enough_since: float | None = None
-        self._told_missing = 0
-        self._joined_since: float | None = None
+        self._num_missing_reports = 0
+        self._joiners_since: float | None = None
         self._is_over = False
-        self._goodbye = 0.0
-        self._accounts = GoodputRecorder(rules.directory / ALL_MACHINES_FILE, began_ns=rules.began_ns)
-        self._hub = Hub(
-            listener,
-            token,
-            on_node=self._on_node,
-            port_of=self._port_of,
-        )
-        self._thread = threading.Thread(target=self._run, daemon=True, name="echelon-conductor")
+        self._goodbye_deadline = 0.0
+        self._goodput = GoodputRecorder(rules.directory / ALL_MACHINES_FILE, began_ns=rules.began_ns)
+        self._hub = Hub(listener, token, on_node=self._on_node, port_of=self._port_of)
+        self._thread = threading.Thread(target=self._run, daemon=True, name="echelon-coordinator")
         self._thread.start()
 
     def close(self, reason: str, code: int) -> GoodputReport:
-        """End the run, if it has not ended, because of ``reason``; wait until the nodes know; return the books of all machines."""
+        """End the run because of ``reason`` unless it has ended; wait until the nodes know; return the goodput of all machines."""
         self._events.put(("close", code, reason, {}))
         self._thread.join()
         self._hub.close()
-        return replace(self._accounts.finish(), places=self._places)
+        return replace(self._goodput.finish(), machines=self._machines)
 
-    # What comes from other threads.
+    # Called in other threads.
 
     def _on_node(self, channel: Channel, address: str) -> None:
         member: list[NodeMember] = []
         peer = Peer(
             channel,
-            on_told=lambda kind, content: self._events.put(("told", member[0], kind, content)),
-            on_asked=lambda kind, content: None,
+            on_message=lambda kind, content: self._events.put(("message", member[0], kind, content)),
+            on_request=lambda kind, content: None,
             on_lost=lambda reason: self._events.put(("lost", member[0], reason, {})),
-            beat_s=self._rules.beat.total_seconds(),
+            heartbeat_s=self._times.heartbeat.total_seconds(),
         )
         member.append(NodeMember(peer, address))
         self._events.put(("new", member[0], "", {}))
         peer.start()
 
     def _port_of(self, number: int) -> int | None:
-        now = self._round
-        return now.store.port if now is not None and now.number == number else None
+        generation = self._generation
+        return generation.store.port if generation is not None and generation.number == number else None
 
-    # The one thread.
+    # The coordinator's own thread.
 
     def _run(self) -> None:
         try:
-            self._lead()
+            self._handle_events()
         except BaseException as error:
-            # The launchers must not wait for one that has gone.
-            for member in self._members:
-                member.peer.tell("end", then="stop", code=1, text=f"the head of the run has failed: {error!r}")
+            for member in self._members:  # the launchers must not wait for a dead coordinator
+                member.peer.send("end", then="stop", code=1, text=f"the coordinator of the run failed: {error!r}")
             raise
 
-    def _lead(self) -> None:
+    def _handle_events(self) -> None:
         while True:
             try:
-                what, who, text, content = self._events.get(timeout=_TICK_S)
+                event, subject, text, content = self._events.get(timeout=_TICK_S)
             except queue.Empty:
                 pass
             else:
-                if what == "close":
-                    self._close(text, who)
-                elif what == "new":
-                    self._members.append(who)
-                elif what == "lost":
-                    self._on_lost(who, text)
+                if event == "close":
+                    self._close(text, subject)
+                elif event == "new":
+                    self._members.append(subject)
+                elif event == "lost":
+                    self._on_lost(subject, text)
                 else:
-                    self._hear(who, text, content)
+                    self._on_message(subject, text, content)
             if self._is_over:
-                if not self._members or time.monotonic() > self._goodbye:
+                if not self._members or time.monotonic() > self._goodbye_deadline:
                     break
-            elif self._round is None:
-                self._meet()
+            elif self._generation is None:
+                self._poll_rendezvous()
             else:
-                self._watch(self._round)
+                self._poll_generation(self._generation)
         for member in self._members:
             member.peer.close()
 
     def _close(self, reason: str, code: int) -> None:
         if not self._is_over:
-            others = [member for member in self._members if not self._is_own(member)]
-            for member in others:
-                member.peer.tell("end", then="stop", code=code, text=f"{name_of(self._own)}: {reason}; the run ends")
+            for member in self._members:
+                if not self._is_own(member):
+                    text = f"{name_of(self._own)}: {reason}; the run ends"
+                    member.peer.send("end", then="stop", code=code, text=text)
             self._finish()
-        # Nothing more comes for this launcher's own node.
+        # No message will come from this launcher's own node any more.
         for member in [member for member in self._members if self._is_own(member) or member.info is None]:
             self._drop(member)
-        self._goodbye = time.monotonic() + _GOODBYE_S
+        self._goodbye_deadline = time.monotonic() + _GOODBYE_S
 
     def _is_own(self, member: NodeMember) -> bool:
         return member.info is not None and member.info.uid == self._own.uid
@@ -199,375 +183,351 @@ class Coordinator:
         if member in self._members:
             self._members.remove(member)
 
-    def _hear(self, member: NodeMember, kind: str, content: Mapping[str, Any]) -> None:
+    def _on_message(self, member: NodeMember, kind: str, content: Mapping[str, Any]) -> None:
         if member not in self._members:
             return
         try:
-            read = _read(kind, content)
+            fields = _read_message(kind, content)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            what = f"it does not speak as the launcher here does: {kind}: {error}"
+            what = f"protocol mismatch: unexpected message {kind!r}: {error}"
             do = "install the same version of echelon on all machines"
-            print(f"echelon: {LaunchError(what, where=member.name, do=do)}", file=sys.stderr, flush=True)
-            member.peer.tell("refused", what=what, where=member.name, do=do)
+            _print(LaunchError(what, where=member.name, do=do))
+            member.peer.send("refused", what=what, where=member.name, do=do)
             if member.info is not None:
-                self._on_lost(member, "it does not speak as it should")
+                self._on_lost(member, "protocol mismatch")
             return
-        self._on_told(member, kind, read)
+        self._handle_message(member, kind, fields)
 
-    def _on_told(self, member: NodeMember, kind: str, content: Mapping[str, Any]) -> None:
+    def _handle_message(self, member: NodeMember, kind: str, content: Mapping[str, Any]) -> None:
+        generation = self._generation
         if kind == "hello":
             self._admit(member, content["info"])
         elif kind in ("leave", "bye") and member.info is None:
             self._drop(member)
         elif member.info is None:
-            return  # it was refused, and goes by itself when it has read that
+            return  # it was refused, and disconnects when it has read that
         elif kind == "join":
-            member.waits = member.has_joined = True
-            # Before, it imported torch.
-            member.peer.wait_at_most(self._rules.lost_after.total_seconds())
-        elif kind == "codes" and self._round is not None and content["round"] == self._round.number:
+            member.is_waiting = member.has_joined = True
+            # It has imported torch by now.
+            member.peer.set_timeout(self._times.lost_after.total_seconds())
+        elif kind == "codes" and generation is not None and content["generation"] == generation.number:
             member.codes = content["codes"]
-        elif kind == "asked":
-            member.asked = content["who"]
+        elif kind == "preempt":
+            member.requester = content["requester"]
         elif kind == "leave":
-            self._on_leave(member, content["reason"], content["code"])
+            self._drop(member)
+            if generation is not None and member in generation.members:
+                reason = f"{member.name} has left the run: {content['reason']}"
+                self._end_without(generation, member, reason, content["code"])
         elif kind == "bye":
             self._drop(member)
 
     def _admit(self, member: NodeMember, info: NodeInfo) -> None:
-        here = [other for other in self._members if other.info is not None]
-        for other in here:
+        for other in [other for other in self._members if other.info is not None]:
             assert other.info is not None
-            is_same_seat = info.machine_rank is not None and other.info.machine_rank == info.machine_rank
-            if other.info.uid == info.uid or (is_same_seat and other.has_joined and not self._answers(other)):
-                self._on_lost(other, "it has come again")
-        here = [other for other in here if other in self._members]
-        error = refusal(info, [other.info for other in here if other.info is not None], self._own)
+            has_same_rank = info.machine_rank is not None and other.info.machine_rank == info.machine_rank
+            if other.info.uid == info.uid or (has_same_rank and other.has_joined and not _answers(other)):
+                self._on_lost(other, "it has reconnected")
+        error = refusal(info, [other.info for other in self._members if other.info is not None], self._own)
         if error is not None:
-            print(f"echelon: {error}", file=sys.stderr, flush=True)
-            member.peer.tell("refused", what=error.what, where=error.where, do=error.do)
+            _print(error)
+            member.peer.send("refused", what=error.what, where=error.where, do=error.do)
             return
         member.info = info
         try:
             member.offset_ns = clock_offset_ns(member.peer, timeout_s=ANSWER_S)
         except (ConnectionLost, ValueError, TypeError):
-            self._on_lost(member, "it does not answer")
+            self._on_lost(member, "no answer")
             return
-        member.peer.tell("welcome")
+        member.peer.send("welcome")
         if not self._is_own(member):
             num_here = sum(other.info is not None for other in self._members)
-            self._say(
-                f"{member.name} has come, with {info.num_processes} processes ({num_here} of {_range(self._rules)} machines)"
+            _print(
+                f"{member.name} joined with {info.num_processes} process{'' if info.num_processes == 1 else 'es'} "
+                f"({num_here} of {node_range_text(self._own)} machines)"
             )
-
-    @staticmethod
-    def _answers(member: NodeMember) -> bool:
-        try:
-            member.peer.ask("clock", timeout_s=2.0)
-        except ConnectionLost:
-            return False
-        return True
-
-    def _on_leave(self, member: NodeMember, reason: str, code: int) -> None:
-        """A launcher ends by itself: somebody has interrupted it, or it cannot go on."""
-        self._drop(member)
-        if self._round is not None and member in self._round.members:
-            self._end_without(member, f"{member.name} has left the run: {reason}", code)
 
     def _on_lost(self, member: NodeMember, reason: str) -> None:
         if member not in self._members:
-            return  # it had said that it goes
+            return  # it has said goodbye
         self._drop(member)
-        if self._round is not None and member in self._round.members:
-            self._end_without(member, f"lost contact with {member.name}: {reason}", 1)
+        if self._generation is not None and member in self._generation.members:
+            self._end_without(self._generation, member, f"lost contact with {member.name}: {reason}", 1)
         elif member.info is not None and not self._is_over:
-            self._say(f"{member.name} has gone: {reason}")
+            _print(f"{member.name} has disconnected: {reason}")
 
-    def _end_without(self, member: NodeMember, what: str, code: int) -> None:
-        now = self._round
-        assert now is not None
-        left = [other for other in now.members if other in self._members]
-        ranks = [seat for seat in now.seats if member.info is not None and seat.uid == member.info.uid]
-        first, last = ranks[0].first_rank, ranks[0].first_rank + ranks[0].num_processes - 1
-        which = f"rank {first}" if first == last else f"ranks {first} to {last}"
-        is_elastic = len(left) >= self._rules.min_nodes
-        goes_on = is_elastic or self._num_restarts < self._rules.max_restarts
-        then = "the others go on without it" if is_elastic else "the run waits for it" if goes_on else "the run ends"
-        error = LaunchError(
-            f"{what}; {then}",
-            where=f"{which} of {now.world_size}; seen by {name_of(self._own)}",
-            do="see whether that machine runs, and the network between the two"
-            + (
-                ""
-                if goes_on
-                else "; --nnodes MIN:MAX lets a run go on with fewer machines, --max_restarts lets it wait"
-            ),
+    def _end_without(self, generation: Generation, member: NodeMember, what: str, code: int) -> None:
+        """End the generation that ``member`` has left, and the run if it cannot continue."""
+        left = [other for other in generation.members if other in self._members]
+        slot = next(slot for slot in generation.slots if member.info is not None and slot.uid == member.info.uid)
+        first, last = slot.first_rank, slot.first_rank + slot.num_processes - 1
+        ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
+        is_elastic = len(left) >= self._min_nodes
+        continues = is_elastic or self._num_restarts < self._rules.max_restarts
+        then = "the others continue without it" if is_elastic else "waiting for it" if continues else "the run ends"
+        hint = "; --nnodes MIN:MAX lets a run continue with fewer machines, --max_restarts lets it wait"
+        _print(
+            LaunchError(
+                f"{what}; {then}",
+                where=f"{ranks} of {generation.world_size}; seen by {name_of(self._own)}",
+                do=f"check that machine, and the network between the two{'' if continues else hint}",
+            )
         )
-        print(f"echelon: {error}", file=sys.stderr, flush=True)
         for other in left:
             if not self._is_own(other):
-                other.peer.tell("say", text=f"{what}; {then}")
-        if goes_on:
+                other.peer.send("log", text=f"{what}; {then}")
+        if continues:
             self._num_restarts += 0 if is_elastic else 1
             self._end("restart", failed_ns=time.monotonic_ns())
         else:
             self._end("stop", code=code, failed_ns=time.monotonic_ns())
 
-    # Between rounds.
+    # Between generations.
 
-    def _meet(self) -> None:
-        rules, now = self._rules, time.monotonic()
-        ready = [member for member in self._members if member.waits]
-        waited_s = now - self._meeting_since
-        if len(ready) >= rules.max_nodes:
-            self._begin(ready[: rules.max_nodes])
+    def _poll_rendezvous(self) -> None:
+        now = time.monotonic()
+        ready = [member for member in self._members if member.is_waiting]
+        waited_s = now - self._rendezvous_since
+        if len(ready) >= self._max_nodes:
+            self._start_generation(ready[: self._max_nodes])
             return
-        if len(ready) >= rules.min_nodes:
+        if len(ready) >= self._min_nodes:
             self._enough_since = self._enough_since or now
-            # After a round it is known who is there: those that are connected.
-            all_are_ready = self._num_rounds > 0 and all(m.waits for m in self._members if m.info is not None)
-            if all_are_ready or now - self._enough_since >= rules.last_call.total_seconds():
-                self._begin(ready)
+            # After the first generation those that are connected are those that take part.
+            all_ready = self._num_generations > 0 and all(m.is_waiting for m in self._members if m.info is not None)
+            if all_ready or now - self._enough_since >= self._times.last_call.total_seconds():
+                self._start_generation(ready)
                 return
         else:
             self._enough_since = None
-        # Those that are connected and do not wait yet import torch: they are there.
+        # Nodes that are connected and not waiting yet import torch.
         here = [member.info for member in self._members if member.info is not None]
-        limit_s = rules.join_timeout.total_seconds() + (START_S if len(here) >= rules.min_nodes else 0.0)
+        limit_s = self._times.join_timeout.total_seconds() + (START_S if len(here) >= self._min_nodes else 0.0)
+        missing = describe_missing(here, min_nodes=self._min_nodes, max_nodes=self._max_nodes)
         if waited_s > limit_s:
-            self._give_up(here, waited_s)
-        elif waited_s > _MISSING_AFTER_S * (2**self._told_missing) and len(here) < rules.min_nodes:
-            self._told_missing += 1
-            text = who_is_missing(here, min_nodes=rules.min_nodes, max_nodes=rules.max_nodes)
-            turned = self._hub.num_turned_away
-            hint = f"; {turned} connections could not prove that they know the token" if turned else ""
-            text = f"waiting since {waited_s:.0f} s: {text}{hint}"
-            self._say(text)
+            self._abandon_rendezvous(missing, waited_s)
+        elif waited_s > _MISSING_AFTER_S * (2**self._num_missing_reports) and len(here) < self._min_nodes:
+            self._num_missing_reports += 1
+            refused = self._hub.num_refused
+            hint = f"; {refused} connections did not prove that they know the token" if refused else ""
+            text = f"waiting for {waited_s:.0f} s: {missing}{hint}"
+            _print(text)
             for member in self._members:
                 if not self._is_own(member):
-                    member.peer.tell("say", text=text)
+                    member.peer.send("log", text=text)
 
-    def _give_up(self, here: Sequence[NodeInfo], waited_s: float) -> None:
-        rules = self._rules
-        missing = who_is_missing(here, min_nodes=rules.min_nodes, max_nodes=rules.max_nodes)
+    def _abandon_rendezvous(self, missing: str, waited_s: float) -> None:
+        timeout = f"--rdzv_conf join_timeout={self._times.join_timeout.total_seconds():g}"
         error = LaunchError(
             f"{missing}; waited {waited_s:.0f} s",
-            where=f"{name_of(self._own)} (--rdzv_conf join_timeout={rules.join_timeout.total_seconds():g})",
-            do="start the others with the same command, and see their own messages",
+            where=f"{name_of(self._own)} ({timeout})",
+            do="start the others with the same command, and read their own messages",
         )
-        print(f"echelon: {error}", file=sys.stderr, flush=True)
+        _print(error)
         for member in self._members:
-            member.peer.tell("end", then="stop", code=1, text="" if self._is_own(member) else error.what)
+            member.peer.send("end", then="stop", code=1, text="" if self._is_own(member) else error.what)
         self._finish()
 
-    def _begin(self, ready: Sequence[NodeMember]) -> None:
-        infos = {member.info.uid: member.info for member in ready if member.info is not None}
-        placed = seats(list(infos.values()), before=self._order, first=self._own.uid)
+    def _start_generation(self, ready: Sequence[NodeMember]) -> None:
         by_uid = {member.info.uid: member for member in ready if member.info is not None}
-        members = [by_uid[seat.uid] for seat in placed]
-        number = self._num_rounds
-        self._num_rounds += 1
-        self._order = [seat.uid for seat in placed]
-        places = self._places = places_of(infos, placed)
-        self._round = Generation(number, placed, members, places, self._new_store())
-        self._told_missing, self._enough_since, self._joined_since = 0, None, None
-        # The folder is made by the node of this process when it starts its ranks.
-        self._round.supervisor = Supervisor(
-            RanksOfAllNodes(self._round), directory=self._rules.directory, rules=self._rules.stall, places=places
+        infos = {member.info.uid: member.info for member in ready if member.info is not None}
+        slots = assign_slots(list(infos.values()), last_order=self._last_order, first=self._own.uid)
+        members = [by_uid[slot.uid] for slot in slots]
+        number = self._num_generations
+        self._num_generations += 1
+        self._last_order = [slot.uid for slot in slots]
+        machines = self._machines = machine_of_each_rank(infos, slots)
+        generation = self._generation = Generation(number, slots, members, machines, self._new_store())
+        self._num_missing_reports, self._enough_since, self._joiners_since = 0, None, None
+        generation.supervisor = Supervisor(
+            RanksOfAllNodes(generation),
+            directory=self._rules.directory,
+            rules=self._rules.stall,
+            machines=machines,
         )
-        self._accounts.open()
-        world_size = self._round.world_size
-        if number or len(placed) > 1:
-            names = ", ".join(f"{name_of(infos[seat.uid])}" for seat in placed)
-            self._say(f"round {number}: {world_size} ranks on {len(placed)} machines: {names}")
-        for seat, member in zip(placed, members):
-            member.waits, member.asked = False, ""
-            member.codes = {}
-            member.peer.tell(
-                "round",
+        self._goodput.start_attempt()
+        world_size = generation.world_size
+        if number or len(slots) > 1:
+            names = ", ".join(name_of(infos[slot.uid]) for slot in slots)
+            _print(f"generation {number}: {world_size} ranks on {len(slots)} machines: {names}")
+        for slot, member in zip(slots, members):
+            member.is_waiting, member.requester, member.codes = False, "", {}
+            member.peer.send(
+                "generation",
                 number=number,
-                group_rank=seat.group_rank,
-                group_world_size=len(placed),
-                first_rank=seat.first_rank,
+                group_rank=slot.group_rank,
+                group_world_size=len(slots),
+                first_rank=slot.first_rank,
                 world_size=world_size,
-                port=self._round.store.port if self._is_own(member) else 0,
+                port=generation.store.port if self._is_own(member) else 0,
                 num_restarts=self._num_restarts,
             )
 
-    # While a round runs.
+    # During a generation.
 
-    def _watch(self, now: Generation) -> None:
-        codes = [code for member in now.members for code in member.codes.values()]
-        if any(code not in (None, 0) and not (now.coordinator and code == EXIT_CODE) for code in codes):
-            self._after_failure(now)
+    def _poll_generation(self, generation: Generation) -> None:
+        codes = [code for member in generation.members for code in member.codes.values()]
+        barrier = generation.barrier
+        if any(code not in (None, 0) and not (barrier and code == EXIT_CODE) for code in codes):
+            self._handle_failure(generation)
             return
-        if len(codes) == now.world_size and None not in codes:
-            self._after_all(now, codes)
-            return
-        if now.coordinator is not None and (outcome := now.coordinator.look()) is not BarrierOutcome.MET:
-            if outcome is BarrierOutcome.LATE:
-                self._after_late(now)
-            return
-        if now.coordinator is not None:
-            self._supervise(now)  # they save, which may stand still, too
-            return
-        if any(member.asked for member in now.members):
-            self._hold(now, next(f"{m.asked} on {m.name}" for m in now.members if m.asked), "preempted")
-            return
-        if len(now.members) < self._rules.max_nodes and any(member.waits for member in self._members):
-            self._joined_since = self._joined_since or time.monotonic()
-            if time.monotonic() - self._joined_since >= _JOINERS_WAIT_S:
-                self._take_joiners(now)
-                return
-        self._supervise(now)
-
-    def _supervise(self, now: Generation) -> None:
-        assert now.supervisor is not None
-        stall = now.supervisor.look()
-        if stall is not None and stall.is_alarm and self._rules.stall.on_stall != "report":
-            failed_ns = time.monotonic_ns() - int(stall.waited_s * 1e9)
-            if self._rules.stall.on_stall == "restart" and self._num_restarts < self._rules.max_restarts:
-                self._num_restarts += 1
-                self._end("restart", failed_ns=failed_ns)
+        if len(codes) == generation.world_size and None not in codes:
+            if barrier is not None and (EXIT_CODE in codes or barrier.poll() is BarrierOutcome.MET):
+                self._end_at_barrier(generation)
             else:
-                self._end("stop", code=STALLED_CODE, failed_ns=failed_ns)
-
-    def _take_joiners(self, now: Generation) -> None:
-        names = " and ".join(member.name for member in self._members if member.waits)
-        desk = NodeCommands(now)
-        if self._rules.preemption_grace and all(desk.read_stands()):
-            self._hold(now, f"{names} joins", "restart")
+                self._end("done")
             return
-        self._say(f"{names} joins: all ranks start again, from the last checkpoint")
+        if barrier is not None and (outcome := barrier.poll()) is not BarrierOutcome.MET:
+            if outcome is BarrierOutcome.LATE:
+                self._handle_late_ranks(generation)
+            return
+        if barrier is not None:
+            self._poll_stall(generation)  # they save, which may stall, too
+            return
+        if any(member.requester for member in generation.members):
+            reason = next(f"{m.requester} on {m.name}" for m in generation.members if m.requester)
+            self._start_barrier(generation, reason, "preempted")
+            return
+        if len(generation.members) < self._max_nodes and any(member.is_waiting for member in self._members):
+            self._joiners_since = self._joiners_since or time.monotonic()
+            if time.monotonic() - self._joiners_since >= _JOINERS_WAIT_S:
+                self._admit_joiners(generation)
+                return
+        self._poll_stall(generation)
+
+    def _poll_stall(self, generation: Generation) -> None:
+        assert generation.supervisor is not None
+        stall = generation.supervisor.poll()
+        if stall is None or not stall.is_alarm or self._rules.stall.on_stall == "report":
+            return
+        failed_ns = time.monotonic_ns() - int(stall.waited_s * 1e9)
+        if self._rules.stall.on_stall == "restart" and self._num_restarts < self._rules.max_restarts:
+            self._num_restarts += 1
+            self._end("restart", failed_ns=failed_ns)
+        else:
+            self._end("stop", code=STALLED, failed_ns=failed_ns)
+
+    def _admit_joiners(self, generation: Generation) -> None:
+        names = " and ".join(member.name for member in self._members if member.is_waiting)
+        if self._rules.preemption_grace and all(NodeCommands(generation).read_positions()):
+            self._start_barrier(generation, f"{names} joins", "restart")
+            return
+        _print(f"{names} joins: all ranks restart from the last checkpoint")
         self._end("restart", failed_ns=time.monotonic_ns())
 
-    def _hold(self, now: Generation, why: str, then: Then) -> None:
+    def _start_barrier(self, generation: Generation, reason: str, then: Then) -> None:
         grace_s = self._rules.preemption_grace.total_seconds()
-        self._say(f"{why}: all ranks save at one step and end (within {grace_s:g} s)")
-        now.held_for, now.then = why, then
-        now.coordinator = BarrierCoordinator(NodeCommands(now), grace_s)
+        _print(f"{reason}: all ranks save at the same step and exit (within {grace_s:g} s)")
+        generation.barrier_reason, generation.then = reason, then
+        generation.barrier = BarrierCoordinator(NodeCommands(generation), grace_s)
 
-    def _after_late(self, now: Generation) -> None:
-        where: dict[str, list[int]] = {}
-        notes = {view.rank: view.note for view in RanksOfAllNodes(now).views()}
-        for rank, stand in NodeCommands(now).stands().items():
-            note = notes.get(rank)
-            step = "no step yet" if note is None else f"step {note.step}, {note.phase or 'elsewhere'}"
-            where.setdefault(step + (" (has come)" if state_of(stand) is RankState.STOPPED else ""), []).append(rank)
-        texts = "; ".join(f"ranks {', '.join(map(str, ranks))}: {text}" for text, ranks in where.items())
-        error = LaunchError(
-            f"{now.held_for}: the ranks did not come to one step within "
-            f"{self._rules.preemption_grace.total_seconds():g} s, and were stopped",
-            where=texts,
-            do="what follows goes on from the last checkpoint; --preemption_grace gives more time",
-        )
-        print(f"echelon: {error}", file=sys.stderr, flush=True)
-        self._part(now)
+    def _handle_late_ranks(self, generation: Generation) -> None:
+        notes = {view.rank: view.note for view in RanksOfAllNodes(generation).views()}
+        positions = NodeCommands(generation).positions()
+        grace = self._rules.preemption_grace
+        _print(stop_barrier_timeout(generation.barrier_reason, grace, positions, notes))
+        self._end_at_barrier(generation)
 
-    def _after_all(self, now: Generation, codes: Sequence[int | None]) -> None:
-        """Every rank has ended well, or as it was asked to."""
-        is_held = now.coordinator is not None
-        if is_held and (EXIT_CODE in codes or (now.coordinator and now.coordinator.look() is BarrierOutcome.MET)):
-            self._part(now)
-        else:
-            self._end("done")
-
-    def _part(self, now: Generation) -> None:
-        """After a hold: who was asked to end ends, and when enough remain, they go on."""
-        leaving = [member for member in now.members if member.asked]
-        staying = [member for member in now.members if not member.asked]
-        # Without the launcher at which the others meet there is no run to go on.
-        head_stays = not any(self._is_own(member) for member in leaving)
-        if head_stays and (now.then == "restart" or (leaving and len(staying) >= self._rules.min_nodes)):
+    def _end_at_barrier(self, generation: Generation) -> None:
+        """End a generation at the stop barrier: preempted machines exit, and the others continue if enough remain."""
+        leaving = [member for member in generation.members if member.requester]
+        num_staying = len(generation.members) - len(leaving)
+        # Without the rendezvous host the run cannot continue.
+        host_stays = not any(self._is_own(member) for member in leaving)
+        if host_stays and (generation.then == "restart" or (leaving and num_staying >= self._min_nodes)):
             self._end("restart", failed_ns=time.monotonic_ns(), leaving=leaving)
         else:
             self._end("preempted", code=EXIT_CODE)
 
-    def _after_failure(self, now: Generation) -> None:
-        ends = settled(lambda: ends_of(now), RanksOfAllNodes(now))
-        if first_failure(ends) is None:
-            return  # it had finished when its interpreter's end failed
-        if self._waits_for_a_silent_one(now, ends):
-            return
-        is_ending = now.coordinator is not None and now.then != "restart"
-        goes_on = self._num_restarts < self._rules.max_restarts and not is_ending
-        what, where, do = explain(ends, logs=self._rules.logs, places=now.places)
-        error = LaunchError(what, where=where, do=do)
+    def _handle_failure(self, generation: Generation) -> None:
+        ends = wait_for_verdict(lambda: ends_of(generation), RanksOfAllNodes(generation))
         first = first_failure(ends)
-        assert first is not None
-        culprit = now.places[first.rank]
-        then = f"restart {self._num_restarts + 1} of {self._rules.max_restarts}" if goes_on else "the run ends"
-        for member in now.members:
-            is_told_all = self._is_own(member) or member.name == culprit
-            text = str(error) if is_told_all else f"{what.splitlines()[0]} (on {culprit}; the report is there)"
-            member.peer.tell("say", text=f"{text}\nechelon: {then}" if is_told_all else f"{text}; {then}")
-        if goes_on:
+        if first is None:
+            return  # its program had ended well when the interpreter's exit failed
+        if self._may_have_lost_a_node(generation, first, ends):
+            return
+        is_exiting = generation.barrier is not None and generation.then != "restart"
+        restarts = self._num_restarts < self._rules.max_restarts and not is_exiting
+        what, where, do = explain(ends, logs=self._rules.logs, machines=generation.machines)
+        error = LaunchError(what, where=where, do=do)
+        culprit = generation.machines[first.rank]
+        then = f"restart {self._num_restarts + 1} of {self._rules.max_restarts}" if restarts else "the run ends"
+        for member in generation.members:
+            if self._is_own(member) or member.name == culprit:
+                text = f"{error}\nechelon: {then}"
+            else:
+                text = f"{what.splitlines()[0]} (on {culprit}, which has the full report); {then}"
+            member.peer.send("log", text=text)
+        if restarts:
             self._num_restarts += 1
             self._end("restart", failed_ns=first_sign(ends))
         else:
             self._end("stop", code=exit_status(ends), failed_ns=first_sign(ends))
 
-    def _waits_for_a_silent_one(self, now: Generation, ends: Sequence[RankEnd]) -> bool:
-        """Tell whether a machine may have gone: ranks that lost contact show that before its silence does."""
-        if any(member.peer.is_lost for member in now.members):
-            return True  # that is in the queue, and says what has happened
-        first = first_failure(ends)
-        assert first is not None
+    def _may_have_lost_a_node(self, generation: Generation, first: RankEnd, ends: Sequence[RankEnd]) -> bool:
+        """Tell whether a machine may be gone: ranks that lost contact show that before its silence does."""
+        if any(member.peer.is_lost for member in generation.members):
+            return True  # its event is in the queue, and names the reason
         if cause_of(first, ends) is not Cause.COMMUNICATION:
             return False
-        now.lost_contact_since = now.lost_contact_since or time.monotonic()
-        waited_s = time.monotonic() - now.lost_contact_since
-        is_silent = bool(silent_members(now, self._rules.beat.total_seconds()))
-        return is_silent and waited_s < self._rules.lost_after.total_seconds() + ANSWER_S
+        generation.lost_contact_since = generation.lost_contact_since or time.monotonic()
+        waited_s = time.monotonic() - generation.lost_contact_since
+        is_silent = bool(silent_members(generation, self._times.heartbeat.total_seconds()))
+        return is_silent and waited_s < self._times.lost_after.total_seconds() + ANSWER_S
 
     def _end(
         self, then: Then, *, code: int = 0, failed_ns: int | None = None, leaving: Sequence[NodeMember] = ()
     ) -> None:
-        now = self._round
-        assert now is not None
+        generation = self._generation
+        assert generation is not None
         noticed_ns = time.monotonic_ns()
-        here = [member for member in now.members if member in self._members]
-        times = times_of(replace(now, members=here))
+        here = [member for member in generation.members if member in self._members]
+        times = times_of(replace(generation, members=here))
         if times:
-            self._accounts.close(times, failed_ns=failed_ns, noticed_ns=noticed_ns)
-        now.supervisor = now.coordinator = (
-            None  # they know the round: so its store closes here, and not some time later
-        )
-        self._round = None
-        self._meeting_since = time.monotonic()
+            self._goodput.end_attempt(times, failed_ns=failed_ns, noticed_ns=noticed_ns)
+        # They refer to the generation, which owns the store: so it closes here, and not some time later.
+        generation.supervisor = generation.barrier = None
+        self._generation = None
+        self._rendezvous_since = time.monotonic()
         for member in here:
-            order: Then = "preempted" if member in leaving else then
-            member.peer.tell("end", then=order, code=EXIT_CODE if member in leaving else code, text="")
+            leaves = member in leaving
+            member.peer.send("end", then="preempted" if leaves else then, code=EXIT_CODE if leaves else code, text="")
         if then != "restart":
             self._finish(then, code)
 
     def _finish(self, then: Then = "stop", code: int = 1) -> None:
-        self._round, self._is_over = None, True
-        self._goodbye = time.monotonic() + _GOODBYE_S
-        for member in [member for member in self._members if member.waits or member.info is None]:
-            member.peer.tell("end", then=then, code=code, text="the run is over")
-
-    def _say(self, text: str) -> None:
-        print(f"echelon: {printable(text)}", file=sys.stderr, flush=True)
+        self._generation, self._is_over = None, True
+        self._goodbye_deadline = time.monotonic() + _GOODBYE_S
+        for member in self._members:
+            if member.is_waiting or member.info is None:
+                member.peer.send("end", then=then, code=code, text="the run is over")
 
 
-def _read(kind: str, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a node has told, with the types that it must have.
+def _answers(member: NodeMember) -> bool:
+    try:
+        member.peer.request("clock", timeout_s=2.0)
+    except ConnectionLost:
+        return False
+    return True
+
+
+def _read_message(kind: str, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a node's message, with the types that they must have.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: it has others.
+        ValueError, KeyError, TypeError, AttributeError: they have others.
     """
     if kind == "hello":
         return {"info": decode(NodeInfo, content["info"])}
     if kind == "codes":
         codes = {int(rank): None if code is None else int(code) for rank, code in content["codes"]}
-        return {"round": int(content["round"]), "codes": codes}
-    if kind == "asked":
-        return {"who": str(content["who"])}
+        return {"generation": int(content["generation"]), "codes": codes}
+    if kind == "preempt":
+        return {"requester": str(content["requester"])}
     if kind == "leave":
         return {"reason": str(content["reason"]), "code": int(content["code"])}
     return {}
 
 
-def _range(rules: CoordinatorRules) -> str:
-    return f"{rules.min_nodes}" if rules.min_nodes == rules.max_nodes else f"{rules.min_nodes} to {rules.max_nodes}"
+def _print(text: str | LaunchError) -> None:
+    print(f"echelon: {text if isinstance(text, LaunchError) else printable(text)}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The secret that the launchers of one run share: without it nobody can speak to them, or to their store."""
+"""The secret that the launchers of one run share; it protects them and their store."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ __all__ = ["TOKEN_FILE_VARIABLE", "TOKEN_VARIABLE", "default_token_file", "find_
 
 TOKEN_VARIABLE = "ECHELON_TOKEN"
 TOKEN_FILE_VARIABLE = "ECHELON_TOKEN_FILE"
-_LEAST_CHARACTERS = 16
-_MOST_BYTES = 4096
+_MIN_CHARACTERS = 16
+_MAX_BYTES = 4096
 
 
 def default_token_file() -> Path:
-    """Return the file in which ``echelon token`` keeps one for the runs of this user."""
+    """Return the file to which ``echelon token`` writes the token of this user."""
     home = environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
     return Path(home) / "echelon" / "token"
 
 
 def find_token() -> bytes | None:
-    """Return the token of the environment, else of the file that it names, else of the user's own file; None: there is none.
+    """Return the token of ECHELON_TOKEN, else of ECHELON_TOKEN_FILE, else of the user's own file; None: there is none.
 
     Raises:
-        ConfigError: it cannot be read, is too short to be a secret, or others can read its file.
+        ConfigError: it cannot be read, is too short, or others can read its file.
     """
     text = environ.get(TOKEN_VARIABLE)
     if text is not None:
@@ -41,7 +41,7 @@ def find_token() -> bytes | None:
 
 
 def make_token_file(path: Path) -> bool:
-    """Write a new token to ``path``, readable by its owner only; return False when there is one already."""
+    """Write a new token to ``path``, readable by its owner only; return False if the file exists."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
@@ -54,15 +54,15 @@ def make_token_file(path: Path) -> bool:
 def _from_file(path: Path, where: str) -> bytes:
     try:
         with path.open("rb") as file:
-            # /dev/stdin, a pipe: nobody else can open it.
+            # Nobody else can open a pipe (/dev/stdin).
             mode = os.fstat(file.fileno()).st_mode
             if stat.S_ISREG(mode) and mode & 0o077:
                 raise ConfigError(
-                    f"others can read the token in {path} (mode {stat.S_IMODE(mode):o})",
+                    f"other users can read the token in {path} (mode {stat.S_IMODE(mode):o})",
                     where=where,
-                    do=f"make a new one that is yours alone: rm {path}; echelon token {path}",
+                    do=f"make a new one that only you can read: rm {path}; echelon token {path}",
                 )
-            return _checked(file.read(_MOST_BYTES).strip(), where)
+            return _checked(file.read(_MAX_BYTES).strip(), where)
     except OSError as error:
         raise ConfigError(
             f"cannot read the token in {path}: {error.strerror}", where=where, do="name a file that you can read"
@@ -70,10 +70,10 @@ def _from_file(path: Path, where: str) -> bytes:
 
 
 def _checked(token: bytes, where: str) -> bytes:
-    if len(token) < _LEAST_CHARACTERS:
+    if len(token) < _MIN_CHARACTERS:
         raise ConfigError(
-            f"the token has {len(token)} characters: it can be guessed",
+            f"the token has only {len(token)} characters, and can be guessed",
             where=where,
-            do="let `echelon token` make one",
+            do="make one with `echelon token`",
         )
     return token

@@ -1,4 +1,7 @@
-"""JSON of the plain records that launchers tell each other: dataclasses, named tuples, enums, mappings, by their types."""
+"""JSON of the typed records that launchers exchange: dataclasses, named tuples, enums, mappings.
+
+Not pickle, which would run code that another machine sends; the standard library has no typed decoder.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ T = TypeVar("T")
 
 
 def encode(value: Any) -> Any:
-    """Return ``value`` as JSON has it."""
+    """Return ``value`` as plain JSON."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Enum):
@@ -29,15 +32,15 @@ def encode(value: Any) -> Any:
 
 
 def decode(kind: type[T], data: Any) -> T:
-    """Return the record that ``data`` is.
+    """Return ``data`` as a value of type ``kind``.
 
     Raises:
-        ValueError: it is not one.
+        ValueError: it does not fit the type.
     """
     try:
         found: T = _decode(kind, data)
     except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"no {kind}: {error}") from error
+        raise ValueError(f"not a {kind}: {error}") from error
     return found
 
 
@@ -66,7 +69,7 @@ def _decode(kind: Any, data: Any) -> Any:
     if kind is float and type(data) is int:
         return float(data)
     if type(data) is not kind:
-        raise TypeError(f"{data!r} is no {kind.__name__}")
+        raise TypeError(f"{data!r} is not a {kind.__name__}")
     return data
 
 

@@ -1,4 +1,4 @@
-"""Addresses: what a name means, which of them are this machine's, and by which interface it reaches another."""
+"""Network addresses: host names, this machine's own addresses and interfaces, and listening sockets."""
 
 from __future__ import annotations
 
@@ -7,29 +7,31 @@ import socket
 
 from echelon.base.errors import ConfigError
 
-__all__ = ["addresses_of", "interface_of", "is_loopback", "own_address_towards", "own_addresses"]
+__all__ = ["addresses_of", "interface_of", "is_loopback", "listen", "own_address_towards", "own_addresses"]
+
+_BACKLOG = 1024
 
 
 def addresses_of(host: str, *, where: str) -> list[str]:
     """Return the addresses of a host by its name, IPv4 first.
 
     Raises:
-        ConfigError: nobody knows it.
+        ConfigError: the name cannot be resolved.
     """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise ConfigError(
-            f"the host {host!r} is not known here: {error}",
+            f"cannot resolve the host name {host!r}: {error}",
             where=where,
-            do="give a name that every machine knows, or the address (see `ip addr` on that machine)",
+            do="give a name that every machine can resolve, or the address (`ip addr` on that machine shows it)",
         ) from error
     return sorted({str(entry[4][0]) for entry in found}, key=lambda text: (":" in text, text))
 
 
 def own_addresses() -> dict[str, str]:
     """Return the interface of each address of this machine."""
-    import psutil  # noqa: PLC0415 - ten milliseconds that runs on one machine do not need
+    import psutil  # noqa: PLC0415 - takes ten milliseconds, and only runs on several machines need it
 
     found = {}
     for interface, entries in psutil.net_if_addrs().items():
@@ -40,12 +42,12 @@ def own_addresses() -> dict[str, str]:
 
 
 def is_loopback(address: str) -> bool:
-    """Tell whether ``address`` means the machine that says it."""
+    """Tell whether ``address`` is a loopback address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def own_address_towards(address: str) -> str | None:
-    """Return our address on the way to ``address``; None: there is no way. Nothing is sent."""
+    """Return our address on the route to ``address``; None: there is no route. Sends nothing."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         try:
@@ -61,3 +63,21 @@ def interface_of(address: str) -> str | None:
     if address not in own and is_loopback(address):
         return own.get("127.0.0.1")  # all of 127.0.0.0/8 is
     return own.get(address)
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Listen on one address of this machine.
+
+    Raises:
+        OSError: the port is in use, or ``address`` is not one of this machine.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(_BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener

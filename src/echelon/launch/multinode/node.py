@@ -1,4 +1,4 @@
-"""A launcher's part in a run on several machines: it comes in, hears of rounds and orders, and answers for its ranks."""
+"""A machine among several: its connection to the coordinator, through which it joins generations and answers for its ranks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, Protocol, TypeAlias, final
+from typing import Any, final
 
 from echelon.base.errors import LaunchError
 from echelon.base.printable import printable
+from echelon.diagnose.stall import RankView
 from echelon.launch.interrupts import Interrupts
+from echelon.launch.local.goodput_recorder import first_sign, times_on
+from echelon.launch.local.ranks import LocalRanks
 from echelon.launch.multinode.channel import (
     NODE,
     START_S,
@@ -27,76 +30,48 @@ from echelon.launch.multinode.channel import (
     Peer,
     connect,
 )
-from echelon.launch.multinode.messages import encode
+from echelon.launch.multinode.messages import decode, encode
 from echelon.launch.multinode.network import is_loopback
 from echelon.launch.multinode.roster import NodeInfo
+from echelon.launch.node import AttemptRanks, GenerationResult, Node, NodeGeneration, RunOver
+from echelon.launch.preemption import PreemptionRequest, report_preempted
 
-__all__ = ["Node", "GenerationResult", "NodeGeneration", "RunOver", "NodeService"]
-
-Then: TypeAlias = Literal["done", "restart", "stop", "preempted", "lost"]
+__all__ = ["MultinodeNode", "RendezvousTimes"]
 
 _POLL_S = 0.02
-_TRY_EVERY_S = 0.5
-_TRY_S = 5.0
-_SAY_AFTER_S = 20.0
-_REFUSALS = 3
+_RETRY_S = 0.5
+_CONNECT_S = 5.0
+_WARN_AFTER_S = 20.0
+_MAX_REFUSALS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeGeneration:
-    """The place of one node in a round."""
+class RendezvousTimes:
+    """The time limits of a rendezvous."""
 
-    number: int
-    group_rank: int
-    group_world_size: int
-    first_rank: int
-    world_size: int
-    port: int
-    """Of the store, when it is on this machine; else 0."""
-    num_restarts: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationResult:
-    """How the round ends."""
-
-    then: Then
-    code: int = 0
-    """Of the launcher, when it ends."""
-
-
-class RunOver(BaseException):  # no failure: nobody on the way up may take it for one
-    """The run ended while this node waited for a round; ``order`` says how."""
-
-    def __init__(self, order: GenerationResult) -> None:
-        super().__init__(order)
-        self.order = order
-
-
-class NodeService(Protocol):
-    """What a node answers for its ranks in a round; called in threads of the connection."""
-
-    def answer(self, kind: str, content: Mapping[str, Any]) -> Any:
-        """Return the answer to a question, as JSON has it."""
-
-    def keep(self, report: str) -> None:
-        """Put a report beside the stacks of the ranks."""
+    join_timeout: timedelta
+    """How long to wait for all machines to join."""
+    last_call: timedelta
+    """How long to wait for more machines once the minimum has joined."""
+    heartbeat: timedelta
+    """How often each side sends a heartbeat."""
+    lost_after: timedelta
+    """A side that is silent for this long is lost."""
 
 
 @final
-class Node:
-    """The connection to the conductor of a run, opened again when it was cut.
+class MultinodeNode(Node):
+    """The connection to the coordinator, reopened when it is lost.
 
     Args:
-        info: what this launcher says of itself.
-        host: where the others meet, an address.
-        port: there.
-        where: which setting says so.
-        token: that all launchers know.
-        join_timeout: so long a connection is tried.
-        beat: so often each side says that it is there.
-        lost_after: the other side is gone when it is silent for so long.
-        interrupts: looked at while this waits.
+        info: what this launcher tells about itself.
+        host: address of the rendezvous host.
+        port: its port.
+        where: the setting that names them.
+        token: the secret that all launchers share.
+        times: the time limits.
+        interrupts: the launcher's signals, checked while this waits.
+        preemption_grace: zero: signals stop the ranks at once.
     """
 
     def __init__(
@@ -107,213 +82,268 @@ class Node:
         port: int,
         where: str,
         token: bytes,
-        join_timeout: timedelta,
-        beat: timedelta,
-        lost_after: timedelta,
+        times: RendezvousTimes,
         interrupts: Interrupts,
+        preemption_grace: timedelta = timedelta(),
     ) -> None:
         self.info = info
-        self.served: NodeService | None = None
         self._host, self._port, self._where, self._token = host, port, where, token
-        self._join_timeout_s = join_timeout.total_seconds()
-        self._beat_s, self._lost_after_s = beat.total_seconds(), lost_after.total_seconds()
+        self._times = times
         self._interrupts = interrupts
+        self._preemption = PreemptionRequest(interrupts, preemption_grace, self.request_preemption)
+        self._attempt: AttemptRanks | None = None
+        self._service: LocalRanks | None = None
         self._peer: Peer | None = None
-        self._letters: queue.SimpleQueue[NodeGeneration | LaunchError | None] = queue.SimpleQueue()
-        """A round, a refusal, or that this node was let in."""
-        self._order: GenerationResult | None = None
+        self._inbox: queue.SimpleQueue[NodeGeneration | LaunchError | None] = queue.SimpleQueue()
+        """A generation, a refusal, or None: this node was admitted."""
+        self._result: GenerationResult | None = None
         self._reported: tuple[int, Any] = (-1, None)
         self._number = -1
         self._num_connections = 0
         self._lock = threading.Lock()
 
-    def come_in(self) -> None:
-        """Go to where the others meet, and be let in.
+    def join(self) -> None:
+        """Connect to the coordinator, and wait to be admitted.
 
         Raises:
             Interrupted: a signal came.
-            LaunchError: nobody answers, or this node may not take part.
-            RunOver: no round will follow.
+            LaunchError: no connection, or this node may not take part.
+            RunOver: no generation follows.
         """
-        begun = time.monotonic()
-        self._connect(begun)
+        started = time.monotonic()
+        self._connect(started)
         while True:
             self._interrupts.check()
             try:
-                self._take(self._letters.get(timeout=_POLL_S))
+                self._raise_refusal(self._inbox.get(timeout=_POLL_S))
                 return
             except queue.Empty:
-                order = self.order()
-                if order is None or not self._letters.empty():
+                result = self.result()
+                if result is None or not self._inbox.empty():
                     continue
-                if order.then != "lost":
-                    raise RunOver(order) from None
-                time.sleep(_TRY_EVERY_S)
-                self._connect(begun)  # it went between
+                if result.then != "lost":
+                    raise RunOver(result) from None
+                time.sleep(_RETRY_S)
+                self._connect(started)
 
     @staticmethod
-    def _take(letter: NodeGeneration | LaunchError | None) -> NodeGeneration | None:
-        if isinstance(letter, LaunchError):
-            raise letter
-        return letter
+    def _raise_refusal(message: NodeGeneration | LaunchError | None) -> NodeGeneration | None:
+        if isinstance(message, LaunchError):
+            raise message
+        return message
 
-    def next_round(self) -> NodeGeneration:
-        """Come in, if this node is not there any more, and wait for the next round.
-
-        Raises:
-            Interrupted: a signal came.
-            LaunchError: nobody answers, or this node may not take part.
-            RunOver: no round will follow.
-        """
+    def next_generation(self) -> NodeGeneration:
+        """Rejoin if the connection was lost, and wait for the next generation."""
         with self._lock:
-            # What ends the run may have come while this launcher imported torch: it is looked at below.
-            if self._order is not None and self._order.then in ("restart", "lost"):
-                self._order = None
+            # What ends the run may have arrived while this launcher imported torch: it is checked below.
+            if self._result is not None and self._result.then in ("restart", "lost"):
+                self._result = None
         if self._peer is None or self._peer.is_lost:
-            self.come_in()
+            self.join()
         assert self._peer is not None
-        self._peer.tell("join")
+        self._peer.send("join")
         while True:
             self._interrupts.check()
             try:
-                found = self._take(self._letters.get(timeout=_POLL_S))
+                found = self._raise_refusal(self._inbox.get(timeout=_POLL_S))
             except queue.Empty:
-                order = self.order()
-                if not self._letters.empty():
+                result = self.result()
+                if not self._inbox.empty():
                     continue
-                if order is not None and order.then == "lost":
-                    return self.next_round()  # it went while we waited
-                if order is not None:
-                    raise RunOver(order) from None
+                if result is not None and result.then == "lost":
+                    return self.next_generation()  # the connection was lost while this waited
+                if result is not None:
+                    raise RunOver(result) from None
                 continue
             if found is not None:
                 self._number = found.number
                 return found
 
-    def _connect(self, begun: float) -> None:
+    def _connect(self, started: float) -> None:
         with self._lock:
-            self._order = None
-        told_s = 0.0
+            self._result = None
+        warned_s = 0.0
         num_refused = 0
         while True:
             self._interrupts.check()
             try:
-                sock, key = connect(self._host, self._port, self._token, want=NODE, timeout_s=_TRY_S)
+                sock, key = connect(self._host, self._port, self._token, purpose=NODE, timeout_s=_CONNECT_S)
                 break
             except (OSError, ChannelError) as error:
-                waited_s = time.monotonic() - begun
-                num_refused += isinstance(error, ConnectionRefused)  # also what goes down just now closes connections
-                if num_refused >= _REFUSALS or waited_s > self._join_timeout_s:
-                    raise self._no_way(error, waited_s) from error
-                if waited_s > told_s + _SAY_AFTER_S:
-                    told_s = waited_s
-                    print(f"echelon: {self._no_way(error, waited_s)}\n  it is tried on", file=sys.stderr, flush=True)
-            time.sleep(_TRY_EVERY_S)
+                waited_s = time.monotonic() - started
+                num_refused += isinstance(
+                    error, ConnectionRefused
+                )  # a coordinator that shuts down closes connections, too
+                if num_refused >= _MAX_REFUSALS or waited_s > self._times.join_timeout.total_seconds():
+                    raise self._connect_error(error, waited_s) from error
+                if waited_s > warned_s + _WARN_AFTER_S:
+                    warned_s = waited_s
+                    print(
+                        f"echelon: {self._connect_error(error, waited_s)}\n  still retrying",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+            time.sleep(_RETRY_S)
         sock.settimeout(START_S)
         self._num_connections += 1
         peer = Peer(
             Channel(sock, key, is_server=False),
-            on_told=self._on_told,
-            on_asked=self._on_asked,
+            on_message=self._on_message,
+            on_request=self._on_request,
             on_lost=partial(self._on_lost, number=self._num_connections),
-            beat_s=self._beat_s,
+            heartbeat_s=self._times.heartbeat.total_seconds(),
         )
         self._peer = peer
         peer.start()
-        peer.tell("hello", info=encode(self.info))
+        peer.send("hello", info=encode(self.info))
 
-    def _no_way(self, error: Exception, waited_s: float) -> LaunchError:
+    def _connect_error(self, error: Exception, waited_s: float) -> LaunchError:
         text = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
-        do = "see that the launcher with machine rank 0 runs there, and that no firewall is between (its port must be open)"
+        do = "check that the launcher with machine rank 0 is running, and that no firewall blocks its port"
         if isinstance(error, ConnectionRefused):
-            do = "give the same token to all machines: ECHELON_TOKEN, the file in ECHELON_TOKEN_FILE, or `echelon token`'s"
+            do = "use the same token on all machines: ECHELON_TOKEN, ECHELON_TOKEN_FILE, or the file that `echelon token` writes"
         elif is_loopback(self._host):
             do = (
-                "a loopback address means the machine that uses it: give the address of the machine with rank 0, "
-                "as the others see it"
+                "a loopback address is the machine itself: give the address of the machine with rank 0 as the other machines "
+                "see it"
             )
         return LaunchError(
-            f"cannot come to {self._host}:{self._port}: {text}"
+            f"cannot connect to {self._host}:{self._port}: {text}"
             + (f" (tried for {waited_s:.0f} s)" if waited_s > 1 else ""),
             where=f"{self.info.host} ({self.info.address}); {self._where}",
             do=do,
         )
 
-    def way_to_store(self) -> socket.socket:
-        """Open a connection that leads to the store of this round.
+    def connect_to_store(self) -> socket.socket:
+        """Open a connection to the store of this generation.
 
         Raises:
-            OSError, ChannelError: there is none.
+            OSError, ChannelError: it cannot be reached.
         """
-        sock, _ = connect(self._host, self._port, self._token, want=STORE, number=self._number, timeout_s=_TRY_S)
+        sock, _ = connect(self._host, self._port, self._token, purpose=STORE, number=self._number, timeout_s=_CONNECT_S)
         return sock
 
-    def order(self) -> GenerationResult | None:
-        """Return how the round ends; None: it goes on."""
+    def watch(self, ranks: AttemptRanks | None) -> None:
+        """Watch the ranks of a new attempt, and answer for them."""
+        self._preemption.watch(None if ranks is None else ranks.board)
+        # Its check does nothing: it runs in threads of the connection, and signals are for the main thread.
+        self._attempt, self._service = ranks, None
+        if ranks is not None:
+            running = ranks.workers.running
+            self._service = LocalRanks(ranks.board, directory=ranks.directory, running=running, check=lambda: None)
+
+    @property
+    def may_restart(self) -> bool:
+        """Always: the coordinator decides."""
+        return True
+
+    @property
+    def is_preempting(self) -> bool:
+        """Whether this machine has asked to save and exit."""
+        return self._preemption.is_pending
+
+    def poll(self) -> GenerationResult | None:
+        """Report the ranks of this machine; return how the generation ends for all machines."""
+        attempt = self._attempt
+        assert attempt is not None
+        self._preemption.check()
+        self.report(dict(zip(attempt.numbers, attempt.workers.exit_codes())))
+        result = self.result()
+        if result is None or result.then == "done":
+            return result
+        return replace(result, failed_ns=first_sign(attempt.workers.ends()))
+
+    def result(self) -> GenerationResult | None:
+        """Return how the generation ends; None: it goes on."""
         with self._lock:
-            return self._order
+            return self._result
 
     def report(self, codes: Mapping[int, int | None]) -> None:
-        """Tell the exit codes of this node's ranks so far."""
-        now = (self._number, tuple(codes.items()))
-        if now != self._reported and self._peer is not None:
-            self._reported = now
-            self._peer.tell("codes", round=self._number, codes=list(codes.items()))
+        """Send the exit codes of this node's ranks so far."""
+        report = (self._number, tuple(codes.items()))
+        if report != self._reported and self._peer is not None:
+            self._reported = report
+            self._peer.send("codes", generation=self._number, codes=list(codes.items()))
 
-    def ask_to_end(self, who: str) -> None:
-        """Tell that this node is to save and end: ``who`` has asked, in words."""
+    def request_preemption(self, requester: str) -> None:
+        """Tell the coordinator that this node must save and exit."""
         if self._peer is not None:
-            self._peer.tell("asked", who=who)
+            self._peer.send("preempt", requester=requester)
 
     def leave(self, reason: str, code: int) -> None:
-        """Go, and say why; nothing happens when this node has gone."""
+        """Leave the run before its end; does nothing if this node has left already."""
         if self._peer is not None and not self._peer.is_lost:
-            self._peer.tell("leave", reason=reason, code=code)
+            self._peer.send("leave", reason=reason, code=code)
             self._peer.close()
 
     def close(self) -> None:
-        """Go, at the end of a run."""
+        """Disconnect at the end of a run."""
         if self._peer is not None:
-            self._peer.tell("bye")
+            self._peer.send("bye")
             self._peer.close()
 
-    def _on_told(self, kind: str, content: Mapping[str, Any]) -> None:
-        if kind == "round":
+    def report_end(self) -> int:
+        """Print that the run was preempted; all else the coordinator has reported."""
+        result = self.result()
+        if result is not None and result.then == "preempted":
+            return report_preempted(self._preemption.requester)
+        return 0 if result is None else result.code
+
+    def _on_message(self, kind: str, content: Mapping[str, Any]) -> None:
+        if kind == "generation":
             if self._peer is not None:
-                self._peer.wait_at_most(self._lost_after_s)  # it has begun to start ranks, too
-            self._letters.put(NodeGeneration(**content))
+                self._peer.set_timeout(
+                    self._times.lost_after.total_seconds()
+                )  # the coordinator has imported torch by now
+            self._inbox.put(NodeGeneration(**content))
         elif kind == "welcome":
-            self._letters.put(None)
+            self._inbox.put(None)
         elif kind == "refused":
-            self._letters.put(LaunchError(content["what"], where=content["where"], do=content["do"]))
-        elif kind == "say":
-            _say(content["text"])
-        elif kind == "keep":
-            if self.served is not None:
-                with suppress(OSError):  # a full disk: the report has been told
-                    self.served.keep(content["report"])
+            self._inbox.put(LaunchError(content["what"], where=content["where"], do=content["do"]))
+        elif kind == "log":
+            _log(content["text"])
+        elif kind == "save_report":
+            if self._service is not None:
+                with suppress(OSError):  # a full disk: the report was printed
+                    self._service.save_report(content["report"])
         elif kind == "end":
             with self._lock:
-                self._order = GenerationResult(then=content["then"], code=content["code"])
+                self._result = GenerationResult(then=content["then"], code=content["code"])
             if content["text"]:
-                _say(content["text"])
+                _log(content["text"])
 
-    def _on_asked(self, kind: str, content: Mapping[str, Any]) -> Any:
+    def _on_request(self, kind: str, content: Mapping[str, Any]) -> Any:
+        """Answer a question of the coordinator; runs in a thread of the connection."""
         if kind == "clock":
             return time.monotonic_ns()
-        served = self.served
-        if served is None:
+        attempt, ranks = self._attempt, self._service
+        if attempt is None or ranks is None:
             raise LaunchError("no rank is running")
-        return served.answer(kind, content)
+        if kind == "views":
+            return encode(ranks.views())
+        if kind == "stacks":
+            return encode(ranks.request_stacks())
+        if kind == "stack":
+            return encode(ranks.stack_of(decode(RankView, content["view"])))
+        if kind == "ends":
+            return encode(attempt.workers.ends())
+        if kind == "times":
+            return encode(times_on(attempt.board, attempt.numbers))
+        if kind == "command":
+            attempt.board.write_command(int(content["command"]))
+            return True
+        if kind == "positions":
+            return list(zip(attempt.numbers, attempt.board.read_positions()))
+        raise LaunchError(f"unknown request {kind!r}")
 
     def _on_lost(self, reason: str, number: int) -> None:
         with self._lock:
-            if self._order is not None or number != self._num_connections:
+            if self._result is not None or number != self._num_connections:
                 return
-            self._order = GenerationResult(then="lost")
-        _say(f"lost contact with {self._host}:{self._port}: {reason}; the ranks here are stopped")
+            self._result = GenerationResult(then="lost")
+        _log(f"lost contact with {self._host}:{self._port}: {reason}; stopping the ranks on this machine")
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     with suppress(OSError):  # nobody reads it any more: the run goes on
         print(f"echelon: {printable(text)}", file=sys.stderr, flush=True)

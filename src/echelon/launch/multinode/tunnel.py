@@ -1,34 +1,45 @@
-"""Carry bytes between pairs of connections, all of them in one thread: the way to a store that listens on loopback only."""
+"""Tunnels to a store that listens on the loopback of another machine; one thread forwards the bytes of all connections."""
 
 from __future__ import annotations
 
 import selectors
 import socket
+import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import final
 
-__all__ = ["TunnelPump"]
+from echelon.base.errors import LaunchError
+from echelon.base.printable import printable
+from echelon.launch.multinode.channel import ChannelError
+from echelon.launch.multinode.network import listen
+
+__all__ = ["CLOSE_S", "Tunnel", "TunnelPump"]
+
+CLOSE_S = 2.0
+"""Not every system wakes ``accept()`` when its socket is closed: how long to wait for its thread."""
+_LOOPBACK = "127.0.0.1"
 
 _CHUNK_BYTES = 1 << 16
-_MOST_WAITING_BYTES = 1 << 22
-"""Of a side that reads slowly so much is kept; then the other side is not read."""
+_MAX_PENDING_BYTES = 1 << 22
+"""How much is buffered for a side that reads slowly; then the other side is not read."""
 
 
 @dataclass(slots=True, eq=False)
 class _End:
     sock: socket.socket
-    waiting: bytearray = field(default_factory=bytearray)
-    """To be written to it."""
+    pending: bytearray = field(default_factory=bytearray)
+    """Bytes to write to it."""
     is_over: bool = False
-    """It will send no more."""
+    """It sends no more."""
     other: _End | None = None
 
 
 @final
 class TunnelPump:
-    """Its thread runs until ``close``."""
+    """Forwards bytes between pairs of connections, in one thread that runs until ``close``."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -39,11 +50,11 @@ class TunnelPump:
         self._selector.register(wake, selectors.EVENT_READ, None)
         self._woken = wake
         self._is_closed = False
-        self._thread = threading.Thread(target=self._run, daemon=True, name="echelon-pump")
+        self._thread = threading.Thread(target=self._run, daemon=True, name="echelon-tunnel-pump")
         self._thread.start()
 
-    def join(self, one: socket.socket, other: socket.socket) -> None:
-        """Carry what comes on either connection to the other, until one ends; both are closed then."""
+    def add(self, one: socket.socket, other: socket.socket) -> None:
+        """Forward the bytes of each connection to the other until one ends; then close both."""
         with self._lock:
             if not self._is_closed:
                 self._new.append((one, other))
@@ -53,7 +64,7 @@ class TunnelPump:
             sock.close()
 
     def close(self) -> None:
-        """Close all connections, and end."""
+        """Close all connections and stop the thread."""
         with self._lock:
             self._is_closed = True
             with suppress(OSError):
@@ -64,9 +75,9 @@ class TunnelPump:
         while not self._is_closed:
             for key, events in self._selector.select():
                 if key.data is None:
-                    self._take_new()
+                    self._add_new()
                 else:
-                    self._serve(key.data, events)
+                    self._forward(key.data, events)
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
         with self._lock:
@@ -76,7 +87,7 @@ class TunnelPump:
         self._selector.close()
         self._wake.close()
 
-    def _take_new(self) -> None:
+    def _add_new(self) -> None:
         self._woken.recv(_CHUNK_BYTES)
         with self._lock:
             new, self._new = self._new, []
@@ -89,17 +100,17 @@ class TunnelPump:
                     end.sock.setblocking(False)
                     self._selector.register(end.sock, selectors.EVENT_READ, end)
             except (OSError, ValueError):
-                self._drop(ends[0])  # closed by its other side's end meanwhile
+                self._drop(ends[0])  # its other side has closed it meanwhile
 
-    def _serve(self, end: _End, events: int) -> None:
+    def _forward(self, end: _End, events: int) -> None:
         assert end.other is not None
         if end.sock.fileno() < 0:
-            return  # closed by what came before it in this round
+            return  # closed by an earlier event of this select
         try:
             if events & selectors.EVENT_READ:
                 data = end.sock.recv(_CHUNK_BYTES)
                 end.is_over = not data
-                end.other.waiting += data
+                end.other.pending += data
                 self._write(end.other)
             if events & selectors.EVENT_WRITE:
                 self._write(end)
@@ -108,25 +119,25 @@ class TunnelPump:
         except OSError:
             self._drop(end)
             return
-        if (end.is_over and not end.other.waiting) or (end.other.is_over and not end.waiting):
-            # Neither side of a store's connection is closed for writing alone: who has ended has gone.
+        if (end.is_over and not end.other.pending) or (end.other.is_over and not end.pending):
+            # A store's connection is never closed for writing alone: a side that has ended is gone.
             self._drop(end)
             return
         self._watch(end)
         self._watch(end.other)
 
     def _write(self, end: _End) -> None:
-        while end.waiting:
+        while end.pending:
             try:
-                num_sent = end.sock.send(end.waiting[:_CHUNK_BYTES])
+                num_sent = end.sock.send(end.pending[:_CHUNK_BYTES])
             except BlockingIOError:
                 return
-            del end.waiting[:num_sent]
+            del end.pending[:num_sent]
 
     def _watch(self, end: _End) -> None:
         assert end.other is not None
-        reads = not end.is_over and len(end.other.waiting) < _MOST_WAITING_BYTES
-        events = (selectors.EVENT_READ if reads else 0) | (selectors.EVENT_WRITE if end.waiting else 0)
+        reads = not end.is_over and len(end.other.pending) < _MAX_PENDING_BYTES
+        events = (selectors.EVENT_READ if reads else 0) | (selectors.EVENT_WRITE if end.pending else 0)
         if not events:
             with suppress(KeyError):
                 self._selector.unregister(end.sock)
@@ -142,3 +153,53 @@ class TunnelPump:
             with suppress(KeyError, ValueError):
                 self._selector.unregister(one.sock)
             one.sock.close()
+
+
+@final
+class Tunnel:
+    """A port on this machine's loopback that leads to the store on another machine: ranks need no token.
+
+    Args:
+        connect: opens an authenticated connection to the store.
+    """
+
+    def __init__(self, connect: Callable[[], socket.socket]) -> None:
+        try:
+            self._listener = listen(_LOOPBACK, 0)
+        except OSError as error:
+            raise LaunchError(
+                f"cannot listen on {_LOOPBACK}: {error}", do="check the limits of this machine (ulimit -a)"
+            ) from error
+        self.port: int = self._listener.getsockname()[1]
+        self._connect = connect
+        self._pump = TunnelPump()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._accept, daemon=True, name="echelon-tunnel")
+        self._thread.start()
+
+    def close(self) -> None:
+        """Close the port and all connections through it."""
+        self._is_closed = True
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join(CLOSE_S)
+        self._pump.close()
+
+    def _accept(self) -> None:
+        while not self._is_closed:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                continue
+            threading.Thread(target=self._forward, args=(sock,), daemon=True, name="echelon-tunnel-connect").start()
+
+    def _forward(self, sock: socket.socket) -> None:
+        try:
+            store = self._connect()
+        except (ChannelError, OSError) as error:
+            print(f"echelon: cannot connect to the store of the run: {printable(str(error))}", file=sys.stderr)
+            sock.close()
+            return
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._pump.add(sock, store)

@@ -1,0 +1,370 @@
+"""The coordinator of a run on several machines, with nodes that only pretend to have ranks: generations, refusals, ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from echelon.base.errors import LaunchError
+from echelon.launch.failures.failure import ErrorRecord, RankEnd
+from echelon.launch.interrupts import Interrupts
+from echelon.launch.local.processes import Workers
+from echelon.launch.multinode import coordinator as coordinator_module
+from echelon.launch.multinode.coordinator import Coordinator
+from echelon.launch.multinode.network import listen
+from echelon.launch.multinode.node import MultinodeNode, RendezvousTimes
+from echelon.launch.multinode.roster import NodeInfo
+from echelon.launch.node import AttemptRanks, GenerationResult, NodeGeneration, RunOver, RunRules
+from echelon.launch.supervisor import StallRules
+from echelon.status.board import Board, Mark
+from echelon.status.stop_barrier import EXIT_CODE, RankState, StopCommand
+
+TOKEN = b"sixteen bytes at least"
+_LIMIT_S = 60.0
+SECOND = timedelta(seconds=1)
+
+
+class Ranks:
+    """A board and workers of ranks that do not exist; the position follows the commands as a rank's would."""
+
+    def __init__(self, node: MultinodeNode, numbers: range, directory: Path) -> None:
+        self._node, self._numbers = node, numbers
+        self._ends: list[RankEnd] = []
+        self.position = 5 << 2 | RankState.PAST
+        self.attempt = AttemptRanks(
+            board=cast(Board, self), workers=cast(Workers, self), directory=directory, numbers=list(numbers)
+        )
+
+    def fail(self, *ends: RankEnd) -> None:
+        self._ends = list(ends)
+
+    def ends(self) -> list[RankEnd]:
+        return self._ends
+
+    def running(self) -> dict[int, tuple[int, int | None]]:
+        return {}
+
+    def read_positions(self) -> list[int]:
+        return [self.position] * len(self._numbers)
+
+    def preemption_signals(self) -> list[int]:
+        return [0] * len(self._numbers)
+
+    def write_command(self, command: int) -> None:
+        kind, boundary = command >> 56, command & ((1 << 56) - 1)
+        if kind in (StopCommand.TO_WHOLE, StopCommand.TO_ANY):
+            self.position = boundary << 2 | RankState.STOPPED
+        elif kind == StopCommand.END:
+            self._node.report(dict.fromkeys(self._numbers, EXIT_CODE))
+
+    def request_stacks(self) -> int:
+        return 1
+
+    def watch(self, index: int) -> None:
+        return None
+
+    times = watch
+
+    def marks(self, index: int) -> list[Mark]:
+        return []
+
+
+class Stage:
+    """A coordinator and the nodes that have joined it."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self._tmp_path = tmp_path
+        self._nodes: list[MultinodeNode] = []
+        self._ranks: dict[MultinodeNode, Ranks] = {}
+        self._coordinator: Coordinator | None = None
+        self._listener = listen("127.0.0.1", 0)
+        self._port = self._listener.getsockname()[1]
+        self.num_stores = 0
+
+    def info(self, name: str, **changes: Any) -> NodeInfo:
+        info = NodeInfo(
+            uid=name,
+            host=name,
+            address="127.0.0.1",
+            machine_rank=None,
+            num_processes=2,
+            min_nodes=self.min_nodes,
+            max_nodes=self.max_nodes,
+            run_id="r",
+            versions={},
+            settings={},
+        )
+        return replace(info, **changes)
+
+    def open(self, *, least: int = 2, most: int = 2, max_restarts: int = 0, join: timedelta = 60 * SECOND) -> None:
+        self.min_nodes, self.max_nodes = least, most
+        times = RendezvousTimes(
+            join_timeout=join, last_call=0.2 * SECOND, heartbeat=0.1 * SECOND, lost_after=60 * SECOND
+        )
+        rules = RunRules(
+            max_restarts=max_restarts,
+            stall=StallRules(timeout=timedelta(), on_stall="report"),
+            preemption_grace=10 * SECOND,
+            logs="above",
+            directory=self._tmp_path,
+            began_ns=time.monotonic_ns(),
+        )
+        self._coordinator = Coordinator(
+            self.info("head"), listener=self._listener, token=TOKEN, times=times, rules=rules, new_store=self._store
+        )
+
+    def _store(self) -> Any:
+        self.num_stores += 1
+        return SimpleNamespace(port=self.num_stores)
+
+    def node(self, name: str, **changes: Any) -> MultinodeNode:
+        node = MultinodeNode(
+            self.info(name, **changes),
+            host="127.0.0.1",
+            port=self._port,
+            where="test",
+            token=TOKEN,
+            times=RendezvousTimes(
+                join_timeout=60 * SECOND, last_call=SECOND, heartbeat=0.1 * SECOND, lost_after=60 * SECOND
+            ),
+            interrupts=Interrupts(),
+        )
+        self._nodes.append(node)
+        node.join()
+        return node
+
+    def generations(self, *nodes: MultinodeNode) -> list[NodeGeneration]:
+        """The next generation of each."""
+        found: dict[int, NodeGeneration] = {}
+        threads = [
+            threading.Thread(target=lambda i=i, n=n: found.update({i: n.next_generation()}))
+            for i, n in enumerate(nodes)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(_LIMIT_S)
+        assert len(found) == len(nodes)
+        for i, node in enumerate(nodes):
+            first = found[i].first_rank
+            ranks = self._ranks[node] = Ranks(node, range(first, first + node.info.num_processes), self._tmp_path)
+            node.watch(ranks.attempt)
+        return [found[i] for i in range(len(nodes))]
+
+    def ranks_of(self, node: MultinodeNode) -> Ranks:
+        return self._ranks[node]
+
+    def end(self, code: int = 1) -> None:
+        for node in self._nodes:
+            node.close()
+        assert self._coordinator is not None
+        self._coordinator.close("the test is over", code)
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    found = Stage(tmp_path)
+    yield found
+    found.end()
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + _LIMIT_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found
+
+
+def result(node: MultinodeNode) -> GenerationResult:
+    found: GenerationResult = wait_for(node.result)
+    return found
+
+
+def test_two_machines_start_a_generation_and_end_together(stage: Stage) -> None:
+    stage.open()
+    other, head = stage.node("other"), stage.node("head")
+    mine, its = stage.generations(head, other)
+    assert (mine.group_rank, mine.first_rank, mine.world_size, mine.port) == (0, 0, 4, 1)
+    assert (its.group_rank, its.first_rank, its.world_size, its.port) == (1, 2, 4, 0)
+    head.report({0: 0, 1: 0})
+    other.report({2: None, 3: 0})
+    assert head.result() is None
+    other.report({2: 0, 3: 0})
+    assert result(head) == result(other) == GenerationResult(then="done", code=0)
+
+
+def test_a_failure_is_reported_with_its_machine_and_restarted_max_restarts_times(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage.open(max_restarts=1)
+    head, other = stage.node("head"), stage.node("other")
+    for number in range(2):
+        mine, its = stage.generations(head, other)
+        assert (mine.number, its.num_restarts) == (number, number)
+        record = ErrorRecord(time_ns=time.monotonic_ns(), type="ValueError", message="bad sample 17")
+        lost = ErrorRecord(time_ns=1, type="RuntimeError", message="Connection closed by peer")
+        stage.ranks_of(head).fail(RankEnd(rank=0, exit_code=1, record=lost), RankEnd(rank=1, exit_code=1, record=lost))
+        stage.ranks_of(other).fail(RankEnd(rank=2, exit_code=None), RankEnd(rank=3, exit_code=1, record=record))
+        other.report({2: None, 3: 1})
+        assert result(head) == result(other) == GenerationResult(then=("restart", "stop")[number], code=number)
+    told = capsys.readouterr().err
+    assert told.count("rank 3 failed first: ValueError: bad sample 17") == 4  # on both machines, twice
+    assert "rank 3 of 4, on other (127.0.0.1)" in told
+    assert "restart 1 of 1" in told
+    assert "the run ends" in told
+
+
+def test_a_run_continues_without_a_lost_machine_if_enough_are_left(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage.open(least=1)
+    head, other = stage.node("head"), stage.node("other")
+    stage.generations(head, other)
+    assert other._peer is not None
+    other._peer.close()
+    assert result(head).then == "restart"
+    (alone,) = stage.generations(head)
+    assert (alone.number, alone.world_size, alone.num_restarts) == (1, 2, 0)
+    assert "lost contact with other (127.0.0.1)" in capsys.readouterr().err
+
+
+def test_a_lost_machine_ends_a_run_that_needs_it(stage: Stage) -> None:
+    stage.open()
+    head, other = stage.node("head"), stage.node("other")
+    stage.generations(head, other)
+    other.leave("interrupted by SIGINT", 130)
+    assert result(head) == GenerationResult(then="stop", code=130)
+
+
+def test_a_late_machine_is_admitted_after_all_have_saved(stage: Stage) -> None:
+    stage.open(least=1)
+    head = stage.node("head")
+    stage.generations(head)
+    other = stage.node("other")
+    joins = threading.Thread(target=other.next_generation)
+    joins.start()
+    assert result(head).then == "restart"
+    assert stage.ranks_of(head).position & 3 == RankState.STOPPED
+    (mine,) = stage.generations(head)
+    joins.join(_LIMIT_S)
+    assert mine.world_size == 4
+
+
+def test_a_preempted_machine_leaves_after_all_have_saved_and_the_others_continue(stage: Stage) -> None:
+    stage.open(least=1)
+    head, other = stage.node("head"), stage.node("other")
+    stage.generations(head, other)
+    other.request_preemption("SIGTERM")
+    assert result(other) == GenerationResult(then="preempted", code=EXIT_CODE)
+    assert result(head).then == "restart"
+
+
+def test_all_end_when_the_rendezvous_host_is_preempted(stage: Stage) -> None:
+    stage.open(least=1)
+    head, other = stage.node("head"), stage.node("other")
+    stage.generations(head, other)
+    head.request_preemption("SIGTERM")
+    assert result(head) == result(other) == GenerationResult(then="preempted", code=EXIT_CODE)
+
+
+def test_an_invalid_message_disconnects_its_sender_only(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    stage.open(least=1)
+    head = stage.node("head")
+    stage.generations(head)
+    stranger = stage.node("other")
+    assert stranger._peer is not None
+    stranger._peer.send("hello", info={"uid": "x", "a field of the next version": 1})
+    with pytest.raises(LaunchError, match="protocol mismatch: unexpected message"):
+        stranger.next_generation()
+    assert "install the same version of echelon" in capsys.readouterr().err
+    assert head.result() is None
+    head.report({0: 0, 1: 0})
+    assert result(head) == GenerationResult(then="done")
+
+
+def test_a_waiting_machine_ends_well_with_the_run(stage: Stage) -> None:
+    stage.open()
+    head, other, spare = stage.node("head"), stage.node("other"), stage.node("spare")
+    stage.generations(head, other)
+    over: list[RunOver] = []
+
+    def wait() -> None:
+        try:
+            spare.next_generation()
+        except RunOver as error:
+            over.append(error)
+
+    waits = threading.Thread(target=wait)
+    waits.start()
+    assert stage._coordinator is not None
+    wait_for(lambda: any(member.is_waiting for member in stage._coordinator._members))  # type: ignore[union-attr]
+    head.report({0: 0, 1: 0})
+    other.report({2: 0, 3: 0})
+    waits.join(_LIMIT_S)
+    assert [error.result.code for error in over] == [0]
+
+
+def test_all_end_at_one_step_when_all_are_needed(stage: Stage) -> None:
+    stage.open()
+    head, other = stage.node("head"), stage.node("other")
+    stage.generations(head, other)
+    other.request_preemption("SIGTERM")
+    assert result(head) == result(other) == GenerationResult(then="preempted", code=EXIT_CODE)
+
+
+def test_mismatches_are_refused_and_missing_machines_named(
+    stage: Stage, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator_module, "_MISSING_AFTER_S", 0.2)
+    stage.open()
+    head = stage.node("head", machine_rank=0)
+    waits = threading.Thread(target=head.next_generation)
+    waits.start()
+    with pytest.raises(LaunchError, match="machine rank 0 is taken"):
+        stage.node("other", machine_rank=0)
+    with pytest.raises(LaunchError, match="different settings: a is 1 there and not set on head"):
+        stage.node("other", settings={"a": "1"})
+    output = ""
+
+    def is_reported() -> bool:
+        nonlocal output
+        output += capsys.readouterr().err
+        return "1 of 2 machines joined: head (127.0.0.1, machine rank 0); missing machine rank 1" in output
+
+    wait_for(is_reported)
+    right = stage.node("other", machine_rank=1)
+    assert right.next_generation().world_size == 4
+    waits.join(_LIMIT_S)
+
+
+def test_an_end_during_the_import_of_torch_is_not_lost(stage: Stage) -> None:
+    stage.open(join=0.2 * SECOND)
+    head = stage.node("head")
+    assert result(head) == GenerationResult(then="stop", code=1)  # before it waits for a generation
+    with pytest.raises(RunOver) as caught:
+        head.next_generation()
+    assert caught.value.result == GenerationResult(then="stop", code=1)
+
+
+def test_machines_that_import_torch_are_waited_for(stage: Stage) -> None:
+    stage.open(join=0.2 * SECOND)
+    head, other = stage.node("head"), stage.node("other")
+    time.sleep(0.5)
+    assert head.result() is None
+    assert [found.world_size for found in stage.generations(head, other)] == [4, 4]
+
+
+def test_an_incomplete_rendezvous_ends_the_run(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    stage.open(join=0.2 * SECOND)
+    with pytest.raises(RunOver):
+        stage.node("head").next_generation()
+    assert "1 of 2 machines joined" in capsys.readouterr().err
