@@ -115,7 +115,7 @@ def test_a_job_whose_time_is_nearly_over_saves_and_goes_back_by_itself(slurm: Sl
     slurm.ask("scancel", "--signal=USR1", job)
     text = slurm.finish(job, output)
     assert slurm.state(job)[1] == 1, text
-    assert "this job goes back into the queue" in text
+    assert "requeueing this job" in text
     assert [step for _, step, _ in _steps(slurm, "timed")] == list(range(1, STEPS + 1)), text
     assert _same_bits(slurm, "timed", "timed_whole")
 

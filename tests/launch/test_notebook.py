@@ -210,7 +210,7 @@ def test_a_function_of_rank_and_world_size_gets_them(shown: dict[str, _Shown]) -
 def test_a_function_without_its_arguments_says_what_to_pass(shown: dict[str, _Shown]) -> None:
     error = shown["no arguments"].error
     assert error.startswith("UsageError: train(start) cannot be called by notebook_launcher(args=())")
-    assert "pass one value for each of its parameters in args" in error
+    assert "pass one value per parameter in args" in error
 
 
 def test_debug_launcher_runs_on_the_cpu(shown: dict[str, _Shown]) -> None:
@@ -236,7 +236,7 @@ def test_new_processes_are_started_only_after_the_device_was_used(
 def test_what_cannot_be_carried_to_new_processes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "fork")
     lock = threading.Lock()
-    with pytest.raises(UsageError, match=r"(?s)cannot be carried to new processes: TypeError: .*lock.*make it inside"):
+    with pytest.raises(UsageError, match=r"(?s)cannot be sent to new processes: TypeError: .*lock.*create it inside"):
         debug_launcher(lambda: lock)
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(LaunchError, match=r"pip install 'echelon\[notebook\]'"):
@@ -279,7 +279,7 @@ def test_interrupting_the_cell_stops_the_ranks(shown: dict[str, _Shown]) -> None
 
 
 def test_a_kernel_in_a_process_group_is_refused(shown: dict[str, _Shown]) -> None:
-    assert "this kernel is itself in a process group" in shown["group"].error
+    assert "this kernel is in a process group" in shown["group"].error
 
 
 _STUCK = """
@@ -339,7 +339,7 @@ def _defaults(function: object) -> dict[str, object]:
 
 @pytest.mark.parametrize("name", ["num_nodes", "node_rank", "max_restarts"])
 def test_what_needs_a_launcher_is_refused(name: str) -> None:
-    with pytest.raises(UsageError, match=rf"notebook_launcher\({name}=2\) is not offered"):
+    with pytest.raises(UsageError, match=rf"notebook_launcher\({name}=2\) is not supported"):
         notebook_launcher(print, num_processes=2, **{name: 2})  # type: ignore[arg-type]
 
 
@@ -350,6 +350,6 @@ def test_no_process_is_an_error() -> None:
 
 def test_a_port_of_the_users_own_has_no_effect_and_that_is_said() -> None:
     called: list[int] = []
-    with pytest.warns(EchelonWarning, match="use_port without effect"):
+    with pytest.warns(EchelonWarning, match="use_port ignored"):
         notebook_launcher(called.append, (7,), num_processes=1, use_port="29501")
     assert called == [7]

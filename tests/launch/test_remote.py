@@ -166,6 +166,6 @@ def test_a_machine_that_cannot_be_reached_is_named(command: Command) -> None:
     result = command.run(argv, **variables)
     assert result.code == 77
     assert "[unreachable-b]: ssh: Could not resolve hostname" in result.err
-    assert "no connection to unreachable-b" in result.err
+    assert "cannot connect to unreachable-b" in result.err
     assert "`ssh unreachable-b true` must work" in result.err
     command.wait_for(lambda: not command.left_over(), "the launcher on the other machine to end")

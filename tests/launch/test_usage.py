@@ -19,10 +19,10 @@ RAN = "open('ran', 'w')\n"
 CASES = {
     "missing script": (["gone.py"], "there is no script gone.py", "check the path"),
     "no script": ([], "missing argument 'SCRIPT'", "see echelon launch --help"),
-    "directory": (["."], ". is a directory, not a Python script", "name the file"),
+    "directory": (["."], ". is a directory, not a Python script", "give the file"),
     "not utf-8": (["latin.py"], "latin.py is not valid utf-8 text: byte 0xe9", "# -*- coding: latin-1 -*-"),
     "null bytes": (["nul.py"], "", "do:"),
-    "syntax error": (["syntax.py"], "syntax error", "correct this line"),
+    "syntax error": (["syntax.py"], "syntax error", "fix this line"),
     "missing module": (["-m", "no_such_module"], "no module named 'no_such_module'", "check the name"),
     "missing program": (["--no_python", "./gone"], "./gone is not an executable program", "check the path"),
     "tpu": (
@@ -30,8 +30,8 @@ CASES = {
         "echelon does not run on TPUs\n  where: flag --tpu",
         "the entry point 'echelon.engines'",
     ),
-    "zero processes": (["--num_processes", "0", "ok.py"], "'0' is not a number of processes", "an integer from 1 on"),
-    "negative processes": (["--num_processes=-2", "ok.py"], "'-2' is not a number", "an integer from 1 on"),
+    "zero processes": (["--num_processes", "0", "ok.py"], "'0' is not a number of processes", "a positive integer"),
+    "negative processes": (["--num_processes=-2", "ok.py"], "'-2' is not a number", "a positive integer"),
     "processes in words": (["--nproc_per_node", "two", "ok.py"], "'two' is not a number", "auto, gpu or cpu"),
     "processes from env": (["ok.py"], "num_processes=0 is below 1", "at least 1"),
     "precision": (
@@ -54,7 +54,7 @@ CASES = {
     ),
     "two names": (
         ["--num_processes", "2", "--nproc-per-node=3", "ok.py"],
-        "are two names of one setting",
+        "are two names of the same setting",
         "give one of the two",
     ),
     "several machines": (["--nnodes=2", "ok.py"], "nothing says where they meet", "give --main_process_ip"),
@@ -64,8 +64,8 @@ CASES = {
         "--rdzv_endpoint HOST:PORT",
     ),
     "second machine": (["--machine_rank=1", "ok.py"], "machine rank 1, and one machine", "give the number of machines"),
-    "another host": (["--rdzv_endpoint=10.0.0.7:29400", "ok.py"], "10.0.0.7 is not this machine", "leave it out"),
-    "rendezvous": (["--rdzv-backend=etcd", "ok.py"], "rendezvous backend 'etcd' is not supported", "leave it out"),
+    "another host": (["--rdzv_endpoint=10.0.0.7:29400", "ok.py"], "10.0.0.7 is not this machine", "remove the address"),
+    "rendezvous": (["--rdzv-backend=etcd", "ok.py"], "rendezvous backend 'etcd' is not supported", "remove it"),
     "port": (
         ["--master_port", "70000", "ok.py"],
         "main_process_port=70000 is above 65535",
@@ -79,7 +79,11 @@ CASES = {
         "unknown flag --localhost:0,2,3,4",
         "did you mean --include localhost:0,2,3,4?",
     ),
-    "another machine": (["--include", "worker-1", "ok.py"], "how many slots worker-1 has is not known", "a --hostfile"),
+    "another machine": (
+        ["--include", "worker-1", "ok.py"],
+        "the number of slots of worker-1 is unknown",
+        "a --hostfile",
+    ),
     "machines in a file": (["--config_file", "two.yaml", "ok.py"], "where: file two.yaml:2", "give --main_process_ip"),
     "two ways to shard": (["--use_fsdp", "--use-deepspeed", "ok.py"], "exclude each other", "give one of the two"),
     "nothing is sharded": (["--fsdp_version=2", "ok.py"], "fsdp_version=2 would have no effect", "add --use_fsdp"),
@@ -122,7 +126,7 @@ CASES = {
         "distributed_type: MULTI_GPU requests accelerators",
         "use_cpu: true in a file",
     ),
-    "megatron": (["--use_megatron_lm", "ok.py"], "Megatron-LM is not offered", "--use_fsdp or --use_deepspeed"),
+    "megatron": (["--use_megatron_lm", "ok.py"], "Megatron-LM is not supported", "--use_fsdp or --use_deepspeed"),
     "config file": (["--config_file", "gone.yaml", "ok.py"], "cannot read the config file gone.yaml", "check the path"),
 }
 

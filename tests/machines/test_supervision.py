@@ -130,8 +130,8 @@ def test_the_token_is_made_once_for_its_owner_alone(tmp_path: Path, command: Com
     first, second = (command.echelon("token", **homes) for _ in range(2))
     path = tmp_path / "echelon" / "token"
     assert (first.code, second.code) == (0, 0), first.err
-    assert "a new token" in first.out
-    assert "there is one already" in second.out
+    assert "created a token" in first.out
+    assert "kept the existing token" in second.out
     text = path.read_text().strip()
     assert len(text) == 64
     assert path.stat().st_mode & 0o777 == 0o600

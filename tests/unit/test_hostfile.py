@@ -31,11 +31,11 @@ def test_a_hostfile_names_machines_and_slots_in_its_order(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("text", "what", "line"),
     [
-        ("worker-0 slots=4\nworker-1\n", "'worker-1' names no machine with slots", 2),
-        ("worker-0 slots=four\n", "'worker-0 slots=four' names no machine with slots", 1),
-        ("worker-0 slots=0\n", "names no machine with slots", 1),
-        ("-oProxyCommand=rm slots=1\n", "names no machine with slots", 1),
-        ("\nworker-0 slots=1\nworker-0 slots=2\n", "worker-0 stands there a second time", 3),
+        ("worker-0 slots=4\nworker-1\n", "'worker-1' is not a machine with slots", 2),
+        ("worker-0 slots=four\n", "'worker-0 slots=four' is not a machine with slots", 1),
+        ("worker-0 slots=0\n", "is not a machine with slots", 1),
+        ("-oProxyCommand=rm slots=1\n", "is not a machine with slots", 1),
+        ("\nworker-0 slots=1\nworker-0 slots=2\n", "worker-0 is listed twice", 3),
     ],
 )
 def test_a_bad_line_of_a_hostfile_is_named(tmp_path: Path, text: str, what: str, line: int) -> None:
@@ -86,13 +86,13 @@ def test_excluding(text: str, expected: object) -> None:
 @pytest.mark.parametrize(
     ("text", "what", "do"),
     [
-        ("worker-2", "the hostfile has no worker-2", "did you mean worker-"),
-        ("a", "the hostfile has no a", "it has worker-0, worker-1"),
-        ("worker-1:5", "worker-1 has no slot 5", "its slots are 0 to 1"),
-        ("worker-1:", "'worker-1:' is no list of machines", "worker-0@worker-1:0,2"),
-        ("worker-0;worker-1:x", "is no list of machines", "worker-0@worker-1:0,2"),
+        ("worker-2", "worker-2 is not in the hostfile", "did you mean worker-"),
+        ("a", "a is not in the hostfile", "it has worker-0, worker-1"),
+        ("worker-1:5", "worker-1 has no slot 5", "give slots 0 to 1"),
+        ("worker-1:", "'worker-1:' is not a list of machines", "worker-0@worker-1:0,2"),
+        ("worker-0;worker-1:x", "is not a list of machines", "worker-0@worker-1:0,2"),
         ("worker-0@worker-0:1", "names worker-0 twice", "worker-0:0,1 once"),
-        ("worker-0@worker-1", "leaves no slot", "fewer"),
+        ("worker-0@worker-1", "excludes all slots", "fewer"),
     ],
 )
 def test_a_filter_that_names_what_is_not_there_is_an_error(text: str, what: str, do: str) -> None:
@@ -105,7 +105,7 @@ def test_a_filter_that_names_what_is_not_there_is_an_error(text: str, what: str,
 
 def test_without_a_hostfile_the_filter_must_name_the_slots() -> None:
     assert included("b:0,1@a:2", where="flag -i") == (Host(name="b", slots=(0, 1)), Host(name="a", slots=(2,)))
-    with pytest.raises(ConfigError, match="how many slots a has is not known"):
+    with pytest.raises(ConfigError, match="the number of slots of a is unknown"):
         included("a@b:0", where="flag -i")
 
 
@@ -147,10 +147,10 @@ def test_the_machines_are_those_of_the_hostfile_the_filters_and_the_number(tmp_p
 @pytest.mark.parametrize(
     ("values", "what"),
     [
-        ({"deepspeed_hostfile": "", "num_machines": 3}, "num_machines=3, and the hostfile and the filters name 2"),
-        ({"deepspeed_hostfile": "", "gpu_ids": "0,1"}, "gpu_ids='0,1' are of one machine"),
-        ({"deepspeed_hostfile": "", "deepspeed_multinode_launcher": "slurm"}, "not started by 'slurm'"),
-        ({"deepspeed_exclusion_filter": "a:0"}, "which machines there are besides is not known"),
+        ({"deepspeed_hostfile": "", "num_machines": 3}, "num_machines=3, but the hostfile and the filters name 2"),
+        ({"deepspeed_hostfile": "", "gpu_ids": "0,1"}, "gpu_ids='0,1' selects accelerators of one machine"),
+        ({"deepspeed_hostfile": "", "deepspeed_multinode_launcher": "slurm"}, "launcher 'slurm' is not supported"),
+        ({"deepspeed_exclusion_filter": "a:0"}, "the other machines are unknown"),
         (
             {"deepspeed_hostfile": "", "deepspeed_inclusion_filter": "a", "deepspeed_exclusion_filter": "b"},
             "exclude each other",

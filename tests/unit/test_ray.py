@@ -99,7 +99,7 @@ def test_a_machine_without_that_folder_says_so(site: Site, tmp_path: Path) -> No
     echelon.ray.run(os.getcwd, num_workers=1)
     (tmp_path / "program").rmdir()
     os.chdir(tmp_path)
-    with pytest.warns(EchelonWarning, match="this machine has no .*/program: relative paths begin in"):
+    with pytest.warns(EchelonWarning, match="this machine has no .*/program: relative paths are relative to"):
         site.fit()
 
 
@@ -115,7 +115,10 @@ def test_what_is_rays_goes_to_ray(site: Site) -> None:
     [
         ({}, "neither a ScalingConfig nor num_workers"),
         ({"scaling_config": ScalingConfig(2), "num_workers": 2}, "a ScalingConfig and num_workers"),
-        ({"scaling_config": ScalingConfig(2), "use_gpu": True}, "a ScalingConfig, and use_gpu"),
+        (
+            {"scaling_config": ScalingConfig(2), "use_gpu": True},
+            "use_gpu or resources_per_worker next to a ScalingConfig",
+        ),
     ],
 )
 def test_the_workers_are_given_once(site: Site, given: dict[str, Any], text: str) -> None:
@@ -129,7 +132,7 @@ def test_the_failing_rank_is_named(site: Site) -> None:
         1: RuntimeError("Connection closed by peer [127.0.0.1]:2"),  # of rank 3, that is
         3: ValueError("no data"),
     }
-    with pytest.raises(LaunchError, match="rank 3 failed with ValueError: no data; ranks that failed with it: 1"):
+    with pytest.raises(LaunchError, match="rank 3 failed with ValueError: no data; 1 other ranks failed, too"):
         echelon.ray.run(print, num_workers=4)
     site.failure.worker_failures = {}
     with pytest.raises(LaunchError, match="Ray could not run the training: Training failed"):

@@ -60,9 +60,14 @@ def test_one_machine_needs_no_list_of_them() -> None:
     [
         ({"SLURM_STEP_TASKS_PER_NODE": "1,4(x2)"}, "", "4 launchers on one machine", "srun --ntasks-per-node=1"),
         ({"SLURM_NODEID": "$SLURM_NODEID"}, "", "SLURM_NODEID='$SLURM_NODEID'", "did not expand it"),
-        ({"SLURM_NODEID": "3"}, "", "machine 3 (from env SLURM_NODEID) is outside 0..2", "by srun itself"),
+        ({"SLURM_NODEID": "3"}, "", "machine 3 (from env SLURM_NODEID) is outside 0..2", "directly with srun"),
         ({"MASTER_PORT": "auto"}, "", "MASTER_PORT='auto' is not an integer", "set an integer"),
-        ({}, "SLURM_STEP_NODELIST", "SLURM_STEP_NODELIST does not say which", "--main_process_ip"),
+        (
+            {},
+            "SLURM_STEP_NODELIST",
+            "SLURM_STEP_NODELIST, with the hosts of the 3 machines, is not set",
+            "--main_process_ip",
+        ),
     ],
 )
 def test_what_cannot_be_is_said(variables: dict[str, str], without: str, what: str, do: str) -> None:

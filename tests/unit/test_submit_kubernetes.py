@@ -283,12 +283,12 @@ def test_a_printed_manifest_says_where_the_secret_comes_from(
     ("argv", "texts"),
     [
         (["train.py"], ["missing option '--image'"]),
-        (["--image", "a b", "train.py"], ["'a b' is not what Kubernetes takes", "flag --image"]),
+        (["--image", "a b", "train.py"], ["'a b' is not a valid value for Kubernetes", "flag --image"]),
         (["--name", "My_Run", *MINIMAL], ["'My_Run'", "flag --name", "lower-case"]),
         (["--image", "a", "7.py"], ["'7'", "flag --name"]),
         (["--mem", "64 GB", *MINIMAL], ["'64 GB'", "flag --mem", "64Gi"]),
         (["--volume", "runs", *MINIMAL], ["'runs' has no ':'", "flag --volume"]),
-        (["--volume", "runs:out", *MINIMAL], ["runs:out is no volume", "CLAIM:/path"]),
+        (["--volume", "runs:out", *MINIMAL], ["runs:out is not a volume", "CLAIM:/path"]),
         (["--grace", "25", *MINIMAL], ["killed 25 s after", "may take 25 s", "more than 25 s"]),
         (["--apply", "--output", "job.yaml", *MINIMAL], ["--apply and --output exclude each other"]),
         (["--kind", "pytorchjob", *MINIMAL], ["pytorchjob", "trainjob"]),
@@ -305,4 +305,4 @@ def test_without_kubectl_it_is_said(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert _run(["submit", "kubernetes", "--apply", *MINIMAL]) == 1
-    assert "there is no program kubectl here" in capsys.readouterr().err
+    assert "kubectl is not installed here" in capsys.readouterr().err

@@ -135,7 +135,7 @@ def test_the_job_goes_back_into_the_queue_only_when_it_was_asked_to_end(
         assert not again.exists()
     done = _execute(text, END="143")
     assert (done.returncode, again.read_text()) == (143, "requeue 42\n")
-    assert "goes back into the queue" in done.stderr
+    assert "requeueing this job" in done.stderr
     again.unlink()
     assert _execute(_written(capsys, "--no_requeue", "train.py"), END="143").returncode == 143
     assert not again.exists()
@@ -181,7 +181,7 @@ def test_the_machines_share_a_secret_that_is_nowhere_else(site: Path, capsys: py
 
 def test_it_is_submitted(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run(["submit", "slurm", "--log_dir", "logs", "--job_name", "mine", "train.py"]) == 0
-    assert capsys.readouterr().out == f"submitted job 42; it prints to {site}/logs/mine-42.out\n"
+    assert capsys.readouterr().out == f"submitted job 42; its output goes to {site}/logs/mine-42.out\n"
     assert (site / "sbatch").read_text() == "--parsable\n"
     assert (site / "script").read_text() == _written(capsys, "--log_dir", "logs", "--job_name", "mine", "train.py")
     assert (site / "logs").is_dir()
@@ -201,11 +201,11 @@ def test_what_sbatch_says_is_told(
         "#!/bin/bash\necho 'sbatch: error: invalid partition specified: x' >&2\nexit 1\n"
     )
     assert _run(["submit", "slurm", "--partition", "x", "train.py"]) == 1
-    assert "sbatch did not take it (exit code 1): sbatch: error: invalid partition" in capsys.readouterr().err
+    assert "sbatch failed (exit code 1): sbatch: error: invalid partition" in capsys.readouterr().err
     monkeypatch.setenv("PATH", str(site))
     assert _run(["submit", "slurm", "train.py"]) == 1
     told = capsys.readouterr().err
-    assert "there is no program sbatch here" in told
+    assert "sbatch is not installed here" in told
     assert "login node" in told
 
 
@@ -213,24 +213,24 @@ def test_what_sbatch_says_is_told(
     ("argv", "texts"),
     [
         (["none.py"], ["there is no script none.py"]),
-        (["--time", "2h", "train.py"], ["'2h' is not what Slurm takes", "flag --time", "12:00:00"]),
-        (["--mem", "64GB", "train.py"], ["'64GB' is not what Slurm takes", "flag --mem", "64G"]),
+        (["--time", "2h", "train.py"], ["'2h' is not a valid value for Slurm", "flag --time", "12:00:00"]),
+        (["--mem", "64GB", "train.py"], ["'64GB' is not a valid value for Slurm", "flag --mem", "64G"]),
         (["--signal", "KILL@60", "train.py"], ["'KILL@60'", "flag --signal"]),
         (
             ["--signal", "USR1@25", "train.py"],
-            ["asked to end 25 s before", "the ranks may take 25 s", "more than 25 s"],
+            ["the signal comes 25 s before", "the ranks may take 25 s", "more than 25 s"],
         ),
         (["--launch_args=--preemption_grace 200", "train.py"], ["the ranks may take 200 s"]),
-        (["--time", "2", "train.py"], ["a job of 120 s that is asked to end 120 s", "--signal none"]),
+        (["--time", "2", "train.py"], ["a job of 120 s with a signal 120 s", "--signal none"]),
         (["--env", "X", "train.py"], ["'X' has no '='", "flag --env"]),
         (["--env", "A B=1", "train.py"], ["'A B'", "flag --env"]),
         (["--job_name", "a\nb", "train.py"], ["'a\\nb' has a line break", "flag --job_name"]),
         (["--sbatch", "--x\n--y", "train.py"], ["has a line break", "flag --sbatch"]),
-        (["--nproc_per_node", "9", "--gpus_per_node", "8", "train.py"], ["9 processes on each machine, and 8 GPUs"]),
+        (["--nproc_per_node", "9", "--gpus_per_node", "8", "train.py"], ["9 processes per machine, but only 8 GPUs"]),
         (["--launch_args=--partity exact", "train.py"], ["unknown flag --partity", "--parity"]),
-        (["--launch_args", "train.py", "train.py"], ["'train.py' is no flag of echelon launch"]),
-        (["--direct", "--launch_args=--summary", "train.py"], ["--direct starts no echelon launch"]),
-        (["--output", "job-%j.out", "train.py"], ["where the batch script is written", "--log_dir"]),
+        (["--launch_args", "train.py", "train.py"], ["'train.py' is not a flag of echelon launch"]),
+        (["--direct", "--launch_args=--summary", "train.py"], ["--launch_args has no effect with --direct"]),
+        (["--output", "job-%j.out", "train.py"], ["the file for the batch script", "--log_dir"]),
         (["--partitoin", "gpu", "train.py"], ["unknown flag --partitoin", "--partition"]),
         (["-m", "--no_python", "train.py"], ["--module and --no_python exclude each other"]),
         (["--dry_run", "--output", "job.sh", "train.py"], ["--dry_run and --output exclude each other"]),

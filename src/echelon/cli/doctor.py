@@ -1,4 +1,4 @@
-"""``echelon doctor RUN``: what a run has left in its folder; ``echelon doctor --nnodes N ...``: can these machines work together."""
+"""``echelon doctor RUN``: diagnose a run from its folder; ``echelon doctor --nnodes N ...``: test the connection of machines."""
 
 from __future__ import annotations
 
@@ -22,29 +22,32 @@ __all__ = ["command"]
 
 @click.command("doctor", context_settings={"ignore_unknown_options": True})
 @click.argument("args", metavar="RUN | --nnodes N ...", nargs=-1, type=click.UNPROCESSED)
-@click.option("--all-threads", is_flag=True, help="Show every thread of each rank, not the main one alone.")
+@click.option("--all-threads", is_flag=True, help="Show all threads of each rank, not only the main thread.")
 @click.pass_context
 def command(ctx: click.Context, args: tuple[str, ...], all_threads: bool) -> None:
-    """Show what became of a run, or whether some machines can work together.
+    """Diagnose a run, or test the connection between machines.
 
-    RUN is the folder that the report of a stall names: below --log_dir, else a temporary one. Shown are where the time went, the
-    stalls, with the stack of each rank, and the errors of the ranks.
+    RUN is the folder that a stall report names: below --log_dir, else a temporary one. Shows where the time went, the stalls
+    with the stack of each rank, and the errors of the ranks.
 
-    With --nnodes and the other flags by which `echelon launch` brings machines together, given on each of them: who comes, who
-    does not fit and why, who is missing; then how fast each two of them talk, by one process on each.
+    With --nnodes and the other rendezvous flags of `echelon launch`, run on each machine: shows which machines join, which are
+    refused and why, and which are missing; then measures the speed between each two, with one process per machine.
     """
-    if any(arg.replace("_", "-").partition("=")[0] in _SEVERAL for arg in args):
-        ctx.exit(_look_at_machines(args))
+    if any(arg.replace("_", "-").partition("=")[0] in _MULTINODE_FLAGS for arg in args):
+        ctx.exit(_test_machines(args))
     if len(args) != 1 or args[0].startswith("-"):
-        raise UsageError("doctor takes the folder of a run, or --nnodes N ...", do="see echelon doctor --help")
-    _look_at_run(Path(args[0]), all_threads=all_threads)
+        raise UsageError(
+            "echelon doctor needs the folder of a run, or --nnodes N ...",
+            do="give one; echelon doctor --help lists the options",
+        )
+    _diagnose_run(Path(args[0]), all_threads=all_threads)
 
 
-_SEVERAL = ("--nnodes", "--num-machines", "--num-nodes")
+_MULTINODE_FLAGS = ("--nnodes", "--num-machines", "--num-nodes")
 _JOIN_S = 60
 
 
-def _look_at_machines(args: tuple[str, ...]) -> int:
+def _test_machines(args: tuple[str, ...]) -> int:
     conf = (
         []
         if any(arg.replace("_", "-").startswith("--rdzv-conf") for arg in args)
@@ -57,21 +60,21 @@ def _look_at_machines(args: tuple[str, ...]) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _look_at_run(run: Path, *, all_threads: bool) -> None:
+def _diagnose_run(run: Path, *, all_threads: bool) -> None:
     attempts = sorted(run.glob("attempt_*"), key=lambda path: int(path.name.rpartition("_")[2]))
     if not attempts:
         raise UsageError(
-            f"{run} is not the folder of a run", do="name the folder that the report names, or one below --log_dir"
+            f"{run} is not the folder of a run", do="give the folder that the report names, or one below --log_dir"
         )
     goodput = read_goodput(run)
     for line in [] if goodput is None else goodput.lines():
         click.echo(printable(f"{run}: {line}"))
-    told = False
+    is_empty = True
     for attempt in attempts:
         for line in [*_stalls(attempt, all_threads=all_threads), *_errors(attempt)]:
-            told = True
+            is_empty = False
             click.echo(printable(line))
-    if not told:
+    if is_empty:
         click.echo(f"{printable(str(run))}: no rank has stalled or failed")
 
 

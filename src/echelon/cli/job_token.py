@@ -1,4 +1,4 @@
-"""``echelon token``: make the secret by which the machines of a run know each other."""
+"""``echelon token``: create the secret that the machines of a run share."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ __all__ = ["command"]
 @click.command("token")
 @click.argument("path", required=False, type=click.Path(path_type=Path))
 def command(path: Path | None) -> None:
-    """Make the secret by which the machines of a run know each other.
+    """Create the secret that the machines of a run share.
 
-    It is written to PATH, for ECHELON_TOKEN_FILE, or to the file that every run of this user reads; only its owner can read
-    that. The secret itself is not shown.
+    Writes it to PATH (for ECHELON_TOKEN_FILE), or to the file that every run of this user reads. Only the owner can read the
+    file. The secret is not printed.
     """
     target = default_token_file() if path is None else path
     if make_token_file(target):
-        click.echo(f"{target}: a new token; all machines of a run need the same (in a shared home they have it)")
+        click.echo(
+            f"{target}: created a token; copy this file to all machines of a run (not needed with a shared home)"
+        )
         return
     if path is None:
-        find_token()  # it says what is wrong with it
-    click.echo(f"{target}: there is one already, and it is kept; remove the file to have a new one")
+        find_token()  # raises if the token is unusable
+    click.echo(f"{target}: kept the existing token; remove the file to create a new one")

@@ -1,4 +1,4 @@
-"""A run on the machines of a hostfile, or of ``--include``: which they are, and the command line that each of them gets."""
+"""A run on the machines of a hostfile or ``--include``: which they are, and the command line of each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from echelon.launch.ssh.ssh_launcher import run_on_hosts
 
 __all__ = ["hosts_of", "run_on_other_machines"]
 
-# The flags that say which machines there are: each machine is told its own place instead.
+# The flags that select machines: each machine gets its own rank instead.
 _REPLACED = frozenset(
     {"deepspeed_hostfile", "deepspeed_inclusion_filter", "deepspeed_exclusion_filter", "deepspeed_multinode_launcher"}
     | {"num_machines", "machine_rank"}
@@ -32,10 +32,10 @@ _OF_CLUSTERS = frozenset({"openmpi", "mpich", "impi", "mvapich", "slurm"})
 
 
 def run_on_other_machines(ctx: click.Context, resolved: Resolved[RunConfig], interrupts: Interrupts) -> int | None:
-    """Start the run on the machines that the settings name; return its exit code. None: it is for this machine to run.
+    """Start the run on the machines that the settings name; return its exit code. None: it runs on this machine.
 
     Raises:
-        ConfigError: the hostfile or the filters are wrong, or contradict other settings.
+        ConfigError: the hostfile or the filters are invalid, or contradict other settings.
         LaunchError: a machine cannot be reached.
     """
     hosts = hosts_of(resolved)
@@ -54,34 +54,34 @@ def run_on_other_machines(ctx: click.Context, resolved: Resolved[RunConfig], int
     token = find_token() or secrets.token_hex(32).encode()
     interrupts.hold()
     return run_on_hosts(
-        hosts, common, program, token=token, interrupts=interrupts, least=int(least[0]) if least[1] else None
+        hosts, common, program, token=token, interrupts=interrupts, min_hosts=int(least[0]) if least[1] else None
     )
 
 
 def hosts_of(resolved: Resolved[RunConfig]) -> tuple[Host, ...] | None:
-    """Return the machines that the hostfile and the filters name; None: they name none but this one.
+    """Return the machines that the hostfile and the filters name; None: only this one.
 
-    Also None where this launcher is one of several already: ``--machine_rank``, or DeepSpeed's launcher "standard", say so.
+    Also None if this launcher is already one of several (``--machine_rank``, or DeepSpeed's launcher "standard").
 
     Raises:
-        ConfigError: the hostfile or the filters are wrong, or contradict other settings.
+        ConfigError: the hostfile or the filters are invalid, or contradict other settings.
     """
     value, origins = resolved.value, resolved.origins
-    said = [name for name in (_HOSTFILE, _INCLUDE, _EXCLUDE) if getattr(value, name) is not None]
+    given = [name for name in (_HOSTFILE, _INCLUDE, _EXCLUDE) if getattr(value, name) is not None]
     launcher = value.deepspeed_multinode_launcher
-    if not said or origins["machine_rank"].source >= SettingSource.ENV or launcher == "standard":
+    if not given or origins["machine_rank"].source >= SettingSource.ENV or launcher == "standard":
         return None
-    if _HOSTFILE not in said and all(map(is_this_machine, _names(getattr(value, said[0])))):
-        return None  # accelerators of this machine, which named_slots() reads
+    if _HOSTFILE not in given and all(map(is_this_machine, _names(getattr(value, given[0])))):
+        return None  # accelerators of this machine: see named_slots()
     if launcher is not None and launcher not in _BY_SSH:
         raise ConfigError(
-            f"machines are not started by {launcher!r}",
+            f"launcher {launcher!r} is not supported",
             where=str(origins[_LAUNCHER]),
-            do="leave it out: ssh starts them; or start the script by mpirun or srun itself, whose ranks are recognised"
+            do="remove it (ssh starts the machines), or start the script with mpirun or srun, whose ranks are recognized"
             if launcher in _OF_CLUSTERS
-            else "leave it out, or give pdsh (by ssh) or standard (you start each machine yourself)",
+            else "remove it, or give pdsh (uses ssh) or standard (start each machine yourself)",
         )
-    if _INCLUDE in said and _EXCLUDE in said:
+    if _INCLUDE in given and _EXCLUDE in given:
         raise ConfigError(
             "an inclusion and an exclusion filter exclude each other",
             where=f"{origins[_INCLUDE]}, {origins[_EXCLUDE]}",
@@ -89,15 +89,15 @@ def hosts_of(resolved: Resolved[RunConfig]) -> tuple[Host, ...] | None:
         )
     if value.gpu_ids is not None:
         raise ConfigError(
-            f"gpu_ids={value.gpu_ids!r} are of one machine, and {said[0]} names several",
-            where=f"{origins['gpu_ids']}, {origins[said[0]]}",
+            f"gpu_ids={value.gpu_ids!r} selects accelerators of one machine, and {given[0]} names several",
+            where=f"{origins['gpu_ids']}, {origins[given[0]]}",
             do="give --include worker-0:0,1@worker-1:0,1",
         )
-    return _of_num_machines(_filtered(resolved, said), resolved, has_filter=said != [_HOSTFILE])
+    return _of_num_machines(_filtered(resolved, given), resolved, has_filter=given != [_HOSTFILE])
 
 
-def _filtered(resolved: Resolved[RunConfig], said: Sequence[str]) -> tuple[Host, ...]:
-    value, where = resolved.value, {name: str(resolved.origins[name]) for name in said}
+def _filtered(resolved: Resolved[RunConfig], given: Sequence[str]) -> tuple[Host, ...]:
+    value, where = resolved.value, {name: str(resolved.origins[name]) for name in given}
     hosts = (
         None if value.deepspeed_hostfile is None else read_hostfile(value.deepspeed_hostfile, where=where[_HOSTFILE])
     )
@@ -106,13 +106,13 @@ def _filtered(resolved: Resolved[RunConfig], said: Sequence[str]) -> tuple[Host,
             return included(value.deepspeed_inclusion_filter, where=where[_INCLUDE])
         return including(hosts, value.deepspeed_inclusion_filter, where=where[_INCLUDE])
     if value.deepspeed_exclusion_filter is None:
-        assert hosts is not None, said
+        assert hosts is not None, given
         return hosts
     if hosts is None:
         raise ConfigError(
-            f"{value.deepspeed_exclusion_filter}: which machines there are besides is not known",
+            f"{value.deepspeed_exclusion_filter}: the other machines are unknown",
             where=where[_EXCLUDE],
-            do="give a --hostfile, or --include",
+            do="give a --hostfile, or use --include",
         )
     return excluding(hosts, value.deepspeed_exclusion_filter, where=where[_EXCLUDE])
 
@@ -122,12 +122,12 @@ def _of_num_machines(hosts: tuple[Host, ...], resolved: Resolved[RunConfig], *, 
     origin, number = resolved.origins["num_machines"], resolved.value.num_machines
     if origin.source is SettingSource.DEFAULT or number == len(hosts):
         return hosts
-    # accelerate's file says how many there are; a flag, how many are wanted.
+    # In accelerate's file the number of all machines; as a flag the number to use.
     if number > len(hosts) or has_filter:
         raise ConfigError(
-            f"num_machines={number}, and the hostfile and the filters name {len(hosts)}",
+            f"num_machines={number}, but the hostfile and the filters name {len(hosts)} machines",
             where=str(origin),
-            do=f"give {len(hosts)}, or leave it out",
+            do=f"give {len(hosts)}, or remove it",
         )
     return hosts[:number]
 
@@ -137,15 +137,15 @@ def _names(text: str) -> list[str]:
 
 
 def _without(flags: Sequence[str], params: Sequence[click.Parameter]) -> list[str]:
-    """Return the flags without those that are replaced, and their values."""
+    """Return the flags without the replaced ones and their values."""
     by_name = {name: option for option in params if isinstance(option, click.Option) for name in option.opts}
     left: list[str] = []
     i = 0
     while i < len(flags):
-        name, is_one, _ = flags[i].partition("=")
+        name, has_value, _ = flags[i].partition("=")
         is_long = name.startswith("--")
         option = by_name.get(name.replace("_", "-") if is_long else name[:2])
-        has_value_after = option is not None and not option.is_flag and not is_one and (is_long or len(name) == 2)
+        has_value_after = option is not None and not option.is_flag and not has_value and (is_long or len(name) == 2)
         entry = flags[i : i + 1 + has_value_after]
         if (option is None or option.name not in _REPLACED) and entry != ["--"]:
             left += entry

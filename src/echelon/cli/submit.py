@@ -1,4 +1,4 @@
-"""``echelon submit``: hand a training to Slurm or Kubernetes, as a batch script or a manifest that can be read first."""
+"""``echelon submit``: submit a training to Slurm or Kubernetes, or print its batch script or manifest."""
 
 from __future__ import annotations
 
@@ -20,38 +20,42 @@ from echelon.launch.script import Script, check
 
 __all__ = ["command"]
 
-_SETTINGS = {"allow_interspersed_args": False}  # what stands after the script belongs to it
+_SETTINGS = {"allow_interspersed_args": False}  # everything after SCRIPT is passed to it
 
 
 @click.group("submit")
 def command() -> None:
-    """Submit a training to a cluster: see docs/clusters.md.
+    """Submit a training to a cluster (see docs/clusters.md).
 
-    On each machine an echelon launch starts the processes; they find each other by what the cluster says.
+    On each machine echelon launch starts the processes; the cluster provides the rendezvous address.
     """
 
 
 def _common(function: Any) -> Any:
-    """Add what every cluster needs to know."""
+    """Add the options of all clusters."""
     options = [
         click.argument("script", metavar="SCRIPT"),
         click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]..."),
-        click.option("--nodes", "--num-machines", type=click.IntRange(min=1), default=1, help="Machines. Default 1."),
+        click.option(
+            "--nodes", "--num-machines", type=click.IntRange(min=1), default=1, help="Number of machines (default: 1)."
+        ),
         click.option(
             "--nproc-per-node",
             type=click.IntRange(min=1),
             metavar="N",
-            help="Processes on each machine. Default: --gpus-per-node, else 1.",
+            help="Processes per machine (default: --gpus-per-node, else 1).",
         ),
-        click.option("--gpus-per-node", type=click.IntRange(min=0), metavar="N", help="GPUs of each machine."),
-        click.option("--mem", metavar="SIZE", help="Memory of each machine."),
-        click.option("--env", multiple=True, metavar="NAME=VALUE", help="A variable of the job; may be given again."),
+        click.option("--gpus-per-node", type=click.IntRange(min=0), metavar="N", help="GPUs per machine."),
+        click.option("--mem", metavar="SIZE", help="Memory per machine."),
         click.option(
-            "--launch-args", default="", metavar="TEXT", help="More flags of echelon launch, such as '--parity exact'."
+            "--env", multiple=True, metavar="NAME=VALUE", help="Set an environment variable of the job; repeatable."
         ),
-        click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m."),
-        click.option("--no-python", is_flag=True, help="SCRIPT is a program that is run as it is."),
-        click.option("--output", metavar="FILE", help="Write it to FILE, and submit nothing."),
+        click.option(
+            "--launch-args", default="", metavar="TEXT", help="Flags of echelon launch, such as '--parity exact'."
+        ),
+        click.option("-m", "--module", is_flag=True, help="Run SCRIPT as a module, as python -m does."),
+        click.option("--no-python", is_flag=True, help="Run SCRIPT as a program, without Python."),
+        click.option("--output", metavar="FILE", help="Write the batch script or manifest to FILE; submit nothing."),
     ]
     for option in reversed(options):
         function = option(function)
@@ -64,59 +68,61 @@ def _common(function: Any) -> Any:
     "--cpus-per-task",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Of the launcher with all its processes; with --direct, of each.",
+    help="CPUs of the launcher and all its processes; with --direct, of each process.",
 )
-@click.option("--partition", "-p", metavar="NAME")
-@click.option("--account", "-A", metavar="NAME")
-@click.option("--qos", "-q", metavar="NAME")
-@click.option("--constraint", "-C", metavar="TEXT", help="Features that the machines must have.")
-@click.option("--time", "-t", metavar="TIME", help="How long one start may run, such as 12:00:00.")
-@click.option("--job-name", "-J", metavar="NAME", help="Default: the name of SCRIPT.")
+@click.option("--partition", "-p", metavar="NAME", help="Partition of the job.")
+@click.option("--account", "-A", metavar="NAME", help="Account to charge.")
+@click.option("--qos", "-q", metavar="NAME", help="Quality of service.")
+@click.option("--constraint", "-C", metavar="TEXT", help="Required features of the machines.")
+@click.option("--time", "-t", metavar="TIME", help="Time limit of one start, such as 12:00:00.")
+@click.option("--job-name", "-J", metavar="NAME", help="Name of the job (default: the name of SCRIPT).")
 @click.option(
     "--log-dir",
     metavar="DIR",
     default=".",
-    help="Output goes to DIR/NAME-ID.out; all machines must see DIR. Default: here.",
+    help="Write output to DIR/NAME-ID.out, on a shared disk (default: current directory).",
 )
 @click.option(
-    "--requeue/--no-requeue", default=True, help="Go back into the queue when asked to end, or preempted. Default: yes."
+    "--requeue/--no-requeue",
+    default=True,
+    help="Requeue the job after a preemption or at its time limit (default: yes).",
 )
 @click.option(
     "--signal",
     metavar="USR1@SECONDS",
     default="USR1@120",
-    help="Ask the job to save and end so long before its time is over; or none. Default USR1@120.",
+    help="Signal that makes the job save and exit, SECONDS before its time limit, or none (default: USR1@120).",
 )
 @click.option(
     "--setup",
     multiple=True,
     metavar="TEXT",
-    help="A line of shell before the training, such as 'source venv/bin/activate'; may be given again.",
+    help="Shell line to run before the training, such as 'source venv/bin/activate'; repeatable.",
 )
-@click.option("--python", metavar="PATH", help="Default: this one; after --setup, python.")
+@click.option("--python", metavar="PATH", help="Python interpreter (default: this one; with --setup: python).")
 @click.option(
     "--sbatch",
     multiple=True,
     metavar="OPTION",
-    help="Another option of sbatch, such as --exclusive; may be given again.",
+    help="Option to pass to sbatch, such as --exclusive; repeatable.",
 )
-@click.option("--srun", multiple=True, metavar="OPTIONS", help="Other options of srun; may be given again.")
-@click.option("--direct", is_flag=True, help="srun starts the ranks, one task each, without a launcher.")
-@click.option("--dry-run", is_flag=True, help="Print the batch script, and submit nothing.")
+@click.option("--srun", multiple=True, metavar="OPTIONS", help="Options to pass to srun; repeatable.")
+@click.option("--direct", is_flag=True, help="Start the ranks by srun, one task each, without echelon launch.")
+@click.option("--dry-run", is_flag=True, help="Print the batch script; submit nothing.")
 @click.pass_context
 def slurm(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: Any) -> None:
-    """Run SCRIPT as a batch job of Slurm.
+    """Run SCRIPT as a Slurm batch job.
 
-    The job saves and goes back into the queue before its time is over, and each start goes on from the last checkpoint.
+    The job saves and requeues itself before its time limit; each start resumes from the last checkpoint.
     """
     wanted = _script(script, args, flags)
-    check(wanted)  # the machines of the cluster see these files, too
+    check(wanted)  # the cluster's machines share these files
     launch_args, grace = _launch_args(ctx, flags)
     if flags["direct"] and launch_args:
         raise ConfigError(
-            "--direct starts no echelon launch that --launch_args could go to",
+            "--launch_args has no effect with --direct, which does not use echelon launch",
             where="flags",
-            do="leave one of them out",
+            do="remove one of them",
         )
     folder = Path(flags["log_dir"]).absolute()
     job = BatchJob(
@@ -147,77 +153,85 @@ def slurm(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: An
     text = batch_script(job)
     if "%" in (flags["output"] or ""):
         raise ConfigError(
-            f"{flags['output']}: --output is where the batch script is written",
+            f"{flags['output']}: --output is the file for the batch script",
             where="flag --output",
-            do="give --log_dir DIR for what the job prints",
+            do="give --log_dir DIR for the output of the job",
         )
     _one_of(flags, "dry_run", "output")
     if flags["dry_run"] or flags["output"]:
         _show(text, flags["output"])
         return
-    folder.mkdir(parents=True, exist_ok=True)  # sbatch takes the job all the same, and its output is lost
-    answer = _run(["sbatch", "--parsable"], text, "on a login node of the cluster; --dry_run prints the script")
+    folder.mkdir(parents=True, exist_ok=True)  # without it sbatch accepts the job, but its output is lost
+    answer = _run(["sbatch", "--parsable"], text, "on a login node of the cluster; --dry_run only prints the script")
     number = answer.strip().partition(";")[0]
-    click.echo(f"submitted job {number}; it prints to {folder}/{job.name}-{number}.out")
+    click.echo(f"submitted job {number}; its output goes to {folder}/{job.name}-{number}.out")
 
 
 @command.command("kubernetes", context_settings=_SETTINGS)
 @_common
-@click.option("--image", required=True, metavar="IMAGE", help="With Python, echelon and SCRIPT in it (or in a volume).")
-@click.option("--name", metavar="NAME", help="Of the job. Default: the name of SCRIPT.")
+@click.option(
+    "--image",
+    required=True,
+    metavar="IMAGE",
+    help="Container image with Python, echelon and SCRIPT (SCRIPT may be in a volume).",
+)
+@click.option("--name", metavar="NAME", help="Name of the job (default: the name of SCRIPT).")
 @click.option(
     "--kind",
     type=click.Choice(["job", "trainjob"]),
     default="job",
-    help="An Indexed Job, or a TrainJob of Kubeflow Trainer 2.2. Default job.",
+    help="Indexed Job, or TrainJob of Kubeflow Trainer 2.2 (default: job).",
 )
-@click.option(
-    "--runtime", default="torch-distributed", metavar="NAME", help="The ClusterTrainingRuntime of a TrainJob."
-)
-@click.option("--namespace", "-n", metavar="NAME")
-@click.option("--cpus", metavar="N", help="CPUs of each machine.")
+@click.option("--runtime", default="torch-distributed", metavar="NAME", help="ClusterTrainingRuntime of a TrainJob.")
+@click.option("--namespace", "-n", metavar="NAME", help="Namespace of the job.")
+@click.option("--cpus", metavar="N", help="CPUs per machine.")
 @click.option(
     "--gpu-resource",
     default="nvidia.com/gpu",
     metavar="NAME",
-    help="What a GPU is called here. Default nvidia.com/gpu.",
+    help="Resource name of a GPU (default: nvidia.com/gpu).",
 )
-@click.option("--shm-size", metavar="SIZE", help="The most that /dev/shm may take of the memory.")
+@click.option("--shm-size", metavar="SIZE", help="Size limit of /dev/shm.")
 @click.option(
     "--volume",
     multiple=True,
     metavar="CLAIM:PATH",
-    help="A PersistentVolumeClaim, and where it is seen; may be given again. Checkpoints belong there.",
+    help="Mount a PersistentVolumeClaim at PATH, for example for checkpoints; repeatable.",
 )
-@click.option("--secret", metavar="NAME", help="The Secret whose key token the machines share. Default: NAME-token.")
+@click.option("--secret", metavar="NAME", help="Secret whose key 'token' the machines share (default: NAME-token).")
 @click.option(
     "--user",
     type=click.IntRange(min=0),
     default=1000,
-    help="User id in the pods; 0: as the image says, root too. Default 1000.",
+    help="User id in the pods; 0: that of the image, also root (default: 1000).",
 )
 @click.option(
     "--grace",
     type=click.IntRange(min=1),
     default=120,
     metavar="SECONDS",
-    help="Between SIGTERM and SIGKILL. Default 120.",
+    help="Time between SIGTERM and SIGKILL (default: 120).",
 )
 @click.option(
     "--retries",
     type=click.IntRange(min=0),
     default=3,
     metavar="N",
-    help="How often a failed run is started again. Default 3.",
+    help="How often to restart a failed run (default: 3).",
 )
-@click.option("--port", type=click.IntRange(1, 65535), default=29500, help="Of the first machine. Default 29500.")
-@click.option("--python", default="python", metavar="PATH", help="In the image. Default python.")
-@click.option("--apply", is_flag=True, help="Make the Secret and hand the manifest to kubectl apply.")
+@click.option(
+    "--port",
+    type=click.IntRange(1, 65535),
+    default=29500,
+    help="Rendezvous port of the first machine (default: 29500).",
+)
+@click.option("--python", default="python", metavar="PATH", help="Python interpreter in the image (default: python).")
+@click.option("--apply", is_flag=True, help="Create the Secret and pass the manifest to kubectl apply.")
 @click.pass_context
 def kubernetes(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: Any) -> None:
-    """Run SCRIPT (a path in the image) on pods of Kubernetes: prints the manifest, or hands it to kubectl.
+    """Run SCRIPT (a path in the image) on Kubernetes pods: print the manifest, or pass it to kubectl.
 
-    The secret that the machines share is never part of it.
+    The manifest never contains the secret that the machines share.
     """
     launch_args, grace = _launch_args(ctx, flags)
     name = flags["name"] or re.sub(r"[^a-z0-9]+", "-", _stem(script).lower()).strip("-")
@@ -255,15 +269,15 @@ def kubernetes(ctx: click.Context, /, script: str, args: tuple[str, ...], **flag
     _show(text, flags["output"])
     if job.nodes > 1:
         click.echo(
-            f"echelon: the machines share the key token of the Secret {job.secret}; --apply makes it, or: echelon token FILE; "
-            f"kubectl create secret generic {job.secret} --from-file=token=FILE",
+            f"echelon: the machines share the key 'token' of the Secret {job.secret}; create it with --apply, or with: "
+            f"echelon token FILE; kubectl create secret generic {job.secret} --from-file=token=FILE",
             err=True,
         )
 
 
 def _apply(job: PodJob, text: str) -> None:
     where = [] if job.namespace is None else ["--namespace", job.namespace]
-    advice = "where kubectl reaches the cluster; without --apply the manifest is printed"
+    advice = "where kubectl can reach the cluster; without --apply the manifest is only printed"
     if job.nodes > 1:
         there = _run(
             ["kubectl", "get", "secret", job.secret, *where, "--ignore-not-found", "--output=name"], "", advice
@@ -272,7 +286,7 @@ def _apply(job: PodJob, text: str) -> None:
             import json  # noqa: PLC0415 - here only
             import secrets  # noqa: PLC0415 - here only
 
-            # create, not apply: that would keep a second copy in an annotation.
+            # create, not apply, which would store a copy in an annotation.
             made = json.dumps(token_secret(job, secrets.token_hex(32)))
             click.echo(_run(["kubectl", "create", *where, "--filename=-"], made, advice).rstrip())
     click.echo(_run(["kubectl", "apply", *where, "--filename=-"], text, advice).rstrip())
@@ -295,9 +309,9 @@ def _processes(flags: dict[str, Any]) -> int:
     processes, gpus = flags["nproc_per_node"], flags["gpus_per_node"]
     if processes is not None and gpus and processes > gpus:
         raise ConfigError(
-            f"{processes} processes on each machine, and {gpus} GPUs",
+            f"{processes} processes per machine, but only {gpus} GPUs",
             where="flags --nproc_per_node, --gpus_per_node",
-            do="give at most one process for each GPU",
+            do="give at most one process per GPU",
         )
     return int(processes or gpus or 1)
 
@@ -314,16 +328,16 @@ def _pair(text: str, sign: str, flag: str) -> tuple[str, str]:
 
 
 def _launch_args(ctx: click.Context, flags: dict[str, Any]) -> tuple[tuple[str, ...], float]:
-    """Return the flags for ``echelon launch``, and what it lets a preemption take; wrong ones are told here, not in the job."""
-    from echelon.cli.launch import command as launch  # noqa: PLC0415 - its settings are needed for this only
+    """Return the flags for ``echelon launch``, checked here and not in the job, and its preemption grace in seconds."""
+    from echelon.cli.launch import command as launch  # noqa: PLC0415 - needed only here
 
     words = shlex.split(flags["launch_args"])
     parsed = launch.make_context("launch", [*words, "SCRIPT"], parent=ctx)
     if parsed.params["script"] != "SCRIPT":
         raise ConfigError(
-            f"{parsed.params['script']!r} is no flag of echelon launch",
+            f"{parsed.params['script']!r} is not a flag of echelon launch",
             where="flag --launch_args",
-            do="put what belongs to the script behind the script",
+            do="put the arguments of the script after the script",
         )
     return tuple(words), float(parsed.params["preemption_grace"])
 
@@ -341,18 +355,18 @@ def _show(text: str, file: str | None) -> None:
 
 
 def _run(argv: list[str], text: str, advice: str) -> str:
-    """Run a program of the cluster with ``text`` as its input; return what it prints."""
+    """Run a program of the cluster with ``text`` as its input; return its output."""
     program = argv[0]
     if shutil.which(program) is None:
         raise LaunchError(
-            f"there is no program {program} here", where=f"PATH of {os.uname().nodename}", do=f"run this {advice}"
+            f"{program} is not installed here", where=f"PATH of {os.uname().nodename}", do=f"run this {advice}"
         )
     done = subprocess.run(argv, input=text, capture_output=True, text=True, check=False)
     if done.returncode:
-        told = done.stderr.strip() or done.stdout.strip() or "it said nothing"
+        output = done.stderr.strip() or done.stdout.strip() or "no output"
         raise LaunchError(
-            f"{program} did not take it (exit code {done.returncode}): {told}",
+            f"{program} failed (exit code {done.returncode}): {output}",
             where=shlex.join(argv),
-            do="correct what it names",
+            do="fix the reported problem",
         )
     return done.stdout

@@ -1,4 +1,4 @@
-"""The environment that the launcher gives to its ranks, on top of its own."""
+"""The environment variables that the launcher sets for its ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def loopback_variables() -> dict[str, str]:
-    """Return what keeps gloo's and NCCL's own sockets on this machine, unless the user chose an interface."""
+    """Return the variables that bind gloo and NCCL to loopback, unless the user chose an interface."""
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     return {name: environ.get(name) or _LOOPBACK_INTERFACE for name in names}
 
@@ -36,44 +36,43 @@ def rank_variables(
     """Return the variables of every rank of a run on this machine.
 
     Args:
-        resolved: the configuration, handed on as one JSON.
+        resolved: the configuration, passed on as one JSON.
         num_processes: on this machine.
-        num_threads: of the CPU for each process; None: the user's OMP_NUM_THREADS, else, when there are several
-            processes, so many that they share the cores.
+        num_threads: OMP_NUM_THREADS of each process; None: the user's, else an equal share of the cores.
         has_accelerator: whether this machine has one.
-        interface: what keeps the ranks' own sockets on the way to other machines; None: there are none.
+        interface: variables that bind the ranks to the network of the other machines; None: a single machine.
     """
     own = loopback_variables() if interface is None else interface
     variables = {**own, CONFIG_VARIABLE: encode(resolved), **_for_accelerate(resolved)}
     if num_processes > 1 and not has_accelerator:
-        # accelerate runs every process alone on a machine without accelerators unless it is told this.
+        # Without this accelerate runs every process alone on a machine without accelerators.
         variables["ACCELERATE_USE_CPU"] = "true"
     if num_threads is not None:
         variables["OMP_NUM_THREADS"] = str(num_threads)
     elif num_processes > 1 and environ.get("OMP_NUM_THREADS") is None:
-        # Each rank taking all cores makes all of them slow; torchrun's one thread leaves most of a large machine idle.
+        # All cores for each rank slow all of them down; torchrun's one thread leaves most of a large machine idle.
         variables["OMP_NUM_THREADS"] = variables[CHOSEN_THREADS] = str(threads_of_each(num_processes))
     return variables
 
 
 def _for_accelerate(resolved: Resolved[RunConfig]) -> Mapping[str, str]:
-    """Return what accelerate's launcher would tell its ranks; the plugins of echelon read it, too."""
+    """Return the variables that accelerate's launcher sets; the plugins of echelon read them, too."""
     used = section_in_use(resolved)
-    # Defaults are left out: in a rank that reads them they would look like a choice of the user's.
+    # Without defaults: a rank would take them for choices of the user.
     variables = {
         key.variable: str(value).lower() if value is None or isinstance(value, bool) else str(value)
         for key in KEYS
         if key.variable is not None
         and resolved.origins[key.field].source is not SettingSource.DEFAULT
-        # What the user's own variable says must not come through where a stronger layer says nothing.
+        # The user's own variable must not win where a stronger layer sets None.
         and ((value := getattr(resolved.value, key.field)) is not None or environ.get(key.variable) is not None)
         and (key.section not in SHARDING or key.section == used or key.shared)
     }
     if used is not None:
-        # Also the loser's: a weaker layer may have set it.
+        # Also for the other kind: a weaker layer may have set it.
         variables.update({name: str(kind == resolved.value.sharded_by).lower() for name, kind in USE.items()})
     if "ACCELERATE_DEEPSPEED_CONFIG_FILE" in variables:
-        # By this accelerate refuses settings that the json has, too.
+        # With this accelerate refuses settings that are in the JSON, too.
         fields = [
             key.field
             for key in KEYS

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP to the launcher: raised while nothing runs, kept for the next look once processes do."""
+"""Signals to the launcher (Ctrl-C, SIGTERM, SIGUSR1, SIGHUP): raised at once before processes run, and at ``check`` after that."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["Interrupted", "Interrupts", "watch"]
 _SIGNALS = (signal.SIGINT, *SIGNALS, *((signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()))
 
 
-class Interrupted(BaseException):  # not an Exception: nobody on the way up may take it for a failure
-    """The launcher was told to stop by the signal ``number``."""
+class Interrupted(BaseException):  # not an Exception: no caller may take it for a failure
+    """The signal ``number`` asked the launcher to stop."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -23,42 +23,42 @@ class Interrupted(BaseException):  # not an Exception: nobody on the way up may 
 
 
 class Interrupts:
-    """The signals that came so far."""
+    """The signals received so far."""
 
     def __init__(self) -> None:
-        self._came: list[int] = []
+        self._received: list[int] = []
         self._held = False
 
     @property
     def count(self) -> int:
-        """How many came: at the second the user has no patience left."""
-        return len(self._came)
+        """Number of signals: the second one means at once."""
+        return len(self._received)
 
     @property
     def first(self) -> int | None:
-        """The number of the first; None: none came."""
-        return self._came[0] if self._came else None
+        """The first signal; None: none."""
+        return self._received[0] if self._received else None
 
     def check(self) -> None:
-        """Raise ``Interrupted`` if a signal came."""
-        if self._came:
-            raise Interrupted(self._came[0])
+        """Raise ``Interrupted`` if there was a signal."""
+        if self._received:
+            raise Interrupted(self._received[0])
 
     def hold(self) -> None:
-        """From now on only keep them for ``check``: an exception in the middle of a start would lose a process."""
+        """From now on raise in ``check`` only: an exception while a process is started would lose it."""
         self._held = True
         self.check()
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Note the signal ``number`` (a handler for ``signal.signal``)."""
-        self._came.append(number)
+        """Handle the signal ``number``."""
+        self._received.append(number)
         if not self._held:
             raise Interrupted(number)
 
 
 @contextmanager
 def watch() -> Iterator[Interrupts]:
-    """Take over the signals inside the ``with`` block. One that is ignored (nohup, a shell's ``&``) stays ignored."""
+    """Handle the signals inside the ``with`` block; an ignored one (nohup, a shell's ``&``) stays ignored."""
     interrupts = Interrupts()
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     taken = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}

@@ -1,16 +1,14 @@
 """``notebook_launcher`` and ``debug_launcher``: run a function of a notebook on several processes, forked from the kernel.
 
-A function that was defined in a cell cannot be imported, and what cells have loaded may be large: a fork has it all. But of
-a process that has threads a fork keeps just one, and it cannot use a device that was used before it. What that breaks is made
-to work here, or refused in words:
+A function of a cell cannot be imported, and the data of cells may be large: a fork has all of it. But a fork keeps only one
+thread, and cannot use a device that was used before it. So:
 
-* torch's own CPU threads are gone, and the next operation that wants them waits for ever. Each child computes on one
-  thread and keeps to it. (The pools of other libraries, scikit-learn's for one, can still hang: call these in the
-  children only, or on one thread.)
-* after the kernel has used the device (and on systems without fork) the processes are new ones, to which the function and
-  its arguments are carried by value (cloudpickle): with the globals that they name, as they are now.
-* autograd's device threads, which a backward pass in the kernel starts, are gone: the child says so before it calls the
-  function.
+* torch's CPU threads do not exist in the child, and an operation that needs them would hang. Each child computes on one
+  thread. (The pools of other libraries, such as scikit-learn, can still hang: call them in the children only, or on one
+  thread.)
+* After the kernel has used the device (and on systems without fork) the processes are new, and the function, its arguments and
+  the globals that they name are sent to them by value (cloudpickle).
+* Autograd's device threads, which a backward pass in the kernel starts, do not exist in the child, which raises an error.
 """
 
 from __future__ import annotations
@@ -43,8 +41,8 @@ __all__ = ["debug_launcher", "notebook_launcher"]
 
 # torch is imported inside the functions: this layer must import without it.
 
-# A relay that waits for the last line of a child whose own children (DataLoader workers) still hold the pipe.
-_LAST_WORDS = timedelta(seconds=1)
+# How long to wait for the last output of a child whose own children (DataLoader workers) hold the pipe open.
+_DRAIN = timedelta(seconds=1)
 
 
 def notebook_launcher(
@@ -66,38 +64,30 @@ def notebook_launcher(
 ) -> None:
     """Call ``function(*args)`` on several processes of this machine; what they print appears in the cell.
 
-    The processes are forked: whatever the cells so far have defined and loaded is there. Models, data and results go
-    in as arguments or globals; to bring something back, write it to a file on one rank. After a cell has used the device they
-    are new processes, which get copies of the function, of its arguments and of the globals that they name.
+    The processes are forked: everything that the cells have defined and loaded is available. Pass models and data as arguments
+    or globals; to return a result, write it to a file on one rank. After a cell has used the device, new processes get copies
+    of the function, its arguments, and the globals that they name.
 
     Args:
-        function: the training; it makes its own Accelerator.
-        args: given to it. Parameters of the function that are named ``rank`` and ``world_size``, and are not among them, are
-            filled in.
-        num_processes: None: one for each accelerator, 1 on a machine without. 1: the function is called right here.
-        mixed_precision: ``no``, ``fp16`` or ``bf16``; for an Accelerator that is given none itself.
-        use_port: without effect, like ``master_addr``, ``rdzv_*`` and ``log_line_prefix_template``: processes of one
-            machine meet on a free port of the loopback interface.
-        master_addr: see ``use_port``.
-        node_rank: 0: several machines are not offered.
-        num_nodes: 1: several machines are not offered.
-        rdzv_backend: see ``use_port``.
-        rdzv_endpoint: see ``use_port``.
-        rdzv_conf: see ``use_port``.
-        rdzv_id: see ``use_port``.
-        max_restarts: 0: restarts are not offered here.
-        monitor_interval: seconds between two looks at the processes.
-        log_line_prefix_template: see ``use_port``.
+        function: the training function, which creates its own Accelerator.
+        args: its arguments. Parameters named ``rank`` and ``world_size`` that they lack are filled in.
+        num_processes: None: one per accelerator, or 1 without any. 1: the function runs in this process.
+        mixed_precision: ``no``, ``fp16`` or ``bf16``; the default of Accelerators in the function.
+        use_port, master_addr, rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id, log_line_prefix_template: ignored, with a
+            warning: processes of one machine use a free port on loopback.
+        node_rank, num_nodes: 0 and 1: several machines are not supported.
+        max_restarts: 0: restarts are not supported.
+        monitor_interval: seconds between checks of the processes.
 
     Raises:
-        ConfigError: ``mixed_precision`` or ``num_processes`` is none.
-        UsageError: what only works outside a notebook, a process group that lives in the kernel, or ``args`` that do not fit.
-        LaunchError: a rank failed (with its traceback; the others are stopped).
+        ConfigError: invalid ``mixed_precision`` or ``num_processes``.
+        UsageError: an unsupported argument, a process group in the kernel, or ``args`` that do not fit.
+        LaunchError: a rank failed (includes its traceback); the others are stopped.
 
     Source: accelerate.notebook_launcher (its ``mixed_precision`` has no effect; this one's has).
     """
-    _refuse(num_nodes=(num_nodes, 1), node_rank=(node_rank, 0), max_restarts=(max_restarts, 0))
-    _tell_without_effect(
+    _check_supported(num_nodes=(num_nodes, 1), node_rank=(node_rank, 0), max_restarts=(max_restarts, 0))
+    _warn_ignored(
         use_port=(str(use_port), "29500"),
         master_addr=(master_addr, "127.0.0.1"),
         rdzv_backend=(rdzv_backend, "static"),
@@ -106,17 +96,17 @@ def notebook_launcher(
         rdzv_id=(rdzv_id, "none"),
         log_line_prefix_template=(log_line_prefix_template, None),
     )
-    # "no" is also what stands there when the user said nothing: then the environment decides.
+    # "no" is also the default: then the environment decides.
     given = {"num_processes": num_processes, "mixed_precision": mixed_precision if mixed_precision != "no" else None}
     resolved = current(from_code("notebook_launcher", given))
     count = _count_devices()
-    wanted = resolved.value.num_processes or max(1, count)
-    if wanted > 1:
+    number = resolved.value.num_processes or max(1, count)
+    if number > 1:
         _run_ranks(
             function,
             args,
             resolved,
-            num_processes=wanted,
+            num_processes=number,
             num_accelerators=count,
             interval=monitor_interval,
             caller="notebook_launcher",
@@ -124,17 +114,17 @@ def notebook_launcher(
         return
     variables = rank_variables(resolved, num_processes=1, num_threads=None, has_accelerator=count > 0)
     first, by_name = arguments_of_rank(
-        function, args, rank=0, world_size=1, caller="notebook_launcher", begins_with_rank=False
+        function, args, rank=0, world_size=1, caller="notebook_launcher", rank_first=False
     )
     with environ.patch(variables):
         function(*first, **by_name)
 
 
 def debug_launcher(function: Callable[..., object], args: Sequence[object] = (), num_processes: int = 2) -> None:
-    """Call ``function(*args)`` on ``num_processes`` forked processes that use the CPU only: a trial run.
+    """Call ``function(*args)`` on ``num_processes`` forked processes on the CPU, for a trial run.
 
     Raises:
-        LaunchError: a rank failed (with its traceback; the others are stopped).
+        LaunchError: a rank failed (includes its traceback); the others are stopped.
 
     Source: accelerate.debug_launcher.
     """
@@ -144,27 +134,24 @@ def debug_launcher(function: Callable[..., object], args: Sequence[object] = (),
     )
 
 
-def _refuse(**settings: tuple[int, int]) -> None:
+def _check_supported(**settings: tuple[int, int]) -> None:
     for name, (value, only) in settings.items():
         if value != only:
             raise UsageError(
-                f"notebook_launcher({name}={value}) is not offered: it runs once, on this machine",
+                f"notebook_launcher({name}={value}) is not supported: it runs once, on this machine",
                 where=f"code notebook_launcher({name}=)",
-                do=f"leave {name} out; or write the function to a script and start that with echelon launch",
+                do=f"remove {name}, or put the function into a script and run it with echelon launch",
             )
 
 
-def _tell_without_effect(**settings: tuple[object, object]) -> None:
+def _warn_ignored(**settings: tuple[object, object]) -> None:
     names = [name for name, (value, default) in settings.items() if value != default]
     if names:
-        warn(
-            f"notebook_launcher: {', '.join(names)} without effect: processes of one machine meet on a free port of the "
-            "loopback interface"
-        )
+        warn(f"notebook_launcher: {', '.join(names)} ignored: processes of one machine use a free port on loopback")
 
 
 def _count_devices() -> int:
-    # Otherwise torch asks the CUDA runtime itself, and no process forked later could use it.
+    # Otherwise torch initializes the CUDA runtime, which processes forked later could not use.
     with environ.patch({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
         return num_devices()
 
@@ -182,11 +169,11 @@ def _start_method(*, uses_device: bool) -> StartMethod:
 
 
 class _ByValue:
-    """Arrives in another process as a copy of ``value``, which need not be importable there.
+    """A value that is pickled by cloudpickle, so that it need not be importable in the other process.
 
     Raises:
-        LaunchError: cloudpickle is missing.
-        UsageError: it holds what cannot be copied.
+        LaunchError: cloudpickle is not installed.
+        UsageError: the value cannot be pickled.
     """
 
     def __init__(self, value: object) -> None:
@@ -194,8 +181,8 @@ class _ByValue:
             import cloudpickle  # noqa: PLC0415 - an extra, and only here
         except ImportError as error:
             raise LaunchError(
-                "the kernel has used the device (or the system cannot fork), so that new processes are needed; functions of "
-                "cells are carried to them by cloudpickle, which is not installed",
+                "new processes are needed because the kernel has used the device (or the system cannot fork), and "
+                "cloudpickle, which sends functions of cells to them, is not installed",
                 where="notebook_launcher or debug_launcher",
                 do="pip install 'echelon[notebook]'; or restart the kernel, and use the device in the function only",
             ) from error
@@ -204,9 +191,9 @@ class _ByValue:
             self._data: bytes = cloudpickle.dumps(value)
         except Exception as error:  # whatever the __reduce__ of the user's objects raises
             raise UsageError(
-                f"what the function uses cannot be carried to new processes: {type(error).__name__}: {error}",
-                where="notebook_launcher or debug_launcher, where ranks cannot be forked: the kernel has used the device, or no fork",
-                do="make it inside the function; or restart the kernel, and use the device in the function only",
+                f"what the function uses cannot be sent to new processes: {type(error).__name__}: {error}",
+                where="notebook_launcher or debug_launcher, where ranks cannot be forked: the kernel has used the device, or there is no fork",
+                do="create it inside the function; or restart the kernel, and use the device in the function only",
             ) from error
 
     def __reduce__(self) -> tuple[Callable[[bytes], object], tuple[bytes]]:
@@ -225,8 +212,8 @@ def _run_ranks(
 ) -> None:
     _refuse_process_group()
     arguments_of_rank(
-        function, args, rank=0, world_size=num_processes, caller=caller, begins_with_rank=False
-    )  # that they fit
+        function, args, rank=0, world_size=num_processes, caller=caller, rank_first=False
+    )  # check that they fit
     uses_device = num_accelerators > 0 and not resolved.value.cpu
     method = _start_method(uses_device=uses_device)
     num_threads = 1 if method == "fork" else None
@@ -247,7 +234,7 @@ def _run_ranks(
             caller=caller,
         )
         with warnings.catch_warnings(), environ.patch({} if method == "fork" else variables):
-            # Python >= 3.12 warns of every fork beside threads; the head of this file says what is done about it.
+            # Python >= 3.12 warns about every fork of a process with threads; see the docstring of this file.
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
             context = spawn(child, nprocs=num_processes, join=False, start_method=method)
         assert context is not None
@@ -256,7 +243,7 @@ def _run_ranks(
             while not context.join(timeout=0 if output.is_open else interval):
                 output.relay(timeout=interval)
         except BaseException:
-            context.terminate()  # the cell was interrupted, or a rank failed: leave nothing behind
+            context.terminate()  # the cell was interrupted, or a rank failed: leave no process behind
             raise
         finally:
             output.drain()
@@ -269,14 +256,14 @@ def _refuse_process_group() -> None:
 
     if dist.is_available() and dist.is_initialized():
         raise UsageError(
-            "this kernel is itself in a process group, which forked processes cannot leave or use",
-            do="end it (echelon.distributed.cleanup() or torch.distributed.destroy_process_group()), then launch",
+            "this kernel is in a process group, which forked processes cannot leave or use",
+            do="destroy it first: echelon.distributed.cleanup() or torch.distributed.destroy_process_group()",
         )
 
 
 @dataclass(slots=True, kw_only=True)
 class _Output:
-    """The pipes from the children: for each rank, stdout and stderr, as (read end, write end)."""
+    """The pipes from the children: (read end, write end) of stdout and stderr of each rank."""
 
     pipes: list[dict[Literal["stdout", "stderr"], tuple[int, int]]]
     readers: dict[int, tuple[Literal["stdout", "stderr"], codecs.IncrementalDecoder]] = field(default_factory=dict)
@@ -292,7 +279,7 @@ class _Output:
         return output
 
     def __getstate__(self) -> list[dict[str, Any]]:
-        # For a process that is being started, and inherits no file but those that are named.
+        # For a spawned process, which inherits only the files that are passed.
         return [{name: DupFd(write_end) for name, (_, write_end) in pipes.items()} for pipes in self.pipes]
 
     def __setstate__(self, state: list[dict[Literal["stdout", "stderr"], Any]]) -> None:
@@ -303,8 +290,8 @@ class _Output:
     def is_open(self) -> bool:
         return bool(self.readers)
 
-    def take_over(self, rank: int) -> None:
-        """In the child ``rank``: send all that is printed, by Python or by native code, into its pipes."""
+    def redirect(self, rank: int) -> None:
+        """In the child ``rank``: redirect all output, of Python and native code, to its pipes."""
         for name, number in (("stdout", 1), ("stderr", 2)):
             os.dup2(self.pipes[rank][name][1], number)  # type: ignore[index]
             stream = open(  # noqa: SIM115 - for the life of the process
@@ -314,7 +301,7 @@ class _Output:
         self.close()
 
     def relay(self, *, timeout: float) -> None:
-        """Show what has come, or comes within ``timeout`` seconds."""
+        """Show the output that is available within ``timeout`` seconds."""
         for end in wait(list(self.readers), timeout):
             assert isinstance(end, int), end
             name, decoder = self.readers[end]
@@ -327,8 +314,8 @@ class _Output:
                 os.close(end)
 
     def drain(self) -> None:
-        """Show what is left; what keeps a pipe open does not hold us up."""
-        deadline = time.monotonic() + _LAST_WORDS.total_seconds()
+        """Show the remaining output, without waiting for pipes that stay open."""
+        deadline = time.monotonic() + _DRAIN.total_seconds()
         while self.readers and (left := deadline - time.monotonic()) > 0:
             self.relay(timeout=left)
 
@@ -344,7 +331,7 @@ class _Output:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Child:
-    """What each process runs, after ``spawn`` has set its rank."""
+    """What each process runs after ``spawn`` has set its rank."""
 
     call: tuple[Callable[..., object], tuple[object, ...]]
     variables: Mapping[str, str]
@@ -354,21 +341,21 @@ class _Child:
     caller: str
 
     def __call__(self, rank: int) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a kernel's own handler would not run inside a collective
-        self.output.take_over(rank)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the kernel's own handler would not run inside a collective
+        self.output.redirect(rank)
         environ.write(self.variables)
         if self.is_forked:
-            _keep_to_one_thread()
+            _limit_to_one_thread()
             if self.uses_device:
                 _check_device()
         function, args = self.call
         given, by_name = arguments_of_rank(
-            function, args, rank=rank, world_size=len(self.output.pipes), caller=self.caller, begins_with_rank=False
+            function, args, rank=rank, world_size=len(self.output.pipes), caller=self.caller, rank_first=False
         )
         function(*given, **by_name)
 
 
-def _keep_to_one_thread() -> None:
+def _limit_to_one_thread() -> None:
     import torch  # noqa: PLC0415 - torch-free layer
 
     set_num_threads = torch.set_num_threads
@@ -377,7 +364,7 @@ def _keep_to_one_thread() -> None:
     def keep(nthreads: int) -> None:
         if nthreads > 1:
             warn(
-                f"torch.set_num_threads({nthreads}) is left out: the kernel's threads do not survive a fork, and torch "
+                f"torch.set_num_threads({nthreads}) is ignored: the kernel's threads do not survive a fork, and torch "
                 "would wait for them for ever; a script started with echelon launch can use more"
             )
 
@@ -385,23 +372,23 @@ def _keep_to_one_thread() -> None:
 
 
 def _check_device() -> None:
-    """Refuse a device that the kernel has used: here every use of it would fail, with a less helpful message."""
+    """Refuse a device that the kernel has used: every use of it in a fork fails, with a less helpful message."""
     import torch  # noqa: PLC0415 - torch-free layer
 
     module: Any = torch.get_device_module()
     is_in_bad_fork: Callable[[], bool] = getattr(module, "_is_in_bad_fork", lambda: False)
     reason = ""
     if is_in_bad_fork():
-        reason = "a cell has used it already (a tensor on it, or torch.cuda.is_available())"
+        reason = "a cell has already used it (a tensor on it, or torch.cuda.is_available())"
     else:
         try:
             torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             if "fork" not in str(error):
                 raise
-            reason = "a cell has run a backward pass already, which starts torch's device threads"
+            reason = "a cell has already run a backward pass, which starts torch's device threads"
     if reason:
         raise LaunchError(
             f"the {torch.accelerator.current_accelerator()} device cannot be used in a process forked from this kernel: {reason}",
-            do="restart the kernel, and do that in the function only; or train on the CPU (ECHELON_CPU=1)",
+            do="restart the kernel and do that in the function only, or train on the CPU (ECHELON_CPU=1)",
         )

@@ -1,4 +1,4 @@
-"""The arguments of a function that is called on every rank: where it asks for its rank and the world size, it gets them."""
+"""The arguments of a function that runs on every rank: parameters named after the rank and the world size are filled in."""
 
 from __future__ import annotations
 
@@ -23,48 +23,48 @@ def arguments_of_rank(
     rank: int,
     world_size: int,
     caller: str,
-    begins_with_rank: bool,
+    rank_first: bool,
 ) -> tuple[tuple[object, ...], Mapping[str, object]]:
-    """Return what to call ``function`` with on ``rank``: ``args`` (after the rank), and by name what it asks for and they lack.
+    """Return the arguments of ``function`` on ``rank``: ``args`` (after the rank), and by name the parameters to fill in.
 
     Args:
         function: the user's.
         args: the user's.
         rank: of the process.
         world_size: of the run.
-        caller: what the user called, for the error.
-        begins_with_rank: ``caller`` gives the rank before ``args``, as torch's spawn does.
+        caller: the function that the user called, for the error.
+        rank_first: ``caller`` passes the rank before ``args``, as torch's spawn does.
 
     Raises:
         UsageError: ``args`` do not fit the function.
     """
-    given = (rank, *args) if begins_with_rank else tuple(args)
+    given = (rank, *args) if rank_first else tuple(args)
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # one of C, say
+    except (TypeError, ValueError):  # a C function, for example
         return given, _NONE
     if _fits(signature, given, _NONE):
         return given, _NONE
-    place = {
+    filled = {
         name: rank if name in _RANK else world_size
         for name, parameter in signature.parameters.items()
         if name in _RANK | _WORLD_SIZE and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY
     }
-    # Theirs take the other places, in their order.
+    # ``args`` fill the other parameters, in order.
     others = [
         name
         for name, parameter in signature.parameters.items()
-        if name not in place and parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        if name not in filled and parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     ]
-    by_name = {**place, **dict(zip(others, args))}
-    if place and len(args) <= len(others) and _fits(signature, (), by_name):
+    by_name = {**filled, **dict(zip(others, args))}
+    if filled and len(args) <= len(others) and _fits(signature, (), by_name):
         return (), by_name
     name = getattr(function, "__qualname__", repr(function))
-    first = "the rank, and then " if begins_with_rank else ""
+    first = "the rank, and then " if rank_first else ""
     raise UsageError(
-        f"{name}{signature} cannot be called by {caller}(args={tuple(args)!r}), which gives it {first}args",
+        f"{name}{signature} cannot be called by {caller}(args={tuple(args)!r}), which passes {first}args",
         where=f"code {caller}(args=)",
-        do="pass one value for each of its parameters in args; parameters named rank and world_size are filled in",
+        do="pass one value per parameter in args; parameters named rank and world_size are filled in",
     )
 
 

@@ -1,4 +1,4 @@
-"""What the user asked to run, and the checks that can be made before a process is started or torch is imported."""
+"""The program to run, and checks before a process is started or torch is imported."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Script:
 
 
 def check(script: Script) -> None:
-    """Raise what would stop every rank at its first line.
+    """Refuse a program that would fail on every rank at its first line.
 
     Raises:
-        ConfigError: the target does not exist, is a directory, cannot be read, or is no Python source.
+        ConfigError: the target does not exist, is a directory, cannot be read, or is not Python source.
     """
     if script.kind == "module":
         _check_module(script.target)
@@ -49,7 +49,7 @@ def check(script: Script) -> None:
 
 
 def _check_module(name: str) -> None:
-    # Only the first part: looking further would import (run) the parent package.
+    # Only the first part: to find a submodule Python imports the parent package.
     top = name.partition(".")[0]
     path = [os.getcwd(), *sys.path]
     if not top or (top not in sys.builtin_module_names and PathFinder.find_spec(top, path) is None):
@@ -63,7 +63,7 @@ def _check_module(name: str) -> None:
 
 def _check_program(name: str) -> None:
     if shutil.which(name) is None:
-        do = f"chmod +x {name}, or leave --no_python out" if os.path.isfile(name) else "check the path"
+        do = f"chmod +x {name}, or remove --no_python" if os.path.isfile(name) else "check the path"
         raise ConfigError(f"{name} is not an executable program", where="--no_python", do=do)
 
 
@@ -71,7 +71,7 @@ def _check_source(name: str) -> None:
     path = Path(name)
     if path.is_dir():
         raise ConfigError(
-            f"{name} is a directory, not a Python script", do=f"name the file: {path / 'train.py'}, for example"
+            f"{name} is a directory, not a Python script", do=f"give the file, for example {path / 'train.py'}"
         )
     try:
         data = path.read_bytes()
@@ -79,7 +79,7 @@ def _check_source(name: str) -> None:
         raise ConfigError(
             f"there is no script {name}",
             where=f"directory {os.getcwd()}",
-            do="check the path; for a module use -m, for another program --no_python",
+            do="check the path; use -m for a module, --no_python for another program",
         ) from error
     except OSError as error:
         raise ConfigError(f"cannot read the script {name}: {error.strerror}", do="check its permissions") from error
@@ -91,24 +91,22 @@ def _check_source(name: str) -> None:
         raise ConfigError(
             f"{name} is not valid {error.encoding} text: byte 0x{data[error.start]:02x}",
             where=f"{name}:{line}",
-            do="save it as UTF-8, or name its encoding in the first line: # -*- coding: latin-1 -*-",
+            do="save it as UTF-8, or declare its encoding in the first line: # -*- coding: latin-1 -*-",
         ) from error
-    except (
-        SyntaxError
-    ) as error:  # detect_encoding: an unknown encoding, or bytes before the first line that are no UTF-8
+    except SyntaxError as error:  # detect_encoding: an unknown encoding, or a first line that is not UTF-8
         raise ConfigError(
             f"{name} is not Python source: {error.msg}",
             where=f"{name}:1",
-            do="save it as UTF-8, or name its encoding in the first line: # -*- coding: latin-1 -*-",
+            do="save it as UTF-8, or declare its encoding in the first line: # -*- coding: latin-1 -*-",
         ) from error
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the ranks say it; once here would be once too often
+            warnings.simplefilter("ignore")  # the ranks show it
             compile(data, name, "exec", dont_inherit=True)
     except SyntaxError as error:
         source = f": {error.text.strip()}" if error.text else ""
         raise ConfigError(
-            f"syntax error: {error.msg}", where=f"{name}:{error.lineno}{source}", do="correct this line"
+            f"syntax error: {error.msg}", where=f"{name}:{error.lineno}{source}", do="fix this line"
         ) from error
     except ValueError as error:  # null bytes, before Python 3.12
-        raise ConfigError(f"{name} is not Python source: {error}", where=name, do="name a Python file") from error
+        raise ConfigError(f"{name} is not Python source: {error}", where=name, do="give a Python file") from error

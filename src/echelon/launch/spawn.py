@@ -35,7 +35,7 @@ __all__ = ["SpawnContext", "StartMethod", "spawn"]
 
 StartMethod = Literal["spawn", "fork", "forkserver"]
 
-# After one rank failed, the others have this long to end by themselves: their errors are needed to tell who began.
+# How long the other ranks may take after a failure: their errors tell which rank failed first.
 _GRACE = timedelta(seconds=1)
 _TRACEBACK_FILE = "traceback.txt"
 
@@ -50,23 +50,23 @@ def spawn(
 ) -> SpawnContext | None:
     """Call ``fn(rank, *args)`` on ``nprocs`` new processes of this machine.
 
-    Each has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, so ``setup()`` needs no
-    arguments in ``fn``; the store lives in this process, on loopback.
+    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, so ``setup()`` needs no arguments in
+    ``fn``; the store lives in this process, on loopback.
 
     Args:
         fn: at the top level of a module, so that the new processes can import it.
-        args: after the rank. A parameter of ``fn`` that is named ``world_size`` and not among them is filled in.
+        args: passed after the rank. A parameter ``world_size`` of ``fn`` that they lack is filled in.
         nprocs: number of processes.
-        join: wait for all of them, and raise if one fails.
-        daemon: of the processes: they end with this one, and may not have children.
-        start_method: ``fork`` also works with a function of a notebook, as long as no device was used before.
+        join: wait for all processes, and raise if one fails.
+        daemon: the processes end with this one, and may not have children.
+        start_method: ``fork`` also runs functions of a notebook, if no device was used before.
 
     Returns:
-        None when ``join``, else the context to join later.
+        None with ``join``, else the context to join later.
 
     Raises:
         UsageError: ``nprocs`` below 1, or ``args`` that do not fit ``fn``.
-        LaunchError: a rank failed (when ``join``); it holds the traceback of the rank that began.
+        LaunchError: a rank failed (with ``join``); includes the traceback of the first failed rank.
 
     Source: torch.multiprocessing.spawn.
     """
@@ -76,7 +76,7 @@ def spawn(
             where="code spawn(nprocs=)",
             do="give nprocs=1 or more",
         )
-    arguments_of_rank(fn, args, rank=0, world_size=nprocs, caller="spawn", begins_with_rank=True)  # that they fit
+    arguments_of_rank(fn, args, rank=0, world_size=nprocs, caller="spawn", rank_first=True)  # check that they fit
     import torch.multiprocessing as mp  # noqa: PLC0415 - torch-free layer
 
     from echelon.launch.multinode.rendezvous import LOOPBACK, LoopbackStore  # noqa: PLC0415 - imports torch
@@ -91,10 +91,10 @@ def spawn(
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    start: Any = mp.start_processes  # torch leaves it without types
+    start: Any = mp.start_processes  # torch has no types for it
     processes = start(
         _run_rank,
-        # Ranks that this thread may leave behind must not end with it: torch would let them.
+        # With join=False ranks may outlive this thread, with which torch would kill them.
         args=(fn, tuple(args), common, str(directory), own_identity(), not join and not _is_main_thread()),
         nprocs=nprocs,
         join=False,
@@ -108,7 +108,7 @@ def spawn(
         while not context.join():
             pass
     except BaseException:
-        context.terminate()  # Ctrl-C, for one: leave nothing behind
+        context.terminate()  # for example Ctrl-C: leave no process behind
         raise
     return None
 
@@ -120,15 +120,15 @@ def _run_rank(
     common: dict[str, str],
     directory: str,
     parent: str,
-    is_of_a_thread: bool,
+    by_thread: bool,
 ) -> None:
-    die_with(parent, by_thread=is_of_a_thread)  # torch asks for SIGINT then, which native code never sees
+    die_with(parent, by_thread=by_thread)  # torch uses SIGINT, which native code ignores
     environ.write({**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
     own = os.path.join(directory, str(rank))
     os.makedirs(own)
     try:
         size = int(common["WORLD_SIZE"])
-        given, by_name = arguments_of_rank(fn, args, rank=rank, world_size=size, caller="spawn", begins_with_rank=True)
+        given, by_name = arguments_of_rank(fn, args, rank=rank, world_size=size, caller="spawn", rank_first=True)
         fn(*given, **by_name)
     except Exception as error:
         (Path(own) / _TRACEBACK_FILE).write_text(traceback.format_exc(), encoding="utf-8", errors="backslashreplace")
@@ -142,7 +142,7 @@ def _is_main_thread() -> bool:
 
 @final
 class SpawnContext:
-    """The running ranks of ``spawn(join=False)``; also keeps their store open."""
+    """The running ranks of ``spawn(join=False)``, and their store."""
 
     def __init__(self, processes: ProcessContext, store: LoopbackStore, directory: Path) -> None:
         self._context = processes
@@ -159,11 +159,11 @@ class SpawnContext:
         return [process.pid for process in self._context.processes]
 
     def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
-        """Wait for one or more ranks to end; true when all have. Call it until it is.
+        """Wait for one or more ranks to end; return True when all have ended, else call it again.
 
         Args:
-            timeout: seconds to wait; None: until something happens.
-            grace_period: seconds that the other ranks have after one failed.
+            timeout: seconds to wait; None: until a rank ends.
+            grace_period: seconds that the other ranks get after a failure.
 
         Raises:
             LaunchError: a rank failed; the others are stopped.
@@ -180,7 +180,7 @@ class SpawnContext:
         return done
 
     def terminate(self) -> None:
-        """Stop the ranks that still run."""
+        """Kill the ranks that still run."""
         for process in self._context.processes:
             if process.is_alive():
                 process.kill()
@@ -188,7 +188,7 @@ class SpawnContext:
         self._close()
 
     def _explained(self, error: Any) -> LaunchError:
-        # Ranks that torch stopped by a signal ran still as far as the verdict is concerned, or had failed and were slow to end.
+        # Ranks that torch killed were still running, or had failed and were slow to exit.
         ends = []
         for rank, process in enumerate(self._context.processes):
             record, code = read_record(self._directory / str(rank) / ERROR_FILE), process.exitcode

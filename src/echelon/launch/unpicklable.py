@@ -1,4 +1,4 @@
-"""Which attribute of a data set keeps it from going to the workers of its DataLoader: pickle names a type, and not where it is."""
+"""Find the attribute of a dataset that cannot be pickled for the workers of its DataLoader: pickle only names its type."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 __all__ = ["unpicklable_part"]
 
 _DATALOADER = os.path.join("torch", "utils", "data", "dataloader.py")
-_SENT = ("dataset", "collate_fn", "worker_init_fn", "generator")  # what torch gives to each new worker
+_SENT = ("dataset", "collate_fn", "worker_init_fn", "generator")  # what torch sends to each worker
 _MAX_DEPTH = 6
 
 
 def unpicklable_part(error: BaseException) -> str:
-    """Return what in a DataLoader could not be pickled, as ``dataset.lock, of the class Images``; empty: ``error`` is another one."""
+    """Return what in a DataLoader cannot be pickled, as ``dataset.lock, of the class Images``; empty: a different error."""
     if "pickle" not in str(error):
         return ""
     traceback = error.__traceback__
@@ -55,7 +55,7 @@ class _Nowhere:
 
 
 class _Probe(pickle.Pickler):
-    """Pickles for nobody; tensors, which torch carries over in its own way, count as picklable."""
+    """Discards its output; tensors, which torch shares itself, count as picklable."""
 
     def reducer_override(self, value: Any) -> Any:
         torch = sys.modules.get("torch")

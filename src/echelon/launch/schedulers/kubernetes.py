@@ -1,10 +1,10 @@
-"""The objects by which Kubernetes runs a training: an Indexed Job with its Service, or a TrainJob of Kubeflow.
+"""The Kubernetes objects of a training: an Indexed Job with its Service, or a TrainJob of Kubeflow.
 
-A pod is a machine: it runs one launcher, whose machine rank is the pod's index and whose head is pod 0, found by its name. The
-secret that the launchers share is named here, and never written: it lives in a Secret (``token_secret``).
+A pod is a machine: it runs one launcher, whose machine rank is the pod's index; the rendezvous host is pod 0, found by its DNS
+name. The manifest only names the secret that the launchers share, which is in a Secret (``token_secret``).
 
-An asked-for end (exit code 143: the node is drained, the pod preempted) is no failure: the pod is made again, and goes on from the
-last checkpoint. A wrong command line (2) would fail the same way again: it ends the Job at once.
+A preemption (exit code 143: the node is drained, the pod preempted) is not a failure: the pod is recreated, and resumes from the
+last checkpoint. A wrong command line (2) would fail again: it fails the Job at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["PodJob", "indexed_job", "objects", "token_secret", "train_job"]
 Object = dict[str, Any]
 Kind = Literal["job", "trainjob"]
 
-# A pod may run before pod 0 has a name. As process 1 it is asked to end in vain, unless it has a handler.
+# A pod may run before the DNS name of pod 0 exists. Process 1 ignores SIGTERM unless it has a handler.
 _WAIT = """\
 import os, signal, socket, sys, time
 signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
@@ -39,43 +39,43 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 _CONTAINER = "trainer"
 _WRONG_COMMAND_LINE = 2
-# The name of the container and of its job in the runtimes that Kubeflow brings.
+# The name of the container and of its job in Kubeflow's runtimes.
 _NODE = "node"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodJob:
-    """What the user chose."""
+    """The options of the job."""
 
     name: str
     image: str
     script: Script
     """A path, module or program inside the image."""
     nodes: int = 1
-    """How many pods."""
+    """Number of pods."""
     processes: int = 1
-    """In each pod."""
+    """Per pod."""
     gpus: int = 0
-    """Of each pod."""
+    """Per pod."""
     gpu_resource: str = "nvidia.com/gpu"
     cpus: str | None = None
     memory: str | None = None
     shared_memory: str | None = None
-    """The most that /dev/shm may take; None: what the pod's memory allows."""
+    """Size limit of /dev/shm; None: the pod's memory."""
     volumes: tuple[tuple[str, str], ...] = ()
-    """(PersistentVolumeClaim, path): what outlives the pods, so checkpoints."""
+    """(PersistentVolumeClaim, path): storage that outlives the pods, for checkpoints."""
     variables: Mapping[str, str]
     namespace: str | None = None
     secret: str
-    """The Secret whose key ``token`` the launchers share."""
+    """Name of the Secret whose key ``token`` the launchers share."""
     user: int = 1000
-    """The user id in the container; 0: root is allowed, and the image says who it is."""
+    """User id in the container; 0: that of the image, also root."""
     preemption_grace_s: float
-    """What the ranks have to come to one step (``echelon launch --preemption_grace``)."""
+    """Time the ranks get to agree on a step (``echelon launch --preemption_grace``)."""
     grace_s: int = 120
-    """Between SIGTERM and SIGKILL: to come to one step, and to save."""
+    """Seconds between SIGTERM and SIGKILL: to agree on a step, and to save."""
     retries: int = 3
-    """Failures of the whole run before the Job has failed."""
+    """How many failures of the run the Job tolerates."""
     port: int = 29500
     python: str = "python"
     launch_args: tuple[str, ...] = ()
@@ -84,10 +84,10 @@ class PodJob:
 
 
 def objects(job: PodJob, kind: Kind) -> list[Object]:
-    """Return what is to be applied, without the Secret.
+    """Return the objects to apply, without the Secret.
 
     Raises:
-        ConfigError: a value that Kubernetes would not take, or a grace that is over before the ranks have saved.
+        ConfigError: a value that Kubernetes rejects, or a grace period that ends before the ranks have saved.
     """
     _check(job)
     if kind == "trainjob":
@@ -96,7 +96,7 @@ def objects(job: PodJob, kind: Kind) -> list[Object]:
 
 
 def token_secret(job: PodJob, token: str) -> Object:
-    """Return the Secret that holds ``token``: for the standard input of kubectl, and for nothing else."""
+    """Return the Secret that holds ``token``; pass it to the stdin of kubectl only."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -107,7 +107,7 @@ def token_secret(job: PodJob, token: str) -> Object:
 
 
 def indexed_job(job: PodJob) -> Object:
-    """Return the Job: one pod a machine, with an index."""
+    """Return the Job: one indexed pod per machine."""
     head = f"{job.name}-0.{job.name}"
     container = {
         "name": _CONTAINER,
@@ -119,9 +119,9 @@ def indexed_job(job: PodJob) -> Object:
         "securityContext": _container_security(job),
     }
     pod = {
-        "restartPolicy": "Never",  # a failed pod's log stays, and its exit code is judged below
+        "restartPolicy": "Never",  # keeps the log of a failed pod; podFailurePolicy handles its exit code
         "terminationGracePeriodSeconds": job.grace_s,
-        "automountServiceAccountToken": False,  # a training has nothing to tell the cluster
+        "automountServiceAccountToken": False,  # a training does not use the cluster's API
         "enableServiceLinks": False,
         **({"subdomain": job.name} if job.nodes > 1 else {}),
         **_pod_security(job),
@@ -136,8 +136,8 @@ def indexed_job(job: PodJob) -> Object:
             "completionMode": "Indexed",
             "completions": job.nodes,
             "parallelism": job.nodes,
-            "backoffLimit": job.retries * job.nodes,  # a run that fails ends all of its pods
-            "podReplacementPolicy": "Failed",  # two pods of one index would be two machines of one rank
+            "backoffLimit": job.retries * job.nodes,  # a failure of the run fails all its pods
+            "podReplacementPolicy": "Failed",  # two pods with one index would be two machines with one rank
             "podFailurePolicy": {
                 "rules": [
                     {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
@@ -151,7 +151,7 @@ def indexed_job(job: PodJob) -> Object:
 
 
 def train_job(job: PodJob) -> Object:
-    """Return the TrainJob of Kubeflow Trainer 2.2 or newer; its runtime says what happens to failed pods."""
+    """Return the TrainJob of Kubeflow Trainer 2.2 or newer; its runtime handles failed pods."""
     patch = {
         "terminationGracePeriodSeconds": job.grace_s,
         **_pod_security(job),
@@ -185,14 +185,14 @@ def train_job(job: PodJob) -> Object:
 
 
 def _service(job: PodJob) -> Object:
-    """Return the Service without an address of its own, by which the pods find each other's names."""
+    """Return the headless Service that gives the pods DNS names."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": _metadata(job, job.name),
         "spec": {
             "clusterIP": "None",
-            "publishNotReadyAddresses": True,  # they look for pod 0 while it starts
+            "publishNotReadyAddresses": True,  # pods resolve pod 0 while it starts
             "selector": _labels(job),
             "ports": [{"name": "rendezvous", "port": job.port}],
         },
@@ -200,11 +200,11 @@ def _service(job: PodJob) -> Object:
 
 
 def _command(job: PodJob, count: str, rank: str, head: str, port: str) -> Object:
-    """Return what the container runs; Kubernetes puts the value of a variable for ``$(NAME)`` in the last four."""
+    """Return the container's command; Kubernetes expands ``$(NAME)`` in the last four arguments."""
     script = job.script
     kind = {"script": [], "module": ["-m"], "program": ["--no_python"]}[script.kind]
     words = ["--nproc_per_node", str(job.processes), *job.launch_args, *kind, script.target, *script.args]
-    # What the user wrote is to arrive as it is written: $(NAME) in it, and $$, too.
+    # Escape the user's words: Kubernetes must not expand $(NAME) or $$ in them.
     words = [word.replace("$", "$$") for word in words]
     launch = [job.python, "-m", "echelon", "launch"]
     if job.nodes == 1:
@@ -217,7 +217,7 @@ def _command(job: PodJob, count: str, rank: str, head: str, port: str) -> Object
 def _env(job: PodJob) -> list[Object]:
     values = dict(job.variables)
     if job.user:
-        # A user id without a name or a home, in most images: torch asks for both.
+        # In most images the user id has no name and no home, which torch needs.
         values = {"HOME": "/tmp", "USER": "trainer", **values}
     env: list[Object] = [{"name": name, "value": value.replace("$", "$$")} for name, value in values.items()]
     if job.nodes > 1:
@@ -230,13 +230,13 @@ def _resources(job: PodJob) -> Object:
         **({job.gpu_resource: job.gpus} if job.gpus else {}),
         **({"memory": job.memory} if job.memory else {}),
     }
-    # A limit on the CPU would make a busy rank wait, and all others with it.
+    # A CPU limit would throttle a busy rank, and delay all others.
     requests = {**({"cpu": job.cpus} if job.cpus else {}), **({"memory": job.memory} if job.memory else {})}
     return {**({"limits": limits} if limits else {}), **({"requests": requests} if requests else {})}
 
 
 def _volumes(job: PodJob) -> list[Object]:
-    # The 64 MB that containers have by default are too few for the workers of a DataLoader, and for NCCL.
+    # The default of 64 MB is too small for DataLoader workers and NCCL.
     memory = {"medium": "Memory", **({"sizeLimit": job.shared_memory} if job.shared_memory else {})}
     claims = [
         {"name": f"data-{i}", "persistentVolumeClaim": {"claimName": claim}} for i, (claim, _) in enumerate(job.volumes)
@@ -279,32 +279,34 @@ def _metadata(job: PodJob, name: str) -> Object:
     }
 
 
-# A label of DNS (RFC 1123), shorter than its 63 characters: pods get -N-xxxxx behind it.
+# A DNS label (RFC 1123), shorter than 63 characters: pods append -N-xxxxx.
 _NAME = r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?"
 _QUANTITY = r"\d+(\.\d+)?(m|[kKMGTPE]i?)?"
 
 
 def _check(job: PodJob) -> None:
-    _check_form("--name", job.name, _NAME, "give lower-case letters, digits and -, at most 52, the first a letter")
+    _check_form("--name", job.name, _NAME, "give lower-case letters, digits and -, at most 52, starting with a letter")
     for flag, name in (("--secret", job.secret), ("--namespace", job.namespace), ("--runtime", job.runtime)):
         _check_form(flag, name, r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?", "give lower-case letters, digits, - and .")
-    _check_form("--image", job.image, r"[\w./:@-]+", "name an image, such as registry/project/image:tag")
+    _check_form("--image", job.image, r"[\w./:@-]+", "give an image, such as registry/project/image:tag")
     for flag, amount in (("--cpus", job.cpus), ("--mem", job.memory), ("--shm_size", job.shared_memory)):
-        _check_form(flag, amount, _QUANTITY, "give a quantity of Kubernetes, such as 8, 500m or 64Gi")
+        _check_form(flag, amount, _QUANTITY, "give a Kubernetes quantity, such as 8, 500m or 64Gi")
     for name in job.variables:
         _check_form("--env", name, r"[A-Z_a-z][\w.-]*", "give NAME=VALUE")
     for claim, path in job.volumes:
         if not path.startswith("/") or ":" in path or not claim:
-            raise ConfigError(f"{claim}:{path} is no volume", where="flag --volume", do="give CLAIM:/path/in/the/pod")
+            raise ConfigError(
+                f"{claim}:{path} is not a volume", where="flag --volume", do="give CLAIM:/path/in/the/pod"
+            )
     if job.grace_s <= job.preemption_grace_s:
         raise ConfigError(
-            f"a pod is killed {job.grace_s} s after it was asked to end, and the ranks may take {job.preemption_grace_s:g} s "
-            "to come to one step",
+            f"a pod is killed {job.grace_s} s after SIGTERM, and the ranks may take {job.preemption_grace_s:g} s "
+            "to agree on a step",
             where="flag --grace",
-            do=f"give more than {job.preemption_grace_s:g} s, and the time that a checkpoint takes",
+            do=f"give more than {job.preemption_grace_s:g} s plus the time of a checkpoint",
         )
 
 
 def _check_form(flag: str, text: str | None, form: str, do: str) -> None:
     if text is not None and re.fullmatch(form, text, flags=re.ASCII) is None:
-        raise ConfigError(f"{text!r} is not what Kubernetes takes", where=f"flag {flag}", do=do)
+        raise ConfigError(f"{text!r} is not a valid value for Kubernetes", where=f"flag {flag}", do=do)

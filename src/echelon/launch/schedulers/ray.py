@@ -1,4 +1,4 @@
-"""``echelon.ray.run``: a training function on the workers of Ray's TorchTrainer."""
+"""``echelon.ray.run``: run a training function on the workers of Ray's TorchTrainer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-# gloo beside NCCL: objects and tensors of the CPU are exchanged, too.
+# gloo beside NCCL, for objects and CPU tensors.
 _BACKEND_OF_GPUS = "cpu:gloo,cuda:nccl"
 
 
@@ -31,32 +31,32 @@ def run(
     resources_per_worker: Mapping[str, float] | None = None,
     **options: Any,
 ) -> Result:
-    """Run ``fn`` on workers of a Ray cluster, as one training, and return Ray's ``Result``.
+    """Run ``fn`` on the workers of a Ray cluster as one training, and return Ray's ``Result``.
 
-    Each worker is a rank: an ``Accelerator``, a ``Trainer`` or ``setup()`` in ``fn`` finds its place and the process group, which Ray
-    made. What ``fn`` returns on rank zero is ``result.return_value``. Files are where the script says: relative paths begin in
-    the folder of the program that calls this, on machines that have it.
+    Each worker is a rank: ``Accelerator``, ``Trainer`` and ``setup()`` use the process group that Ray has created.
+    ``result.return_value`` is the return value of ``fn`` on rank zero. Relative paths are relative to the folder of the calling
+    program, on machines that have it.
 
     Args:
-        fn: the training, called with ``config``, or without an argument when there is none.
-        scaling_config: Ray's; or else ``num_workers``, ``use_gpu`` and ``resources_per_worker`` of one.
+        fn: the training function, called with ``config`` if given.
+        scaling_config: Ray's; or give ``num_workers``, ``use_gpu`` and ``resources_per_worker``.
         config: for ``fn``.
-        num_workers: how many ranks.
-        use_gpu: one GPU for each.
-        resources_per_worker: as ``ScalingConfig`` has it.
+        num_workers: number of ranks.
+        use_gpu: one GPU per rank.
+        resources_per_worker: as in ``ScalingConfig``.
         options: for Ray's ``TorchTrainer``: ``run_config``, ``datasets``, ``torch_config``, ...
 
     Raises:
         MissingExtraError: Ray is not installed.
-        UsageError: the number of workers is given twice, or not at all.
+        UsageError: the number of workers is given twice or not at all.
         LaunchError: a worker failed; it names the rank and its exception.
     """
     train = require("ray.train", extra="ray", purpose="echelon.ray.run")
-    torch_face = require("ray.train.torch", extra="ray", purpose="echelon.ray.run")
+    ray_torch = require("ray.train.torch", extra="ray", purpose="echelon.ray.run")
     if (scaling_config is None) == (num_workers is None):
-        told = "neither a ScalingConfig nor num_workers" if num_workers is None else "a ScalingConfig and num_workers"
+        given = "neither a ScalingConfig nor num_workers" if num_workers is None else "a ScalingConfig and num_workers"
         raise UsageError(
-            f"echelon.ray.run: {told}",
+            f"echelon.ray.run: {given}",
             where="code echelon.ray.run()",
             do="give one of them: run(fn, ScalingConfig(num_workers=2)) or run(fn, num_workers=2)",
         )
@@ -65,14 +65,14 @@ def run(
         scaling_config = train.ScalingConfig(num_workers=num_workers, use_gpu=use_gpu, resources_per_worker=resources)
     elif use_gpu or resources_per_worker is not None:
         raise UsageError(
-            "echelon.ray.run: a ScalingConfig, and use_gpu or resources_per_worker beside it",
+            "echelon.ray.run: use_gpu or resources_per_worker next to a ScalingConfig",
             where="code echelon.ray.run()",
             do="put them into the ScalingConfig",
         )
     if scaling_config.use_gpu:
-        options.setdefault("torch_config", torch_face.TorchConfig(backend=_BACKEND_OF_GPUS))
+        options.setdefault("torch_config", ray_torch.TorchConfig(backend=_BACKEND_OF_GPUS))
     worker = _Worker(fn=fn, config=None if config is None else dict(config), folder=os.getcwd())
-    trainer = torch_face.TorchTrainer(worker.run, scaling_config=scaling_config, **options)
+    trainer = ray_torch.TorchTrainer(worker.run, scaling_config=scaling_config, **options)
     try:
         result: Result = trainer.fit()
         return result
@@ -83,18 +83,18 @@ def run(
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Worker:
-    """What travels to each worker."""
+    """What is sent to each worker."""
 
     fn: Callable[..., object]
     config: dict[str, object] | None
     folder: str
 
     def run(self) -> object:
-        """Call the user's function, where its paths mean what they mean in the program that called."""
+        """Call the user's function in the folder of the calling program."""
         if os.path.isdir(self.folder):
-            os.chdir(self.folder)  # Ray has put the worker into a folder that goes when the session ends
+            os.chdir(self.folder)  # Ray runs the worker in a folder that it deletes
         else:
-            warn(f"this machine has no {self.folder}: relative paths begin in {os.getcwd()}, which Ray made")
+            warn(f"this machine has no {self.folder}: relative paths are relative to {os.getcwd()}, a folder of Ray")
         return self.fn() if self.config is None else self.fn(self.config)
 
 
@@ -106,11 +106,13 @@ def _explained(error: Any) -> LaunchError:
     ]
     first = first_failure(ends)
     if first is None:
-        return LaunchError(f"Ray could not run the training: {error}", where="echelon.ray.run", do="see ray status")
+        return LaunchError(
+            f"Ray could not run the training: {error}", where="echelon.ray.run", do="check the cluster with ray status"
+        )
     assert first.record is not None
-    others = f"; ranks that failed with it: {len(ends) - 1}" if len(ends) > 1 else ""
+    others = f"; {len(ends) - 1} other ranks failed, too" if len(ends) > 1 else ""
     return LaunchError(
         f"rank {first.rank} failed with {first.record.type}: {first.record.message}{others}",
         where="echelon.ray.run",
-        do="correct this error; RunConfig(failure_config=FailureConfig(max_failures=N)) starts failed workers again",
+        do="fix this error; RunConfig(failure_config=FailureConfig(max_failures=N)) restarts failed workers",
     )

@@ -1,4 +1,4 @@
-"""The Slurm step that a launcher was started in: how many machines, which of them this is, and where the first one is."""
+"""The Slurm step of this launcher: number of machines, rank of this one, address of the first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Step", "current_step"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What ``srun`` started: one launcher on each machine."""
+    """What ``srun`` started: one launcher per machine."""
 
     num_nodes: int
     node_rank: int
@@ -22,18 +22,18 @@ class Step:
     job_id: int
     step_id: int
     tasks_here: int
-    """How many tasks the step has on this machine: 1, the launcher."""
+    """Number of tasks on this machine: 1, the launcher."""
     port: int
-    """MASTER_PORT, else one that all machines of the step derive from its numbers."""
+    """MASTER_PORT, else derived from the job and step ids."""
 
 
 def current_step() -> Step | None:
-    """Return the step of ``srun`` that started this launcher; None: it was not started by one (in a batch script, by hand).
+    """Return the ``srun`` step that started this launcher; None: it was started by hand or in a batch script.
 
     Raises:
-        ConfigError: srun starts several launchers on a machine, or a variable of Slurm's is not a number or missing.
+        ConfigError: srun starts several launchers per machine, or a variable of Slurm is missing or not a number.
     """
-    # sbatch and salloc set most of these for their shell, too; the number of the step is srun's alone.
+    # sbatch and salloc set most of these for their shell, too; only srun sets the step id.
     if environ.get("SLURM_STEP_ID") is None or environ.get("SLURM_NODEID") is None:
         return None
     num_nodes = integer("SLURM_STEP_NUM_NODES" if environ.get("SLURM_STEP_NUM_NODES") else "SLURM_NNODES", 1)
@@ -42,24 +42,24 @@ def current_step() -> Step | None:
         raise ConfigError(
             f"machine {node_rank} (from env SLURM_NODEID) is outside 0..{num_nodes - 1} (from env SLURM_STEP_NUM_NODES)",
             where="env SLURM_NODEID",
-            do="start the launcher by srun itself, and leave the variables of Slurm as they are",
+            do="start the launcher directly with srun, and do not change the SLURM_ variables",
         )
-    # Also those of the other machines: their launchers would end, and this one would wait for them.
+    # Check the other machines, too: their launchers would exit, and this one would wait for them.
     tasks = slurm_tasks_by_node() or [1] * num_nodes
     if max(tasks) > 1:
         raise ConfigError(
-            f"srun starts {max(tasks)} launchers on one machine, and each would start all ranks of it",
+            f"srun starts {max(tasks)} launchers on one machine, and each of them would start all its ranks",
             where="env SLURM_STEP_TASKS_PER_NODE",
-            do="srun --ntasks-per-node=1 echelon launch --nproc_per_node K script.py; or without a launcher, one task for each "
-            "rank: srun python script.py",
+            do="use srun --ntasks-per-node=1 echelon launch --nproc_per_node K script.py, or one task per rank without a "
+            "launcher: srun python script.py",
         )
     head = slurm_first_host()
     if head is None:
         if num_nodes > 1:
             raise ConfigError(
-                f"a Slurm step on {num_nodes} machines, and SLURM_STEP_NODELIST does not say which",
+                f"SLURM_STEP_NODELIST, with the hosts of the {num_nodes} machines, is not set",
                 where="env SLURM_STEP_NODELIST",
-                do="leave the variables of Slurm as they are, or give --main_process_ip and --machine_rank",
+                do="do not unset the SLURM_ variables, or give --main_process_ip and --machine_rank",
             )
         head = "127.0.0.1"
     return Step(

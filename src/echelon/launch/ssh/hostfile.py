@@ -1,4 +1,4 @@
-"""The machines of a run and their slots, in DeepSpeed's way: a hostfile, and the filters ``--include`` and ``--exclude``."""
+"""DeepSpeed's hostfile, with the filters ``--include`` and ``--exclude``: the machines of a run and their slots."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from echelon.base.errors import ConfigError
 
 __all__ = ["Host", "excluding", "included", "including", "read_hostfile"]
 
-_DO = "write one machine a line, as: worker-0 slots=8"
+_DO = "write one machine per line, such as: worker-0 slots=8"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """A machine, and those of its accelerators (or places for processes) that are used."""
+    """A machine, and the slots (accelerators or processes) that are used."""
 
     name: str
     slots: tuple[int, ...]
 
 
 def read_hostfile(path: str | Path, *, where: str | None = None) -> tuple[Host, ...]:
-    """Return the machines of a hostfile, in its order: lines such as ``worker-0 slots=8``, and comments after ``#``.
+    """Return the machines of a hostfile, in order: lines such as ``worker-0 slots=8``, and comments after ``#``.
 
     Args:
         path: of the file.
-        where: who has named it.
+        where: the setting that names it.
 
     Raises:
-        ConfigError: it cannot be read, a line is something else, a machine stands there twice, or there is none.
+        ConfigError: it cannot be read, a line is invalid, a machine is listed twice, or there is none.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise ConfigError(
-            f"cannot read the hostfile {path}: {reason}", where=where, do="name a file that you can read"
+            f"cannot read the hostfile {path}: {reason}", where=where, do="give a file that you can read"
         ) from error
     found: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
@@ -46,12 +46,12 @@ def read_hostfile(path: str | Path, *, where: str | None = None) -> tuple[Host, 
         if not text:
             continue
         place = f"{path}:{number}"
-        # max_slots is Open MPI's, whose files DeepSpeed takes, too.
+        # max_slots is Open MPI's, whose files DeepSpeed accepts, too.
         match = re.fullmatch(r"([^\s-]\S*)\s+slots\s*=\s*(\d+)(?:\s+max[-_]slots\s*=\s*\d+)?", text)
         if match is None or int(match[2]) == 0:
-            raise ConfigError(f"{text!r} names no machine with slots", where=place, do=_DO)
+            raise ConfigError(f"{text!r} is not a machine with slots", where=place, do=_DO)
         if match[1] in found:
-            raise ConfigError(f"{match[1]} stands there a second time", where=place, do="add up its slots in one line")
+            raise ConfigError(f"{match[1]} is listed twice", where=place, do="list it once, with all its slots")
         found[match[1]] = int(match[2])
     if not found:
         raise ConfigError(f"the hostfile {path} names no machines", where=where, do=_DO)
@@ -62,13 +62,13 @@ def included(text: str, *, where: str) -> tuple[Host, ...]:
     """Return the machines of ``a:0,1@b:0`` without a hostfile: each must name its slots.
 
     Raises:
-        ConfigError: it is no such text, or slots are missing.
+        ConfigError: invalid syntax, or slots are missing.
     """
     hosts = []
     for name, slots in _filter(text, where).items():
         if slots is None:
             raise ConfigError(
-                f"{text}: how many slots {name} has is not known",
+                f"{text}: the number of slots of {name} is unknown",
                 where=where,
                 do=f"name them ({name}:0,1), or give a --hostfile",
             )
@@ -106,17 +106,17 @@ def excluding(hosts: tuple[Host, ...], text: str, *, where: str) -> tuple[Host, 
         if slots:
             left.append(Host(name=host.name, slots=slots))
     if not left:
-        raise ConfigError(f"{text} leaves no slot of any machine", where=where, do="name fewer of them")
+        raise ConfigError(f"{text} excludes all slots of all machines", where=where, do="exclude fewer of them")
     return tuple(left)
 
 
 def _filter(text: str, where: str) -> Mapping[str, tuple[int, ...] | None]:
-    """Read ``a@b:0,2``: the slots by machine; None: all of them."""
+    """Parse ``a@b:0,2`` into machine -> slots; None: all slots."""
     found: dict[str, tuple[int, ...] | None] = {}
     for part in text.split("@"):
         match = re.fullmatch(r"([^\s:,@-][^\s:,@]*)(?::(\d+(?:,\d+)*))?", part.strip())
         if match is None:
-            raise ConfigError(f"{text!r} is no list of machines", where=where, do="give worker-0@worker-1:0,2")
+            raise ConfigError(f"{text!r} is not a list of machines", where=where, do="give worker-0@worker-1:0,2")
         slots = None if match[2] is None else tuple(sorted({int(slot) for slot in match[2].split(",")}))
         if match[1] in found:
             raise ConfigError(
@@ -132,7 +132,7 @@ def _check(hosts: tuple[Host, ...], chosen: Mapping[str, tuple[int, ...] | None]
         if name not in known:
             near = get_close_matches(name, known, n=1)
             raise ConfigError(
-                f"{text}: the hostfile has no {name}",
+                f"{text}: {name} is not in the hostfile",
                 where=where,
                 do=f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}",
             )
@@ -141,5 +141,5 @@ def _check(hosts: tuple[Host, ...], chosen: Mapping[str, tuple[int, ...] | None]
             raise ConfigError(
                 f"{text}: {name} has no slot {missing[0]}",
                 where=where,
-                do=f"its slots are 0 to {max(known[name])}, by the hostfile",
+                do=f"give slots 0 to {max(known[name])}, as in the hostfile",
             )

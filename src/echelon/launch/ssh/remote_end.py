@@ -1,8 +1,8 @@
-"""The other end of ``ssh_launcher.py``'s connections: starts ``echelon launch`` on this machine, and ends it with the connection.
+"""The remote end of ``ssh_launcher.py``: starts ``echelon launch`` on this machine, and stops it with the connection.
 
-It is run by its path, before anything says where echelon is, so it imports the standard library only. Its stdin begins with one
-line of JSON, the greeting: the token and the variables, which in argv everybody on the machine could read. Then come names
-of signals for the launcher. The end of stdin is the end of the connection, and means SIGHUP: nothing outlives it.
+It is run by its path, when the path of echelon is not set up yet, so it imports the standard library only. The first line of its
+stdin is JSON with the token and the variables, which everybody on the machine could read in argv. Names of signals for the
+launcher follow. The end of stdin is the end of the connection, and means SIGHUP: nothing outlives it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["main"]
 
 _NAMES = frozenset({"SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"})
 _PR_SET_PDEATHSIG = 1
-_GRACE_S = 10.0  # the launcher ends its ranks within 5
+_GRACE_S = 10.0  # the launcher stops its ranks within 5
 
 
 def main(argv: list[str]) -> int:
@@ -31,10 +31,12 @@ def main(argv: list[str]) -> int:
     try:
         os.chdir(greeting["directory"])
     except OSError as error:
-        print(f"echelon: there is no folder {greeting['directory']} here: {error.strerror}", file=sys.stderr)
-        print("  do:    start from a folder that every machine has", file=sys.stderr)
+        print(
+            f"echelon: cannot use the folder {greeting['directory']} on this machine: {error.strerror}", file=sys.stderr
+        )
+        print("  do:    start from a folder that exists on every machine", file=sys.stderr)
         return 1
-    # A pipe, where the token can be read once, and by the launcher alone.
+    # A pipe, from which only the launcher can read the token, once.
     read_end, write_end = os.pipe()
     with os.fdopen(write_end, "w") as file:
         file.write(greeting["token"])
@@ -43,30 +45,30 @@ def main(argv: list[str]) -> int:
         env={**_own_environment(), **greeting["environment"], greeting["token_variable"]: "/dev/stdin"},
         stdin=read_end,
         start_new_session=True,
-        preexec_fn=_hang_up_with(os.getpid()) if sys.platform == "linux" else None,  # no thread has begun yet
+        preexec_fn=_die_with(os.getpid()) if sys.platform == "linux" else None,  # no thread has started yet
     )
     os.close(read_end)
-    threading.Thread(target=_pass_on, args=(launcher,), daemon=True).start()
+    threading.Thread(target=_forward_signals, args=(launcher,), daemon=True).start()
     code = launcher.wait()
     return 128 - code if code < 0 else code
 
 
-def _hang_up_with(parent: int) -> Callable[[], None]:
-    """Return what lets a process that is about to begin be told when ``parent`` is killed, as when the connection ends."""
-    import ctypes  # noqa: PLC0415 - Linux only; here, as the child must not import
+def _die_with(parent: int) -> Callable[[], None]:
+    """Return a function for a new process that requests SIGHUP when ``parent`` dies."""
+    import ctypes  # noqa: PLC0415 - Linux only; here, because the child must not import
 
     prctl = ctypes.CDLL(None).prctl
 
-    def ask() -> None:
+    def request_signal() -> None:
         prctl(_PR_SET_PDEATHSIG, int(signal.SIGHUP), 0, 0, 0)
         if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGHUP)
 
-    return ask
+    return request_signal
 
 
 def _own_environment() -> dict[str, str]:
-    """Call what alone may read the environment; it is loaded by its path, as this file was."""
+    """Return the environment, read by ``base/environ.py``, which is loaded by its path, as this file was."""
     path = os.path.join(
         os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "base", "environ.py"
     )
@@ -79,7 +81,7 @@ def _own_environment() -> dict[str, str]:
     return own
 
 
-def _pass_on(launcher: subprocess.Popen[bytes]) -> None:
+def _forward_signals(launcher: subprocess.Popen[bytes]) -> None:
     for line in sys.stdin.buffer:
         name = line.strip().decode("ascii", "replace")
         if name in _NAMES:
@@ -99,4 +101,4 @@ if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # not sys.exit: the thread may hold stdin's lock, which the interpreter's end waits for
+    os._exit(code)  # not sys.exit, which waits for stdin's lock that the thread may hold

@@ -1,7 +1,7 @@
-"""Start one command line on several machines by ssh, show what they print, and end all of them when one fails.
+"""Start a command on several machines by ssh, show their output, and stop all of them when one fails.
 
-No terminal (``ssh -tt``): it would end the other side with the connection, but also echo the token and mix stdout with
-stderr. ``remote_end.py`` on the other side looks at its stdin instead.
+Without a terminal (``ssh -tt``): it would stop the remote side with the connection, but also echo the token and mix stdout
+with stderr. ``remote_end.py`` on the remote side watches its stdin instead.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _STDOUT: Literal["stdout"] = "stdout"
 _STDERR: Literal["stderr"] = "stderr"
 _POLL = timedelta(milliseconds=50)
 _SSH_FAILED = 255
-# The launchers notice by themselves that one of them has ended, and say what they know; later they are told.
+# The launchers notice by themselves that one of them has ended, and report it; after this time they get SIGHUP.
 _GRACE = timedelta(seconds=20)
-# After SIGHUP a launcher has ended its ranks within 5 s; if nothing comes, the connection is cut.
+# After SIGHUP a launcher stops its ranks within 5 s; after this time the connection is closed.
 _HANG_UP = timedelta(seconds=10)
-_IMPATIENT = 3  # signals from the user: the third cuts the connections
-# Variables that a run may depend on; everything else of this machine's environment stays here.
+_IMPATIENT = 3  # signals from the user: the third closes the connections
+# Variables that a run may depend on; no others are sent.
 _SENT = ("ECHELON_", "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_")
 _SENT_NAMES = frozenset({"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONHASHSEED"})
 _KEPT = frozenset({TOKEN_VARIABLE, TOKEN_FILE_VARIABLE, SSH_ARGS_VARIABLE, "ECHELON_MACHINE_RANK"})
@@ -54,25 +54,25 @@ _KEPT = frozenset({TOKEN_VARIABLE, TOKEN_FILE_VARIABLE, SSH_ARGS_VARIABLE, "ECHE
 
 @dataclass(slots=True, kw_only=True)
 class _Connection:
-    """A launcher on another machine, seen from here."""
+    """The connection to a launcher on another machine."""
 
     host: str
     process: subprocess.Popen[bytes]
     relays: list[threading.Thread] = field(default_factory=list)
 
     def send(self, line: str) -> None:
-        """Send a line to the other end; nothing happens when that is gone."""
+        """Send a line to the remote end; does nothing if that is gone."""
         assert self.process.stdin is not None
         with suppress(BrokenPipeError, ValueError):
             self.process.stdin.write(f"{line}\n".encode())
             self.process.stdin.flush()
 
     def cut(self) -> None:
-        """End the connection: the other end notices, and ends what it has started."""
+        """Kill ssh: the remote end notices, and stops what it has started."""
         self.process.kill()
 
     def close(self) -> None:
-        """Let go of it, and show the rest of its output; its process has ended, or been cut."""
+        """Show the rest of the output; the process has ended or was killed."""
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             self.process.stdin.close()
@@ -88,31 +88,31 @@ def run_on_hosts(
     *,
     token: bytes,
     interrupts: Interrupts,
-    least: int | None = None,
+    min_hosts: int | None = None,
 ) -> int:
     """Run ``echelon launch FLAGS PROGRAM`` on every host; return 0, or the exit code of the launcher that failed first.
 
-    Signals that come to us go to all launchers.
+    Signals to this process are forwarded to all launchers.
 
     Args:
-        hosts: the machines; number i is ``--machine_rank i``, and gets its slots as ``--gpu_ids``.
-        flags: what all launchers have in common.
-        program: what follows the flags: the script and its arguments.
-        token: the secret of the launchers of this run.
-        interrupts: the signals that come to us, held.
-        least: so many of them can do without the others (an elastic run); None: all are needed.
+        hosts: the machines; host i gets ``--machine_rank i``, and its slots as ``--gpu_ids``.
+        flags: of all launchers.
+        program: the script and its arguments.
+        token: the secret of this run.
+        interrupts: the signals of this process, held.
+        min_hosts: how many hosts the run needs (an elastic run); None: all.
 
     Raises:
-        ConfigError: ECHELON_SSH_ARGS cannot be read.
-        LaunchError: there is no ssh here, or no connection to a host.
+        ConfigError: ECHELON_SSH_ARGS is invalid.
+        LaunchError: ssh is not installed, or cannot connect to a host.
     """
-    least = len(hosts) if least is None else least
+    min_hosts = len(hosts) if min_hosts is None else min_hosts
     connections: list[_Connection] = []
     try:
         for i, host in enumerate(hosts):
             own = ["--machine_rank", str(i), "--gpu_ids", ",".join(map(str, host.slots))]
             connections.append(_connect(host.name, [*flags, *own, *program], token))
-        return _watch(connections, interrupts, least=least)
+        return _watch(connections, interrupts, min_hosts=min_hosts)
     finally:
         for one in connections:
             if one.process.poll() is None:
@@ -128,7 +128,7 @@ def _connect(host: str, arguments: Sequence[str], token: bytes) -> _Connection:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C reaches us alone; we tell the other ends
+        start_new_session=True,  # Ctrl-C reaches this process only, which forwards it
     )
     connection = _Connection(host=host, process=process)
     assert process.stdout is not None
@@ -151,18 +151,18 @@ def _ssh() -> list[str]:
     program = shutil.which("ssh")
     if program is None:
         raise LaunchError(
-            "there is no ssh on this machine", do="install it, or start echelon launch on every machine yourself"
+            "ssh is not installed on this machine", do="install it, or start echelon launch on every machine yourself"
         )
     text = environ.get(SSH_ARGS_VARIABLE) or ""
     try:
         own = shlex.split(text)
     except ValueError as error:
         raise ConfigError(
-            f"{SSH_ARGS_VARIABLE}={text!r} cannot be read: {error}",
+            f"{SSH_ARGS_VARIABLE}={text!r} is not a valid command line: {error}",
             where=f"env {SSH_ARGS_VARIABLE}",
             do="quote as for a shell",
         ) from error
-    # The first value of an option counts: the user's. Nobody could answer a question; a machine that is gone is noticed.
+    # ssh uses the first value of an option: the user's. BatchMode: no password prompts; ServerAlive: lost machines are noticed.
     return [program, *own, "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3"]
 
 
@@ -174,28 +174,28 @@ def _environment() -> Mapping[str, str]:
     }
 
 
-def _watch(connections: Sequence[_Connection], interrupts: Interrupts, *, least: int) -> int:
-    """Wait until all have ended; tell them what they must know; return the exit code of the run."""
-    codes: dict[str, int] = {}  # in the order of their ends
-    signals, next_step, is_told = 0, None, False
+def _watch(connections: Sequence[_Connection], interrupts: Interrupts, *, min_hosts: int) -> int:
+    """Wait until all have ended, forward signals, stop the rest after a failure; return the exit code of the run."""
+    codes: dict[str, int] = {}  # in the order of exit
+    signals, next_step, is_signaled = 0, None, False
     while True:
         running = [one for one in connections if not _has_ended(one, codes)]
         failed = [code for code in codes.values() if code != 0]
         if not running:
-            return failed[0] if failed and len(connections) - len(failed) < least else 0
+            return failed[0] if failed and len(connections) - len(failed) < min_hosts else 0
         if interrupts.count > signals:
             signals = interrupts.count
             assert interrupts.first is not None
             for one in running:
                 one.send(signal.Signals(interrupts.first).name) if signals < _IMPATIENT else one.cut()
-        # Those that were asked to save and end take the time that this takes.
+        # Preempted launchers may take their time to save.
         lost = [code for code in failed if code != EXIT_CODE and signals == 0]
-        if len(connections) - len(lost) < least and next_step is None:
+        if len(connections) - len(lost) < min_hosts and next_step is None:
             next_step = time.monotonic() + _GRACE.total_seconds()
         if next_step is not None and time.monotonic() > next_step:
             for one in running:
-                one.cut() if is_told else one.send("SIGHUP")
-            next_step, is_told = time.monotonic() + _HANG_UP.total_seconds(), True
+                one.cut() if is_signaled else one.send("SIGHUP")
+            next_step, is_signaled = time.monotonic() + _HANG_UP.total_seconds(), True
         time.sleep(_POLL.total_seconds())
 
 
@@ -208,11 +208,11 @@ def _has_ended(one: _Connection, codes: dict[str, int]) -> bool:
 
 
 def _check_connected(one: _Connection, code: int) -> None:
-    """Raise if it is ssh itself that has failed: the other launchers would wait for this one in vain."""
+    """Raise if ssh itself failed: the other launchers would wait for this one in vain."""
     if code == _SSH_FAILED:
         raise LaunchError(
-            f"no connection to {one.host}: its ssh ended with exit code {code}",
-            where=f"the machine {one.host}",
-            do=f"see the lines of [{one.host}] above; `ssh {one.host} true` must work without a question. "
-            f"{SSH_ARGS_VARIABLE}='-p 2222 -i key' gives ssh more options",
+            f"cannot connect to {one.host}: ssh failed with exit code {code}",
+            where=f"host {one.host}",
+            do=f"read the lines of [{one.host}] above; `ssh {one.host} true` must work without a prompt; "
+            f"{SSH_ARGS_VARIABLE}='-p 2222 -i key' passes options to ssh",
         )
