@@ -248,7 +248,7 @@ def local_node(interrupts: Interrupts, grace_s: float, board: Board) -> LocalNod
         began_ns=0,
     )
     node = LocalNode(num_processes=board.num_slots, port=0, rules=rules, interrupts=interrupts)
-    workers: Any = SimpleNamespace(exit_codes=lambda: [None] * board.num_slots)
+    workers: Any = SimpleNamespace(exit_codes=lambda: [None] * board.num_slots, running=dict)
     node.watch(AttemptRanks(board=board, workers=workers, directory=directory, numbers=[*range(board.num_slots)]))
     return node
 

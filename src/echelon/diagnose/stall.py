@@ -306,7 +306,7 @@ def _phase_of(view: RankView) -> _PhaseKey:
 def diagnose(
     views: Sequence[RankView], answers: Mapping[int, Answer], clock: StallClock, *, now: float
 ) -> Stall | None:
-    """Return why the run stands still; None: it does not.
+    """Return why the run stalls; None: it does not.
 
     Args:
         views: of all ranks, taken after the answers.
@@ -363,19 +363,10 @@ def diagnose(
     if len(undeclared) < len(running):
         return None  # the others wait for a declared phase
     if away:
-        names = [view.rank for view in away]
-        if min(clock.stalled_s(view, now) for view in waiting) >= clock.long_timeout_s:
-            what = (
-                f"{name_ranks(names)} {_has(names)} been computing for {format_duration(clock.long_timeout_s)}{waiters}"
-            )
-            return stall(
-                Class.LONG,
-                names,
-                what,
-                "check that its loop ends; if this is meant to take so long, declare it: with accelerator.slow(...)",
-            )
-        what = f"{name_ranks(names)} {_is(names)} slow, but alive{waiters}"
-        return stall(Class.SLOW, names, what, 'wait, or declare it: with accelerator.slow("what it does")')
+        is_long = min(clock.stalled_s(view, now) for view in waiting) >= clock.long_timeout_s
+        return stall(
+            *_of_computing_ranks([view.rank for view in away], clock.long_timeout_s if is_long else None, waiters)
+        )
     if len(waiting) < 2:
         return None  # a single process waits for something else
     # A backward pass counts as a waiting call from its start.
@@ -388,6 +379,16 @@ def diagnose(
         kind, what, do = _of_divergence(found, trains={rank for rank, answer in answers.items() if answer.trains})
         return stall(kind, found.diverging, what, do)
     return _without_histories(running, answers, stall)
+
+
+def _of_computing_ranks(ranks: list[int], long_s: float | None, waiters: str) -> tuple[Class, list[int], str, str]:
+    """Return kind, culprits, text and advice for ranks that compute while others wait; ``long_s``: the limit that they exceed."""
+    if long_s is not None:
+        what = f"{name_ranks(ranks)} {_has(ranks)} been computing for {format_duration(long_s)}{waiters}"
+        do = "check that its loop ends; if this is meant to take so long, declare it: with accelerator.slow(...)"
+        return Class.LONG, ranks, what, do
+    what = f"{name_ranks(ranks)} {_is(ranks)} slow, but alive{waiters}"
+    return Class.SLOW, ranks, what, 'wait, or declare it: with accelerator.slow("what it does")'
 
 
 _UNEVEN = (
