@@ -139,4 +139,4 @@ def test_the_token_is_made_once_for_its_owner_alone(tmp_path: Path, command: Com
     path.chmod(0o644)
     told = command.echelon("token", **homes)
     assert told.code == 2
-    assert "others can read the token" in told.err
+    assert "other users can read the token" in told.err

@@ -68,8 +68,8 @@ def test_each_machine_that_does_not_fit_is_told_why_and_the_others_wait_for_one_
     ]
     said = [says(process, r"do: +[^\n]*\n") for process in wrong]
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in said[0]
-    assert "different settings: mixed_precision is bf16 (from flag --mixed_precision) there and not given on" in said[1]
-    assert re.search(r"it counts on 3 machines, and \S+ on 2", said[2])
+    assert "different settings: mixed_precision is bf16 (from flag --mixed_precision) there and not set on" in said[1]
+    assert re.search(r"it expects 3 machines, and \S+ expects 2", said[2])
     assert "it has another token" in said[3]
     assert [command.finish(process).code for process in wrong] == [1, 1, 1, 1]
     assert "missing machine rank 1" in says(first, "waiting for[^\n]*\n")
@@ -84,11 +84,11 @@ def test_each_machine_that_does_not_fit_is_told_why_and_the_others_wait_for_one_
     [
         (["--nnodes=2", "--node_rank=$SLURM_NODEID", "--master_addr=10.0.0.1"], "was not expanded"),
         (["--nnodes=2", "--master_addr=$HEAD"], "was not expanded"),
-        (["--nnodes=2"], "nothing says where they meet"),
-        (["--nnodes=2", "--rdzv_backend=etcd", "--rdzv_endpoint=10.0.0.1"], "machines do not meet by 'etcd'"),
-        (["--nnodes=2", "--master_addr=no.such.host.invalid"], "is not known here"),
-        (["--nnodes=3:2", "--master_addr=127.0.0.1"], "is no range of machines"),
-        (["--nnodes=2", "--node_rank=0", "--master_addr=192.0.2.7"], "192.0.2.7 is no address of this machine"),
+        (["--nnodes=2"], "need a rendezvous address"),
+        (["--nnodes=2", "--rdzv_backend=etcd", "--rdzv_endpoint=10.0.0.1"], "rendezvous backend 'etcd' is not supported"),
+        (["--nnodes=2", "--master_addr=no.such.host.invalid"], "cannot resolve the host name"),
+        (["--nnodes=3:2", "--master_addr=127.0.0.1"], "is not a range of machines"),
+        (["--nnodes=2", "--node_rank=0", "--master_addr=192.0.2.7"], "192.0.2.7 is not one of its addresses"),
         (["--nnodes=2", "--master_addr=127.0.0.1", "--rdzv_conf=join_timeot=3"], "did you mean join_timeout?"),
         (
             ["--nnodes=2", "--num_processes=3", "--master_addr=127.0.0.1"],
@@ -114,7 +114,7 @@ def test_without_a_token_several_machines_are_refused(
     Path("train.py").write_text("print('trained')\n")
     assert _run(["launch", "--cpu", "--nnodes=2", "--node_rank=1", "--master_addr=192.0.2.7", "train.py"]) == 2
     told = capsys.readouterr().err
-    assert "no token by which they know each other" in told
+    assert "a run on several machines needs a token" in told
     assert "echelon token" in told
 
 
@@ -127,8 +127,8 @@ def test_an_address_that_nobody_answers_at_and_loopback_are_named_where_they_are
     loopback = b.launch(*flags, "--master_addr=127.0.0.1", "train.py")
     said = says(unreachable, r"do: +[^\n]*\n")
     assert f"cannot connect to {a.address}:29500: Connection refused" in said
-    assert "see that the launcher with machine rank 0 runs there" in said
-    assert "a loopback address means the machine that uses it" in says(loopback, r"do: +[^\n]*\n")
+    assert "check that the launcher with machine rank 0 is running" in said
+    assert "a loopback address is the machine itself" in says(loopback, r"do: +[^\n]*\n")
     end(network.command, unreachable, loopback)
 
 
