@@ -63,7 +63,11 @@ CASES = {
         "need a rendezvous address",
         "--rdzv_endpoint HOST:PORT",
     ),
-    "second machine": (["--machine_rank=1", "ok.py"], "machine rank 1 is out of range for one machine", "give the number of machines"),
+    "second machine": (
+        ["--machine_rank=1", "ok.py"],
+        "machine rank 1 is out of range for one machine",
+        "give the number of machines",
+    ),
     "another host": (["--rdzv_endpoint=10.0.0.7:29400", "ok.py"], "10.0.0.7 is not this machine", "remove the address"),
     "rendezvous": (["--rdzv-backend=etcd", "ok.py"], "rendezvous backend 'etcd' is not supported", "remove it"),
     "port": (

@@ -85,7 +85,10 @@ def test_each_machine_that_does_not_fit_is_told_why_and_the_others_wait_for_one_
         (["--nnodes=2", "--node_rank=$SLURM_NODEID", "--master_addr=10.0.0.1"], "was not expanded"),
         (["--nnodes=2", "--master_addr=$HEAD"], "was not expanded"),
         (["--nnodes=2"], "need a rendezvous address"),
-        (["--nnodes=2", "--rdzv_backend=etcd", "--rdzv_endpoint=10.0.0.1"], "rendezvous backend 'etcd' is not supported"),
+        (
+            ["--nnodes=2", "--rdzv_backend=etcd", "--rdzv_endpoint=10.0.0.1"],
+            "rendezvous backend 'etcd' is not supported",
+        ),
         (["--nnodes=2", "--master_addr=no.such.host.invalid"], "cannot resolve the host name"),
         (["--nnodes=3:2", "--master_addr=127.0.0.1"], "is not a range of machines"),
         (["--nnodes=2", "--node_rank=0", "--master_addr=192.0.2.7"], "192.0.2.7 is not one of its addresses"),

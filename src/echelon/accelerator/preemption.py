@@ -68,5 +68,5 @@ class PreemptionHandler:
         if member is None or self.is_driven or self.save_and_end is None:
             return
         save_and_end = self.save_and_end()
-        if save_and_end is not None and member.at_boundary(is_new_step=is_new_step, is_whole=is_whole):
+        if save_and_end is not None and member.pass_boundary(is_new_step=is_new_step, is_whole=is_whole):
             save_and_end()
