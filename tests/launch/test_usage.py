@@ -111,7 +111,7 @@ CASES = {
         "zero_stage=3 (from flag --zero_stage) and engine='ddp' (from flag --engine) cannot both hold",
         "remove engine",
     ),
-    "too many processes": (["--cpu", "--nproc_per_node=4000", "ok.py"], "4000 processes", "or --oversubscribe"),
+    "too many processes": (["--cpu", "--nproc_per_node=4000", "ok.py"], "4000 processes", "or add --oversubscribe"),
     "gpus by number": (["--gpu_ids", "0,1", "ok.py"], "this machine has no accelerator", "add --cpu (or ECHELON_CPU=1"),
     "gpus by count": (["--num_gpus=2", "ok.py"], "--num_gpus requests accelerators", "add --cpu (or ECHELON_CPU=1"),
     "gpus from env": (["ok.py"], "where: env ECHELON_GPU_IDS", "add --cpu (or ECHELON_CPU=1"),
