@@ -20,7 +20,7 @@ from echelon.trainer.batch_loss import call_compute_loss
 from echelon.trainer.build_accelerator import accumulation_options
 from echelon.trainer.checkpoint.best_model import load_best, metric_for_best, note_best, remove_last_checkpoint
 from echelon.trainer.checkpoint.train_cursor import ResumePoint, TrainCursor
-from echelon.trainer.data.epoch_batches import EpochBatches, tell_length
+from echelon.trainer.data.epoch_batches import EpochBatches, warn_of_wrong_length
 from echelon.trainer.data.num_tokens import num_tokens
 from echelon.trainer.features.auto_find_batch_size import evaluation_ran_out
 from echelon.trainer.features.nonfinite import NonFiniteError, first_bad
@@ -81,9 +81,9 @@ class TrainingLoop:
         """Between the step of the optimizer and the end of what belongs to it."""
         self.batches = EpochBatches(())
         """Of the epoch."""
-        self._is_length_told = False
+        self._is_length_warned = False
         self.last_saved_step: int | None = None
-        self._is_told = False  # to end, and saved
+        self._is_ending = False  # to end, and saved
         self._boundary: dict[str, Any] | None = None  # of the last whole step, for an error after it
         self.losses = LossWindow()
         self.total = no_losses()  # those of this call that were logged, or taken at its end
@@ -123,7 +123,7 @@ class TrainingLoop:
         elif self.cursor.is_within_evaluation:
             start = self._evaluate_again(start)
         self._train_mode()
-        is_done = self._is_told or (self._has_all_steps and not start.num_batches)
+        is_done = self._is_ending or (self._has_all_steps and not start.num_batches)
         # With other batches than those of the plan, max_steps may lie beyond its epochs.
         num_epochs = sys.maxsize if args.max_steps > 0 else plan.num_epochs
         for epoch in () if is_done else range(start.epoch, num_epochs):
@@ -193,12 +193,12 @@ class TrainingLoop:
                 )
                 hooks.control.should_training_stop = True
             elif not start.num_batches:
-                self._tell_length(has_more=has_more)
+                self._warn_of_wrong_length(has_more=has_more)
             notify(hooks, "on_epoch_end")
             # Batches that are left are trained on by whoever goes on from here.
             cursor.is_over, cursor.is_within_update = not has_more, has_more and self.is_left
             self._log_evaluate_save()
-            self._stop_if_told(is_new_step=False)
+            self._stop_if_preempted(is_new_step=False)
         finally:
             batches.close()
 
@@ -245,16 +245,16 @@ class TrainingLoop:
             self.batches.is_known_to_be_over or not self._has_more(num_batches)
         )
 
-    def _tell_length(self, *, has_more: bool) -> None:
+    def _warn_of_wrong_length(self, *, has_more: bool) -> None:
         """Warn, once, of an epoch that had another number of batches than was planned, and may have more."""
         hooks, plan, cursor = self.hooks, self.plan, self.cursor
-        if self._is_length_told or not plan.is_sized or cursor.num_batches == plan.batches_per_epoch:
+        if self._is_length_warned or not plan.is_sized or cursor.num_batches == plan.batches_per_epoch:
             return
         is_short = cursor.num_batches < plan.batches_per_epoch
         if is_short and (not cursor.is_read or plan.is_limited or hooks.control.should_epoch_stop):
             return  # it was left before its end
-        self._is_length_told = True
-        tell_length(
+        self._is_length_warned = True
+        warn_of_wrong_length(
             plan,
             self.loader,
             epoch=cursor.epoch,
@@ -380,7 +380,7 @@ class TrainingLoop:
         control = notify(hooks, "on_step_end")
         if control.should_log or control.should_evaluate or control.should_save:
             self._log_evaluate_save()
-        self._stop_if_told(is_new_step=True)
+        self._stop_if_preempted(is_new_step=True)
 
     def _was_skipped(self) -> bool:
         return self.hooks.args.fp16 and self.hooks.accelerator.optimizer_step_was_skipped
@@ -456,7 +456,7 @@ class TrainingLoop:
         self.cursor.is_within_update = True
         self._save()
 
-    def _stop_if_told(self, *, is_new_step: bool) -> None:
+    def _stop_if_preempted(self, *, is_new_step: bool) -> None:
         """If all ranks are to save here: save, and end the process or (``enable_jit_checkpoint``) the training.
 
         Collective: where they are.
@@ -465,7 +465,7 @@ class TrainingLoop:
             Preempted: the training is saved.
         """
         preemption, step = self.hooks.accelerator.preemption, self.hooks.state.global_step
-        if self._is_told or not preemption.at_boundary(is_new_step=is_new_step, is_whole=True):
+        if self._is_ending or not preemption.at_boundary(is_new_step=is_new_step, is_whole=True):
             return
         self._save_and_end(is_needed=self.last_saved_step != step or self.cursor.is_over)
 
@@ -477,7 +477,7 @@ class TrainingLoop:
         logger.warning("asked to end by a signal: the training %s after step %d of %d", how, step, self.plan.max_steps)
         if not hooks.args.enable_jit_checkpoint or hooks.args.save_on_signal:
             raise Preempted
-        self._is_told = hooks.control.should_training_stop = True
+        self._is_ending = hooks.control.should_training_stop = True
 
     def _on_any_rank(self, flag: bool) -> bool:
         """Collective: on several ranks."""
@@ -494,7 +494,7 @@ class TrainingLoop:
         hooks.control.should_evaluate, hooks.control.should_save = True, cursor.saves_after_evaluation
         cursor.is_within_evaluation = False
         self._log_evaluate_save()
-        self._stop_if_told(is_new_step=False)
+        self._stop_if_preempted(is_new_step=False)
         return replace(start, random_states=current_random_states())
 
     # ---- parts of a step ---------------------------------------------------------------------------------------------

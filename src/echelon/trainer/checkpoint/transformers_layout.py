@@ -31,9 +31,9 @@ __all__ = [
 ]
 
 PLACE_OF_RUN = ("num_steps_beyond", "has_no_end")
-"""Fields of ``Place`` that a training goes on with."""
+"""Fields of ``TrainCursor`` that a training goes on with."""
 PLACE_NAMES = ("epoch", "num_batches", "is_over", *PLACE_OF_RUN)
-"""Fields of ``Place`` that are noted in ``ECHELON_DATA``: by its steps alone it is not known where epochs have another length."""
+"""Fields of ``TrainCursor`` that are noted in ``ECHELON_DATA``: by its steps alone it is not known where epochs have another length."""
 
 
 def save_transformers(

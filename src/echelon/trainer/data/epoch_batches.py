@@ -17,7 +17,7 @@ from echelon.trainer.training_plan import TrainingPlan
 if TYPE_CHECKING:
     from echelon.accelerator.accelerator import Accelerator
 
-__all__ = ["EpochBatches", "tell_length"]
+__all__ = ["EpochBatches", "warn_of_wrong_length"]
 
 
 class EpochBatches(Iterator[Any]):
@@ -92,7 +92,7 @@ class EpochBatches(Iterator[Any]):
             self._batches.close()
 
 
-def tell_length(
+def warn_of_wrong_length(
     plan: TrainingPlan, loader: Any, *, epoch: int, num_batches: int, has_more: bool, ends: bool, max_steps: int
 ) -> None:
     """Warn that an epoch does not have as many batches as the training was planned with.
