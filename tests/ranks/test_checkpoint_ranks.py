@@ -95,7 +95,7 @@ def _placed(folder: str) -> list[int]:
     for name in tensors:
         assert torch.equal(checkpoint.read(name), values), name
     own = DTensor.from_local(torch.ones(2), mesh, [Partial(), Replicate()])
-    with pytest.raises(CheckpointError, match="what this rank has of it is no box"):
+    with pytest.raises(CheckpointError, match="this rank's part of it is not a box"):
         save(Path(folder) / "d", Content(tensors={"w": own}), world=World.current())
     files = sorted(os.listdir(folder_of))
     assert files == ["manifest.json", "objects.json", *(f"rank_0000{rank}.safetensors" for rank in range(4))]

@@ -97,7 +97,7 @@ def _with_wrong_results() -> list[str]:
 
 
 def test_a_collective_that_gives_a_wrong_result_is_named() -> None:
-    expected = [f"{collective.name} gave a wrong result" for collective in COLLECTIVES]
+    expected = [f"{collective.name} returned a wrong result" for collective in COLLECTIVES]
     assert run_on_ranks(_with_wrong_results) == [expected, expected]
 
 

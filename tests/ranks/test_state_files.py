@@ -508,7 +508,7 @@ def test_a_folder_that_cannot_be_replaced_is_refused(tmp_path: Path, monkeypatch
     with pytest.raises(UsageError, match=r"is the working directory .* cannot be replaced"):
         accelerator.save_state(".")
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="is a file, and a folder is to be there"):
+    with pytest.raises(UsageError, match="exists and is a file, not a directory"):
         accelerator.save_state(tmp_path / "file")
     with pytest.raises(UsageError, match="was given no folder"):
         accelerator.save_state()

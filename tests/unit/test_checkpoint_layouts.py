@@ -125,9 +125,9 @@ def test_ranks_that_disagree_are_named() -> None:
 @pytest.mark.parametrize(
     ("boxes", "why"),
     [
-        ([((0,), (2,))], "2 of its 4 elements are held"),
-        ([((0,), (3,)), ((2,), (2,))], r"the box at \[2\] of \[2\] is there twice, in part or whole"),
-        ([((0,), (4,)), ((0,), (4,))], "is there twice"),
+        ([((0,), (2,))], "2 of its 4 elements are covered"),
+        ([((0,), (3,)), ((2,), (2,))], r"the box at \[2\] of \[2\] overlaps another one"),
+        ([((0,), (4,)), ((0,), (4,))], "overlaps another one"),
         ([((2,), (4,))], "is not inside it"),
         ([((0, 0), (4, 1))], "is not inside it"),
     ],

@@ -124,7 +124,7 @@ def test_a_link_that_leads_nowhere_is_named_and_begins_no_new_run(layout: str, t
     (tmp_path / "run").mkdir()
     link = tmp_path / "run" / "checkpoints"
     link.symlink_to(tmp_path / "not mounted")
-    with pytest.raises(UsageError, match=rf"{link} is a symbolic link to {tmp_path}/not mounted, and nothing is there"):
+    with pytest.raises(UsageError, match=rf"{link} is a symbolic link to {tmp_path}/not mounted, which does not exist"):
         _Run(tmp_path / "run", layout).accelerator.resume()
     with pytest.raises(UsageError, match=r"is a symbolic link to .*not mounted"):
         _Run(None, layout, named=False).accelerator.resume(link)
@@ -146,7 +146,7 @@ def test_a_link_that_leads_nowhere_is_named_and_begins_no_new_run(layout: str, t
 
 def test_a_trainer_whose_folder_is_a_link_that_leads_nowhere_says_so(tmp_path: Path) -> None:
     (tmp_path / "out").symlink_to(tmp_path / "not mounted")
-    with pytest.raises(UsageError, match=r"is a symbolic link to .*not mounted, and nothing is there"):
+    with pytest.raises(UsageError, match=r"is a symbolic link to .*not mounted, which does not exist"):
         _trainer(tmp_path / "out")
 
 
@@ -256,13 +256,13 @@ def test_what_is_no_checkpoint_is_never_taken_for_a_new_run(layout: str, tmp_pat
     (tmp_path / "run" / "notes.txt").write_text("mine")
     (tmp_path / "run" / "checkpoints" / "checkpoint_4").mkdir(parents=True)
     run = _Run(None, layout, named=False)
-    with pytest.raises(UsageError, match=f"{tmp_path}/file is a file"):
+    with pytest.raises(UsageError, match=f"{tmp_path}/file exists and is a file"):
         run.accelerator.resume(tmp_path / "file")
     with pytest.raises(CheckpointError, match=r"(?s)is no checkpoint.*do: .*run/checkpoints/checkpoint_4"):
         run.accelerator.resume(tmp_path / "run")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "checkpoints").write_text("mine")
-    with pytest.raises(UsageError, match="other/checkpoints is a file"):
+    with pytest.raises(UsageError, match="other/checkpoints exists and is a file"):
         _Run(tmp_path / "other", layout).accelerator.resume()
 
 
@@ -351,7 +351,7 @@ def test_a_full_disk_is_borne_in_every_layout(layout: str, tmp_path: Path) -> No
     run.train_to(2.0)
     with full_disk():
         for _ in range(2):
-            with pytest.warns(EchelonWarning, match=r"(?s)checkpoint_1 could not be saved: .*\n.*The training goes on"):
+            with pytest.warns(EchelonWarning, match=r"(?s)checkpoint_1 could not be saved: .*\n.*Training continues"):
                 run.accelerator.save_state()
     run.accelerator.save_state()
     with full_disk():

@@ -164,7 +164,7 @@ def test_what_cannot_be_saved_is_an_error_that_changes_nothing(tmp_path: Path) -
         save(tmp_path / "c", Content(tensors={"w": torch.empty(1, device="meta")}), world=WORLD)
     with pytest.raises(CheckpointError, match=r"two tensors in .* would have one name"):
         save(tmp_path / "c", Content(tensors={"__metadata__": torch.ones(1)}), world=WORLD)
-    with pytest.raises(UsageError, match="file is a file, and a folder is to be there"):
+    with pytest.raises(UsageError, match="file exists and is a file, not a directory"):
         save(tmp_path / "file", Content(), world=WORLD)
     with pytest.raises(UsageError, match="is a mount point, and cannot be replaced"):
         save(Path("/"), Content(), world=WORLD)
@@ -205,8 +205,8 @@ def test_machines_without_a_shared_folder_are_named(tmp_path: Path, monkeypatch:
         return str(caught.value)
 
     for text in on_threads(run, 2):
-        assert "is not one folder for all ranks: rank 0 on " in text
-        assert "these do not see it: rank 1 on " in text
+        assert "is not shared by all ranks: rank 0 on " in text
+        assert "these ranks do not see it: rank 1 on " in text
         assert "save_on_each_node=True" in text
     assert list(tmp_path.iterdir()) == []
 
@@ -235,7 +235,7 @@ def test_every_machine_may_keep_a_checkpoint_of_its_own(tmp_path: Path) -> None:
         return str(caught.value)
 
     for text in on_threads(sharded, 2):
-        assert "2 of its 4 elements are held" in text
+        assert "2 of its 4 elements are covered" in text
         assert "to save on each machine, every machine must have all of it" in text
 
 
@@ -274,7 +274,7 @@ def test_failures_are_reported_until_there_are_too_many() -> None:
     failures = SaveFailures(limit=3)
     error = CheckpointError("c could not be saved", do="free space")
     for _ in range(2):
-        with pytest.warns(EchelonWarning, match="c could not be saved\n  The training goes on"):
+        with pytest.warns(EchelonWarning, match="c could not be saved\n  Training continues"):
             failures.failed(error)
     failures.succeeded()
     for _ in range(2):

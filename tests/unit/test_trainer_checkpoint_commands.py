@@ -38,7 +38,7 @@ def test_weights_are_merged_and_shown(
         assert _are_equal(out / "model.safetensors", weights)
         assert _run(["checkpoint", "show", str(source)]) == 0
         told = capsys.readouterr()
-        assert ("checkpoint-4 is taken, the newest of 2" in told.err) is (source == run)
+        assert ("checkpoint-4, the newest of 2" in told.err) is (source == run)
         assert "weight" in told.out
         assert "[1, 1]" in told.out
 
@@ -71,7 +71,7 @@ def test_a_training_is_exported_with_its_weights(tmp_path: Path, capsys: pytest.
         state = torch.load(out / optimizer, weights_only=True)["state"]
         assert sorted(values["step"].item() for values in state.values()) == [4, 4]
         assert _run(["checkpoint", "export", str(out), str(tmp_path / "again"), "--format", layout]) == 2
-        assert f"is of another layout ({layout}) already" in capsys.readouterr().err
+        assert f"already has another layout ({layout})" in capsys.readouterr().err
     _trained(tmp_path / "weights", save_only_model=True)
     assert _run(["checkpoint", "export", str(tmp_path / "weights"), str(tmp_path / "3"), "--format", "accelerate"]) == 1
     assert "merge its weights instead" in capsys.readouterr().err

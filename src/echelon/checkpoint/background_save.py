@@ -1,4 +1,4 @@
-"""Saving beside the training: a copy on the host, a thread that writes it, and what happens when the disk says no."""
+"""Saving in the background: a copy on the host, a thread that writes it, and the handling of failed saves."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _POLL_S = 0.02
 
 
 class TooManyFailedSavesError(CheckpointError):
-    """Checkpoints could not be written several times in a row; a run that cannot be resumed is not gone on with.
+    """Several saves in a row failed; training stops, because it could no longer be resumed.
 
     Causes: those of SaveFailedError, three times in a row (``ProjectConfiguration(max_failed_saves=)``).
-    Do: free space, and start again: the run goes on from the last checkpoint that was written.
+    Do: free disk space and restart: the run resumes from the last checkpoint that was written.
     """
 
     exit_code = EXIT_CODE
 
 
 class SaveFailures:
-    """How many saves in a row have failed, the same on every rank: one is reported, several end the run.
+    """Counts failed saves in a row, the same on every rank: one is reported, several end the run.
 
     Args:
         limit: the failure that ends the run.
@@ -53,34 +53,34 @@ class SaveFailures:
         self.in_a_row = 0
 
     def failed(self, error: CheckpointError) -> None:
-        """Report ``error``, which every rank has met.
+        """Report ``error``, which every rank raised.
 
         Raises:
-            TooManyFailedSavesError: it was the last that is borne.
+            TooManyFailedSavesError: it was the last tolerated failure.
         """
         self.in_a_row += 1
         if self.in_a_row >= self._limit:
             raise TooManyFailedSavesError(
                 f"{self.in_a_row} checkpoints in a row could not be written; the last one:\n{error.what}",
-                do=f"{error.do}. The process ends with exit code {EXIT_CODE} where a launcher passes it on",
+                do=f"{error.do}. The process exits with code {EXIT_CODE} if the launcher passes it on",
             ) from error
-        warn(f"{error.what}\n  The training goes on ({self.in_a_row} of at most {self._limit} failures in a row).")
+        warn(f"{error.what}\n  Training continues ({self.in_a_row} of at most {self._limit} failures in a row).")
 
 
 class HostBuffers:
-    """Memory on the host for one copy of what this rank writes; allocated once, as long as the shapes stay."""
+    """Host memory for one copy of what this rank writes; allocated once while the shapes stay the same."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
 
     def copy(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-        """Return copies of ``tensors`` on the host, in memory that the next call uses again."""
+        """Return copies of ``tensors`` on the host, in memory that the next call reuses."""
         kept: dict[str, torch.Tensor] = {}
         devices = set()
         for name, tensor in tensors:
             buffer = self._buffers.get(name)
             if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
-                # Page-locked where there is a device: only then does a copy run beside the others.
+                # Page-locked for accelerators: only then do copies overlap.
                 buffer = torch.empty(
                     tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type not in ("cpu", "meta")
                 )
@@ -89,15 +89,15 @@ class HostBuffers:
         for device in devices:
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
-        self._buffers = kept  # what is not saved any more is given back
+        self._buffers = kept  # buffers of tensors that are no longer saved are freed
         return list(kept.items())
 
 
 class BackgroundSaver:
-    """Writes one checkpoint at a time in a thread; the training waits for a copy in memory only.
+    """Writes one checkpoint at a time in a thread; training waits only for the copy in memory.
 
-    An error of the thread is raised by the next call of ``start`` or ``wait``. A thread that still writes when the program
-    ends is waited for, by Python itself.
+    An error of the thread is raised by the next call of ``start`` or ``wait``. Python joins a
+    thread that still writes when the program ends.
     """
 
     def __init__(self) -> None:
@@ -108,25 +108,25 @@ class BackgroundSaver:
 
     @property
     def is_busy(self) -> bool:
-        """Tell whether a checkpoint is being written."""
+        """Whether a checkpoint is being written."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def is_idle(self) -> bool:
-        """Tell whether ``wait`` has nothing to wait for and nothing to tell."""
+        """Whether ``wait`` has nothing to wait for and no error to raise."""
         return self._thread is None and self._error is None
 
     def start(self, save: Save, *, afterwards: Callable[[Path], None] | None = None) -> None:
-        """Copy what ``save`` writes, and write it in a thread; first wait for the one before.
+        """Copy what ``save`` writes, and write it in a thread; first wait for the previous one.
 
         Args:
-            save: it has begun; it is given up when the one before has failed.
-            afterwards: is called in the thread when the checkpoint is in its place (rotation); it must not communicate.
+            save: prepared by ``begin_save``; given up if the previous one failed.
+            afterwards: called in the thread after the commit (rotation); it must not communicate.
 
         Collective: every rank.
 
         Raises:
-            CheckpointError: the one before could not be written.
+            CheckpointError: the previous one could not be written.
         """
         try:
             self.wait()
@@ -144,7 +144,7 @@ class BackgroundSaver:
             except Exception as error:  # noqa: BLE001 - raised by the next wait()
                 self._error = error
 
-        # No daemon: Python waits for it at exit, so that a checkpoint that was begun is finished.
+        # Not a daemon: Python joins it at exit, so that the checkpoint is finished.
         self._thread = threading.Thread(target=work, name=f"checkpoint {save.target.name}")
         self._thread.start()
 
@@ -163,17 +163,17 @@ class BackgroundSaver:
 
 
 def _report(saver: weakref.ref[BackgroundSaver]) -> None:
-    """Show an error for which no next call has come. Threads have ended before."""
+    """Print an error that no later call has raised. Threads have ended before."""
     found = saver()
     if found is not None and found._error is not None:
         traceback.print_exception(found._error)
 
 
 def store_gather(token: str, *, timeout: timedelta = timedelta(minutes=30)) -> Gather:
-    """Return a ``gather`` that may run in a thread: it goes through the group's store, and meets no collective.
+    """Return a ``gather`` that may run in a thread: it uses the group's store, not collectives.
 
     Args:
-        token: keeps the keys of one save apart from all others.
+        token: separates the keys of one save from all others.
         timeout: for the slowest rank to write its part.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -190,7 +190,7 @@ def store_gather(token: str, *, timeout: timedelta = timedelta(minutes=30)) -> G
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"{what} within {timeout.total_seconds():g} s",
-                    do="look at what the other ranks do, and at their disks",
+                    do="check the other ranks and their disks",
                 )
             time.sleep(_POLL_S)
 

@@ -45,7 +45,7 @@ _VISIBLE_WITHIN_S = 5.0
 
 
 def new_token() -> str:
-    """Return the name of one save: no two saves have the same."""
+    """Return a unique name for a save."""
     return secrets.token_hex(8)
 
 
@@ -180,7 +180,7 @@ def new_folder(storage: Storage, target: Path) -> Iterator[Path]:
 
 
 def make_folders(storage: Storage, folder: Path) -> None:
-    """Make ``folder`` and those above it, as far as they are missing; a power cut does not take them away again."""
+    """Create ``folder`` and its missing parents, and sync them."""
     missing = []
     while storage.kind(folder) is None:
         missing.append(folder)
@@ -188,13 +188,13 @@ def make_folders(storage: Storage, folder: Path) -> None:
     for made in reversed(missing):
         try:
             storage.make_folder(made)
-        except FileExistsError:  # another run in another folder beside ours made it meanwhile
+        except FileExistsError:  # another run created it meanwhile
             continue
         storage.sync_folder(made.parent)
 
 
 def sync_tree(storage: Storage, folder: Path) -> None:
-    """Return when the files in ``folder``, whoever of this machine wrote them, and the names in its subfolders survive a power cut."""
+    """Sync the files in ``folder``, whichever process wrote them, and the names in its subfolders."""
     for name in storage.entries(folder):
         path = folder / name
         kind = storage.kind(path)
@@ -210,9 +210,9 @@ def sync_tree(storage: Storage, folder: Path) -> None:
 
 
 def retire(storage: Storage, path: Path) -> None:
-    """Delete a checkpoint, or of a symbolic link to one the link alone.
+    """Delete a checkpoint; of a symbolic link to one, only the link.
 
-    It loses its name first, so that what an interrupted deletion leaves is never taken for a checkpoint, whatever its layout.
+    It is renamed first, so that a partly deleted folder is never taken for a checkpoint.
     """
     if storage.kind(path) == "other":
         storage.remove_file(path)
@@ -227,14 +227,14 @@ def retire(storage: Storage, path: Path) -> None:
 
 
 def discard(storage: Storage, folder: Path) -> None:
-    """Delete what is no checkpoint any more, or not yet. A manifest in it goes first."""
+    """Delete a folder that is no checkpoint any more, or not yet. Its manifest is deleted first."""
     remove_tree(storage, folder, first=MANIFEST)
 
 
 def place_of(storage: Storage, target: Path) -> Path:
-    """Return where the checkpoint ``target`` is, of whatever layout: a crash between two renames leaves it under its other name.
+    """Return where the checkpoint ``target`` is: a crash between two renames leaves it as ``<name>.old-<token>``.
 
-    Symbolic links are followed; where something is there, the path is ``target`` itself.
+    Symbolic links are followed; if ``target`` exists, it is returned.
     """
     real = storage.real_path(target)
     if storage.kind(real) is not None or storage.kind(real.parent) != "folder":
@@ -245,7 +245,7 @@ def place_of(storage: Storage, target: Path) -> Path:
 
 
 def _is_whole(storage: Storage, old: Path) -> bool:
-    """Is what has lost its place a whole checkpoint? Every one is but those of echelon's format whose deletion has begun."""
+    """Whether a folder that was renamed away is a complete checkpoint, not one of echelon's format that is partly deleted."""
     if storage.kind(old) != "folder":
         return False
     names = storage.entries(old)
@@ -253,12 +253,12 @@ def _is_whole(storage: Storage, old: Path) -> bool:
 
 
 def clean(storage: Storage, parent: Path, *, belongs: Callable[[str], bool]) -> list[str]:
-    """Remove what interrupted saves left in ``parent``, and return the names; a checkpoint among it gets its place back.
+    """Remove what interrupted saves left in ``parent``, and return the names; a complete checkpoint gets its name back.
 
     Args:
         storage: of the folder.
-        parent: the folder; it need not exist.
-        belongs: tells by the name of a checkpoint whether it is this run's. Only a run that has the lock may ask.
+        parent: may be missing.
+        belongs: whether a checkpoint of this name is this run's. Only a run that holds the lock may call this.
     """
     parent = storage.real_path(parent)
     if storage.kind(parent) != "folder":
@@ -286,16 +286,16 @@ def require_replaceable(storage: Storage, target: Path) -> None:
     num_bytes = len(target.name.encode(errors="surrogateescape"))
     if num_bytes + _NUM_ASIDE_BYTES > _MAX_NAME_BYTES:
         raise UsageError(
-            f"the checkpoint {target.name[:40]}... has a name of {num_bytes} bytes, and while it is written {_NUM_ASIDE_BYTES} "
-            f"more are appended, which is beyond the {_MAX_NAME_BYTES} of a file system",
+            f"the checkpoint {target.name[:40]}... has a name of {num_bytes} bytes; while it is written, {_NUM_ASIDE_BYTES} more "
+            f"are appended, which exceeds the {_MAX_NAME_BYTES} of a file system",
             do=f"give a name of at most {_MAX_NAME_BYTES - _NUM_ASIDE_BYTES} bytes",
         )
     kind = storage.kind(target)
     if kind is None:
         return
     if kind != "folder":
-        what = "a file" if kind == "file" else "no folder (a symbolic link, perhaps)"
-        raise UsageError(f"{target} is {what}, and a folder is to be there", do="give another name")
+        what = "a file" if kind == "file" else "a symbolic link or special file"
+        raise UsageError(f"{target} exists and is {what}, not a directory", do="give another name")
     here = Path.cwd()
     if target.is_mount() or target == here or target in here.parents:
         place = "a mount point" if target.is_mount() else f"the working directory {here} or above it"
@@ -303,10 +303,10 @@ def require_replaceable(storage: Storage, target: Path) -> None:
 
 
 def require_folder_or_nothing(storage: Storage, path: Path) -> None:
-    """Raise when ``path``, where checkpoints are looked for, is there and is no folder: that is no new run.
+    """Raise when ``path``, where checkpoints are searched, exists and is not a folder: that is not a new run.
 
     Raises:
-        UsageError: it is a file, or a symbolic link that leads nowhere (to a disk that is not mounted, perhaps).
+        UsageError: it is a file, or a broken symbolic link (perhaps to a disk that is not mounted).
     """
     real = storage.real_path(path)
     kind = storage.kind(real)
@@ -315,24 +315,24 @@ def require_folder_or_nothing(storage: Storage, path: Path) -> None:
     link = next((one for one in (path, *path.parents) if storage.link_target(one) is not None), None)
     if kind is None and link is not None and storage.kind(storage.real_path(link)) is None:
         if place_of(storage, path) != path:
-            return  # a checkpoint that a crash has left under its other name
+            return  # a checkpoint that a crash left under its other name
         raise UsageError(
-            f"{link} is a symbolic link to {storage.link_target(link)}, and nothing is there",
-            do="mount the disk that it leads to; to start from scratch there, make that folder, or remove the link",
+            f"{link} is a symbolic link to {storage.link_target(link)}, which does not exist",
+            do="mount the disk that it points to; to start from scratch, create that folder or remove the link",
         )
     if kind is not None:
-        what = "a file" if kind == "file" else "no folder"
-        raise UsageError(f"{path} is {what}, and a folder is to be there", do="give another name, or move it away")
+        what = "a file" if kind == "file" else "a special file"
+        raise UsageError(f"{path} exists and is {what}, not a directory", do="give another name, or move it away")
 
 
 def _aside(name: str) -> tuple[str, str] | tuple[None, None]:
-    """Return the name of the checkpoint that a folder was to be or had been, and which."""
+    """Return the checkpoint's name and ``tmp`` or ``old`` from the name of a temporary folder."""
     match = _ASIDE.fullmatch(name)
     return (match[1], match[2]) if match else (None, None)
 
 
 def _remove_abandoned(storage: Storage, target: Path) -> None:
-    """Remove what killed saves to ``target`` have left beside it, if nobody has written there for a while."""
+    """Remove what killed saves to ``target`` left beside it, unless it was modified recently."""
     before = time.time() - _ABANDONED_AFTER.total_seconds()
     for name in storage.entries(target.parent):
         folder = target.parent / name
@@ -344,7 +344,7 @@ def _remove_abandoned(storage: Storage, target: Path) -> None:
 
 
 def _keep_foreign(storage: Storage, source: Path, target: Path, is_part: Callable[[str], bool]) -> None:
-    """Give what others have put into ``source`` a second name in ``target``; what is there already stays."""
+    """Hard-link what other programs put into ``source`` into ``target``; existing files stay."""
     for name in storage.entries(source):
         if not is_part(name):
             _link_tree(storage, source / name, target / name)

@@ -1,4 +1,4 @@
-"""What lies in a folder of checkpoints: which are whole, how far they are, and what interrupted saves have left."""
+"""The contents of a folder of checkpoints: their state and progress, and what interrupted saves left."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from echelon.checkpoint.typed_json import read_json
 __all__ = ["CheckpointEntry", "Leftover", "Listing", "Reading", "list_folder", "problems_of"]
 
 Reading = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-"""Shows how far a long work is: given a label and the bytes of all of it, takes the bytes of each part."""
+"""A progress bar: called with a label and the total bytes, it yields a function that takes the bytes of each part."""
 State = Literal["complete", "verified", "damaged", "unknown"]
 
 _ASIDE = re.compile(r"(.+)\.(tmp|old)-[0-9a-f]{8,16}")
@@ -35,11 +35,11 @@ class CheckpointEntry:
 
     name: str
     place: str
-    """The name that it has now: a crash between two renames leaves it under another."""
+    """Its current name: a crash between two renames leaves it under another one."""
     layout: Layout | None
-    """None: it is named as a checkpoint, and is none."""
+    """None: it has the name of a checkpoint, and is none."""
     state: State
-    """``complete``: the manifest is right, and all files have their sizes; ``unknown``: its layout has no checksums."""
+    """``complete``: the manifest is valid, and all files have their sizes; ``unknown``: its layout has no checksums."""
     problems: Sequence[str]
     step: int | None
     epoch: float | None
@@ -50,7 +50,7 @@ class CheckpointEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leftover:
-    """What an interrupted save or deletion has left."""
+    """What an interrupted save or deletion left."""
 
     name: str
     num_bytes: int
@@ -69,7 +69,7 @@ def list_folder(folder: Path, *, verify: Reading | None = None) -> Listing:
 
     Args:
         folder: of checkpoints.
-        verify: how the reading is shown; None: only names, sizes and manifests are looked at.
+        verify: the progress bar; None: only names, sizes and manifests are checked.
     """
     storage = LocalStorage()
     entries, leftovers = [], []
@@ -77,7 +77,7 @@ def list_folder(folder: Path, *, verify: Reading | None = None) -> Listing:
         path = folder / name
         if storage.kind(storage.real_path(path)) != "folder":
             if (target := storage.link_target(path)) is not None and _IS_CHECKPOINT.fullmatch(name):
-                why = f"{path} is a symbolic link to {target}, and no folder is there"
+                why = f"{path} is a symbolic link to {target}, which is not a folder"
                 entries.append(_entry(path, path, None, verify, problem=why))
             continue
         match = _ASIDE.fullmatch(name)

@@ -1,7 +1,7 @@
-"""One run in one place: who may write a checkpoint there, and how a run that was left behind is kept out.
+"""The lock of a folder of checkpoints: one run writes there, and a stale process of an earlier attempt is kept out.
 
-The lock is a small file with its owner's facts. It is read again right before a checkpoint gets its name, so that a
-process of an earlier attempt, which was thought dead and wakes up, cannot replace what the later attempt has saved.
+The lock is a small file that identifies its owner. It is read again right before a checkpoint is renamed into place, so that a
+process of an earlier attempt that was thought dead cannot replace what the later attempt has saved.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from echelon.base.errors import CheckpointError
 __all__ = ["STALE_AFTER", "Owner", "RunLock", "is_over"]
 
 STALE_AFTER = timedelta(minutes=10)
-"""Without a sign of life for so long, a run on another machine is taken to be over."""
+"""A run on another machine is considered over after this time without a heartbeat."""
 _BEAT_S = STALE_AFTER.total_seconds() / 10
 
 _MAX_BYTES = 4096
-# The run's name, and how often it was started, as launchers say it; a later start of one run follows the earlier one.
+# The launcher's variables for the run's name and its attempt; a later attempt supersedes an earlier one.
 _RUNS = (
     ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
     ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"),
@@ -37,18 +37,18 @@ _RUNS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """A process, so exactly that no other one is ever taken for it."""
+    """The identity of a process, unique across machines and reboots."""
 
     token: str
     """Of this lock."""
     host: str
     machine: str
-    """The boot of the kernel; empty where the system does not say."""
+    """The boot id of the kernel; empty where unknown."""
     processes: str
-    """The namespace of process numbers: a container does not see those of another."""
+    """The PID namespace: a container does not see the processes of another."""
     pid: int
     started: str
-    """When the process was started, as the kernel counts; empty where the system does not say."""
+    """When the process was started, in the kernel's units; empty where unknown."""
     run: str
     """The launcher's name for the run, with the launcher's kind; empty without one."""
     attempt: int
@@ -79,34 +79,34 @@ class Owner:
 
 
 def is_over(owner: Owner, me: Owner, *, silent_for: timedelta, owner_lives: bool) -> bool:
-    """Tell whether the lock of ``owner`` may be taken by ``me``.
+    """Whether ``me`` may take the lock of ``owner``.
 
     Args:
-        owner: who has it.
-        me: who wants it.
-        silent_for: since the last sign of life of ``owner``.
-        owner_lives: whether its process is there; counts on the same machine only.
+        owner: its holder.
+        me: this process.
+        silent_for: since the last heartbeat of ``owner``.
+        owner_lives: whether its process exists; relevant on the same machine only.
     """
     if replace(owner, token="", since="", attempt=0) == replace(me, token="", since="", attempt=0):
-        return True  # two objects of one process do not meet
+        return True  # two objects of one process do not exclude each other
     if owner.run and owner.run == me.run and owner.attempt < me.attempt:
-        return True  # the launcher started this attempt because that one is over, whatever is left of it
+        return True  # the launcher started this attempt because that one is over
     if owner.machine and owner.machine == me.machine:
         if owner.processes == me.processes:
             return not owner_lives
         if owner.host == me.host:
-            return True  # a container that was started again: no two at a time have one name
+            return True  # a restarted container: no two have the same name at a time
     return silent_for > STALE_AFTER
 
 
 class RunLock:
-    """The right to write checkpoints in one place; kept until it is released, or this process ends.
+    """The right to write checkpoints into a folder; held until it is released, or this process ends.
 
-    Only one process of a run takes it. A thread gives a sign of life every minute, however long the run computes between two
+    Only one process of a run takes it. A thread writes a heartbeat every minute, however long the run computes between two
     saves.
 
     Raises:
-        CheckpointError: another run has it; the error names it.
+        CheckpointError: another run holds it; the error names it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -116,12 +116,14 @@ class RunLock:
         if not self._create():
             self._take_over()
         over = threading.Event()
-        self._end_beating = weakref.finalize(self, over.set)
-        beat = threading.Thread(target=_beat, args=(path, self._me, over), name=f"lock {path.parent.name}", daemon=True)
+        self._end_heartbeats = weakref.finalize(self, over.set)
+        beat = threading.Thread(
+            target=_write_heartbeats, args=(path, self._me, over), name=f"lock {path.parent.name}", daemon=True
+        )
         beat.start()
 
     def require(self) -> None:
-        """Give a sign of life.
+        """Write a heartbeat.
 
         Raises:
             CheckpointError: another attempt has taken the lock since; this process may not write here any more.
@@ -130,22 +132,22 @@ class RunLock:
         if owner is None or owner.token != self._me.token:
             now = "nobody" if owner is None else _described(owner)
             raise CheckpointError(
-                f"this process may not write checkpoints to {self._path.parent} any more: since {self._me.since} it had "
-                f"the lock {self._path.name}, and now {now} has it",
-                do="end this process: a later attempt of the run, or another run, has taken its place",
+                f"this process may not write checkpoints to {self._path.parent} any more: it held the lock {self._path.name} "
+                f"since {self._me.since}, and now {now} holds it",
+                do="end this process: a later attempt of the run, or another run, has replaced it",
             )
         os.utime(self._path)
 
     def release(self) -> None:
-        """Give the lock back, if this process still has it."""
-        self._end_beating()
+        """Release the lock, if this process still holds it."""
+        self._end_heartbeats()
         owner = _read(self._path)
         if owner is not None and owner.token == self._me.token:
             self._path.unlink(missing_ok=True)
 
     def _create(self) -> bool:
-        """Write the lock whole and under its name at once; False when there is one."""
-        own = self._write_aside()
+        """Create the complete lock atomically; False when one exists."""
+        own = self._write_temporary()
         try:
             os.link(own, self._path)
         except FileExistsError:
@@ -161,23 +163,23 @@ class RunLock:
             lives = bool(owner.started) and _start_of(owner.pid) == owner.started
             if not is_over(owner, self._me, silent_for=silent_for, owner_lives=lives):
                 raise CheckpointError(
-                    f"{self._path.parent} is another run's place for checkpoints: {_described(owner)}, last seen "
+                    f"{self._path.parent} is locked by another run: {_described(owner)}, last seen "
                     f"{silent_for.total_seconds():.0f} s ago",
                     where=str(self._path),
-                    do="give this run another folder, or end the other run (when it is over, and its machine gone, delete "
-                    "the lock file)",
+                    do="give this run another folder, or end the other run (if it is over and its machine is gone, delete the lock "
+                    "file)",
                 )
-        self._write_aside().replace(self._path)
-        self.require()  # of two that take over at once, the later one has it
+        self._write_temporary().replace(self._path)
+        self.require()  # of two that take over at once, the later one wins
 
-    def _write_aside(self) -> Path:
+    def _write_temporary(self) -> Path:
         own = self._path.with_name(f"{self._path.name}.{self._me.token}")
         own.write_text(json.dumps(asdict(self._me)), encoding="utf-8")
         return own
 
 
-def _beat(path: Path, me: Owner, over: threading.Event) -> None:
-    """Give signs of life for ``me`` until it is ``over``, or another owner has the lock."""
+def _write_heartbeats(path: Path, me: Owner, over: threading.Event) -> None:
+    """Write heartbeats for ``me`` until it is ``over``, or another owner holds the lock."""
     while not over.wait(_BEAT_S):
         try:
             owner = _read(path)
@@ -185,11 +187,11 @@ def _beat(path: Path, me: Owner, over: threading.Event) -> None:
                 return
             os.utime(path)
         except OSError:
-            continue  # a network file system that does not answer now may do so in a minute
+            continue  # a network file system may answer again in a minute
 
 
 def _read(path: Path) -> Owner | None:
-    """Return who has the lock; None when nobody has, or what is there is none."""
+    """Return the owner of the lock; None when there is none, or the file is not a lock."""
     try:
         with path.open("rb") as file:
             content = json.loads(file.read(_MAX_BYTES))

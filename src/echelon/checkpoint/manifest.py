@@ -1,4 +1,4 @@
-"""The manifest: what is in a checkpoint, with the size and checksum of every file, and of itself."""
+"""The manifest: the content of a checkpoint, with the size and checksum of every file, and its own checksum."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import xxhash
 
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint import typed_json
+from echelon.checkpoint.damage import damaged
 from echelon.checkpoint.regions import Chunk, ChunkBounds, TensorLayout, uncovered
 from echelon.checkpoint.storage import Storage
 from echelon.checkpoint.tensor_file import FileFacts, itemsize
@@ -45,7 +46,7 @@ _TOKEN = re.compile(r"[0-9a-f]{16}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint says of itself."""
+    """The description of a checkpoint."""
 
     token: str
     """Of the save that wrote it: 16 hexadecimal digits."""
@@ -55,11 +56,11 @@ class Manifest:
     """The program and its version."""
     world_size: int
     progress: Mapping[str, Any] | None
-    """Where the run was."""
+    """The counters of the run."""
     config: Any
     """The choices of the run with their origins: plain data, for people."""
     layout: Any
-    """How the state was spread over the ranks: plain data, for people."""
+    """How the state was distributed over the ranks: plain data, for people."""
     files: Mapping[str, FileFacts]
     tensors: Mapping[str, TensorLayout]
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -100,7 +101,7 @@ class Manifest:
 
 
 def is_inside(path: str) -> bool:
-    """Tell whether ``path`` (with slashes) can be the name of a file, and cannot lead out of the folder."""
+    """Whether ``path`` (with slashes) is a valid file name that cannot lead out of the folder."""
     try:
         path.encode()  # half a pair of UTF-16 is no text
     except UnicodeEncodeError:
@@ -114,22 +115,22 @@ def tensors_file(rank: int) -> str:
 
 
 def rank_objects_file(rank: int) -> str:
-    """Return the name of the file with what is ``rank``'s own."""
+    """Return the name of the file with the objects of ``rank``."""
     return f"rank_{rank:05}.json"
 
 
 def chunk_key(name: str, layout: TensorLayout, chunk: Chunk) -> str:
-    """Return the name of a chunk in its file: of a whole tensor its own, else with the offset behind."""
+    """Return the name of a chunk in its file: the tensor's, with the offset appended unless it is the whole tensor."""
     return name if chunk.box.lengths == layout.shape else f"{name}|{','.join(map(str, chunk.box.offset))}"
 
 
 def is_part(name: str) -> bool:
-    """Tell whether a file of this name in a checkpoint belongs to the format."""
+    """Whether a file of this name in a checkpoint belongs to the format."""
     return _PART.fullmatch(name) is not None
 
 
 def read_manifest(storage: Storage, folder: Path) -> Manifest:
-    """Read the manifest of ``folder``; nothing in it is believed before it was checked.
+    """Read the manifest of ``folder``; everything in it is checked.
 
     Raises:
         CheckpointError: there is none, it is damaged, or it contradicts itself.
@@ -139,7 +140,7 @@ def read_manifest(storage: Storage, folder: Path) -> Manifest:
         kind, link = storage.kind(storage.real_path(folder)), storage.link_target(folder)
         what = "no checkpoint" if kind == "folder" else "no folder"
         if kind is None and link is not None:
-            what = f"a symbolic link to {link}, and nothing is there"
+            what = f"a symbolic link to {link}, which does not exist"
         raise CheckpointError(f"{folder} is {what}: it has no {MANIFEST}", do="give the folder of a checkpoint")
     try:
         handle = storage.open(path)
@@ -235,4 +236,4 @@ def _require(is_right: Any, what: str) -> None:
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(f"{path} is damaged: {why}", do="use another checkpoint")
+    return damaged(f"{path} is damaged: {why}")

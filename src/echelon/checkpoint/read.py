@@ -1,4 +1,4 @@
-"""Reading: is a checkpoint whole, which is the newest that is, and its tensors in whatever parts a rank wants."""
+"""Reading: verification, the newest intact checkpoint, and tensors in the parts that a rank wants."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint import typed_json
 from echelon.checkpoint.commit import place_of
+from echelon.checkpoint.damage import damaged
 from echelon.checkpoint.manifest import (
     OBJECTS,
     Manifest,
@@ -34,7 +35,7 @@ __all__ = ["Checkpoint", "CheckpointSearch", "newest", "open_verified", "try_ope
 
 
 class Checkpoint:
-    """A checkpoint on disk. Its manifest was read; a file is read when something of it is asked for.
+    """A checkpoint on disk. Its manifest is read at once, other files when they are needed.
 
     Raises:
         CheckpointError: there is none, or its manifest is damaged.
@@ -59,7 +60,7 @@ class Checkpoint:
                 if checksum is None:
                     found.append(f"{path} has another size than the {facts.size:,} bytes that were written")
                 elif checksum != facts.xxh3_128:
-                    found.append(f"{path} is damaged: its checksum is not the one of what was written")
+                    found.append(f"{path} is damaged: its checksum differs from the one written")
                 elif is_part(name) and name.endswith(".safetensors"):
                     self._require_tensors(name)
             except FileNotFoundError:
@@ -69,19 +70,19 @@ class Checkpoint:
         return found
 
     def _require_own_folders(self, name: str) -> None:
-        """Raise where a folder on the way to a file is a link, which may lead out of the checkpoint."""
+        """Raise if a parent folder of a file is a link, which may lead out of the checkpoint."""
         for parent in list(Path(name).parents)[:-1]:
             if self._storage.kind(self.folder / parent) != "folder":
-                raise CheckpointError(f"{self.folder / parent} is missing, or no folder", do="use another checkpoint")
+                raise damaged(f"{self.folder / parent} is missing, or no folder")
 
     # ---- objects -----------------------------------------------------------------------------------------------------
 
     def objects(self) -> dict[str, Any]:
-        """Return what is one for all ranks, by name."""
+        """Return the objects that all ranks share, by name."""
         return self._objects(OBJECTS)
 
     def rank_objects(self, rank: int) -> dict[str, Any] | None:
-        """Return what was ``rank``'s own, by name; None when the saved run had no such rank, or it had nothing."""
+        """Return the objects of ``rank`` by name; None when the saved run had no such rank, or it saved none."""
         name = rank_objects_file(rank)
         return self._objects(name) if name in self.manifest.files else None
 
@@ -89,19 +90,19 @@ class Checkpoint:
         path = self.folder / name
         facts = self.manifest.files.get(name)
         if facts is None:
-            raise CheckpointError(f"{self.folder} has no {name}", do="use another checkpoint")
+            raise damaged(f"{self.folder} has no {name}")
         text = bytearray(facts.size)
         self._read(path, 0, memoryview(text))
         content = typed_json.from_bytes(bytes(text), source=str(path))
         decoded = typed_json.decode(content, source=str(path), get_tensor=self.read)
         if not isinstance(decoded, dict):
-            raise CheckpointError(f"{path} holds no objects by name", do="use another checkpoint")
+            raise damaged(f"{path} holds no objects by name")
         return decoded
 
     # ---- tensors -----------------------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """Return the names of all tensors, further names of one included."""
+        """Return the names of all tensors, aliases included."""
         return sorted({*self.manifest.tensors, *self.manifest.aliases})
 
     def layout(self, name: str) -> TensorLayout:
@@ -131,7 +132,7 @@ class Checkpoint:
     def read_into(
         self, targets: Mapping[str, torch.Tensor | ShardPart], *, optional: Collection[str] = ()
     ) -> list[str]:
-        """Copy each tensor into what this rank has of it, and return the names of those that are not there.
+        """Copy each tensor into this rank's part of it, and return the names of the missing ones.
 
         Beside the targets, the host holds one chunk at a time.
 
@@ -151,7 +152,7 @@ class Checkpoint:
         return missing
 
     def require_fit(self, shapes: Mapping[str, Sequence[int]], *, optional: Collection[str] = ()) -> list[str]:
-        """Return which tensors of ``shapes`` are not there.
+        """Return which tensors of ``shapes`` are missing.
 
         Raises:
             CheckpointError: one that is not ``optional`` is missing, or one has another shape.
@@ -177,7 +178,7 @@ class Checkpoint:
         for part in overlaps(layout, box):
             file = tensors_file(part.chunk.rank)
             entry = self._require_entry(file, chunk_key(stored_name, layout, part.chunk), layout, part.chunk.box)
-            # Of the first dimension, only the rows that are wanted: they are together in the file.
+            # Only the rows that are wanted: they are contiguous in the file.
             lengths = part.chunk.box.lengths
             row = math.prod(lengths[1:]) * dtype.itemsize
             rows = part.source[0] if part.source else slice(0, 1)
@@ -189,7 +190,7 @@ class Checkpoint:
             values[part.target].copy_(chunk[(slice(None), *part.source[1:])] if lengths else chunk)
 
     def _require_tensors(self, file: str) -> None:
-        """Raise unless the header of ``file`` says of each tensor what the manifest says, so that all readers agree."""
+        """Raise unless the header of ``file`` agrees with the manifest on each tensor."""
         header = self._header(file)
         expected = {
             chunk_key(name, layout, chunk): stored_form(layout.dtype, chunk.box.lengths)
@@ -198,16 +199,12 @@ class Checkpoint:
             if tensors_file(chunk.rank) == file
         }
         if {name: (entry.dtype, entry.shape) for name, entry in header.items()} != expected:
-            raise CheckpointError(
-                f"its header and the manifest name other tensors: {file}", do="use another checkpoint"
-            )
+            raise damaged(f"its header and the manifest name different tensors: {file}")
 
     def _require_entry(self, file: str, key: str, layout: TensorLayout, box: ChunkBounds) -> Stored:
         entry = self._header(file).get(key)
         if entry is None or (entry.dtype, entry.shape) != stored_form(layout.dtype, box.lengths):
-            raise CheckpointError(
-                f"{self.folder / file} does not hold {key} as the manifest says", do="use another checkpoint"
-            )
+            raise damaged(f"{self.folder / file} does not hold {key} as the manifest says")
         return entry
 
     def _header(self, file: str) -> Mapping[str, Stored]:
@@ -224,7 +221,7 @@ class Checkpoint:
         try:
             self._storage.read(handle, offset, buffer)
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}", do="use another checkpoint") from error
+            raise damaged(f"{path} cannot be read: {error}") from error
         finally:
             self._storage.close(handle)
 
@@ -232,33 +229,31 @@ class Checkpoint:
         try:
             return self._storage.open(path)
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}", do="use another checkpoint") from error
+            raise damaged(f"{path} cannot be read: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSearch:
-    """The newest whole checkpoint, and what was passed over on the way to it."""
+    """The newest intact checkpoint, and the newer ones that were skipped."""
 
     checkpoint: Checkpoint | None
     skipped: Sequence[tuple[Path, str]]
-    """Newer ones, newest first, each with what is wrong with it."""
+    """Newest first, each with its problem."""
 
 
 def open_verified(
     folder: Path, *, world: World, storage: Storage | None = None, gather: Gather = gather_bytes
 ) -> Checkpoint:
-    """Open a checkpoint whose every file was read and found whole; the ranks of a machine share the work.
+    """Open a checkpoint after verifying every file; the ranks of a machine share the work.
 
     Collective: every rank.
 
     Raises:
-        CheckpointError: it is not whole; the files are named, on every rank.
+        CheckpointError: it is damaged; every rank names the files.
     """
     checkpoint, problem = try_open(folder, world=world, storage=storage, gather=gather)
     if checkpoint is None:
-        raise CheckpointError(
-            f"{folder} cannot be loaded: {problem}", do="load another checkpoint; nothing of this one was used"
-        )
+        raise damaged(f"{folder} cannot be loaded, and nothing of it was used: {problem}")
     return checkpoint
 
 
@@ -270,14 +265,14 @@ def newest(
     usable: Callable[[Checkpoint], str | None] = lambda _: None,
     gather: Gather = gather_bytes,
 ) -> CheckpointSearch:
-    """Return the first of ``candidates`` (newest first) that every machine has whole, and why others were passed over.
+    """Return the first of ``candidates`` (newest first) that is intact on every machine, and why others were skipped.
 
     Args:
-        candidates: in which each machine may lack some.
+        candidates: each machine may lack some.
         world: of this process.
         storage: where; None: the file systems of this machine.
-        usable: returns why a whole checkpoint is not wanted all the same, or None; the same on all ranks.
-        gather: how the ranks talk.
+        usable: returns why an intact checkpoint is not wanted, or None; the same on all ranks.
+        gather: how the ranks communicate.
 
     Collective: every rank.
     """
@@ -298,7 +293,7 @@ def newest(
 def try_open(
     folder: Path, *, world: World, storage: Storage | None = None, gather: Gather = gather_bytes
 ) -> tuple[Checkpoint | None, str | None]:
-    """Return the checkpoint, or what is wrong with it on any machine.
+    """Return the checkpoint, or its problem on any machine.
 
     Collective: every rank.
     """

@@ -1,8 +1,8 @@
-"""Which part of a tensor is where: boxes in a global shape, who writes each, and what is read to fill another box.
+"""Parts of tensors as boxes in a global shape: which rank writes each, and which to read to fill another box.
 
-Boxes are all that a layout is: a rank holds boxes, a checkpoint holds boxes, and a loading rank asks for boxes, whatever
-engine and number of ranks made them. ``torch.distributed.checkpoint``'s planners do the same sums on objects that hold file
-formats and pickled metadata; here they are sums on integers, which travel as JSON and are tested without processes.
+A rank holds boxes, a checkpoint holds boxes, and a loading rank reads boxes, whatever engine and number of ranks made them.
+``torch.distributed.checkpoint``'s planners compute the same on objects with file formats and pickled metadata; here it is
+arithmetic on integers, which are exchanged as JSON and tested without processes.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ class ChunkBounds:
 
     @staticmethod
     def whole(shape: Sequence[int]) -> ChunkBounds:
-        """Return the box that is all of a tensor."""
+        """Return the box of a whole tensor."""
         return ChunkBounds((0,) * len(shape), tuple(shape))
 
     def common(self, other: ChunkBounds) -> ChunkBounds | None:
-        """Return what both hold; None when that is nothing."""
+        """Return the intersection; None when it is empty."""
         offset = tuple(map(max, self.offset, other.offset))
         ends = [min(a + n, b + m) for a, n, b, m in zip(self.offset, self.lengths, other.offset, other.lengths)]
         lengths = tuple(end - start for start, end in zip(offset, ends))
         return None if any(length <= 0 for length in lengths) else ChunkBounds(offset, lengths)
 
     def within(self, outer: ChunkBounds) -> tuple[slice, ...]:
-        """Return the slices that cut this box out of a tensor that holds ``outer``."""
+        """Return the slices of this box in a tensor that holds ``outer``."""
         starts = [own - base for own, base in zip(self.offset, outer.offset)]
         return tuple(slice(start, start + length) for start, length in zip(starts, self.lengths))
 
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """What one rank has of one tensor."""
+    """One rank's part of one tensor."""
 
     name: str
     dtype: str
@@ -90,7 +90,7 @@ class TensorLayout:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """What a chunk has of a box that is wanted: copy ``source`` of the chunk to ``target`` of the box."""
+    """The intersection of a chunk and a wanted box: copy ``source`` of the chunk to ``target`` of the box."""
 
     chunk: Chunk
     source: tuple[slice, ...]
@@ -99,7 +99,7 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True)
 class ShardPart:
-    """A rank's part of a tensor, for state that is no DTensor."""
+    """A rank's part of a tensor, for state that is not a DTensor."""
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
@@ -107,7 +107,7 @@ class ShardPart:
 
 
 def box_of(tensor: torch.Tensor | ShardPart) -> tuple[tuple[int, ...], ChunkBounds, torch.Tensor]:
-    """Return the global shape of ``tensor``, the box of it that this rank has, and its values (sharing their memory).
+    """Return the global shape of ``tensor``, this rank's box of it, and its values (sharing their memory).
 
     Raises:
         CheckpointError: a DTensor that is neither sharded into boxes nor replicated.
@@ -121,8 +121,8 @@ def box_of(tensor: torch.Tensor | ShardPart) -> tuple[tuple[int, ...], ChunkBoun
     others = [placement for placement in tensor.placements if type(placement) not in (Shard, Replicate)]
     if others:
         raise CheckpointError(
-            f"a tensor of shape {tuple(tensor.shape)} is placed as {others[0]}: what this rank has of it is no box",
-            do="redistribute it to Shard or Replicate before it is saved",
+            f"a tensor of shape {tuple(tensor.shape)} is placed as {others[0]}: this rank's part of it is not a box",
+            do="redistribute it to Shard or Replicate before saving",
         )
     local = tensor.to_local().detach()
     lengths, offset = local_shape_and_offset(tensor)
@@ -131,7 +131,7 @@ def box_of(tensor: torch.Tensor | ShardPart) -> tuple[tuple[int, ...], ChunkBoun
 
 
 def assign_writers(pieces: Mapping[int, Iterable[LocalShard]]) -> dict[str, TensorLayout]:
-    """Decide which rank writes which box, each once: of equal ones, the rank that has the least to write.
+    """Decide which rank writes which box, each once: of replicas, the rank with the least to write.
 
     Args:
         pieces: of each rank; equal on all ranks, so that all decide the same.
@@ -151,7 +151,7 @@ def assign_writers(pieces: Mapping[int, Iterable[LocalShard]]) -> dict[str, Tens
                     f"{piece.dtype} {list(piece.shape)} on rank {rank}",
                     do="give every rank the same model and optimizer",
                 )
-            if piece.box.volume:  # ranks with nothing of a tensor are no holders of it
+            if piece.box.volume:  # ranks with an empty part do not hold it
                 holders.setdefault((piece.name, piece.box), []).append(rank)
 
     def num_bytes(item: tuple[tuple[str, ChunkBounds], list[int]]) -> int:
@@ -160,7 +160,7 @@ def assign_writers(pieces: Mapping[int, Iterable[LocalShard]]) -> dict[str, Tens
 
     load = dict.fromkeys(pieces, 0)
     chunks: dict[str, list[Chunk]] = {name: [] for name in first}
-    # Boxes that one rank has, first; then the largest: what is left evens out.
+    # First the boxes of a single rank, then the largest: the rest balances the load.
     for item in sorted(holders.items(), key=lambda item: (len(item[1]) > 1, -num_bytes(item))):
         (name, box), ranks = item
         writer = min(ranks, key=lambda rank: (load[rank], rank))
@@ -180,13 +180,13 @@ def assign_writers(pieces: Mapping[int, Iterable[LocalShard]]) -> dict[str, Tens
 
 
 def uncovered(layout: TensorLayout) -> str | None:
-    """Return what is wrong when the chunks do not hold every element once; None when they do."""
+    """Return the problem if the chunks do not hold every element exactly once, else None."""
     shape = ChunkBounds.whole(layout.shape)
     boxes = [chunk.box for chunk in layout.chunks]
     for box in boxes:
         if len(box.offset) != len(layout.shape) or box.common(shape) != box:
             return f"the box at {list(box.offset)} of {list(box.lengths)} is not inside it"
-    # A sweep along the dimension that is cut most: only boxes that it crosses at once can overlap.
+    # A sweep along the dimension with the most cuts: only boxes crossed at the same time can overlap.
     dims = range(len(layout.shape))
     cut = max(dims, key=lambda dim: len({box.offset[dim] for box in boxes}), default=None)
     crossed: list[ChunkBounds] = []
@@ -194,14 +194,14 @@ def uncovered(layout: TensorLayout) -> str | None:
         if cut is not None:
             crossed = [other for other in crossed if other.offset[cut] + other.lengths[cut] > box.offset[cut]]
         if any(other.common(box) is not None for other in crossed):
-            return f"the box at {list(box.offset)} of {list(box.lengths)} is there twice, in part or whole"
+            return f"the box at {list(box.offset)} of {list(box.lengths)} overlaps another one"
         crossed.append(box)
     held = sum(box.volume for box in boxes)
-    return None if held == shape.volume else f"{held} of its {shape.volume} elements are held"
+    return None if held == shape.volume else f"{held} of its {shape.volume} elements are covered"
 
 
 def overlaps(layout: TensorLayout, box: ChunkBounds) -> Iterator[Overlap]:
-    """Yield what each chunk has of ``box``; together it is all of it."""
+    """Yield the intersection of each chunk with ``box``; together they cover it."""
     for chunk in layout.chunks:
         common = chunk.box.common(box)
         if common is not None:

@@ -1,4 +1,4 @@
-"""Checkpoints that are numbered in one folder: the newest, and which are kept."""
+"""Numbered checkpoints in a folder: which exist, and which are deleted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OLD = r"(?:\.old-[0-9a-f]{16})?"  # where a crash between two renames leaves a 
 def numbered(folder: Path, *, prefix: str, storage: Storage | None = None) -> list[Path]:
     """Return what is named ``prefix`` + number in ``folder`` by number; others (half-written ones, too) do not count.
 
-    Also what is no checkpoint (a file, a link that leads nowhere) has a number, which no other one gets.
+    Also what is no checkpoint (a file, a broken link) occupies its number.
     """
     storage = storage or LocalStorage()
     real = storage.real_path(folder)
@@ -31,13 +31,13 @@ def numbered(folder: Path, *, prefix: str, storage: Storage | None = None) -> li
 def surplus(
     numbers: Sequence[int], *, limit: int | None, keep: Collection[int] = (), keep_every: int | None = None
 ) -> list[int]:
-    """Return which of the checkpoints ``numbers`` may go, the lowest first.
+    """Return which of the checkpoints ``numbers`` to delete, the lowest first.
 
     Args:
-        numbers: of all that are there.
-        limit: how many stay at most, those of ``keep_every`` not counted; None: all.
-        keep: never go (the newest, the best), but count.
-        keep_every: multiples of it stay for good.
+        numbers: of all that exist.
+        limit: how many to keep at most, not counting those of ``keep_every``; None: all.
+        keep: never deleted (the newest, the best), but counted.
+        keep_every: multiples of it are never deleted.
     """
     if limit is None:
         return []
@@ -54,10 +54,9 @@ def remove_oldest(
     keep_every: int | None = None,
     storage: Storage | None = None,
 ) -> list[Path]:
-    """Delete the lowest numbers until ``limit`` folders are left, never ``keep``; return what is gone.
+    """Delete the lowest numbers until ``limit`` folders are left, never ``keep``; return the deleted ones.
 
-    Of a checkpoint that is a symbolic link, the link goes, and what it leads to stays. Files and links that lead nowhere are
-    none: they neither count nor go.
+    Of a checkpoint that is a symbolic link, only the link is deleted. Files and broken links are neither counted nor deleted.
     """
     storage = storage or LocalStorage()
     folder = storage.real_path(folder)

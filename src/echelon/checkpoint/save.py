@@ -1,4 +1,4 @@
-"""Saving: what each rank writes, and the steps that all ranks take together."""
+"""Saving: which rank writes what, and the steps that all ranks take together."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ __all__ = [
 ]
 
 Gather = Callable[[bytes], list[bytes]]
-"""Brings the bytes of each rank to all, in rank order."""
+"""All-gathers bytes: returns those of every rank, in rank order."""
 
 
 class SaveFailedError(CheckpointError):
-    """The file system of some rank said no; every rank raises it, and the checkpoints that were there are untouched.
+    """A rank could not write to its file system; every rank raises this error, and existing checkpoints are untouched.
 
     Causes: a full disk or quota, a folder that cannot be written, a network file system that is gone.
-    Do: free the bytes that the message names, or save elsewhere. The Accelerator reports it and trains on; a third time in a
-        row ends the run.
+    Do: free the bytes that the message names, or save elsewhere. The Accelerator reports it and continues; the third failure in
+        a row ends the run.
     """
 
 
-# Torch's own writer says of a disk that is full only where it is in its file.
+# For a full disk torch's own writer reports only its position in the file.
 _FILE_REFUSED = re.compile(r"inline_container|PytorchStreamWriter|unexpected pos|file write failed|iostream error")
 
 
@@ -70,7 +70,7 @@ class Content:
     tensors: Mapping[str, torch.Tensor | ShardPart] = field(default_factory=dict)
     """This rank's: whole tensors, DTensors, or parts; equal names are one tensor on all ranks."""
     objects: Mapping[str, Any] = field(default_factory=dict)
-    """Plain data and tensors, one for all ranks; those of the first rank count."""
+    """Plain data and tensors that all ranks share; those of the first rank are saved."""
     rank_objects: Mapping[str, Any] = field(default_factory=dict)
     """Plain data and tensors of this rank alone."""
     progress: Mapping[str, Any] | None = None
@@ -119,12 +119,12 @@ class Save:
         return sum(t.numel() * t.element_size() for _, t in self.tensors) + sum(map(len, self.objects.values()))
 
     def finish(self, gather: Gather = gather_bytes) -> Path:
-        """Write, and make the folder the checkpoint; return its path when it is on the disks.
+        """Write and commit; return the path of the checkpoint once it is on disk.
 
         Collective: every rank; by ``gather`` alone, so that it may run in a thread with a ``gather`` of its own.
 
         Raises:
-            CheckpointError: a rank could not write; they are named, and what was there before is untouched.
+            CheckpointError: a rank could not write; the ranks are named, and what existed before is untouched.
         """
         try:
             files = run_on_all_ranks(f"writing {self.target}", self._counted(self._write), gather)
@@ -146,7 +146,7 @@ class Save:
         return {name: [facts.size, facts.xxh3_128] for name, facts in files.items()}
 
     def _added(self, inside: str) -> dict[str, FileFacts]:
-        """Sync the files that others (hooks) have put into the folder, and return what is known of them."""
+        """Sync the files that hooks have written into the folder, and return their sizes and checksums."""
         found: dict[str, FileFacts] = {}
         for name in self._storage.entries(self.folder / inside):
             path = f"{inside}{name}"
@@ -156,8 +156,8 @@ class Save:
             elif kind == "file" and (inside or not is_part(name)):
                 if not is_inside(path):
                     raise CheckpointError(
-                        f"the file {path!r} was put into {self.target} while it was saved, and its name is no text, or could "
-                        "lead out of the folder",
+                        f"a hook wrote the file {path!r} into {self.target}, and its name is not valid UTF-8 or could lead out of "
+                        "the folder",
                         where="a hook of save_state",
                         do="give it a name in UTF-8 without backslashes",
                     )
@@ -173,7 +173,7 @@ class Save:
         self.pending.commit(manifest=replace(self.manifest, files=merged).to_bytes(), is_part=self._is_part_of_old())
 
     def _is_part_of_old(self) -> Callable[[str], bool]:
-        """Return what tells whether a file in the folder that is replaced belongs to the checkpoint there."""
+        """Return the predicate for files of the checkpoint that is replaced."""
         try:
             old = read_manifest(self._storage, self.target).files
         except CheckpointError:
@@ -181,7 +181,7 @@ class Save:
         return lambda name: self.is_part(name) or name in old
 
     def _counted(self, action: Callable[[], Any]) -> Callable[[], Any]:
-        return as_save_failure(action, self.target, told=self._missing_bytes)
+        return as_save_failure(action, self.target, details=self._missing_bytes)
 
     def _missing_bytes(self) -> str:
         try:
@@ -216,14 +216,14 @@ class Save:
 
 
 def as_save_failure(
-    action: Callable[[], Any], target: Path, *, told: Callable[[], str] | None = None
+    action: Callable[[], Any], target: Path, *, details: Callable[[], str] | None = None
 ) -> Callable[[], Any]:
-    """Return ``action`` with what the file system refuses as the error that is counted, not one that ends the run.
+    """Return ``action`` with file system errors as ``SaveFailedError``, which is counted and does not end the run.
 
     Args:
         action: writes.
         target: the checkpoint that it writes.
-        told: returns what else is known of the disk; None: how much is free.
+        details: returns what to add to the message; None: the free space.
     """
 
     def run() -> Any:
@@ -234,16 +234,15 @@ def as_save_failure(
             if cause is None:
                 raise
             raise SaveFailedError(
-                f"{target} could not be saved: {cause}{_free_bytes(target) if told is None else told()}",
-                do="free space on the disk, or look at what the system says of it; the checkpoints that were there "
-                "are untouched",
+                f"{target} could not be saved: {cause}{_free_bytes(target) if details is None else details()}",
+                do="free disk space, or resolve the system error above; existing checkpoints are untouched",
             ) from error
 
     return run
 
 
 def _refusal(error: BaseException) -> BaseException | None:
-    """Return what the file system said when it refused to write, if ``error`` comes of that."""
+    """Return the file system's error behind ``error``; None if there is none."""
     if isinstance(error, OSError):
         return error
     if isinstance(error, SafetensorError):
@@ -265,12 +264,12 @@ def _free_bytes(target: Path) -> str:
 
 
 def run_on_all_ranks(what: str, action: Callable[[], Any], gather: Gather) -> list[Any]:
-    """Do ``action`` on every rank and return the results (plain JSON) of all; where some ranks fail, all raise.
+    """Do ``action`` on every rank and return the results (plain JSON) of all; if some ranks fail, all raise.
 
     Collective: every rank, by ``gather`` alone; ``action`` must not communicate.
 
     Raises:
-        CheckpointError: other ranks failed, and they are named; a rank that failed raises its own error.
+        CheckpointError: other ranks failed; they are named. A rank that failed raises its own error.
     """
     failure: Exception | None = None
     result = None
@@ -280,7 +279,7 @@ def run_on_all_ranks(what: str, action: Callable[[], Any], gather: Gather) -> li
         failure = error
     note = None if failure is None else failure.what if isinstance(failure, EchelonError) else repr(failure)
     mine = {"result": result, "failure": note, "is_storage": isinstance(failure, SaveFailedError)}
-    outcomes = [json.loads(told) for told in gather(json.dumps(mine).encode())]
+    outcomes = [json.loads(outcome) for outcome in gather(json.dumps(mine).encode())]
     failed = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome["failure"] is not None}
     if not failed:
         return [outcome["result"] for outcome in outcomes]
@@ -289,16 +288,16 @@ def run_on_all_ranks(what: str, action: Callable[[], Any], gather: Gather) -> li
         raise failure
     listing = "\n".join(f"    rank {rank}: {outcome['failure']}" for rank, outcome in failed.items())
     kind = SaveFailedError if is_storage else CheckpointError
-    raise kind(f"{what} failed on other ranks\n{listing}", do="mend the error of the ranks named") from failure
+    raise kind(f"{what} failed on other ranks\n{listing}", do="fix the error on the ranks listed") from failure
 
 
 def save(target: Path, content: Content, *, world: World, **options: Any) -> Path:
-    """Save ``content`` as the checkpoint ``target`` and return its path when it is on the disks; options: ``begin_save``.
+    """Save ``content`` as the checkpoint ``target`` and return its path once it is on disk; options: ``begin_save``.
 
     Collective: every rank.
     """
-    begun = begin_save(target, content, world=world, **options)
-    return begun.finish(options.get("gather", gather_bytes))
+    prepared = begin_save(target, content, world=world, **options)
+    return prepared.finish(options.get("gather", gather_bytes))
 
 
 def begin_save(
@@ -315,14 +314,14 @@ def begin_save(
     """Decide with all ranks what each writes, and make the folder.
 
     Args:
-        target: where the checkpoint goes; one that is there is replaced when the new one is whole.
+        target: where the checkpoint goes; an existing one is replaced once the new one is complete.
         content: of this rank.
         world: of this process.
         storage: where; None: the file systems of this machine.
-        is_part: tells by its name whether a file in an old ``target`` belongs to it; other files are kept.
+        is_part: whether a file of this name in an old ``target`` belongs to it; other files are kept.
         fence: raises when this run may not write here any more (``RunLock.require``); asked on the first rank.
         on_each_node: every machine keeps a checkpoint of its own; for machines that share no files.
-        gather: how the ranks talk.
+        gather: how the ranks communicate.
 
     Collective: every rank.
 
@@ -397,24 +396,24 @@ def save_folder(
     fence: Callable[[], None] | None = None,
     gather: Gather = gather_bytes,
 ) -> bool:
-    """Make ``target`` a checkpoint of another program's layout, which has no manifest: the files that ``write`` makes.
+    """Make ``target`` a checkpoint of another program's layout, which has no manifest: the files that ``write`` creates.
 
     Returns whether this rank made the folder: rank zero, and one rank of each machine that does not see rank zero's files.
 
     Args:
-        target: it is there whole or not at all, at every instant; one that is there is replaced.
+        target: complete or absent at every instant; an existing one is replaced.
         write: called as ``write(folder, is_owner)`` on every rank; ``is_owner`` where the result is True. It must not
             communicate, and need not sync what it writes.
         world: of this process.
         storage: where; None: the file systems of this machine.
-        is_part: tells by its name whether a file in an old ``target`` belongs to it; other files are kept.
+        is_part: whether a file of this name in an old ``target`` belongs to it; other files are kept.
         fence: raises when this run may not write here any more (``RunLock.require``).
-        gather: how the ranks talk.
+        gather: how the ranks communicate.
 
     Collective: every rank, by ``gather`` alone.
 
     Raises:
-        CheckpointError: a rank could not write; they are named, and what was there before is untouched.
+        CheckpointError: a rank could not write; the ranks are named, and what existed before is untouched.
         UsageError: ``target`` cannot be replaced.
     """
     storage = storage or LocalStorage()
@@ -427,7 +426,7 @@ def save_folder(
             raise CheckpointError(
                 f"rank {world.rank} on {socket.gethostname()} does not see {pending.path}, which the first rank of this "
                 "machine sees",
-                do="give a folder that all ranks of a machine share",
+                do="use a folder that all ranks of a machine share",
             )
 
     def run(what: str, action: Callable[[], None], *, here: bool = True) -> None:
@@ -457,7 +456,7 @@ class _LocalContent:
         self.objects = self.rank_objects = b""
 
     def collect(self, content: Content, world: World, *, is_first: bool) -> dict[str, Any]:
-        """Take ``content`` apart, and return what the other ranks must know of it."""
+        """Encode ``content``, and return what the other ranks must know of it."""
         tensors: dict[str, torch.Tensor | ShardPart] = dict(content.tensors)
 
         def put_tensor(name: str, tensor: torch.Tensor) -> None:
@@ -465,7 +464,7 @@ class _LocalContent:
                 raise CheckpointError(f"two tensors are named {name!r}", do="give one of them another name")
             tensors[name] = tensor
 
-        # What is one for all ranks is the first one's; of the others it is only looked at.
+        # The first rank's shared objects are saved; those of the others are only checked.
         objects = {
             name: typed_json.encode(value, name=name, put_tensor=put_tensor if is_first else lambda *_: None)
             for name, value in content.objects.items()
@@ -539,8 +538,8 @@ def _require_shared(
     if blind:
         hosts = ", ".join(f"rank {rank} on {announced[rank]['host']}" for rank in blind)
         raise CheckpointError(
-            f"{pending.target.parent} is not one folder for all ranks: rank {crew[0]} on {announced[crew[0]]['host']} has made "
-            f"{pending.path.name} in it, and these do not see it: {hosts}",
-            do="give a folder that all machines share, or save_on_each_node=True (ProjectConfiguration) when every machine "
-            "has the whole state",
+            f"{pending.target.parent} is not shared by all ranks: rank {crew[0]} on {announced[crew[0]]['host']} created "
+            f"{pending.path.name} in it, and these ranks do not see it: {hosts}",
+            do="use a folder that all machines share, or ProjectConfiguration(save_on_each_node=True) if every machine has the "
+            "whole state",
         )

@@ -1,4 +1,4 @@
-"""Every file operation of a checkpoint, so that a test can record, interrupt and replay them."""
+"""The file operations of checkpoints, which tests record, interrupt and replay."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Kind = Literal["file", "folder", "other"]
 
 
 class Storage(ABC):
-    """What a checkpoint needs of a file system. Errors are OSErrors, as the system gives them."""
+    """The file operations that checkpoints need. Errors are the system's OSErrors."""
 
     @abstractmethod
     def create(self, path: Path) -> int:
-        """Make a file that is not there yet, and return a handle to write to."""
+        """Create a new file, and return a handle for writing."""
 
     @abstractmethod
     def write(self, handle: int, data: bytes | memoryview) -> None:
@@ -30,35 +30,35 @@ class Storage(ABC):
 
     @abstractmethod
     def sync(self, handle: int) -> None:
-        """Return when what was written survives a power cut."""
+        """Flush what was written to the disk."""
 
     @abstractmethod
     def close(self, handle: int) -> None:
-        """Give the handle back."""
+        """Close the handle."""
 
     @abstractmethod
     def make_folder(self, path: Path) -> None:
-        """Make a folder that is not there yet, in one that is."""
+        """Create a new folder in an existing one."""
 
     @abstractmethod
     def sync_folder(self, path: Path) -> None:
-        """Return when the names in a folder survive a power cut."""
+        """Flush the names in a folder to the disk."""
 
     @abstractmethod
     def link(self, source: Path, target: Path) -> None:
-        """Give the file ``source`` a second name; where that cannot be, copy it."""
+        """Hard-link the file ``source``; copy it where links are not supported."""
 
     @abstractmethod
     def rename(self, source: Path, target: Path) -> None:
-        """Rename in one step; a file in the place of ``target`` is replaced."""
+        """Rename atomically; a file ``target`` is replaced."""
 
     @abstractmethod
     def exchange(self, one: Path, other: Path) -> bool:
-        """Exchange two names in one step; False, and nothing done, where the system cannot."""
+        """Exchange two names atomically; False, and nothing done, where the system cannot."""
 
     @abstractmethod
     def remove_file(self, path: Path) -> None:
-        """Remove a name; a symbolic link itself, not what it points to."""
+        """Remove a file, or a symbolic link itself."""
 
     @abstractmethod
     def remove_folder(self, path: Path) -> None:
@@ -66,19 +66,19 @@ class Storage(ABC):
 
     @abstractmethod
     def kind(self, path: Path) -> Kind | None:
-        """Return what is there; a symbolic link is ``other``, and nothing is None."""
+        """Return the kind of ``path``; a symbolic link is ``other``; None: it does not exist."""
 
     @abstractmethod
     def real_path(self, path: Path) -> Path:
-        """Return ``path`` with every symbolic link on the way followed, the last one too; what is not there stays as it is."""
+        """Return ``path`` with all symbolic links resolved; missing parts stay as they are."""
 
     @abstractmethod
     def link_target(self, path: Path) -> Path | None:
-        """Return where the symbolic link ``path`` leads, as it was written; None: it is none."""
+        """Return the target of the symbolic link ``path`` as written; None: it is not a link."""
 
     @abstractmethod
     def modified(self, path: Path) -> float:
-        """Return when what is there was changed last, in seconds since the epoch; of a link, when it was made."""
+        """Return the modification time in seconds since the epoch; of a link, its own."""
 
     @abstractmethod
     def entries(self, folder: Path) -> list[str]:
@@ -94,40 +94,35 @@ class Storage(ABC):
 
     @abstractmethod
     def read(self, handle: int, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` from ``offset`` on; a file that ends before is an OSError."""
+        """Fill ``buffer`` from ``offset``; a file that ends earlier is an OSError."""
 
     @abstractmethod
     def free_bytes(self, folder: Path) -> int:
-        """Return how much can still be written where ``folder`` is."""
+        """Return the free space of the file system of ``folder``."""
 
 
 class LocalStorage(Storage):
     """The file systems of this machine."""
 
     def create(self, path: Path) -> int:
-        """See ``Storage``."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
 
     def write(self, handle: int, data: bytes | memoryview) -> None:
-        """See ``Storage``."""
         rest = memoryview(data).cast("B")
         while rest:  # the kernel takes 2 GiB at most at once
             rest = rest[os.write(handle, rest) :]
 
     def sync(self, handle: int) -> None:
-        """See ``Storage``."""
         os.fsync(handle)
 
     def close(self, handle: int) -> None:
-        """See ``Storage``."""
         os.close(handle)
 
     def make_folder(self, path: Path) -> None:
-        """See ``Storage``."""
         path.mkdir()
 
     def sync_folder(self, path: Path) -> None:
-        """See ``Storage``; some network file systems cannot, and need not: there the server orders names."""
+        """Some network file systems cannot, and need not: there the server orders names."""
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(handle)
@@ -138,7 +133,6 @@ class LocalStorage(Storage):
             os.close(handle)
 
     def link(self, source: Path, target: Path) -> None:
-        """See ``Storage``."""
         try:
             os.link(source, target, follow_symlinks=False)
         except OSError as error:
@@ -147,11 +141,10 @@ class LocalStorage(Storage):
             shutil.copy2(source, target, follow_symlinks=False)
 
     def rename(self, source: Path, target: Path) -> None:
-        """See ``Storage``."""
         source.rename(target)
 
     def exchange(self, one: Path, other: Path) -> bool:
-        """See ``Storage``. Source: renameat2(2), RENAME_EXCHANGE; Linux since 3.15, not on every file system."""
+        """Source: renameat2(2), RENAME_EXCHANGE; Linux since 3.15, not on every file system."""
         function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
         if function is None:
             return False
@@ -164,15 +157,12 @@ class LocalStorage(Storage):
         raise OSError(code, os.strerror(code), str(one), None, str(other))
 
     def remove_file(self, path: Path) -> None:
-        """See ``Storage``."""
         path.unlink()
 
     def remove_folder(self, path: Path) -> None:
-        """See ``Storage``."""
         path.rmdir()
 
     def kind(self, path: Path) -> Kind | None:
-        """See ``Storage``."""
         try:
             mode = path.lstat().st_mode
         except (FileNotFoundError, NotADirectoryError):
@@ -184,39 +174,32 @@ class LocalStorage(Storage):
         return "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "other"
 
     def real_path(self, path: Path) -> Path:
-        """See ``Storage``."""
         return Path(os.path.realpath(path))
 
     def link_target(self, path: Path) -> Path | None:
-        """See ``Storage``."""
         try:
             return path.readlink()
-        except OSError:  # EINVAL: it is no link; or nothing is there
+        except OSError:  # EINVAL: not a link; or it does not exist
             return None
 
     def modified(self, path: Path) -> float:
-        """See ``Storage``."""
         return path.lstat().st_mtime
 
     def entries(self, folder: Path) -> list[str]:
-        """See ``Storage``."""
         return sorted(os.listdir(folder))
 
     def open(self, path: Path) -> int:
-        """See ``Storage``."""
         # Without O_NONBLOCK, opening a pipe would wait for its other end.
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             os.close(handle)
-            raise OSError(errno.EINVAL, "is no plain file", str(path))
+            raise OSError(errno.EINVAL, "is not a regular file", str(path))
         return handle
 
     def size(self, handle: int) -> int:
-        """See ``Storage``."""
         return os.fstat(handle).st_size
 
     def read(self, handle: int, offset: int, buffer: memoryview) -> None:
-        """See ``Storage``."""
         rest = buffer.cast("B")
         while rest:
             count = os.preadv(handle, [rest], offset)
@@ -225,7 +208,6 @@ class LocalStorage(Storage):
             rest, offset = rest[count:], offset + count
 
     def free_bytes(self, folder: Path) -> int:
-        """See ``Storage``."""
         return shutil.disk_usage(folder).free
 
 

@@ -1,6 +1,6 @@
-"""Whole weights as plain safetensors, from whatever parts they are stored in, a few megabytes at a time.
+"""The weights of a model on disk, and their conversion to whole safetensors, a few megabytes at a time.
 
-No tensor is ever whole in memory, and no process group is needed: what is wanted next is read where it is, and written.
+No tensor is ever whole in memory, and no process group is needed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from echelon.base.errors import CheckpointError
+from echelon.checkpoint.damage import damaged
 from echelon.checkpoint.formats.weight_files import aliases_of
 from echelon.checkpoint.manifest import chunk_key, tensors_file
 from echelon.checkpoint.read import Checkpoint
@@ -48,7 +49,7 @@ class StoredTensor:
     """Its dtype, as safetensors names it."""
     shape: tuple[int, ...]
     pieces: Sequence[tuple[ChunkBounds, Path, int]]
-    """Its boxes, each with the file that holds it, and where in bytes it begins there."""
+    """Its chunks, each with the file that holds it and its byte offset there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,7 @@ class Weights:
 
     tensors: Mapping[str, StoredTensor]
     aliases: Mapping[str, str]
-    """Further names of tensors (tied weights)."""
+    """Aliases of tensors (tied weights)."""
 
     def num_bytes(self, kind: str | None = None) -> int:
         """Return the size of all of them, floating-point ones as ``kind``."""
@@ -80,7 +81,7 @@ def weights_of(checkpoint: Checkpoint, prefix: str) -> Weights:
         if first.setdefault(stored, short) != short:
             aliases[short] = first[stored]
         else:  # of a tensor that is tied to one of another prefix, this is the first name here
-            found[short] = _spread(checkpoint, stored, headers)
+            found[short] = _stored_tensor(checkpoint, stored, headers)
     return Weights(tensors=found, aliases=aliases)
 
 
@@ -97,7 +98,7 @@ def weights_in(files: Sequence[Path]) -> Weights:
         header = headers.of(path)
         twice = found.keys() & header.keys()
         if twice:
-            raise CheckpointError(f"{sorted(twice)[0]} is in {path} and in another file", do="use another checkpoint")
+            raise damaged(f"{sorted(twice)[0]} is in {path} and in another file")
         found |= {
             name: StoredTensor(
                 kind=entry.dtype, shape=entry.shape, pieces=[(ChunkBounds.whole(entry.shape), path, entry.begin)]
@@ -162,7 +163,7 @@ class _Headers:
             try:
                 handle = storage.open(path)
             except OSError as error:
-                raise CheckpointError(f"{path} cannot be read: {error}", do="use another checkpoint") from error
+                raise damaged(f"{path} cannot be read: {error}") from error
             try:
                 self._known[path] = read_header(storage, handle, source=str(path))
             finally:
@@ -170,7 +171,7 @@ class _Headers:
         return self._known[path]
 
 
-def _spread(checkpoint: Checkpoint, name: str, headers: _Headers) -> StoredTensor:
+def _stored_tensor(checkpoint: Checkpoint, name: str, headers: _Headers) -> StoredTensor:
     layout = checkpoint.layout(name)
     kind, extra = stored_form(layout.dtype, ())
     if extra:
@@ -183,13 +184,13 @@ def _spread(checkpoint: Checkpoint, name: str, headers: _Headers) -> StoredTenso
         path = checkpoint.folder / tensors_file(chunk.rank)
         entry = headers.of(path).get(chunk_key(name, layout, chunk))
         if entry is None or (entry.dtype, entry.shape) != (kind, chunk.box.lengths):
-            raise CheckpointError(f"{path} does not hold {name} as the manifest says", do="use another checkpoint")
+            raise damaged(f"{path} does not hold {name} as the manifest says")
         pieces.append((chunk.box, path, entry.begin))
     return StoredTensor(kind=kind, shape=layout.shape, pieces=pieces)
 
 
 def _cut(weights: Weights, limit: int | None, kind: str | None) -> list[list[str]]:
-    """Deal the names to files, in their order."""
+    """Split the names into files, in their order."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, tensor in weights.tensors.items():
@@ -206,7 +207,7 @@ def _stream(
     weights: Weights, names: Sequence[str], kind: str | None, progress: Callable[[int], None]
 ) -> Iterator[bytes]:
     """Yield a safetensors file."""
-    # The widest first: then each tensor starts at a multiple of its element's size.
+    # The widest first: then each tensor is aligned to its element size.
     ordered = sorted(names, key=lambda name: (-_width(_kind(weights.tensors[name], kind)), name))
     aliases = {name: target for name, target in weights.aliases.items() if target in names}
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **aliases}}
@@ -278,7 +279,7 @@ def _read(path: Path, offset: int, buffer: memoryview) -> None:
         finally:
             storage.close(handle)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}", do="use another checkpoint") from error
+        raise damaged(f"{path} cannot be read: {error}") from error
 
 
 def _converted(block: np.ndarray[Any, Any], name: str, kind: str, wanted: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Tensors in one file, in the safetensors format: written as a stream, checksummed on the way, read in slices.
+"""Tensors in one safetensors file: written as a stream, checksummed while writing, read in slices.
 
 The library safetensors writes files itself, so that they could be neither synced nor counted; its format is eight bytes
 of length, a JSON header, and the tensors' bytes. Files written here are read by it, and by every other reader.
@@ -20,6 +20,7 @@ import torch
 import xxhash
 
 from echelon.base.errors import CheckpointError
+from echelon.checkpoint.damage import damaged
 from echelon.checkpoint.storage import Storage
 from echelon.checkpoint.typed_json import from_bytes
 from echelon.distributed.small_messages import bytes_of
@@ -63,7 +64,7 @@ _AS_BYTES = frozenset({"complex32", "complex64", "complex128", "float8_e4m3fnuz"
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """What is known of a file when it was written."""
+    """Size and checksum of a file."""
 
     size: int
     xxh3_128: str
@@ -99,16 +100,16 @@ def require_dtype(name: str) -> torch.dtype:
 
 
 def stored_form(dtype: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-    """Return the dtype and shape that stand in the header for a tensor."""
+    """Return the dtype and shape of a tensor in the header."""
     return (_NAMES[dtype], tuple(shape)) if dtype in _NAMES else ("U8", (*shape, itemsize(dtype)))
 
 
 def write_tensors(storage: Storage, path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> FileFacts:
-    """Write ``tensors`` by name to a new file, and return when it is on the disk.
+    """Write ``tensors`` by name to a new file, and return once it is on disk.
 
-    A tensor on another device is brought to the host alone, one after the other.
+    Tensors on another device are copied to the host one at a time.
     """
-    # The widest first: then each starts at a multiple of its element's size, as readers that map files like it.
+    # The widest first: then each is aligned to its element size, which readers that map files need.
     ordered = sorted(tensors, key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -130,7 +131,7 @@ def write_tensors(storage: Storage, path: Path, tensors: Sequence[tuple[str, tor
 
 
 class _Bytes:
-    """The bytes of a tensor, made when they are asked for."""
+    """The bytes of a tensor, copied to the host when they are needed."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -141,7 +142,7 @@ class _Bytes:
 
 
 def write_file(storage: Storage, path: Path, contents: Iterable[bytes | _Bytes]) -> FileFacts:
-    """Write a new file, and return when it is on the disk."""
+    """Write a new file, and return once it is on disk."""
     checksum = _Checksum()
     size = 0
     handle = storage.create(path)
@@ -155,17 +156,17 @@ def write_file(storage: Storage, path: Path, contents: Iterable[bytes | _Bytes])
             size += len(data)
         storage.sync(handle)
     finally:
-        xxh3_128 = checksum.close()  # first: it ends the thread, whatever the storage says
+        xxh3_128 = checksum.close()  # first: it ends the thread, even if closing fails
         storage.close(handle)
     return FileFacts(size, xxh3_128)
 
 
 class _Checksum:
-    """The xxh3_128 of a stream. Whole blocks are hashed by a thread, while the system takes them: both let Python go on."""
+    """The xxh3_128 of a stream. Whole blocks are hashed by a thread while they are written: both release the GIL."""
 
     def __init__(self) -> None:
         self._hash = xxhash.xxh3_128()
-        self._blocks: queue.Queue[memoryview | None] = queue.Queue(2)  # not more: they hold memory
+        self._blocks: queue.Queue[memoryview | None] = queue.Queue(2)  # bounded: they hold memory
         self._thread: threading.Thread | None = None
 
     def update(self, block: memoryview) -> None:
@@ -181,7 +182,7 @@ class _Checksum:
         thread = threading.Thread(target=self._work, name="checksum", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # the interpreter is ending, or there may be no more threads
+        except RuntimeError:  # the interpreter shuts down, or the thread limit is reached
             return
         self._thread = thread
 
@@ -190,7 +191,7 @@ class _Checksum:
             self._hash.update(block)
 
     def close(self) -> str:
-        """Return the checksum of all that was added."""
+        """Return the checksum of all blocks."""
         if self._thread is not None:
             self._blocks.put(None)
             self._thread.join()
@@ -198,7 +199,7 @@ class _Checksum:
 
 
 def checksum_of(storage: Storage, path: Path, *, expected_bytes: int) -> str | None:
-    """Return the checksum of a file; None when its size is another than expected, and then nothing is read."""
+    """Return the checksum of a file; None, without reading, when its size is not the expected one."""
     handle = storage.open(path)
     try:
         return _checksum(storage, handle, expected_bytes) if storage.size(handle) == expected_bytes else None
@@ -207,7 +208,7 @@ def checksum_of(storage: Storage, path: Path, *, expected_bytes: int) -> str | N
 
 
 def sync_file(storage: Storage, path: Path) -> FileFacts:
-    """Return what is known of a file that another program has written, when it is on the disk."""
+    """Sync a file that another program wrote, and return its size and checksum."""
     handle = storage.open(path)
     try:
         storage.sync(handle)
@@ -228,7 +229,7 @@ def _checksum(storage: Storage, handle: int, size: int) -> str:
 
 
 def read_header(storage: Storage, handle: int, *, source: str) -> dict[str, Stored]:
-    """Return where each tensor of an open file is.
+    """Return the position of each tensor in an open file.
 
     Raises:
         CheckpointError: it is no safetensors file, or its tensors overlap or do not fill it.
@@ -244,7 +245,7 @@ def read_header(storage: Storage, handle: int, *, source: str) -> dict[str, Stor
     storage.read(handle, 8, memoryview(text))
     header = from_bytes(bytes(text), source=source)
     if not isinstance(header, dict):
-        raise _malformed(source, "its header is no object")
+        raise _malformed(source, "its header is not an object")
     header.pop("__metadata__", None)
     found: dict[str, Stored] = {}
     spans = []
@@ -279,7 +280,7 @@ def _entry(entry: Any, source: str, *, base: int) -> tuple[Stored, int]:
 
 
 def _malformed(source: str, why: str) -> CheckpointError:
-    return CheckpointError(f"{source} is no file of tensors: {why}", do="use another checkpoint")
+    return damaged(f"{source} is not a safetensors file: {why}")
 
 
 _WIDTHS: Mapping[str, int] = {name: itemsize(dtype) for dtype, name in _NAMES.items() if hasattr(torch, dtype)}

@@ -1,4 +1,4 @@
-"""Plain data of Python as JSON that keeps its types: reading it back makes values, and can run no code."""
+"""Plain Python data as JSON that keeps its types; reading it back cannot run code."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ import numpy as np
 import torch
 
 from echelon.base.errors import CheckpointError
+from echelon.checkpoint.damage import damaged
 from echelon.checkpoint.storage import LocalStorage
 
 __all__ = ["MAX_DEPTH", "decode", "encode", "from_bytes", "read_json", "to_bytes"]
 
 MAX_DEPTH = 64
-"""How deep lists and dicts may be nested in what is saved."""
+"""The maximum nesting of lists and dicts."""
 
 _MAX_JSON_BYTES = 1 << 28
 _MAX_BITS = 4096  # Python reads and writes no numbers of more than 4300 digits
@@ -37,23 +38,23 @@ def to_bytes(encoded: Any) -> bytes:
 
 
 def from_bytes(text: bytes, *, source: str) -> Any:
-    """Return what JSON text says, before ``decode``; ``source`` names it in errors.
+    """Return the value of JSON text, before ``decode``; ``source`` names it in errors.
 
     Raises:
-        CheckpointError: it is no JSON, says one key twice, or is nested too deep.
+        CheckpointError: it is not JSON, has a duplicate key, or is nested too deep.
     """
     try:
         return json.loads(text.decode("utf-8"), object_pairs_hook=_object, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         why = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
-        raise CheckpointError(f"{source} cannot be read: {why}", do="use another checkpoint") from error
+        raise damaged(f"{source} cannot be read: {why}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a file of JSON.
 
     Raises:
-        CheckpointError: it is missing, or holds something else.
+        CheckpointError: it is missing, or holds another type.
     """
     storage = LocalStorage()
     try:
@@ -64,10 +65,10 @@ def read_json(path: Path) -> dict[str, Any]:
         finally:
             storage.close(handle)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}", do="use another copy of the checkpoint") from error
+        raise damaged(f"{path} cannot be read: {error}") from error
     content = from_bytes(bytes(text), source=str(path))
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no object", do="use another copy of the checkpoint")
+        raise damaged(f"{path} is not a JSON object")
     return content
 
 
@@ -99,7 +100,7 @@ def decode(value: Any, *, source: str, get_tensor: Callable[[str], torch.Tensor]
     try:
         return _decode(value, get_tensor)
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError, binascii.Error) as error:
-        raise CheckpointError(f"{source} cannot be read: {error}", do="use another checkpoint") from error
+        raise damaged(f"{source} cannot be read: {error}") from error
 
 
 # ---- encode ----------------------------------------------------------------------------------------------------------

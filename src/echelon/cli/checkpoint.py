@@ -1,7 +1,6 @@
-"""``echelon checkpoint``: look at checkpoints, verify them, take their weights, and bring them to other programs and back.
+"""``echelon checkpoint``: list, verify, show and merge checkpoints, and convert them from and to other programs' layouts.
 
-Exit codes: 0 when all is well, 1 when a checkpoint is damaged or cannot be made into what was asked for, 2 for a wrong
-command line.
+Exit codes: 0 for success, 1 when a checkpoint is damaged or cannot be converted, 2 for a wrong command line.
 """
 
 from __future__ import annotations
@@ -32,19 +31,17 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command() -> None:
     """List, verify, show, merge, export and import checkpoints.
 
-    Nothing that a checkpoint holds is run. Exit codes: 0 good, 1 damaged, 2 a wrong command line.
+    No code in a checkpoint is run. Exit codes: 0 success, 1 damaged, 2 wrong command line.
     """
 
 
 @command.command("ls")
 @click.argument("folder", default=".")
-@click.option(
-    "--verify", is_flag=True, help="Read every file, and compare its checksum; exit with 1 if one is damaged."
-)
+@click.option("--verify", is_flag=True, help="Read every file and compare its checksum; exit with 1 if one is damaged.")
 @_JSON
 @click.pass_context
 def ls(ctx: click.Context, folder: str, verify: bool, as_json: bool) -> None:
-    """List the checkpoints in FOLDER (or in FOLDER/checkpoints), newest first, and what interrupted saves have left."""
+    """List the checkpoints in FOLDER (or in FOLDER/checkpoints), newest first, and what interrupted saves left."""
     path, found = _listed(_folder(folder), verify=_bar if verify else None)
     if as_json:
         click.echo(_json({"folder": str(path), **asdict(found)}))
@@ -58,7 +55,7 @@ def ls(ctx: click.Context, folder: str, verify: bool, as_json: bool) -> None:
 @_JSON
 @click.pass_context
 def verify(ctx: click.Context, paths: tuple[str, ...], as_json: bool) -> None:
-    """Read every file of checkpoints (or of all in a folder of them), and name each that is damaged; exit with 1 if one is."""
+    """Read every file of each checkpoint PATH (or of all checkpoints in a folder) and name the damaged ones; exit with 1 if there are any."""
     results = [_verified(folder) for path in paths for folder in _all_in(_folder(path))]
     if as_json:
         click.echo(_json(results))
@@ -72,7 +69,7 @@ def verify(ctx: click.Context, paths: tuple[str, ...], as_json: bool) -> None:
 @click.argument("path")
 @_JSON
 def show(path: str, as_json: bool) -> None:
-    """Print what a checkpoint (of a folder of several: the newest) holds: tensors, optimizers, progress, settings with their origins, and layout."""
+    """Print the content of a checkpoint (in a folder of several: of the newest): tensors, optimizers, progress, settings with their origins, and layout."""
     from echelon.checkpoint.formats.layouts import require_whole  # noqa: PLC0415 - torch
     from echelon.checkpoint.formats.weight_files import weight_files  # noqa: PLC0415 - torch
     from echelon.checkpoint.read import Checkpoint  # noqa: PLC0415 - torch
@@ -88,15 +85,15 @@ def show(path: str, as_json: bool) -> None:
 @command.command("merge")
 @click.argument("path")
 @click.argument("out")
-@click.option("--max_shard_size", default="5GB", show_default=True, help="Of one file; more have an index beside them.")
 @click.option(
-    "--model", type=int, help="Which model, by its place in prepare(), from 0 on; needed if there are several."
+    "--max_shard_size", default="5GB", show_default=True, help="Size limit of a file; several files have an index."
 )
+@click.option("--model", type=int, help="Index of the model in prepare(), from 0; required if there are several.")
 @click.option("--precision", type=click.Choice(["fp32", "fp16", "bf16"]), help="Convert floating-point weights.")
 def merge(path: str, out: str, max_shard_size: str, model: int | None, precision: str | None) -> None:
     """Write the whole weights of a model in the checkpoint PATH as safetensors into the new folder OUT.
 
-    Of a folder of several checkpoints it is the newest. A few megabytes at a time, on one process, whatever number of ranks saved it.
+    In a folder of several checkpoints, the newest is used. It needs one process and a few megabytes, whatever number of ranks saved it.
     """
     from echelon.accelerator.models.model_sizes import convert_file_size_to_int  # noqa: PLC0415 - torch
     from echelon.checkpoint.formats import merged_weights  # noqa: PLC0415 - torch
@@ -113,12 +110,12 @@ def merge(path: str, out: str, max_shard_size: str, model: int | None, precision
 @click.argument("path")
 @click.argument("out")
 @click.option(
-    "--format", "layout", type=click.Choice(["accelerate", "transformers"]), required=True, help="Whose files."
+    "--format", "layout", type=click.Choice(["accelerate", "transformers"]), required=True, help="The layout to write."
 )
 def export(path: str, out: str, layout: str) -> None:
     """Write the checkpoint PATH as files that Accelerate's load_state or transformers' Trainer reads, into the new folder OUT.
 
-    Of a folder of several checkpoints it is the newest.
+    In a folder of several checkpoints, the newest is used.
     """
     from echelon.checkpoint.formats import accelerate, merged_weights, transformers  # noqa: PLC0415 - torch
     from echelon.checkpoint.formats.layouts import TRAINER_STATE, require_layout  # noqa: PLC0415 - torch
@@ -126,9 +123,9 @@ def export(path: str, out: str, layout: str) -> None:
     path = str(_newest_in(_folder(path)))
     if (present := require_layout(Path(path))) != "echelon":
         raise UsageError(
-            f"{path} is of another layout ({present}) already",
+            f"{path} already has another layout ({present})",
             where="echelon checkpoint export",
-            do="use it as it is, or bring it to echelon's own format by echelon checkpoint import, and export that",
+            do="use it as it is, or convert it with echelon checkpoint import and export the result",
         )
     write = {"accelerate": accelerate.export_accelerate, "transformers": transformers.export_transformers}[layout]
     with _new_folder(_folder(path), out) as (source, folder):
@@ -140,8 +137,8 @@ def export(path: str, out: str, layout: str) -> None:
     click.echo(f"wrote {out}")
     if layout == "transformers" and not has_state:
         click.echo(
-            f"its {TRAINER_STATE} says to log, evaluate and save every 500 steps: a resumed Trainer follows that file, not its "
-            "arguments, so write there what you want"
+            f"its {TRAINER_STATE} sets logging, evaluation and saving to every 500 steps: a resumed Trainer follows that file, not "
+            "its arguments, so edit it as needed"
         )
 
 
@@ -152,7 +149,7 @@ def export(path: str, out: str, layout: str) -> None:
     "--parameters",
     multiple=True,
     metavar="FILE",
-    help="The names of an optimizer's parameters, one a line, in the order of its groups; once for each optimizer.",
+    help="File with the names of an optimizer's parameters, one per line, in the order of its groups; repeat for each optimizer.",
 )
 def import_(path: str, out: str, parameters: tuple[str, ...]) -> None:
     """Write the checkpoint PATH of Accelerate or of transformers' Trainer as the new checkpoint OUT in echelon's format."""
@@ -165,7 +162,7 @@ def import_(path: str, out: str, parameters: tuple[str, ...]) -> None:
     layout = require_whole(source)
     if layout == "echelon":
         raise UsageError(
-            f"{path} is of echelon's own format already", where="echelon checkpoint import", do="use it as it is"
+            f"{path} already is in echelon's own format", where="echelon checkpoint import", do="use it as it is"
         )
     read = {"accelerate": accelerate.import_accelerate, "transformers": transformers.import_transformers}[layout]
     imported = read(source, parameters=[_lines(name) for name in parameters])
@@ -177,7 +174,7 @@ def import_(path: str, out: str, parameters: tuple[str, ...]) -> None:
 
 
 def _folder(path: str) -> Path:
-    """Return a folder that is there; of a checkpoint that a crash left under its other name, its own name."""
+    """Return an existing folder; of a checkpoint that a crash left under its other name, its own name."""
     from echelon.checkpoint.commit import place_of  # noqa: PLC0415 - torch
     from echelon.checkpoint.storage import LocalStorage  # noqa: PLC0415 - torch
 
@@ -188,7 +185,7 @@ def _folder(path: str) -> Path:
 
 
 def _listed(folder: Path, *, verify: Any = None) -> tuple[Path, Listing]:
-    """Return the folder of checkpoints that ``folder`` is, or has, and what is in it."""
+    """Return ``folder`` or the ``checkpoints`` in it, and its content."""
     from echelon.checkpoint.listing import list_folder  # noqa: PLC0415 - torch, which --help does not need
 
     found = list_folder(folder, verify=verify)
@@ -199,7 +196,7 @@ def _listed(folder: Path, *, verify: Any = None) -> tuple[Path, Listing]:
 
 
 def _all_in(folder: Path) -> list[Path]:
-    """Return ``folder``, or the checkpoints in it where it is none of echelon's own."""
+    """Return ``folder`` if it is a checkpoint of echelon's format, else the checkpoints in it."""
     from echelon.checkpoint.formats.layouts import layout_of  # noqa: PLC0415 - torch
 
     place, found = (folder, None) if layout_of(folder) == "echelon" else _listed(folder)
@@ -207,7 +204,7 @@ def _all_in(folder: Path) -> list[Path]:
 
 
 def _newest_in(folder: Path) -> Path:
-    """Return ``folder``, or the newest checkpoint in it where it is none, which is told."""
+    """Return ``folder`` if it is a checkpoint, else the newest one in it, with a message."""
     from echelon.checkpoint.formats.layouts import layout_of  # noqa: PLC0415 - torch
 
     if layout_of(folder) is not None:
@@ -215,15 +212,15 @@ def _newest_in(folder: Path) -> Path:
     place, found = _listed(folder)
     whole = [entry for entry in found.entries if entry.state != "damaged"]
     if not whole:
-        return folder  # which is refused by what reads it
-    click.echo(f"{place / whole[0].name} is taken, the newest of {len(found.entries)}", err=True)
+        return folder  # the reader reports it
+    click.echo(f"using {place / whole[0].name}, the newest of {len(found.entries)}", err=True)
     return place / whole[0].name
 
 
 def _require_new(target: Path) -> None:
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise UsageError(
-            f"{target} is there already", where="echelon checkpoint", do="give a new folder, or remove it first"
+            f"{target} already exists", where="echelon checkpoint", do="give a new folder, or remove it first"
         )
 
 
@@ -248,20 +245,20 @@ def _lines(path: str) -> list[str]:
         raise UsageError(f"{path} cannot be read: {error}", where="--parameters", do="check the path") from error
 
 
-# ---- what is told ----------------------------------------------------------------------------------------------------
+# ---- output ---------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _bar(label: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show how far a work of ``num_bytes`` is, on a terminal."""
+    """Show a progress bar for ``num_bytes``, on a terminal."""
     from tqdm import tqdm  # noqa: PLC0415 - for long work only
 
     with tqdm(total=num_bytes, desc=label, unit="B", unit_scale=True, leave=False, delay=0.5, disable=None) as bar:
 
-        def tell(count: int) -> None:
+        def advance(count: int) -> None:
             bar.update(count)
 
-        yield tell
+        yield advance
 
 
 def _verified(folder: Path) -> dict[str, Any]:
@@ -273,9 +270,9 @@ def _verified(folder: Path) -> dict[str, Any]:
         layout = require_layout(folder)
         if layout != "echelon":
             raise UsageError(
-                f"{folder} is of another layout ({layout}), which has no checksums: damage cannot be seen",
+                f"{folder} has another layout ({layout}), which has no checksums: damage cannot be detected",
                 where="echelon checkpoint verify",
-                do="echelon checkpoint import writes it in echelon's own format",
+                do="convert it with echelon checkpoint import",
             )
         checkpoint = Checkpoint(folder)
         problems = problems_of(checkpoint, _bar)
@@ -311,7 +308,7 @@ def _listing(folder: Path, found: Listing) -> str:
 def _state(entry: CheckpointEntry) -> str:
     told: str = "complete, has no checksums" if entry.state == "unknown" else entry.state
     told += "".join(f"; {problem}" for problem in entry.problems[:2])
-    return told if entry.place == entry.name else f"{told}; lies in {entry.place}"
+    return told if entry.place == entry.name else f"{told}; stored as {entry.place}"
 
 
 def _content(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -325,7 +322,7 @@ def _content(checkpoint: Checkpoint) -> dict[str, Any]:
     if OBJECTS in files and (wrong := checkpoint.problems(share=files.index(OBJECTS), num_shares=len(files))):
         raise CheckpointError("; ".join(wrong), do="use another checkpoint")
     objects = checkpoint.objects() if OBJECTS in files else {}
-    # A Trainer's weights stand in the files that others read, and nowhere else.
+    # A Trainer writes its weights only to files that other programs read.
     beside = [file for file in weight_files(checkpoint.folder) if file.suffix == ".safetensors"]
     return {
         "path": str(checkpoint.folder),
@@ -429,7 +426,7 @@ def _json(value: Any) -> str:
 
 
 def _for_json(value: Any) -> Any:
-    """Return ``value`` as every reader of JSON takes it: what it has no form for, as text."""
+    """Return ``value`` as strict JSON: other types become text."""
     if isinstance(value, dict):
         return {str(key): _for_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""``echelon merge-weights``: the weights of a checkpoint in one file, as accelerate spells it."""
+"""``echelon merge-weights``: the weights of a checkpoint in one file, with accelerate's options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def command(
 ) -> None:
     """Write the weights of a checkpoint to one file in OUTPUT_PATH.
 
-    echelon checkpoint merge does the same with more choices.
+    echelon checkpoint merge does the same with more options.
     """
     from echelon.checkpoint.formats.merged_weights import merge_fsdp_weights  # noqa: PLC0415 - torch, which --help does not need
 

@@ -1,4 +1,4 @@
-"""fp8 training through torchao: which layers become Float8Linear, and making them so (extra ``fp8``)."""
+"""fp8 training with torchao: which layers are converted to Float8Linear, and their conversion (extra ``fp8``)."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | N
 
 
 def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Sequence[str | None]) -> bool:
-    """Tell whether to convert: not the named layers, nor a ``Linear`` whose sizes are no multiples of 16."""
+    """Whether to convert a module: not the named layers, nor a ``Linear`` whose sizes are not multiples of 16."""
     if isinstance(module, nn.Linear) and (module.in_features % 16 or module.out_features % 16):
-        return False  # the matrix units for fp8 work on tiles of 16
+        return False  # fp8 matrix units work on tiles of 16
     return fqn not in layers_to_filter
 
 
 def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
-    """Tell whether to convert ``module``; the first and last ``Linear`` inside it are not."""
+    """Whether to convert ``module``; the first and last ``Linear`` inside it are not."""
     return filter_linear_layers(module, fqn, find_first_last_linear_layers(module))
 
 
 def has_ao_layers(model: nn.Module) -> bool:
-    """Tell whether torchao has converted a layer of ``model``.
+    """Whether torchao has converted a layer of ``model``.
 
     Raises:
         MissingExtraError: torchao is not installed.
@@ -55,23 +55,23 @@ def has_ao_layers(model: nn.Module) -> bool:
 def convert_model_to_fp8_ao(
     model: nn.Module, config: Any = None, module_filter_func: Callable[[nn.Module, str], bool] | None = None
 ) -> None:
-    """Make the linear layers of ``model`` compute in fp8, in place; the parameters keep their names.
+    """Convert the linear layers of ``model`` to fp8, in place; the parameters keep their names.
 
     Args:
         model: on its device.
         config: a ``torchao.float8.Float8LinearConfig``; None: torchao's default.
-        module_filter_func: which modules to convert; None: every Linear of fitting sizes but the first and the last.
+        module_filter_func: which modules to convert; None: every Linear of suitable sizes except the first and the last.
 
     Raises:
         MissingExtraError: torchao is not installed.
-        UsageError: the model itself is one Linear, which cannot be exchanged in place.
+        UsageError: the model itself is one Linear, which cannot be replaced in place.
     """
     float8: Any = require("torchao.float8", extra="fp8", purpose="convert_model_to_fp8_ao")
     chosen = module_filter_func or partial(filter_linear_layers, layers_to_filter=find_first_last_linear_layers(model))
     if float8.convert_to_float8_training(model, module_filter_fn=chosen, config=config) is not model:
         raise UsageError(
-            "the model itself is one Linear that shall compute in fp8, and a layer is exchanged in the module that holds it",
-            do="put it into torch.nn.Sequential, or leave it out by module_filter_func",
+            "the model itself is one Linear, and a layer can only be converted to fp8 inside another module",
+            do="wrap it in torch.nn.Sequential, or exclude it with module_filter_func",
         )
     if not has_ao_layers(model):
         warn(
@@ -81,7 +81,7 @@ def convert_model_to_fp8_ao(
 
 
 def check_fp8_device(config: Any, *, device: torch.device) -> None:
-    """Raise where ``device`` has no matrix products in fp8, and ``config`` does not emulate them.
+    """Raise if ``device`` has no fp8 matrix products, and ``config`` does not emulate them.
 
     Raises:
         ConfigError: it has none.
@@ -89,8 +89,8 @@ def check_fp8_device(config: Any, *, device: torch.device) -> None:
     if config.emulate or has_fp8(device):
         return
     raise ConfigError(
-        f"mixed_precision='fp8' on the device {device}: matrix products in fp8 need a GPU of NVIDIA's compute capability 8.9 "
-        "(Ada, Hopper) or AMD's MI300, or newer",
-        do="use bf16; to try fp8 out in slow, emulated arithmetic: "
+        f"mixed_precision='fp8' on the device {device}: fp8 matrix products need an NVIDIA GPU of compute capability 8.9 "
+        "(Ada, Hopper) or an AMD MI300, or newer",
+        do="use bf16; to try fp8 in slow, emulated arithmetic: "
         "kwargs_handlers=[AORecipeKwargs(config=torchao.float8.Float8LinearConfig(emulate=True))]",
     )

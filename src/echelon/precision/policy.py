@@ -18,13 +18,13 @@ from echelon.distributed.tree import contents, leaves, map_tensors
 
 __all__ = ["PrecisionPolicy"]
 
-# What is not converted to fp8 (norms, the first and last layer) runs in bf16.
+# Layers that are not converted to fp8 (norms, the first and last layer) runs in bf16.
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionPolicy:
-    """What ``mixed_precision`` means on one device.
+    """The meaning of ``mixed_precision`` on one device.
 
     Source: torch.amp (autocast, GradScaler).
     """
@@ -63,12 +63,12 @@ class PrecisionPolicy:
 
 
 def is_wrapped(model: nn.Module) -> bool:
-    """Tell whether ``wrap_forward`` was applied to ``model``."""
+    """Whether ``wrap_forward`` was applied to ``model``."""
     return isinstance(model.__dict__.get("forward"), _Autocast)
 
 
 def unwrap_forward(model: nn.Module) -> None:
-    """Give ``model`` its own forward back."""
+    """Restore the forward of ``model``."""
     forward = model.__dict__.get("forward")
     if isinstance(forward, _Autocast):
         del model.__dict__["forward"]  # the class's own method shows again
@@ -95,29 +95,29 @@ class _Autocast:
         self.__wrapped__ = forward
         self.policy = policy
         self.replaces = replaces  # a forward that was set on the object, as on compiled modules
-        self._is_told = False
+        self._has_warned = False
         functools.update_wrapper(self, forward, assigned=("__doc__", "__name__", "__qualname__"), updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.policy.autocast():
             outputs = self.__wrapped__(*args, **kwargs)
         converted = map_tensors(_to_float32, outputs)
-        if converted is outputs and not self._is_told and contents(outputs) is None:
-            self._tell_of_object(outputs)
+        if converted is outputs and not self._has_warned and contents(outputs) is None:
+            self._warn_of_object(outputs)
         return converted
 
-    def _tell_of_object(self, outputs: Any) -> None:
-        """Warn, once, of an object whose tensors stay in half precision."""
+    def _warn_of_object(self, outputs: Any) -> None:
+        """Warn once of an output object whose tensors stay in half precision."""
         held = (
             leaves(dict(getattr(outputs, "__dict__", {}))) if not isinstance(outputs, (torch.Tensor, nn.Module)) else ()
         )
         if any(isinstance(one, torch.Tensor) and one.requires_grad and _to_float32(one) is not one for one in held):
-            self._is_told = True
+            self._has_warned = True
             model = getattr(self.__wrapped__, "__self__", None)
             warn(
-                f"the forward pass of {type(model).__name__} returned a {type(outputs).__name__}, and mixed precision leaves "
-                f"alone what is in an object: its tensors stay {self.policy.dtype} (elsewhere they become float32, and so do "
-                "losses). Return a dict, a named tuple or a dataclass, or call .float() on what a loss is made of"
+                f"the forward pass of {type(model).__name__} returned a {type(outputs).__name__}, and mixed precision does "
+                f"not convert the attributes of an object: its tensors stay {self.policy.dtype} (other outputs become float32, and "
+                "so do losses). Return a dict, a named tuple or a dataclass, or call .float() on the inputs of the loss"
             )
 
 

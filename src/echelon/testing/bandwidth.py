@@ -1,4 +1,4 @@
-"""How fast the ranks talk: time, algorithm and bus bandwidth of five collectives, as nccl-tests define them."""
+"""The bandwidth between ranks: time, algorithm and bus bandwidth of five collectives, as nccl-tests define them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_si
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveBenchmark:
-    """One of torch's, on n ranks."""
+    """A collective of torch, on n ranks."""
 
     name: str
     call: Callable[[torch.Tensor, torch.Tensor], object]
-    """Of an input and an output tensor; where the output alone is used, it begins as the input."""
+    """Takes an input and an output tensor; in-place collectives use the output, which starts as the input."""
     shares: tuple[bool, bool]
-    """Is the input, is the output only one n-th of the size that is told? As nccl-tests: the largest buffer counts."""
+    """Whether the input and the output are one n-th of the reported size; as in nccl-tests, the largest buffer counts."""
     result: Callable[[torch.Tensor], torch.Tensor]
-    """Of the ranks' numbers 1 ... n, which they bring: what stands in each n-th of an output afterwards."""
+    """Given the ranks' inputs 1 ... n, returns the expected value of each n-th of the output."""
     bus_factor: Callable[[int], float]
-    """Bus bandwidth by algorithm bandwidth: what one link carries, so that figures of different n can be compared."""
+    """Bus bandwidth divided by algorithm bandwidth, which makes results of different n comparable."""
 
 
 COLLECTIVES = (
@@ -101,12 +101,12 @@ def measure(
 ) -> list[Measured]:
     """Call every collective on float32 tensors of each size, for about ``budget`` a size.
 
-    When one call of a collective takes longer than that, its larger sizes are left out: the time is bounded on any network.
+    When one call of a collective takes longer than that, its larger sizes are skipped: the time is bounded on any network.
 
-    CollectiveBenchmark: every rank of the default group.
+    Collective: every rank of the default group.
 
     Raises:
-        DesyncError: one gave a wrong result.
+        DesyncError: a collective returned a wrong result.
     """
     found: list[Measured] = []
     for collective in COLLECTIVES:
@@ -161,6 +161,6 @@ def _check(collective: CollectiveBenchmark, out: torch.Tensor) -> None:
     wanted = numbers[:1].expand_as(out) if collective.shares[1] else numbers.repeat_interleave(out.numel() // n)
     if not torch.equal(out, wanted):
         raise DesyncError(
-            f"{collective.name} gave a wrong result: {sorted(set(out.tolist()))[:4]}, not {sorted(set(wanted.tolist()))[:4]}",
-            do="update torch, the driver and the network's libraries; set NCCL_DEBUG=INFO (or GLOO_LOG_LEVEL) to see more",
+            f"{collective.name} returned a wrong result: {sorted(set(out.tolist()))[:4]}, not {sorted(set(wanted.tolist()))[:4]}",
+            do="update torch, the driver and the network's libraries; set NCCL_DEBUG=INFO (or GLOO_LOG_LEVEL) for details",
         )

@@ -1,12 +1,12 @@
-"""What every engine must do: checks that the author of an engine runs over it.
+"""The contract of engines: checks that the author of an engine runs.
 
-Each check is called on every rank of one group, with a function that makes an Accelerator of the engine::
+Each check is called on every rank of a group, with a function that creates an Accelerator with the engine::
 
     @pytest.mark.parametrize("check", engine_contract.CHECKS)
     def test_my_engine(check):
         run_on_two_ranks(check, partial(Accelerator, engine=MyEngine))
 
-or all of them, on as many ranks as one likes, without any test runner::
+or all of them, on any number of ranks, without a test runner::
 
     torchrun --nproc-per-node 2 -m echelon.testing.engine_contract my_engine
 """
@@ -39,9 +39,9 @@ from echelon.world.world import World
 __all__ = ["CHECKS", "Check", "Open"]
 
 Open = Callable[..., Accelerator]
-"""Makes an Accelerator of the engine, with the keyword arguments that it is given besides."""
+"""Creates an Accelerator with the engine and the given keyword arguments."""
 Check = Callable[[Open], None]
-"""Raises AssertionError where the engine breaks its promise. Collective: every rank."""
+"""Raises AssertionError if the engine violates the contract. Collective: every rank."""
 
 _SAMPLES = 12  # of all ranks in a micro-step: divisible by 1, 2, 3, 4, 6
 _MAX_NORM = 0.05
@@ -70,13 +70,13 @@ def trains_like_one_process(open: Open) -> None:
 
 
 def gradients_are_those_of_one_process(open: Open) -> None:
-    """float32: each update's gradients to 1e-6, read off the weights: SGD with a learning rate of one subtracts them."""
+    """float32: each update's gradients to 1e-6, derived from the weights: SGD with a learning rate of one subtracts them."""
     accelerator = open()
     model, optimizer = _prepared(accelerator, partial(_sgd, lr=1.0, momentum=0.0), torch.float32)
     weights = _model(torch.float32)
     plain = _sgd(weights, lr=1.0, momentum=0.0)
     for x, _ in _data(torch.float32):
-        # Both begin each update from the same weights, so that one update's rounding is not the next one's input.
+        # Both start each update from the same weights, so that rounding does not accumulate.
         whole = accelerator.get_state_dict(model)
         if whole is not None:
             weights.load_state_dict(whole)
@@ -86,7 +86,7 @@ def gradients_are_those_of_one_process(open: Open) -> None:
 
 
 def trains_in_float32(open: Open) -> None:
-    """20 steps of AdamW end within 3e-4 of one process: AdamW divides by small numbers, which makes rounding larger."""
+    """20 steps of AdamW end within 3e-4 of one process: AdamW divides by small numbers, which amplifies rounding."""
     accelerator = open()
     model, optimizer = _prepared(accelerator, _adamw, torch.float32)
     weights = _model(torch.float32)
@@ -102,7 +102,7 @@ def trains_in_float32(open: Open) -> None:
 
 
 def items_count_alike(open: Open) -> None:
-    """Ranks and micro-steps with other numbers of items, also none: the mean over the items of the whole update."""
+    """Ranks and micro-steps with different numbers of items, including none: the mean over the items of the whole update."""
     accelerator = open(gradient_accumulation_steps=2)
     dtype, tolerance = _precision(accelerator)
     model, optimizer = _prepared(accelerator, _sgd, dtype)
@@ -138,7 +138,7 @@ def an_unsynchronised_step_is_synchronised(open: Open) -> None:
 
 
 def two_models_train(open: Open) -> None:
-    """Two models, two optimizers, one loss; or an error that says that there may be one."""
+    """Two models, two optimizers, one loss; or an error that only one is supported."""
     accelerator = open()
     dtype, tolerance = _precision(accelerator)
     models = [_model(dtype, seed) for seed in (0, 1)]
@@ -148,7 +148,7 @@ def two_models_train(open: Open) -> None:
             accelerator.prepare(*models, *optimizers)
         except EchelonError:
             return
-        raise AssertionError(f"{accelerator.capabilities.name} prepared two models, which it says it cannot")
+        raise AssertionError(f"{accelerator.capabilities.name} prepared two models, which its capabilities exclude")
     plain_models = copy.deepcopy(models)
     plain = [_sgd(model) for model in plain_models]
     first, second, *optimizers = accelerator.prepare(*models, *optimizers)
@@ -163,7 +163,7 @@ def two_models_train(open: Open) -> None:
 
 
 def its_state_continues_where_it_was(open: Open) -> None:
-    """A rank's state, through ``torch.save`` and ``weights_only``, makes a fresh model and optimizer go the same way."""
+    """A rank's state, through ``torch.save`` and ``weights_only``, restores a fresh model and optimizer to the same path."""
     accelerator = open()
     dtype, tolerance = _precision(accelerator)
     engine = accelerator.session.engine
@@ -187,13 +187,13 @@ def its_state_continues_where_it_was(open: Open) -> None:
     _expect_equal(accelerator.get_state_dict(model), at_the_save, tolerance=0)
     steps(model, optimizer)
     # Equal bits up to two ranks. With more, a sum depends on where a gradient lies in its bucket, and buckets of a fresh
-    # model may be laid out anew: rounding, which AdamW's division enlarges.
+    # model may be laid out anew: rounding, which AdamW's division amplifies.
     same_bits = accelerator.num_processes < 3
     _expect_equal(accelerator.get_state_dict(model), at_the_end, tolerance=0 if same_bits else 1e3 * tolerance)
 
 
 def whole_states_leave_and_come_back(open: Open) -> None:
-    """Whole weights and optimizer states are those of torch, on rank zero or everywhere; plain torch goes on with them."""
+    """Whole weights and optimizer states are those of torch, on rank zero or everywhere; plain torch continues from them."""
     accelerator = open()
     dtype, tolerance = _precision(accelerator)
     capabilities, elsewhere = accelerator.capabilities, accelerator.process_index > 0
@@ -212,7 +212,7 @@ def whole_states_leave_and_come_back(open: Open) -> None:
     plain.load_state_dict(copy.deepcopy(state))
     _plain_update(plain_model, plain, [third])
     _step(accelerator, model, optimizer, _mine(accelerator, third))
-    _expect_weights(accelerator, model, plain_model, 1e3 * tolerance)  # AdamW's division enlarges rounding
+    _expect_weights(accelerator, model, plain_model, 1e3 * tolerance)  # AdamW's division amplifies rounding
 
     optimizer.load_full_state_dict(state)
     back = _from_rank_zero(optimizer.full_state_dict())
@@ -220,7 +220,7 @@ def whole_states_leave_and_come_back(open: Open) -> None:
 
 
 def an_infinite_fp16_step_is_skipped(open: Open) -> None:
-    """fp16: optimizer and scheduler skip an update with infinite gradients, go on after it, and the output is float32."""
+    """fp16: optimizer and scheduler skip an update with infinite gradients, continue after it, and the output is float32."""
     accelerator = open(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)])
     capabilities = accelerator.capabilities
     models: list[Any] = [_model(torch.float32, seed) for seed in range(1 + capabilities.supports_multiple_models)]
@@ -232,7 +232,7 @@ def an_infinite_fp16_step_is_skipped(open: Open) -> None:
         finite = factor == 1.0
         # Infinite on one rank only: all skip.
         own = factor if accelerator.process_index == accelerator.num_processes - 1 else 1.0
-        advanced += finite * accelerator.num_processes  # Accelerate's meaning: a schedule advances so often per update
+        advanced += finite * accelerator.num_processes  # as in Accelerate, a schedule advances this often per update
         before = [_from_rank_zero(accelerator.get_state_dict(model)) for model in models]
         outputs = [model(torch.ones(3, 5, device=accelerator.device)) for model in models]
         _expect(outputs[0].dtype == torch.float32, f"the output is {outputs[0].dtype}")
@@ -270,7 +270,7 @@ def bf16_learns_and_returns_float32(open: Open) -> None:
 
 
 def outputs_of_any_kind_train(open: Open) -> None:
-    """Tuples, dicts, dataclasses, ModelOutputs, plain objects: the same update, their types, and what is no tensor in them."""
+    """Tuples, dicts, dataclasses, ModelOutputs, plain objects: the same update, with types and non-tensors preserved."""
     for precision in ("no", "bf16"):
         accelerator = open(mixed_precision=precision)
         dtype, tolerance = _precision(accelerator) if precision == "no" else (torch.float32, math.inf)
@@ -283,7 +283,7 @@ def outputs_of_any_kind_train(open: Open) -> None:
             _plain_update(plain_model, plain, [x])
             inner.make = make
             with warnings.catch_warnings():
-                if make is PlainObject:  # what it holds is its own affair, and stays in bf16: that is told
+                if make is PlainObject:  # its tensors stay in bf16, with a warning
                     warnings.simplefilter("ignore", EchelonWarning)
                 output = prepared(_mine(accelerator, x))
             like = make(logits=None, hidden=None, note=None, missing=None)
@@ -291,8 +291,8 @@ def outputs_of_any_kind_train(open: Open) -> None:
             items = items_of(output)
             names = ["logits", "hidden", "note", "missing"][: 3 if kind == "ModelOutput" else 4]
             _expect(list(items) == names, f"{kind}: the items are {list(items)}")
-            _expect(items["note"] is inner.note, f"{kind}: another object is in the place of what is no tensor")
-            _expect(items.get("missing") is None, f"{kind}: something is in the place of None")
+            _expect(items["note"] is inner.note, f"{kind}: a non-tensor was replaced")
+            _expect(items.get("missing") is None, f"{kind}: None was replaced")
             if precision == "no" or make is not PlainObject:
                 for tensor in (items["logits"], *items["hidden"]):
                     _expect(tensor.dtype == dtype, f"{kind}: a tensor of it is {tensor.dtype}")
@@ -354,7 +354,7 @@ def exact_parity_holds(open: Open) -> None:
 
 
 def ranks_may_end_at_different_steps(open: Open) -> None:
-    """Rank r takes r + 1 steps inside ``join`` and all agree afterwards; or, of a loader, an error names who ended first."""
+    """Rank r takes r + 1 steps inside ``join`` and all agree afterwards; or an error names the rank whose loader ended first."""
     accelerator = open()
     dtype, _ = _precision(accelerator)
     model, optimizer = _prepared(accelerator, _sgd, dtype)
@@ -369,7 +369,7 @@ def ranks_may_end_at_different_steps(open: Open) -> None:
 
 
 def _expect_the_first_to_end_is_named(accelerator: Accelerator, model: Any, optimizer: Any, dtype: torch.dtype) -> None:
-    """The last rank has a batch less than the others."""
+    """The last rank has one batch fewer than the others."""
     n = accelerator.num_processes
     if n == 1:
         return
@@ -381,7 +381,7 @@ def _expect_the_first_to_end_is_named(accelerator: Accelerator, model: Any, opti
     except DesyncError as error:
         _expect(f"rank {n - 1} ended" in str(error), f"who ended first is not named: {error}")
     else:
-        _expect(accelerator.process_index == n - 1, "a rank went on without the one that had ended")
+        _expect(accelerator.process_index == n - 1, "a rank continued without the one that had ended")
 
 
 CHECKS: tuple[Check, ...] = (
@@ -403,7 +403,7 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-# ---- the run that all compare with: plain PyTorch ---------------------------------------------------------------------
+# ---- the reference run: plain PyTorch ---------------------------------------------------------------------
 
 
 def _model(dtype: torch.dtype, seed: int = 0) -> nn.Module:
@@ -451,7 +451,7 @@ def _plain_update(
 def _mine(accelerator: Accelerator, x: torch.Tensor) -> torch.Tensor:
     if _SAMPLES % accelerator.num_processes:
         raise UsageError(
-            f"{_SAMPLES} samples do not divide by {accelerator.num_processes} processes",
+            f"{_SAMPLES} samples cannot be divided among {accelerator.num_processes} processes",
             do="run the contract on 1, 2, 3, 4, 6 or 12 processes",
         )
     return x.chunk(accelerator.num_processes)[accelerator.process_index].to(accelerator.device)
@@ -460,14 +460,14 @@ def _mine(accelerator: Accelerator, x: torch.Tensor) -> torch.Tensor:
 def _step(
     accelerator: Accelerator, model: Any, optimizer: Any, x: torch.Tensor, *, num_items: float | None = None
 ) -> None:
-    """Make an update, or a micro-step of one, with the batch ``x`` of this rank."""
+    """Run an update, or a micro-step of one, with the batch ``x`` of this rank."""
     accelerator.backward(_loss(model(x)), num_items=num_items)
     optimizer.step()
     optimizer.zero_grad()
 
 
 def _precision(accelerator: Accelerator) -> tuple[torch.dtype, float]:
-    """Return the dtype in which rounding hides least, and the relative difference that it may make."""
+    """Return the widest dtype of the engine, and the relative error allowed in it."""
     return (torch.float64, 1e-12) if accelerator.capabilities.keeps_float64 else (torch.float32, 1e-5)
 
 
@@ -487,7 +487,7 @@ def _from_rank_zero(value: Any) -> Any:
 
 def _expect(is_so: bool, what: str) -> None:
     if not is_so:
-        raise AssertionError(f"not as it must be: {what}")
+        raise AssertionError(f"contract violated: {what}")
 
 
 def _expect_weights(accelerator: Accelerator, model: Any, plain: nn.Module, tolerance: float) -> None:
@@ -498,7 +498,7 @@ Weights = Mapping[str, torch.Tensor]
 
 
 def _expect_equal(weights: Weights | None, expected: Weights | None, tolerance: float) -> None:
-    """Compare whole weights where this rank has them: the norm of the difference, by that of what is expected."""
+    """Compare whole weights where this rank has them: the norm of the difference relative to the expected norm."""
     if weights is None or expected is None:
         _expect(dist.is_initialized() and dist.get_rank() > 0, "rank zero has no weights")
         return
@@ -509,7 +509,7 @@ def _expect_equal(weights: Weights | None, expected: Weights | None, tolerance: 
 
 
 def main() -> None:
-    """Run every check over the engine named on the command line; rank zero prints each that holds."""
+    """Run every check over the engine named on the command line; rank zero prints each that passes."""
     parser = ArgumentParser(prog="python -m echelon.testing.engine_contract", description=main.__doc__)
     parser.add_argument("engine", help="its name: one of echelon's, or of an installed package's entry point")
     parser.add_argument("--cpu", action="store_true", help="use the CPU even where accelerators are present")

@@ -1,4 +1,4 @@
-"""How fast each two machines talk: the program that ``echelon doctor --nnodes`` runs, one process on each."""
+"""The bandwidth between each pair of machines: the program that ``echelon doctor --nnodes`` runs, one process on each."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _SMALL_CALLS = 50
 _LARGE_BYTES = 16 << 20
 _LARGE_CALLS = 5
 _SLOW = 0.5
-"""A link is told to be slow when it has less than this part of the median's bandwidth."""
+"""A link with less than this fraction of the median bandwidth is reported as slow."""
 
 
 def main() -> None:
-    """Measure every pair in turn, while the others wait; rank zero tells.
+    """Measure every pair in turn, while the others wait; rank zero prints the results.
 
     Collective: every rank runs this.
     """
@@ -39,31 +39,31 @@ def main() -> None:
     rows: list[dict[tuple[int, int], tuple[float, float]]] = [{}] * world.world_size
     dist.all_gather_object(rows, found)
     if world.rank == 0:
-        _tell({pair: row[pair] for row in rows for pair in row}, names, str(dist.get_backend()))
+        _print_links({pair: row[pair] for row in rows for pair in row}, names, str(dist.get_backend()))
     cleanup()
 
 
 def _measure(world: World, pair: tuple[int, int]) -> tuple[float, float]:
-    """Return the seconds of a small message there and back, and the bytes per second of large ones."""
+    """Return the round-trip time of a small message in seconds, and the bytes per second of large ones."""
     other = pair[1] if world.rank == pair[0] else pair[0]
     small = torch.zeros(1, device=world.device)
     large = torch.zeros(_LARGE_BYTES, dtype=torch.uint8, device=world.device)
 
-    def there_and_back(tensor: torch.Tensor) -> float:
-        begun = time.perf_counter()
+    def round_trip(tensor: torch.Tensor) -> float:
+        started = time.perf_counter()
         for send in (world.rank == pair[0], world.rank == pair[1]):
             dist.send(tensor, other) if send else dist.recv(tensor, other)
-        tensor[0].item()  # an accelerator has done it then
-        return time.perf_counter() - begun
+        tensor[0].item()  # waits for the accelerator
+        return time.perf_counter() - started
 
     for tensor in (small, large):
-        there_and_back(tensor)  # opens the connection
-    seconds = statistics.median(there_and_back(small) for _ in range(_SMALL_CALLS))
-    took = statistics.median(there_and_back(large) for _ in range(_LARGE_CALLS))
+        round_trip(tensor)  # opens the connection
+    seconds = statistics.median(round_trip(small) for _ in range(_SMALL_CALLS))
+    took = statistics.median(round_trip(large) for _ in range(_LARGE_CALLS))
     return seconds, 2 * _LARGE_BYTES / took
 
 
-def _tell(found: dict[tuple[int, int], tuple[float, float]], names: list[str], backend: str) -> None:
+def _print_links(found: dict[tuple[int, int], tuple[float, float]], names: list[str], backend: str) -> None:
     usual = statistics.median(rate for _, rate in found.values()) if found else 0.0
     by = environ.get("GLOO_SOCKET_IFNAME" if backend == "gloo" else "NCCL_SOCKET_IFNAME")
     print(f"all {len(names)} machines talk ({backend}, interface {by or 'of its own choice'} here)")

@@ -1,4 +1,4 @@
-"""What a forward pass may return besides a tensor: one of each kind, for the tests of engines."""
+"""Kinds of outputs of a forward pass besides tensors, for the tests of engines."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import nn
 
 __all__ = ["OUTPUT_KINDS", "OutputNote", "PlainObject", "Returning", "items_of"]
 
-# Each holds, in this order: logits; hidden, a pair of tensors that no loss uses; note, no tensor; missing, None.
+# Each holds, in this order: logits; hidden, a pair of tensors that no loss uses; note, not a tensor; missing, None.
 
 
 class OutputNote:
-    """What is no tensor in an output: it comes back as the same object."""
+    """A non-tensor in an output: the same object must be returned."""
 
 
 class _NamedTuple(NamedTuple):
@@ -78,7 +78,7 @@ class _Mirrored(OrderedDict[str, Any]):
 
 
 class _Watched(dict[str, Any]):
-    """A dict subclass with side effects: it takes no arguments, and counts what is done to it."""
+    """A dict subclass with side effects: it takes no arguments, and counts changes."""
 
     __slots__ = ("__dict__", "num_changes")
 
@@ -112,7 +112,7 @@ class _Encoding(UserDict[str, Any]):
 
 
 class _ReadOnly(Mapping[str, Any]):
-    """A mapping that is no dict."""
+    """A mapping that is not a dict."""
 
     def __init__(self, items: Mapping[str, Any]) -> None:
         self._items = dict(items)
@@ -128,7 +128,7 @@ class _ReadOnly(Mapping[str, Any]):
 
 
 class PlainObject:
-    """Attributes, and nothing that says which."""
+    """An object with arbitrary attributes."""
 
     def __init__(self, **items: Any) -> None:
         vars(self).update(items)
@@ -164,7 +164,7 @@ OUTPUT_KINDS: dict[str, Callable[..., Any]] = {
     "Mapping": lambda **items: _ReadOnly(items),
     "nested": lambda **items: {"inner": [_Frozen(**items)]},
 }
-"""Makes an output of a kind of its items."""
+"""Builds an output of each kind from its items."""
 
 
 def items_of(output: Any) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def items_of(output: Any) -> dict[str, Any]:
 
 
 class Returning(nn.Module):
-    """``inner``, whose output is the logits of an output of another kind; ``head`` makes what no loss uses."""
+    """Wraps the output of ``inner`` as the logits of another kind; ``head`` computes what no loss uses."""
 
     def __init__(self, inner: nn.Module, make: Callable[..., Any], head: nn.Module | None = None) -> None:
         super().__init__()

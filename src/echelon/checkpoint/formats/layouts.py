@@ -33,7 +33,7 @@ _NUMBERED = re.compile(r"checkpoint[-_]\d+")
 
 
 def layout_of(folder: Path) -> Layout | None:
-    """Return whose layout ``folder`` has, by the names in it; None when it is no checkpoint."""
+    """Return the layout of ``folder``, by the names in it; None when it is no checkpoint."""
     storage = LocalStorage()
     folder = place_of(storage, folder)
     if storage.kind(folder / MANIFEST) is not None:
@@ -47,7 +47,7 @@ def layout_of(folder: Path) -> Layout | None:
 
 
 def require_layout(folder: Path) -> Layout:
-    """Return whose layout ``folder`` has.
+    """Return the layout of ``folder``.
 
     Raises:
         UsageError: there is no such folder.
@@ -73,7 +73,7 @@ def require_layout(folder: Path) -> Layout:
 
 
 def require_whole(folder: Path) -> Layout:
-    """Return whose layout ``folder`` has, unless its parts could only be found by unpickling.
+    """Return the layout of ``folder``, unless reading it would need unpickling.
 
     Raises:
         UsageError: there is no such folder.
@@ -82,9 +82,9 @@ def require_whole(folder: Path) -> Layout:
     layout = require_layout(folder)
     if layout == "sharded":
         raise CheckpointError(
-            f"{folder} was written by torch.distributed.checkpoint: where its parts are is told by a pickle (.metadata), and "
-            "unpickling runs whatever code it holds",
-            do="if you trust it, run `accelerate merge-weights` on it where it was written and use what that makes; or save "
+            f"{folder} was written by torch.distributed.checkpoint: its index (.metadata) is a pickle, and unpickling can run "
+            "code",
+            do="if you trust it, run `accelerate merge-weights` on it where it was written and use the result; or save "
             "with FSDP_STATE_DICT_TYPE=FULL_STATE_DICT there",
         )
     return layout

@@ -14,6 +14,7 @@ import torch
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.warnings import warn
 from echelon.checkpoint.commit import discard
+from echelon.checkpoint.damage import damaged
 from echelon.checkpoint.formats.conversion import num_models_in, weights_beside
 from echelon.checkpoint.formats.layouts import require_layout, require_whole
 from echelon.checkpoint.formats.torch_files import load
@@ -41,7 +42,7 @@ def merge(
 ) -> list[Path]:
     """Write the weights of a model in the checkpoint ``source`` into ``folder``, and return the files.
 
-    Of safetensors a few megabytes at a time; of what ``torch.save`` wrote, all of it is mapped.
+    Safetensors are copied a few megabytes at a time; files of ``torch.save`` are memory-mapped.
 
     Args:
         source: of echelon's own format (every file is verified first), or of Accelerate's or transformers' layout.
@@ -49,10 +50,10 @@ def merge(
         model: which one, by its place in ``prepare``; None: there is only one.
         max_shard_bytes: of one file, at most; None: one file.
         precision: one of ``PRECISIONS`` for floating-point tensors; None: as they are.
-        reading: how long work is shown.
+        reading: the progress bar.
 
     Raises:
-        CheckpointError: it is not whole, or only a pickle says where its parts are.
+        CheckpointError: it is damaged, or its index is a pickle.
         UsageError: there is no such model.
     """
     show = reading or _silent
@@ -83,16 +84,16 @@ def merge_fsdp_weights(
     safe_serialization: bool = True,
     remove_checkpoint_dir: bool = False,
 ) -> None:
-    """Write the weights of the checkpoint ``checkpoint_dir``, whoever wrote it, to one file in the folder ``output_path``.
+    """Write the weights of the checkpoint ``checkpoint_dir``, of any layout, to one file in the folder ``output_path``.
 
     Args:
         checkpoint_dir: a checkpoint of one model.
-        output_path: is made when it is not there; the file in it is replaced.
-        safe_serialization: write ``model.safetensors``; False: ``pytorch_model.bin``, for which all of it is in memory.
-        remove_checkpoint_dir: delete the checkpoint, whole with its optimizers, when the file is on the disk.
+        output_path: created if missing; the file in it is replaced.
+        safe_serialization: write ``model.safetensors``; False: ``pytorch_model.bin``, which needs all of it in memory.
+        remove_checkpoint_dir: delete the checkpoint, with its optimizers, once the file is on disk.
 
     Raises:
-        CheckpointError: it is damaged, or only a pickle says where its parts are.
+        CheckpointError: it is damaged, or its index is a pickle.
         UsageError: ``output_path`` is in the checkpoint.
     """
     source, target = Path(checkpoint_dir).resolve(), Path(output_path).resolve()
@@ -112,7 +113,7 @@ def merge_fsdp_weights(
 
 
 def open_whole(source: Path, reading: Reading) -> Checkpoint:
-    """Return the checkpoint ``source``, every file of which was read and found whole.
+    """Return the checkpoint ``source`` after verifying every file.
 
     Raises:
         CheckpointError: the damaged files are named.
@@ -121,9 +122,7 @@ def open_whole(source: Path, reading: Reading) -> Checkpoint:
     problems = problems_of(checkpoint, reading)
     if problems:
         listing = "\n".join(f"    {problem}" for problem in problems)
-        raise CheckpointError(
-            f"{source} is damaged\n{listing}", do="use another checkpoint; nothing of this one was used"
-        )
+        raise damaged(f"{source} is damaged\n{listing}")
     return checkpoint
 
 
@@ -144,12 +143,12 @@ def _silent(label: str, num_bytes: int) -> AbstractContextManager[Any]:
 def _chosen(model: int | None, count: int, source: Path) -> int:
     if not count:
         raise CheckpointError(
-            f"{source} holds no weights of a model", do="see with echelon checkpoint show what it holds"
+            f"{source} holds no weights of a model", do="list what it holds with echelon checkpoint show"
         )
     if model is None and count > 1:
         raise UsageError(
             f"{source} holds {count} models",
-            do=f"say which: echelon checkpoint merge --model N, N from 0 to {count - 1}",
+            do=f"choose one with echelon checkpoint merge --model N, N from 0 to {count - 1}",
         )
     if model is not None and not 0 <= model < count:
         raise UsageError(f"{source} has no model {model}: it holds {count}", do=f"give 0 to {count - 1}")

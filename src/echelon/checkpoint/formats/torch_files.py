@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from echelon.base.errors import CheckpointError, UsageError
+from echelon.checkpoint.damage import damaged
 
 __all__ = ["PLAIN_DATA", "load", "read_all_ranks", "refused_in", "write_pickled", "write_plain"]
 
@@ -61,9 +62,7 @@ def load(f: str | os.PathLike[str] | Any, map_location: Any = None, **kwargs: An
     except FileNotFoundError:
         raise
     except (EOFError, OSError, RuntimeError, ValueError) as error:
-        raise CheckpointError(
-            f"{name} cannot be read: {error}", do="use another copy, or an older checkpoint"
-        ) from error
+        raise damaged(f"{name} cannot be read: {error}") from error
 
 
 def read_all_ranks(folder: Path, pattern: re.Pattern[str]) -> list[dict[str, Any]]:

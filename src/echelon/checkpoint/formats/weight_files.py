@@ -12,7 +12,8 @@ import safetensors
 import safetensors.torch
 import torch
 
-from echelon.base.errors import CheckpointError, UsageError
+from echelon.base.errors import UsageError
+from echelon.checkpoint.damage import damaged
 from echelon.checkpoint.formats.torch_files import load
 from echelon.checkpoint.typed_json import read_json
 from echelon.compat.constants import (
@@ -54,9 +55,7 @@ def weight_files(folder: Path, model: int = 0) -> list[Path]:
             weights = read_json(folder / name).get("weight_map")
             files = sorted(set(weights.values())) if isinstance(weights, dict) else []
             if not files or not all(isinstance(file, str) and Path(file).name == file for file in files):
-                raise CheckpointError(
-                    f"{folder / name} names no files of weights beside it", do="use another copy of the checkpoint"
-                )
+                raise damaged(f"{folder / name} names no files of weights beside it")
             return [folder / file for file in files]
     return []
 
@@ -73,9 +72,7 @@ def read_weights(path: Path, *, map_location: Any = "cpu") -> dict[str, Any]:
     try:
         return dict(safetensors.torch.load_file(path, device=str(map_location)))
     except safetensors.SafetensorError as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {error}", do="use another copy, or an older checkpoint"
-        ) from error
+        raise damaged(f"{path} cannot be read: {error}") from error
 
 
 def read_model(files: Sequence[Path]) -> dict[str, Any]:

@@ -1,0 +1,14 @@
+"""The error of a damaged checkpoint."""
+
+from __future__ import annotations
+
+from echelon.base.errors import CheckpointError
+
+__all__ = ["damaged"]
+
+
+def damaged(what: str) -> CheckpointError:
+    """Return the error of a checkpoint that cannot be used because of ``what``."""
+    return CheckpointError(
+        what, do="load another checkpoint: `echelon checkpoint ls FOLDER --verify` shows which ones are intact"
+    )
