@@ -96,7 +96,7 @@ def test_fp8_is_coarser_than_bf16_and_acts_where_it_is_told_to() -> None:
 
 
 def test_what_cannot_run_in_fp8_is_told() -> None:
-    with pytest.raises(ConfigError, match="on the device cpu: matrix products in fp8 need a GPU") as raised:
+    with pytest.raises(ConfigError, match="on the device cpu: fp8 matrix products need an NVIDIA GPU") as raised:
         Accelerator(cpu=True, mixed_precision="fp8")
     assert "Float8LinearConfig(emulate=True)" in str(raised.value.do)
     with pytest.raises(ConfigError, match="holds an AORecipeKwargs, and mixed_precision='bf16'"):

@@ -519,7 +519,7 @@ def test_a_frozen_process_of_an_earlier_attempt_cannot_save_when_it_wakes(tmp_pa
             os.kill(old.pid, signal.SIGCONT)
         told = old.communicate(timeout=120)[0]
     assert told.startswith(f"refused: this process may not write checkpoints to {tmp_path / 'checkpoints'} any more")
-    assert "r, attempt 1 has it" in told
+    assert "r, attempt 1 holds it" in told
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == [".lock", "checkpoint_0"]
     assert Checkpoint(tmp_path / "checkpoints" / "checkpoint_0").read("models.0.weight").item() == 1
