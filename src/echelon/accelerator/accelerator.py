@@ -19,9 +19,9 @@ from echelon.accelerator import process, unsupported
 from echelon.accelerator.checkpoint.checkpoints import Checkpoints
 from echelon.accelerator.current import note_accelerator
 from echelon.accelerator.gradient_state import GradientState
-from echelon.accelerator.metrics import gather_samples, own_samples
+from echelon.accelerator.metrics import gather_samples, trim_for_metrics
 from echelon.accelerator.models.save_objects import save
-from echelon.accelerator.models.unwrap import is_on_several_devices, unwrap_model
+from echelon.accelerator.models.unwrap import get_state_dict, is_on_several_devices, unwrap_model
 from echelon.accelerator.plugins.configuration import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -61,7 +61,6 @@ from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 from echelon.data.loader import PreparedLoader
 from echelon.distributed import collectives, control
-from echelon.distributed.monitored_barrier import monitored_barrier
 from echelon.distributed.setup import cleanup
 from echelon.engines.base import Engine
 from echelon.status.call_site import here
@@ -89,29 +88,21 @@ class Accelerator:
         gradient_accumulation_steps: micro-batches in one update.
         cpu: use the CPU even where accelerators are present.
         dataloader_config: how loaders are cut for the processes.
-        deepspeed_plugin: train by the DeepSpeed library (or, with ``engine="fsdp2"``, by torch what it asks for); None: from
-            the environment (``ACCELERATE_USE_DEEPSPEED``).
+        deepspeed_plugin: train with DeepSpeed (``engine="fsdp2"``: with torch, as it says); None: from the environment.
         fsdp_plugin: shard the model over the ranks, in this way; None: from the environment (``ACCELERATE_USE_FSDP``).
         gradient_accumulation_plugin: instead of ``gradient_accumulation_steps``.
-        step_scheduler_with_optimizer: advance prepared schedulers with the optimizer's steps, num_processes times each;
-            False: once per call, whatever the optimizer does.
+        step_scheduler_with_optimizer: advance schedulers num_processes times with each update; False: once per call.
         kwargs_handlers: options of torch's parts; at most one of each kind.
-        dynamo_backend: compile prepared models by this backend of ``torch.compile``; None: from the environment or the
-            launcher, else they are not compiled.
+        dynamo_backend: of ``torch.compile``; None: from the environment or the launcher, else models are not compiled.
         dynamo_plugin: instead of ``dynamo_backend``, with more options.
         deepspeed_plugins: another name of ``deepspeed_plugin``.
-        parallelism_config: over how many ranks the model is sharded, and how many such groups there are; None: from the
-            environment (``ACCELERATE_USE_PARALLELISM_CONFIG``).
+        parallelism_config: the ranks of a shard group, and how many such groups there are; None: from the environment.
         engine: the name of an engine, or an ``Engine``; None: by the number of processes and whether the model is sharded.
-        parity: ``off``: the meaning of Accelerate, more processes are a larger batch. ``exact``: a loader's batch is that
-            of all processes together, and the update is that of one process (docs/parity.md). ``bitwise``: also to the
-            last bit. None: from the environment or the launcher, else ``off``.
-        seed: of ``random``, numpy and torch, set here; in the exact modes also of the order of the data. None: the
-            script's own (``set_seed``), that of rank zero counts.
-        canonical_shards: with ``parity="bitwise"``, the shards of an update, whose gradients are summed in a fixed order:
-            at least the number of processes. None: 8.
-        max_micro_batch_size: in the exact modes, the most samples of one process in one forward pass: fewer processes
-            accumulate over more of them.
+        parity: ``off``: more processes are a larger batch. ``exact``: a loader's batch is that of all processes, and the
+            update that of one process (docs/parity.md). ``bitwise``: to the last bit. None: from the environment or ``off``.
+        seed: of all random numbers; in the exact modes also of the order of the data. None: rank zero's of the script.
+        canonical_shards: of an update with ``parity="bitwise"``, at least the number of processes; None: 8.
+        max_micro_batch_size: largest micro-batch per process in the exact modes; None: its share of the batch.
 
     Collective: the first one makes the process group, so every rank must come here.
 
@@ -347,10 +338,10 @@ class Accelerator:
         return MicroStep(self.session.update, tuple(map(self.session.objects.engine_model, models)))
 
     def no_sync(self, model: nn.Module, *, unsynced: bool = False) -> AbstractContextManager[None]:
-        """Return a context in which backward passes of ``model`` stay local.
+        """Return a context in which backward passes of ``model``, which was prepared, stay local.
 
         Args:
-            model: a prepared model.
+            model: it.
             unsynced: optimizers step with the local gradients in it, on purpose: the ranks drift apart. Otherwise a step
                 in it is taken with gradients averaged over the ranks there and then.
         """
@@ -416,8 +407,7 @@ class Accelerator:
         """Return ``args`` made ready for the ranks, in the same order; unknown objects come back as they are.
 
         Args:
-            args: models, optimizers, schedulers, DataLoaders, in any order and number, also nested in tuples, lists and
-                dicts. What was prepared before comes back as what it became.
+            args: models, optimizers, schedulers, DataLoaders, also nested; what was prepared before comes back prepared.
             device_placement: for each argument, whether to move it to the device; None: as the Accelerator.
 
         Collective: every rank, with the same objects in the same order.
@@ -441,18 +431,15 @@ class Accelerator:
         if evaluation_mode:
             place = self.device_placement if device_placement is None else device_placement
             return prepare_for_evaluation(self.session, model, place=place)
-        prepared: nn.Module = self.prepare(model, device_placement=[device_placement])
-        return prepared
+        return self.prepare(model, device_placement=[device_placement])  # type: ignore[no-any-return]
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """Prepare one optimizer."""
-        prepared: AcceleratedOptimizer = self.prepare(optimizer)
-        return prepared
+        return self.prepare(optimizer)  # type: ignore[no-any-return]
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
         """Prepare one learning-rate scheduler."""
-        prepared: AcceleratedScheduler = self.prepare(scheduler)
-        return prepared
+        return self.prepare(scheduler)  # type: ignore[no-any-return]
 
     def prepare_data_loader(
         self,
@@ -468,8 +455,7 @@ class Accelerator:
             data_loader: the user's, or one that was prepared before.
             device_placement: move its batches to the device; None: as the Accelerator.
             slice_fn_for_dispatch: cuts a dispatched batch.
-            already_sharded: it gives each process its own part already (True), or it does not, whatever it looks like
-                (False); None: as ``DataLoaderConfiguration`` says, else as it is recognised.
+            already_sharded: does it give each process its own part? None: as ``DataLoaderConfiguration`` says.
 
         Collective: every rank.
         """
@@ -482,10 +468,7 @@ class Accelerator:
             self.session, data_loader, place=place, slice_fn=slice_fn_for_dispatch, already_sharded=already_sharded
         )
 
-    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-        """Return ``dataloader`` without the first ``num_batches`` of its next pass; map-style data is not read for it."""
-        return skip_first_batches(dataloader, num_batches)
-
+    skip_first_batches = staticmethod(skip_first_batches)
     join_uneven_inputs = delegate(join_uneven_inputs, "session")
 
     # ---- collectives -------------------------------------------------------------------------------------------------
@@ -511,17 +494,7 @@ class Accelerator:
         last = None if loader is None else loader.step_to_trim()
         return gather_samples(input_data, last, objects=use_gather_object)
 
-    def trim_for_metrics(self, input_data: Any) -> Any:
-        """Return the results of one step of a prepared loader without samples that another process counts, too.
-
-        For metrics that each process adds up by itself, and that are reduced once after the loop (``accelerator.reduce``,
-        torchmetrics). The results of a process that has only a padding sample in a step become empty.
-
-        Args:
-            input_data: nested tensors whose first dimension is the batch, or a list with one item per sample.
-        """
-        loader = self.gradient_state.active_dataloader
-        return input_data if loader is None else own_samples(input_data, loader.step_to_trim())
+    trim_for_metrics = delegate(trim_for_metrics, "gradient_state")
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Sum or average nested tensors over the processes. Collective. See ``echelon.distributed.reduce``."""
@@ -538,14 +511,7 @@ class Accelerator:
         self.gradient_state.reading.metrics.check()
         control.barrier()
 
-    def slow(self, what: str) -> AbstractContextManager[None]:
-        """Return a context that may take long on this process while others wait: until ``--slow_timeout`` (600 s),
-        ``echelon launch`` does not report it.
-
-        Args:
-            what: the work, for reports.
-        """
-        return slow(what)
+    slow = staticmethod(slow)
 
     def set_trigger(self) -> None:
         """Raise a flag on this process, for ``check_trigger`` on all of them."""
@@ -554,8 +520,7 @@ class Accelerator:
     def check_trigger(self) -> bool:
         """Tell every process whether any of them raised the flag, and lower it. Collective."""
         raised = control.agree(self._triggered)
-        if raised:
-            self._triggered = False
+        self._triggered = self._triggered and not raised
         return raised
 
     # ---- models ------------------------------------------------------------------------------------------------------
@@ -570,26 +535,11 @@ class Accelerator:
 
     unwrap_model = delegate(unwrap_model, "session")
 
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any] | None:
-        """Return the whole state dict of a prepared model, by plain parameter names (``unwrap=False``: the wrapper's).
-
-        Where parameters are sharded, rank zero gets it, on the host, and the others None.
-
-        Collective: where parameters are sharded.
-        """
-        if not unwrap:
-            return model.state_dict()
-        if self.capabilities.shards_parameters:
-            monitored_barrier("get_state_dict()", advice="It returns the state on rank zero, and None on the others.")
-        return self.session.engine.full_state_dict(self.session.objects.engine_model(model))
+    get_state_dict = delegate(get_state_dict, "session")
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Write ``obj`` to ``f`` on rank zero (``save_on_each_node``: of each machine). Call it on every rank.
-
-        Args:
-            obj: what ``torch.save`` takes; a dict of tensors with ``safe_serialization``.
-            f: a path, or an open file.
-            safe_serialization: write safetensors.
+        """Write ``obj`` to the path or file ``f`` on rank zero (``save_on_each_node``: of each machine), by ``torch.save``,
+        or as safetensors. Call it on every rank.
         """
         save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
 
@@ -608,12 +558,11 @@ class Accelerator:
     )
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
-        """Iterate over the epochs that the run still has to make, up to ``num_epochs`` in all: ``range(num_epochs)`` at first.
+        """Iterate over the remaining epochs of the run, up to ``num_epochs`` in all: ``range(num_epochs)`` at first.
 
-        The loop continues where the run is, after ``resume`` as after a ``break`` out of it: in the middle of an epoch, the
-        first pass of each training loader is the rest of its pass. An epoch is over when the loop comes back here.
-        ``progress.epoch`` is the current one, and each loader's order is that of it (or of a later one, if it has had more
-        passes).
+        The loop continues where the run is, after ``resume`` as after a ``break``: in the middle of an epoch, the first pass
+        of each training loader is the rest of its pass. An epoch ends when the loop returns here. ``progress.epoch`` is the
+        current one; each loader's order is that of it, or of a later one after more passes.
         """
         first = self.session.resume_epochs()
         with self.preemption.during(self.session.watcher):

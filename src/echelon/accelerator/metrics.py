@@ -8,12 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from echelon.accelerator.gradient_state import GradientState
 from echelon.data.exact.batch_slices import LastStep
 from echelon.distributed.collectives import gather, gather_object
 from echelon.distributed.small_messages import gather_bytes
 from echelon.distributed.tree import is_record, leaves, map_tensors
 
-__all__ = ["gather_samples", "own_samples"]
+__all__ = ["gather_samples", "own_samples", "trim_for_metrics"]
 
 
 def gather_samples(data: Any, last: LastStep | None, *, objects: bool = False) -> Any:
@@ -40,8 +41,21 @@ def gather_samples(data: Any, last: LastStep | None, *, objects: bool = False) -
     return map_tensors(lambda tensor: _gather_step(tensor, last) if next(of_samples) else gather(tensor), data)
 
 
+def trim_for_metrics(state: GradientState, input_data: Any) -> Any:
+    """Return the results of one step of a prepared loader without samples that another process counts, too.
+
+    For metrics that each process adds up by itself, and that are reduced once after the loop (``accelerator.reduce``,
+    torchmetrics). The results of a process that has only a padding sample in a step become empty.
+
+    Args:
+        input_data: nested tensors whose first dimension is the batch, or a list with one item per sample.
+    """
+    loader = state.active_dataloader
+    return input_data if loader is None else own_samples(input_data, loader.step_to_trim())
+
+
 def own_samples(data: Any, last: LastStep | None) -> Any:
-    """Return ``data`` of one step without what this rank repeats to fill the batch, or has on loan from another.
+    """Return ``data`` of one step without what this rank repeats to fill the batch, or has as a padding sample.
 
     Args:
         data: nested tensors whose first dimension is this rank's batch, or a list with one item a sample; others stay.

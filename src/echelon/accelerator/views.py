@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -69,4 +70,7 @@ def delegate(function: Callable[Concatenate[Any, _P], _R], owner: str) -> Callab
         return getattr(part, name)(*args, **kwargs) if is_method else function(part, *args, **kwargs)
 
     method: Any = call
+    signature = inspect.signature(function)
+    first, *others = signature.parameters.values()
+    method.__signature__ = signature.replace(parameters=[first.replace(name="self", annotation=first.empty), *others])
     return method  # type: ignore[no-any-return]

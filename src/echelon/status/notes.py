@@ -199,7 +199,9 @@ def _open(slot: str, _pid: int) -> Notes | None:
 
 
 def slow(what: str) -> AbstractContextManager[None]:
-    """Return a context that may take long on this rank while the others wait, and is no stall."""
+    """Return a context that may take long on this rank, while the others wait: ``echelon launch`` reports no stall before
+    ``--slow_timeout`` (600 s). ``what`` names the work in reports.
+    """
     notes = notes_of_process()
     return nullcontext() if notes is None else notes.slow(what)
 

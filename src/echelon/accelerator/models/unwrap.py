@@ -1,8 +1,9 @@
-"""The user's own module inside a prepared one."""
+"""The user's own module inside a prepared one, and its weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 
@@ -10,9 +11,10 @@ from echelon.accelerator.models.save_objects import without_wrappers
 from echelon.accelerator.prepare.compile import moved_to, uncompiled
 from echelon.accelerator.session import Session
 from echelon.base.protocols import HasDeviceMap
+from echelon.distributed.monitored_barrier import monitored_barrier
 from echelon.precision.policy import unwrap_forward
 
-__all__ = ["is_on_several_devices", "unwrap_model"]
+__all__ = ["get_state_dict", "is_on_several_devices", "unwrap_model"]
 
 
 def unwrap_model(
@@ -21,7 +23,6 @@ def unwrap_model(
     """Return the user's own module inside a prepared one.
 
     Args:
-        session: of the run.
         model: prepared or not.
         keep_fp32_wrapper: leave its forward under autocast; False: give it its own forward back.
         keep_torch_compile: leave a compiled module compiled.
@@ -37,6 +38,20 @@ def unwrap_model(
     if not objects.is_compiled_whole(model):
         return inner
     return model if uncompiled(model) is inner else moved_to(inner, model)
+
+
+def get_state_dict(session: Session, model: nn.Module, unwrap: bool = True) -> dict[str, Any] | None:
+    """Return the whole state dict of a prepared model, by plain parameter names (``unwrap=False``: the wrapper's).
+
+    Where parameters are sharded, rank zero gets it, on the host, and the others None.
+
+    Collective: where parameters are sharded.
+    """
+    if not unwrap:
+        return model.state_dict()
+    if session.capabilities.shards_parameters:
+        monitored_barrier("get_state_dict()", advice="It returns the state on rank zero, and None on the others.")
+    return session.engine.full_state_dict(session.objects.engine_model(model))
 
 
 def is_on_several_devices(model: nn.Module) -> bool:

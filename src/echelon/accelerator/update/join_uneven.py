@@ -19,7 +19,6 @@ def join_uneven_inputs(session: Session, joinables: list[Any], even_batches: boo
     """Let processes run out of batches at different steps: the others train on.
 
     Args:
-        session: of the run.
         joinables: prepared models (optimizers need nothing).
         even_batches: of the prepared loaders, inside the block; None: as it is.
 
