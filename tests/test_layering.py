@@ -43,16 +43,15 @@ TORCH_FREE = (
 TORCH_AT_IMPORT = ("launch/agent.py", "launch/multinode/rendezvous.py")
 
 # What "The house redrawn" has not reached yet: at most so many. Lower a number when yours is lower; 0: delete the entry.
-PRIVATE_READS_LEFT = {"accelerator/": 65, "testing/": 3}
+PRIVATE_READS_LEFT = {"accelerator/": 1}  # torch's DeviceMesh._flatten, which has the name of a function of ours
 LONG_FUNCTIONS_LEFT = {
-    "accelerator": ("__init__", "load_content"),
     "cli": ("_launch", "_own_options"),
     "data": ("prepare_loader", "dispatch"),
     "diagnose": ("diagnose",),
     "launch": ("notebook_launcher",),
     "trainer": ("make_plan",),
 }
-LONG_FILES = {"accelerator/accelerator.py": 1420, "trainer/trainer.py": 600}  # the aim: 600 lines each
+LONG_FILES = {"accelerator/accelerator.py": 600, "trainer/trainer.py": 600}  # the aim: 600 lines each
 
 
 @pytest.mark.parametrize("path", SOURCES)
