@@ -104,7 +104,7 @@ def test_what_cannot_run_in_fp8_is_told() -> None:
     with environ.patch({"ACCELERATE_FP8_BACKEND": "TE"}), pytest.raises(ConfigError, match="fp8 through TE is not"):
         Accelerator(cpu=True, mixed_precision="fp8")
     for kind in (FP8RecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs):
-        with pytest.raises(UsageError, match=f"{kind.__name__} is not offered") as refused:
+        with pytest.raises(UsageError, match=f"{kind.__name__} is not supported") as refused:
             kind()
         assert "fp8 through torchao (AORecipeKwargs)" in str(refused.value.do)
     accelerator = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[_recipe()])
