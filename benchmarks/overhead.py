@@ -265,14 +265,14 @@ def measure(names: list[str], *, rounds: int) -> dict[str, list[float]]:
 def table(found: dict[str, list[float]]) -> str:
     rows = ["| variant | us per step | middle half | adds | to |", "|---|---:|---:|---:|---|"]
     for name, values in found.items():
-        base = base_of(name)
+        base = base_store(name)
         more = f"{undisturbed(values) - undisturbed(found[base]):.0f} | {base}" if base in found else " | "
         low, middle, high = statistics.quantiles(values)
         rows.append(f"| {name} | {middle:.0f} | {low:.0f} - {high:.0f} | {more} |")
     return "\n".join(rows)
 
 
-def base_of(name: str) -> str | None:
+def base_store(name: str) -> str | None:
     """The plain loop that does the same work."""
     if name in (PLAIN, CLIPPING, ACCUMULATING):
         return None

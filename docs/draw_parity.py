@@ -86,7 +86,7 @@ def cut(update: range, world_size: int, x: float, y: float, *, weights: bool) ->
             for i, place in enumerate(one.samples):
                 parts.append(cell(left + i * CELL, top, place, f"{kind}r{rank}", f"{kind}t{rank}"))
         if weights:
-            note = f"weight {total}" + ("" if total else ", a sample on loan")
+            note = f"weight {total}" + ("" if total else ", a padding sample")
             parts.append(text(x + MOST * CELL + 12, top + 18, note, size=12.5, kind="faint"))
     return parts
 

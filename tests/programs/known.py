@@ -28,9 +28,9 @@ _REFUSALS: list[_Refusal] = [
         "is an embedding with sparse=True",
     ),
     _Refusal(
-        "shard() cuts data with an index",
+        "shard() shards data with an index",
         lambda p, at: at.level == 1 and p.data == "iterable",
-        "shard\\(\\) cannot cut an iterable dataset",
+        "shard\\(\\) cannot shard an iterable dataset",
     ),
     _Refusal(
         "shard() cuts batches of a batch size",
@@ -106,7 +106,7 @@ _REFUSALS: list[_Refusal] = [
     _Refusal(
         "split_batches needs a batch size that divides",
         lambda p, at: p.split_batches and (p.batch_size % at.world_size > 0 or p.zipped % at.world_size > 0),
-        "split_batches cuts every batch",
+        "split_batches splits every batch",
     ),
     _Refusal(
         "batches of other lengths cannot be joined by rank zero",

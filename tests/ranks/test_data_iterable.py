@@ -414,7 +414,7 @@ def _epochs(dispatch: bool) -> Any:
     seen.append([x.tolist() for x in loader])
     loader.set_epoch(7)
     seen.append([x.tolist() for x in loader])
-    return seen, loader.iteration, loader.reading.loaders
+    return seen, loader.iteration, loader.active.loaders
 
 
 @pytest.mark.parametrize("dispatch", [False, True])

@@ -226,7 +226,7 @@ def test_a_loader_that_was_not_made_for_saving_says_so() -> None:
 
 def _uneven(joined: bool) -> list[int]:
     loader = prepare_data_loader(DataLoader(Counted(5), batch_size=1), even_batches=False)
-    loader.reading.joined = joined
+    loader.active.joined = joined
     given = []
     for x in loader:
         loader.require_every_rank("backward()")

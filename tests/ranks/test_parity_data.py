@@ -110,7 +110,7 @@ def _accelerator(*, accumulation: int = 1, max_micro: int | None = None, **choic
 
 
 def _mine(loader: Any, batch: torch.Tensor) -> list[Any]:
-    """Return the samples of this rank in the batch, without those on loan."""
+    """Return the samples of this rank in the batch, without padding samples."""
     last = loader.last_step
     items: list[Any] = batch.tolist()
     return items if last is None else items[: last.real[dist.get_rank()]]

@@ -401,8 +401,11 @@ def _refused(project: Path, stop: bool) -> str:
 def test_without_parity_the_middle_of_an_epoch_is_refused_on_another_number_of_processes(tmp_path: Path) -> None:
     run_on_ranks(_refused, tmp_path, True, world_size=1)
     for text in run_on_ranks(_refused, tmp_path, False):
-        assert "of the middle of an epoch on 1 processes, and here are 2: samples would come twice, or never" in text
-        assert "train with parity='exact', which goes on with any number" in text
+        assert (
+            "saved in the middle of an epoch on 1 processes, and this run has 2: samples would be repeated or lost"
+            in text
+        )
+        assert "train with parity='exact', which resumes on any number" in text
 
 
 def _read_other_data(folder: str, kind: str, num_samples: int, batch_size: int, stop: int) -> Any:

@@ -18,7 +18,7 @@ def _see_each_other(can_clone: bool) -> tuple[list[bytes], bool]:
         shared = stores.common_store(group)
         own.set(f"from/{dist.get_rank()}", f"{dist.get_rank()}")
         found = [shared.get(f"from/{rank}") for rank in range(dist.get_world_size())]
-        return found, stores.base_of(own) is not stores.base_of(shared)
+        return found, stores.base_store(own) is not stores.base_store(shared)
 
 
 @pytest.mark.parametrize("can_clone", sorted({stores._CAN_CLONE, False}))

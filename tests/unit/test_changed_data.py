@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from echelon import Accelerator, DataLoaderConfiguration
 from echelon.base.errors import CheckpointError
 from echelon.base.warnings import EchelonWarning
-from echelon.data.data_facts import DataFacts, changes_between, place_in_pass
+from echelon.data.data_facts import DataFacts, changes_between, is_within_training_pass
 from echelon.data.loader import PreparedLoader
 from echelon.trainer import Trainer, TrainerCallback
 from echelon.utils import GradientAccumulationPlugin, ProjectConfiguration
@@ -75,7 +75,7 @@ def test_another_batch_size_without_parity_is_refused_and_goes_on_in_samples(lay
     changed = r"loader\[0\]: its batch_size was 4, and is 6"
     _refused(_Run(tmp_path, _loader(40, 6), layout=layout), changed, "after 24 of 40 samples; 4 of the 28")
     run = _Run(tmp_path, _loader(40, 6), layout=layout)
-    with pytest.warns(EchelonWarning, match=rf"{changed}.*goes on after 24 of 40 samples; 4 of the 28 .* come again"):
+    with pytest.warns(EchelonWarning, match=rf"{changed}.*goes on after 24 of 40 samples; 4 of the 28 .* are repeated"):
         assert run.accelerator.resume(allow_changed_data=True)
     assert run.train(1) == [(0, [*range(24, 30)]), (0, [*range(30, 36)]), (0, [*range(36, 40)])]
     run = _Run(tmp_path, _loader(40, 2), layout=layout)
@@ -96,9 +96,9 @@ def test_a_place_that_the_script_has_loaded_counts_before_it_is_read_on(tmp_path
     run = _Run(tmp_path / "one", _loader(40), parity="exact")
     run.train(1, stop=3)
     again = _Run(tmp_path / "other", _loader(40), parity="exact")
-    assert not place_in_pass(again.loaders[0].order_state())
+    assert not is_within_training_pass(again.loaders[0].order_state())
     again.loaders[0].load_state_dict(run.loaders[0].state_dict())
-    assert place_in_pass(again.loaders[0].order_state())
+    assert is_within_training_pass(again.loaders[0].order_state())
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -114,7 +114,7 @@ def test_another_length_of_the_data_is_refused_in_the_middle_of_an_epoch(
     place = rf"after 24 of {num_now} samples"
     _refused(_Run(tmp_path, _loader(num_now, size, shuffle=shuffle), parity=parity), changed, place)
     run = _Run(tmp_path, _loader(num_now, size, shuffle=shuffle), parity=parity)
-    with pytest.warns(EchelonWarning, match=rf"{changed}.*goes on {place}.*twice in this epoch, or not at all"):
+    with pytest.warns(EchelonWarning, match=rf"{changed}.*goes on {place}.*repeated or missing in this epoch"):
         assert run.accelerator.resume(allow_changed_data=True)
     read = run.train(2)
     assert len(_flat(read, 0)) == max(num_now - 24, 0)
@@ -139,7 +139,7 @@ def test_data_that_grow_between_two_epochs_are_told_and_gone_on_with(parity: str
 @pytest.mark.parametrize("parity", ["off", "exact"])
 def test_other_samples_and_another_order_are_named(parity: str, tmp_path: Path) -> None:
     _Run(tmp_path, _loader(16), parity=parity).train(1, stop=2)
-    other = r"loader\[0\]: it has as many samples, and others: the fingerprint of \S+ was [0-9a-f]+, and is [0-9a-f]+"
+    other = r"loader\[0\]: it has the same number of samples with different contents: the fingerprint of \S+ was [0-9a-f]+, and is [0-9a-f]+"
     _refused(_Run(tmp_path, _loader(16, first=100), parity=parity), other, "after 8 of 16 samples")
     order = r"its order was in sequence, and is shuffled"
     _refused(_Run(tmp_path, _loader(16, shuffle=True), parity=parity), order, "after 8 of 16 samples")

@@ -13,9 +13,8 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, Tenso
 
 from echelon.distributed.checks.data_fingerprint import (
     are_of_different_data,
-    are_shares,
+    are_shards,
     column_fingerprints,
-    dataset_fingerprint,
     row_fingerprints,
     sample_fingerprints,
 )
@@ -60,21 +59,21 @@ DATA: dict[str, Any] = {
 @pytest.mark.parametrize("name", DATA)
 def test_equal_data_has_equal_fingerprints_and_other_data_other_ones(name: str) -> None:
     make = DATA[name]
-    assert dataset_fingerprint(make(0)) == dataset_fingerprint(make(0)) is not None
-    assert dataset_fingerprint(make(0)) != dataset_fingerprint(make(3))
+    assert column_fingerprints(make(0)) == column_fingerprints(make(0)) != {}
+    assert column_fingerprints(make(0)) != column_fingerprints(make(3))
     assert not are_of_different_data(column_fingerprints(make(0)), column_fingerprints(make(0)))
     assert are_of_different_data(column_fingerprints(make(0)), column_fingerprints(make(3)))
 
 
 def test_another_process_finds_the_same() -> None:
-    code = "from echelon.distributed.checks.data_fingerprint import dataset_fingerprint as f; print(f(['a', 'b', ('c', 1.5)]))"
+    code = "from echelon.distributed.checks.data_fingerprint import column_fingerprints as f; print(f(['a', 'b', ('c', 1.5)]))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(found.stdout) == dataset_fingerprint(["a", "b", ("c", 1.5)])
+    assert found.stdout.strip() == str(column_fingerprints(["a", "b", ("c", 1.5)]))
 
 
 def test_the_folder_of_a_path_does_not_count() -> None:
     one, other = ([f"{root}/{i}.png" for i in range(9)] for root in ("/machine0/data", "/machine1/data"))
-    assert dataset_fingerprint(_Files(one)) == dataset_fingerprint(_Files(other))
+    assert column_fingerprints(_Files(one)) == column_fingerprints(_Files(other))
 
 
 def test_one_column_of_noise_is_no_other_data() -> None:
@@ -85,9 +84,9 @@ def test_one_column_of_noise_is_no_other_data() -> None:
 
 
 def test_data_without_columns_has_no_fingerprint() -> None:
-    assert dataset_fingerprint(_Files([])) is None
-    assert dataset_fingerprint(iter([1])) is None
-    assert dataset_fingerprint([object(), object()]) is None
+    assert column_fingerprints(_Files([])) == {}
+    assert column_fingerprints(iter([1])) == {}
+    assert column_fingerprints([object(), object()]) == {}
 
 
 def test_rows_of_a_batch_are_told_apart_wherever_they_stand() -> None:
@@ -117,7 +116,7 @@ def test_an_augmented_column_beside_equal_labels_is_no_other_data() -> None:
 
 def test_random_numbers_of_each_rank_s_own_are_no_shares() -> None:
     one, other = (column_fingerprints(TensorDataset(torch.rand(20, 2), torch.rand(20))) for _ in range(2))
-    assert not are_shares(one, other, same_seeds=False)
-    assert are_shares(one, other, same_seeds=True)
+    assert not are_shards(one, other, same_seeds=False)
+    assert are_shards(one, other, same_seeds=True)
     for make in (DATA["files"], DATA["subset"]):
-        assert are_shares(column_fingerprints(make(0)), column_fingerprints(make(3)), same_seeds=False)
+        assert are_shards(column_fingerprints(make(0)), column_fingerprints(make(3)), same_seeds=False)

@@ -231,6 +231,6 @@ def test_a_process_that_comes_to_no_boundary_ends_after_the_grace(manner: str, c
         [sys.executable, "-c", ALONE, manner], capture_output=True, text=True, check=False, timeout=120
     )
     assert done.returncode == code
-    assert ("after 0.3 s not all ranks came to one step: the process ends with exit code 143" in done.stderr) == (
+    assert ("after 0.3 s not all ranks had reached the same step: the process exits with code 143" in done.stderr) == (
         code > 0
     )

@@ -35,7 +35,7 @@ class _Update:
     random_states: dict[str, Any]
 
 
-class Epochs(PassTracker):
+class Epochs(PassTracker[PreparedLoader]):
     """The epochs of one Accelerator.
 
     Args:
@@ -66,7 +66,7 @@ class Epochs(PassTracker):
         self._next: int | None = None  # where that goes on, in a run without training loaders
         self._update: _Update | None = None
         self._loaded_random_states: dict[str, Any] | None = None  # of the beginning of half an update
-        state.reading.book = self
+        state.reading.tracker = self
 
     # ---- what loaders tell -------------------------------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ class Epochs(PassTracker):
         self._update = _Update(
             owner=loader,
             records={id(one.source): one.record_now(num_unused=int(one is loader)) for one in reading},
-            draws={id(one.source): one.draws(num_unused=int(one is loader)) for one in reading},
+            draws={id(one.source): one.rng_state(num_unused=int(one is loader)) for one in reading},
             random_states=self._random_states.now(),
         )
 
@@ -127,7 +127,7 @@ class Epochs(PassTracker):
     def own_state(self) -> dict[str, Any]:
         """Return what going on needs of this process, beside the records of its loaders."""
         update = self._half_an_update()
-        draws = {id(loader.source): loader.draws() for loader in self._objects.loaders} | (
+        draws = {id(loader.source): loader.rng_state() for loader in self._objects.loaders} | (
             update.draws if update else {}
         )
         return {
@@ -139,7 +139,7 @@ class Epochs(PassTracker):
         """Take over what ``own_state`` gave; None: it was not given on this process."""
         draws = [] if state is None else state["draws"]
         for i, loader in enumerate(self._objects.loaders):
-            loader.load_draws(draws[i] if i < len(draws) else None)
+            loader.load_rng_state(draws[i] if i < len(draws) else None)
         self._loaded_random_states = None if state is None else state["random"]
         self._next = None
 
@@ -167,7 +167,7 @@ class Epochs(PassTracker):
             if record is None:
                 continue
             if record["trains"] and record["epoch"] == epoch and (not is_over or record["is_within"]):
-                loader.go_on()
+                loader.resume_pass()
             else:
                 loader.end_pass()
         states, self._loaded_random_states = self._loaded_random_states, None

@@ -32,7 +32,7 @@ class GradientState:
     _shared_state = _SharedState()
 
     plugin: GradientAccumulationPlugin
-    reading: ActiveLoaders
+    reading: ActiveLoaders[PreparedLoader]
     sync_gradients: bool
     micro_step: int
     """The number of the ``accumulate()`` that we are in, in its window, from 1; 0: in none that ends one."""

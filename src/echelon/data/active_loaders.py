@@ -1,67 +1,69 @@
-"""What a loader is asked and tells while it is read: how to cut it, who drives its passes, who keeps the book of them."""
+"""Which prepared loaders are being read, and who is notified of their passes."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, TypeVar
+
+from torch.utils.data import DataLoader
 
 from echelon.data.exact.batch_slices import Contribution
 from echelon.data.exact.exact_batches import ExactOptions, PassPlan
 from echelon.distributed.checks.ungathered_metrics import UngatheredMetricsCheck
 
-if TYPE_CHECKING:
-    from echelon.data.loader import PreparedLoader
-
 __all__ = ["PassTracker", "PassDriver", "LoaderOptions", "PassFacts", "ActiveLoaders"]
+
+Loader = TypeVar("Loader", bound=DataLoader[Any])
+"""``PreparedLoader``: a type variable, because that class is defined in terms of these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderOptions:
-    """How loaders are cut for the ranks."""
+    """How loaders are sharded."""
 
     split_batches: bool = False
-    """The loader's batch size is the global one; each batch is cut for the ranks."""
+    """The loader's batch size is the global one; each batch is split between the ranks."""
     dispatch_batches: bool | None = None
-    """Rank zero alone reads and gives the others their parts; None: for iterable datasets whose batches are placed."""
+    """Rank zero alone reads and sends the others their parts; None: for iterable datasets whose batches are moved to a device."""
     even_batches: bool = True
-    """Fill the last round with samples from the beginning, so that every rank makes the same number of steps."""
+    """Fill the last step with samples from the beginning, so that every rank makes the same number of steps."""
     use_seedable_sampler: bool = False
     """Shuffle by (seed, epoch) instead of by the loader's generator."""
     data_seed: int | None = None
     """The seed of that order; None: the run's."""
     non_blocking: bool = False
-    """Copy batches to the device without waiting (with pinned memory)."""
+    """Copy batches to the device asynchronously (with pinned memory)."""
     already_sharded: bool | None = None
-    """The loader gives each rank its own part already (True), or is to be cut in any case (False); None: as it is recognised."""
+    """The loader gives each rank its own shard (True), or is sharded here in any case (False); None: detected."""
     use_stateful_dataloader: bool = False
     """Read by torchdata's StatefulDataLoader, so that a pass can be saved and resumed in its middle."""
     exact: ExactOptions | None = None
-    """The exact modes: the loader's batches are those of all ranks together, and the choices above about cutting do not count."""
+    """The exact modes: batches are global, and the options above about sharding are ignored."""
     rng_types: tuple[str, ...] = ()
-    """Random states that every rank takes from rank zero at the beginning of a pass; ``generator``, the order's own, agrees
-    in any case."""
+    """RNG states that every rank takes from rank zero at the beginning of a pass; ``generator``, the order's own, always is."""
 
 
-class PassDriver(ABC):
-    """Whoever makes updates of what loaders give, in the exact modes."""
-
-    @abstractmethod
-    def plan_pass(self, beginning: PreparedLoader | None = None) -> PassPlan:
-        """Say what a pass that begins now would be for; ``beginning``: it does, and is of this loader."""
+class PassDriver(ABC, Generic[Loader]):
+    """Makes updates of the batches of loaders, in the exact modes."""
 
     @abstractmethod
-    def end_pass(self, loader: PreparedLoader, *, is_over: bool) -> None:
-        """A pass of ``loader`` has ended: it ``is_over``, or was left."""
+    def plan_pass(self, beginning: Loader | None = None) -> PassPlan:
+        """Return the plan of a pass that would start now; ``beginning``: the loader whose pass does start."""
 
     @abstractmethod
-    def begin_pass(self, loader: PreparedLoader, plan: PassPlan) -> None:
-        """A pass begins. Collective: where ranks agree about it."""
+    def end_pass(self, loader: Loader, *, is_over: bool) -> None:
+        """A pass of ``loader`` was read to its end (``is_over``), or was left."""
 
     @abstractmethod
-    def begin_micro_step(self, loader: PreparedLoader, contribution: Contribution) -> None:
-        """A micro-batch of a pass of updates is about to be given."""
+    def begin_pass(self, loader: Loader, plan: PassPlan) -> None:
+        """A pass starts. Collective: where ranks agree about it."""
+
+    @abstractmethod
+    def begin_micro_step(self, loader: Loader, contribution: Contribution) -> None:
+        """A micro-batch of a training pass is about to be yielded."""
 
     @property
     @abstractmethod
@@ -80,45 +82,45 @@ class PassDriver(ABC):
     @property
     @abstractmethod
     def micro_step(self) -> int:
-        """The number of the micro-step in hand in its update, from 1."""
+        """The number of the current micro-step in its update, from 1."""
 
     @property
     @abstractmethod
     def num_items(self) -> float | None:
-        """The items of the micro-step in hand, of this rank; None before its first loss."""
+        """The items of the current micro-step, of this rank; None before its first loss."""
 
     @property
     @abstractmethod
     def place(self) -> tuple[int, int]:
-        """Where the micro-step in hand is added to a sum whose bits may not depend on the ranks, and of how many places."""
+        """Where the current micro-step is added in a sum whose bits may not depend on the ranks, and the number of places."""
 
     @abstractmethod
     def evaluating_again(self, who: str) -> AbstractContextManager[None]:
-        """Return a context whose losses are those of the micro-step in hand at other parameters: they are no part of its loss.
+        """Return a context in which losses of the current micro-step at other parameters are not counted.
 
         Args:
             who: asks for them.
         """
 
 
-class PassTracker(ABC):
-    """Whoever notes how far the passes of a run have come."""
+class PassTracker(ABC, Generic[Loader]):
+    """Records how far the passes of a run have come."""
 
     @abstractmethod
-    def begin_pass(self, loader: PreparedLoader) -> PassFacts:
-        """A pass begins: say what it is."""
+    def begin_pass(self, loader: Loader) -> PassFacts:
+        """A pass starts: return what it is to the run."""
 
     @abstractmethod
-    def begin_batch(self, loader: PreparedLoader) -> None:
-        """A batch is about to be given, and the next one has not been read."""
+    def begin_batch(self, loader: Loader) -> None:
+        """A batch is about to be yielded, and the next one has not been read."""
 
     @abstractmethod
-    def end_batch(self, loader: PreparedLoader) -> None:
-        """The turn of the loop over the batch in hand has come to its end."""
+    def end_batch(self, loader: Loader) -> None:
+        """The loop body has finished with the current batch."""
 
     @abstractmethod
-    def begun_update(self, loader: PreparedLoader) -> dict[str, Any] | None:
-        """Return ``record`` of the place to which an update goes back that was begun and not ended; None: there is none."""
+    def begun_update(self, loader: Loader) -> dict[str, Any] | None:
+        """Return ``record`` of the position at which the unfinished update started; None: no update is unfinished."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,40 +130,45 @@ class PassFacts:
     epoch: int
     """Of the run."""
     trains: bool
-    """It is one of updates, not an evaluation."""
+    """It is a training pass, not an evaluation."""
     outlives_epochs: bool = False
-    """Passes of this loader have gone on from one epoch into the next."""
+    """Passes of this loader have continued from one epoch into the next."""
+
+    @staticmethod
+    def from_record(record: Mapping[str, Any]) -> PassFacts:
+        """Return the facts in the ``record`` of a pass."""
+        return PassFacts(epoch=record["epoch"], trains=record["trains"], outlives_epochs=record["outlives_epochs"])
 
 
-class ActiveLoaders:
+class ActiveLoaders(Generic[Loader]):
     """Which prepared loaders are being read, innermost last."""
 
-    __slots__ = ("book", "driver", "joined", "loaders", "metrics", "owner")
+    __slots__ = ("driver", "joined", "loaders", "metrics", "owner", "tracker")
 
     def __init__(self, owner: Any = None) -> None:
         self.owner = owner
         """The counters that this belongs to (a ``GradientState``, which lives above); None outside an Accelerator."""
-        self.loaders: list[PreparedLoader] = []
+        self.loaders: list[Loader] = []
         self.metrics = UngatheredMetricsCheck("Use accelerator.reduce(total), or gather_for_metrics(...) in the loop")
-        self.driver: PassDriver | None = None
-        self.book: PassTracker | None = None
+        self.driver: PassDriver[Loader] | None = None
+        self.tracker: PassTracker[Loader] | None = None
         self.joined = False
-        """Inside ``join_uneven_inputs``: ranks that have run out shadow the others' collectives."""
+        """Inside ``join_uneven_inputs``: ranks that have run out of data shadow the others' collectives."""
 
-    def note_giving(self, loader: PreparedLoader) -> None:
-        """``loader`` is about to give a batch: it is the innermost one until another one does."""
+    def make_innermost(self, loader: Loader) -> None:
+        """``loader`` is about to yield a batch: it is the innermost one until another one does."""
         loaders = self.loaders
         if loaders[-1] is not loader:  # several iterators are held at once
             loaders.remove(loader)
             loaders.append(loader)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"owner": self.owner}  # a copy reads nothing yet, and nobody drives it
+        return {"owner": self.owner}  # a copy reads nothing yet, and has no driver
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["owner"])  # type: ignore[misc]
 
     @property
-    def innermost(self) -> PreparedLoader | None:
-        """The loader that gave a batch last: of nested loops that of the innermost one."""
+    def innermost(self) -> Loader | None:
+        """The loader that yielded a batch last: of nested loops that of the innermost one."""
         return self.loaders[-1] if self.loaders else None

@@ -10,7 +10,7 @@ import torch
 from echelon.base.errors import UsageError
 from echelon.distributed.tree import contents, describe, is_record, leaves, rebuild_like
 
-__all__ = ["join_batches", "num_samples", "slice_batch"]
+__all__ = ["join_batches", "num_samples", "require_divisible", "slice_batch"]
 
 # A column is a tensor, or a list with one item a sample: strings, numbers, dicts without tensors. Other lists, tuples and
 # dicts, and a dataclass, hold columns; what is left (None, a flag, a name) belongs to the batch as a whole.
@@ -68,6 +68,20 @@ def slice_batch(batch: Any, part: slice, process_index: int | None = None, num_p
             return batch[part]
         return rebuild_like(batch, [slice_batch(item, part) for item in batch])
     return batch
+
+
+def require_divisible(batch_size: int | None, world_size: int) -> None:
+    """Raise unless every batch can be split evenly between the ranks.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    if batch_size is None or batch_size % world_size:
+        raise UsageError(
+            f"split_batches splits every batch between {world_size} processes, and batch_size={batch_size} is not divisible",
+            where="DataLoaderConfiguration(split_batches=)",
+            do=f"choose a batch size that is a multiple of {world_size}, or leave split_batches out",
+        )
 
 
 def _is_column(items: Any) -> bool:

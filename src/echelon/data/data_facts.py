@@ -1,4 +1,4 @@
-"""What a place in a pass depends on (number of samples, batch size, order, contents), stored with it and compared on resume."""
+"""What a position in a pass depends on (number of samples, batch size, order, contents): stored with it, compared on resume."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ __all__ = [
     "changes_between",
     "facts_of_data",
     "is_of_evaluation",
-    "moved_place",
-    "place_in_pass",
+    "known_length",
+    "moved_position",
+    "is_within_training_pass",
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFacts:
-    """Of the data of one loader. What nobody knows is None, and is never taken for a change."""
+    """Of the data of one loader. None is unknown, and never counts as a change."""
 
     num_samples: int | None = None
     """Of the dataset."""
@@ -50,7 +51,7 @@ class DataFacts:
         return found
 
     def with_stable_columns(self, before: DataFacts) -> DataFacts:
-        """Return these facts with the columns only that were the same ``before``."""
+        """Return these facts with only the columns that were the same ``before``."""
         then, now = before.columns or {}, self.columns or {}
         return replace(self, columns={name: column for name, column in now.items() if then.get(name) == column})
 
@@ -66,7 +67,7 @@ class DataFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataChange:
-    """One fact that is another one now."""
+    """One fact that has changed."""
 
     fact: str
     """``samples``, ``batches`` (their sizes) or ``order``."""
@@ -75,7 +76,7 @@ class DataChange:
 
 
 def facts_of_data(
-    loader: Any, *, sampler: Any, batches: Any, num_samples: int | None, split_batches: bool, exact: ExactOptions | None
+    loader: Any, *, sampler: Any, batches: Any, split_batches: bool, exact: ExactOptions | None
 ) -> DataFacts:
     """Return the facts of the user's ``loader``.
 
@@ -83,7 +84,6 @@ def facts_of_data(
         loader: as it was given to ``prepare``.
         sampler: that draws its order now.
         batches: its batch sampler; None for iterable data.
-        num_samples: of its dataset, where another rank reads it; None: it is asked.
         split_batches: the loader's batch is cut for the ranks.
         exact: how the exact modes read; None in the others.
     """
@@ -96,18 +96,20 @@ def facts_of_data(
     elif batches is not None:
         order = _order_of(sampler)
         if type(sampler).__module__ == "torch.utils.data.sampler":
-            drawn = _known(length_of(sampler))
+            drawn = known_length(length_of(sampler))
         if exact is not None and isinstance(sampler, RandomSampler):
             seed = exact.seed
             order = f"{order} ({exact.order})"
-    num_samples = _known(length_of(loader.dataset)) if num_samples is None else _known(num_samples)
+    num_samples = known_length(length_of(loader.dataset))
     return DataFacts(
         num_samples=num_samples,
         num_drawn=None if drawn == num_samples else drawn,
         batch_size=size,
         split_batches=split_batches and exact is None,
         # In the exact modes a batch sampler may count by the number of processes, which may change.
-        num_batches=_known(length_of(batches)) if size is None and batches is not None and exact is None else None,
+        num_batches=known_length(length_of(batches))
+        if size is None and batches is not None and exact is None
+        else None,
         order=order,
         seed=seed,
         columns=None
@@ -126,18 +128,19 @@ def _order_of(sampler: Any) -> str:
     return f"that of {type(sampler).__name__}"
 
 
-def _known(length: int) -> int | None:
+def known_length(length: int) -> int | None:
+    """Return ``length``; None where it is -1."""
     return None if length < 0 else length
 
 
 def changes_between(saved: DataFacts, here: DataFacts, *, num_ranks_saved: int, num_ranks: int) -> Sequence[DataChange]:
-    """Return what is not as it was saved, with both values; of what is not known on one side nothing is said.
+    """Return what has changed since it was saved, with both values; facts that are unknown on one side are left out.
 
     Args:
         saved: of the checkpoint.
-        here: of the loader of now.
-        num_ranks_saved: which a batch was cut for, or which had one each.
-        num_ranks: the same of now.
+        here: of the current loader.
+        num_ranks_saved: of the run that saved.
+        num_ranks: of this run.
     """
     found = []
     for name, what in (("num_samples", "samples"), ("num_drawn", "samples in a pass")):
@@ -166,7 +169,7 @@ def changes_between(saved: DataFacts, here: DataFacts, *, num_ranks_saved: int, 
             found.append(
                 DataChange(
                     fact="samples",
-                    what=f"it has as many samples, and others: the fingerprint of {', '.join(names[:3])} was {values}",
+                    what=f"it has the same number of samples with different contents: the fingerprint of {', '.join(names[:3])} was {values}",
                 )
             )
     return found
@@ -182,11 +185,11 @@ def _samples_of_a_step(facts: DataFacts, num_ranks: int) -> int | None:
     return facts.batch_size if facts.split_batches else facts.batch_size * num_ranks
 
 
-# ---- the place in a pass ------------------------------------------------------------------------------------------------
+# ---- the position in a pass ------------------------------------------------------------------------------------------------
 
 
-def place_in_pass(state: Mapping[str, Any]) -> bool:
-    """Is the ``order_state`` of a loader that of the middle of a pass of updates?"""
+def is_within_training_pass(state: Mapping[str, Any]) -> bool:
+    """Was the ``order_state`` of a loader saved in the middle of a training pass?"""
     record = state.get("pass")
     if record is not None:
         return bool(record["is_within"] and record["trains"])
@@ -195,26 +198,26 @@ def place_in_pass(state: Mapping[str, Any]) -> bool:
 
 
 def is_of_evaluation(state: Mapping[str, Any]) -> bool:
-    """Was the pass that was begun last, of the ``order_state`` of a loader, one of an evaluation?"""
+    """Was the pass that started last, in the ``order_state`` of a loader, an evaluation?"""
     record = state.get("pass")
     return record is not None and not record["trains"]
 
 
-def moved_place(
+def moved_position(
     state: Mapping[str, Any], saved: DataFacts, here: DataFacts, changes: Sequence[DataChange], *, num_ranks: int
 ) -> tuple[dict[str, Any], str]:
-    """Return the ``order_state`` of a loader for the data of now, and where in the pass that is, in words.
+    """Return the ``order_state`` of a loader for the current data, and a description of its position in the pass.
 
     Args:
         state: as it was saved, in the middle of a pass.
-        saved: the facts of then.
-        here: those of now.
-        changes: from the one to the other.
-        num_ranks: then and now.
+        saved: the facts when it was saved.
+        here: the current facts.
+        changes: from ``saved`` to ``here``.
+        num_ranks: of both runs.
     """
     facts = {change.fact for change in changes}
     of = "" if here.num_samples is None else f" of {here.num_samples}"
-    tail = "the rest is that of the order of now, so samples may come twice in this epoch, or not at all"
+    tail = "the rest follows the current order, so samples may be repeated or missing in this epoch"
     exact, record = state.get("exact"), state.get("pass")
     moved = {key: value for key, value in state.items() if key != "data"}
     if exact is not None:
@@ -226,7 +229,7 @@ def moved_place(
     if "order" in facts:
         moved["order"] = None
     if record is None:
-        return moved, "where the script begins (skip_first_batches)"
+        return moved, "where the script starts (skip_first_batches)"
     size, size_here = _samples_of_a_step(saved, num_ranks), _samples_of_a_step(here, num_ranks)
     given, used = record["num_given"], None if size is None else record["num_given"] * size
     if "batches" in facts and used is not None and size_here is not None:
@@ -237,4 +240,4 @@ def moved_place(
     words = f"after {given * size_here}{of} samples"
     if facts != {"batches"}:
         return moved, f"{words}; {tail}"
-    return moved, f"{words}; {used - given * size_here} of the {used} that were used come again"
+    return moved, f"{words}; {used - given * size_here} of the {used} used samples are repeated"

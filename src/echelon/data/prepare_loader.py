@@ -1,33 +1,36 @@
-"""``prepare_loader``: which way a loader is cut for the ranks."""
+"""``prepare_loader``: chooses how a loader is sharded."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from echelon.base.lengths import length_of
-from echelon.base.protocols import SupportsShard, SupportsStateDict
+from echelon.base.protocols import SupportsShard
 from echelon.base.warnings import UserLine, user_line
 from echelon.data.active_loaders import ActiveLoaders, LoaderOptions
 from echelon.data.exact.exact_sources import ExactDispatchSource, ExactSource, ExactStreamSource, IndexedExactSource
 from echelon.data.loader import DispatchedLoader, PreparedLoader
-from echelon.data.loader_agreement import Agreement, agree_on_data, refuse_cut
-from echelon.data.sharding.already_sharded import OwnPartsSource
+from echelon.data.pass_position import BatchPosition, SamplePosition
 from echelon.data.sharding.batch_source import (
     BatchSource,
+    DatasetShardsSource,
     DispatchSource,
-    OwnShardsSource,
     PlainSource,
     ShardedSource,
     StreamSource,
     batches_of,
+    saves_state,
 )
 from echelon.data.sharding.dispatch import SliceFn
 from echelon.data.sharding.order_check import OrderCheck
-from echelon.distributed.checks.already_sharded import OwnCut, is_divisible_again
-from echelon.distributed.checks.duplicate_samples import FirstPass
+from echelon.data.sharding.presharded_source import PreshardedSource
+from echelon.distributed.checks.already_sharded import ExistingSharding, can_undo_sharding
+from echelon.distributed.checks.duplicate_samples import DuplicateSamplesCheck
+from echelon.distributed.checks.loader_agreement import LoaderAgreement, agree_on_loader, sharding_conflict
 from echelon.world.world import World
 
 __all__ = ["prepare_loader"]
@@ -38,165 +41,136 @@ def prepare_loader(
     *,
     world: World,
     options: LoaderOptions,
-    reading: ActiveLoaders,
+    active: ActiveLoaders[PreparedLoader],
     place: bool = True,
     slice_fn: SliceFn | None = None,
 ) -> PreparedLoader:
-    """Cut ``loader`` for the ranks, unless it has been cut already; everything else stays as the user chose it.
+    """Shard ``loader``, unless it is sharded already; everything else stays as the user chose it.
 
     Args:
         loader: the user's. Where rank zero dispatches, the other ranks' may be one over an empty dataset.
         world: whose part to read.
-        options: how to cut.
-        reading: where the loader notes that it is being read.
+        options: how to shard.
+        active: where the loader is listed while it is read.
         place: move batches to the device.
-        slice_fn: cuts a dispatched batch, called as ``slice_fn(batch, slice, process_index=, num_processes=)``.
+        slice_fn: slices a dispatched batch, called as ``slice_fn(batch, slice, process_index=, num_processes=)``.
 
     Collective: every rank, in the same order.
 
     Raises:
-        UsageError: the loader cannot be cut in the way asked for, or has been cut for others than these ranks.
+        UsageError: the loader cannot be sharded in this way, or is sharded already for other ranks than these.
         DesyncError: the ranks have datasets of different lengths, or (exact modes) of different samples.
     """
-    is_iterable = isinstance(loader.dataset, IterableDataset)
-    dispatches = options.dispatch_batches
-    if dispatches is None:
-        dispatches = is_iterable and place
-    stateful = options.use_stateful_dataloader or isinstance(loader, SupportsStateDict)
-    seedable = options.use_seedable_sampler
-    target = world.device if place else None
-    even, split, seed = options.even_batches, options.split_batches, options.data_seed
-    source: BatchSource
+    is_exact = options.exact is not None
     line = user_line()
-    agreement = agree_on_data(
+    agreement = agree_on_loader(
         loader,
         world=world,
         batches=batches_of(loader),
         already_sharded=options.already_sharded,
         dispatches=options.dispatch_batches is True,
-        is_exact=options.exact is not None,
+        is_exact=is_exact,
         line=line,
     )
-    cut = agreement.cut
-    if cut is not None:
-        _refuse_what_cannot_be(cut, loader, options, line=line)
-        dispatches = dispatches and options.dispatch_batches is True  # a whole batch is cut; a share is kept
-    if options.exact is not None:
-        return _prepare_exact(
-            loader,
-            world=world,
-            options=options,
-            reading=reading,
-            target=target,
-            dispatches=dispatches,
-            slice_fn=slice_fn,
-            first_pass=_first_pass(agreement, world=world, line=line, reads_own=False, is_error=True),
-            check=_order_check(loader, agreement, line=line, is_error=True),
-        )
+    device = world.device if place else None
+    check = _order_check(loader, agreement, line=line, is_error=is_exact)
+    given = _Given(loader, world, options, agreement, device, slice_fn, check)
+    if agreement.cut is not None:
+        _refuse_conflicts(agreement.cut, loader, options, line=line)
+    source = _exact_source(given) if is_exact else _source(given)
+    kind = SamplePosition if is_exact else BatchPosition
+    position = kind(source, loader, world=world, is_stateful=not is_exact and saves_state(loader, options))
+    if source.is_dispatched:
+        return DispatchedLoader(position, loader, world=world, options=options, active=active, device=None)
+    source.first_pass = _first_pass(agreement, world=world, line=line, source=source, is_error=is_exact)
+    target = device if device is not None and device.type != "cpu" else None
+    return PreparedLoader(position, loader, world=world, options=options, active=active, device=target)
+
+
+class _Given(NamedTuple):
+    """What a source is built from."""
+
+    loader: DataLoader[Any]
+    world: World
+    options: LoaderOptions
+    agreement: LoaderAgreement
+    device: torch.device | None
+    """Of the batches; None: they stay where they are."""
+    slice_fn: SliceFn | None
+    check: OrderCheck | None
+
+    @property
+    def dispatches(self) -> bool:
+        """Does rank zero read for all? A loader that is sharded already is read whole only if the user says so."""
+        wanted = self.options.dispatch_batches
+        if wanted is None:
+            is_iterable = isinstance(self.loader.dataset, IterableDataset)
+            return is_iterable and self.device is not None and self.agreement.cut is None
+        return wanted
+
+
+def _source(given: _Given) -> BatchSource:
+    """Return the source of the batches, parity off."""
+    loader, world, options = given.loader, given.world, given.options
+    is_random = type(loader.sampler) is RandomSampler
+    for_one_reader = replace(options, use_seedable_sampler=options.use_seedable_sampler and is_random)
     if world.world_size == 1:
-        seedable = seedable and type(loader.sampler) is RandomSampler
-        source = PlainSource(loader, seed=seed, seedable=seedable, stateful=stateful)
-    elif cut is not None:
-        source = OwnPartsSource(
-            loader, world=world, agreement=agreement, even=even, seed=seed, seedable=seedable, stateful=stateful
-        )
-    elif dispatches:
-        source = DispatchSource(
-            loader,
-            world=world,
-            even=even,
-            split=split,
-            seed=seed,
-            seedable=seedable and type(loader.sampler) is RandomSampler,
-            stateful=stateful,
-            slice_fn=slice_fn,
-            device=target,
-            non_blocking=options.non_blocking,
-        )
-        return DispatchedLoader(source, loader, world=world, options=options, reading=reading, device=None)
-    elif not is_iterable:
-        source = ShardedSource(
-            loader,
-            world=world,
-            even=even,
-            split=split,
-            seed=seed,
-            seedable=seedable,
-            stateful=stateful,
-            check=_order_check(loader, agreement, line=line, is_error=False),
-        )
-    elif not split and isinstance(loader.dataset, SupportsShard) and loader.dataset.n_shards >= world.world_size:
-        source = OwnShardsSource(loader, world=world, even=even, stateful=stateful)
-    else:
-        source = StreamSource(loader, world=world, even=even, split=split, stateful=stateful)
-    reads_own = isinstance(source, (OwnPartsSource, OwnShardsSource))
-    source.first_pass = _first_pass(agreement, world=world, line=line, reads_own=reads_own, is_error=False)
-    device = target if target is not None and target.type != "cpu" else None
-    return PreparedLoader(source, loader, world=world, options=options, reading=reading, device=device)
+        return PlainSource(loader, options=for_one_reader)
+    if given.agreement.cut is not None:
+        return PreshardedSource(loader, world=world, agreement=given.agreement, options=options)
+    if given.dispatches:
+        return DispatchSource(loader, world=world, options=for_one_reader, slice_fn=given.slice_fn, device=given.device)
+    if not isinstance(loader.dataset, IterableDataset):
+        return ShardedSource(loader, world=world, options=options, check=given.check)
+    has_shards = isinstance(loader.dataset, SupportsShard) and loader.dataset.n_shards >= world.world_size
+    kind = DatasetShardsSource if has_shards and not options.split_batches else StreamSource
+    return kind(loader, world=world, options=options)
 
 
-def _prepare_exact(
-    loader: DataLoader[Any],
-    *,
-    world: World,
-    options: LoaderOptions,
-    reading: ActiveLoaders,
-    target: torch.device | None,
-    dispatches: bool,
-    slice_fn: SliceFn | None,
-    first_pass: FirstPass | None,
-    check: OrderCheck | None,
-) -> PreparedLoader:
-    exact = options.exact
+def _exact_source(given: _Given) -> ExactSource:
+    loader, world, exact = given.loader, given.world, given.options.exact
     assert exact is not None
-    # Bits depend on what is collated together: rank zero collates whole batches, and one process does so, too.
-    is_bitwise = exact.canonical_shards is not None and not isinstance(loader.dataset, IterableDataset)
-    if dispatches and (world.world_size > 1 or is_bitwise):
-        source: ExactSource = ExactDispatchSource(
+    is_iterable = isinstance(loader.dataset, IterableDataset)
+    # Bits depend on what is collated together: rank zero collates whole batches, so one process must, too.
+    is_bitwise = exact.canonical_shards is not None and not is_iterable
+    if given.dispatches and (world.world_size > 1 or is_bitwise):
+        return ExactDispatchSource(
             loader,
             world=world,
             options=exact,
-            slice_fn=slice_fn,
-            device=target,
-            non_blocking=options.non_blocking,
+            slice_fn=given.slice_fn,
+            device=given.device,
+            non_blocking=given.options.non_blocking,
         )
-        return DispatchedLoader(source, loader, world=world, options=options, reading=reading, device=None)
-    if isinstance(loader.dataset, IterableDataset):
-        source = ExactStreamSource(loader, world=world, options=exact)
-    else:
-        source = IndexedExactSource(loader, world=world, options=exact, check=check)
-    source.first_pass = first_pass
-    device = target if target is not None and target.type != "cpu" else None
-    return PreparedLoader(source, loader, world=world, options=options, reading=reading, device=device)
+    if is_iterable:
+        return ExactStreamSource(loader, world=world, options=exact)
+    return IndexedExactSource(loader, world=world, options=exact, check=given.check)
 
 
-def _refuse_what_cannot_be(cut: OwnCut, loader: DataLoader[Any], options: LoaderOptions, *, line: UserLine) -> None:
-    """Raise where a loader that has been cut already is asked for more than its own part."""
+def _refuse_conflicts(
+    cut: ExistingSharding, loader: DataLoader[Any], options: LoaderOptions, *, line: UserLine
+) -> None:
+    """Raise where a loader that is sharded already would have to be read as a whole."""
     if options.exact is not None:
-        # What torch's own sampler has divided can be put together again: it is one order, which depends on (seed, epoch).
+        # The shards of torch's own sampler can be put together again: they are one order, which depends on (seed, epoch).
         batches = batches_of(loader)
-        if cut.place == "sampler" and type(batches) is BatchSampler and is_divisible_again(batches.sampler):
+        if cut.place == "sampler" and type(batches) is BatchSampler and can_undo_sharding(batches.sampler):
             return
         mode = "bitwise" if options.exact.canonical_shards is not None else "exact"
-        raise refuse_cut(
-            cut,
-            mode=f"parity={mode!r} cuts every batch so that any number of processes makes the same updates",
-            line=line,
-        )
-    if options.dispatch_batches:
-        raise refuse_cut(
-            cut, mode="dispatch_batches=True lets rank zero alone read: the others' shares would be lost", line=line
-        )
-    if options.split_batches:
-        raise refuse_cut(
-            cut,
-            mode="split_batches=True cuts each of its batches: each process would read only a piece of its share",
-            line=line,
-        )
+        what = f"parity={mode!r} splits every batch so that any number of processes makes the same updates"
+    elif options.dispatch_batches:
+        what = "with dispatch_batches=True rank zero alone reads: the shards of the others would be lost"
+    elif options.split_batches:
+        what = "split_batches=True splits each of its batches: each process would read only a part of its shard"
+    else:
+        return
+    raise sharding_conflict(cut, mode=what, line=line)
 
 
-def _order_check(loader: DataLoader[Any], agreement: Agreement, *, line: UserLine, is_error: bool) -> OrderCheck | None:
-    """Return what compares the ranks' samplers; None where they are known not to know ranks, or nobody is there."""
+def _order_check(
+    loader: DataLoader[Any], agreement: LoaderAgreement, *, line: UserLine, is_error: bool
+) -> OrderCheck | None:
+    """Return the check that compares the ranks' samplers; None for torch's own, which know no ranks, and for one process."""
     batches = batches_of(loader)
     sampler = batches.sampler if type(batches) is BatchSampler else batches
     if type(sampler).__module__.startswith(("torch.", "echelon.")) or not agreement.processes:
@@ -205,28 +179,27 @@ def _order_check(loader: DataLoader[Any], agreement: Agreement, *, line: UserLin
 
 
 def _first_pass(
-    agreement: Agreement, *, world: World, line: UserLine, reads_own: bool, is_error: bool
-) -> FirstPass | None:
-    """Return what compares the first pass of this rank with those of the others; None: nobody else is there."""
+    agreement: LoaderAgreement, *, world: World, line: UserLine, source: BatchSource, is_error: bool
+) -> DuplicateSamplesCheck | None:
+    """Return the check that compares the first pass of this rank with those of the others; None: there are no others."""
     if world.world_size == 1 or not agreement.reads_alone:
         return None
-    return FirstPass(
+    return DuplicateSamplesCheck(
         agreement.token,
         rank=world.rank,
         world_size=world.world_size,
         line=line,
-        reads_own=reads_own,
-        do=_KEPT if reads_own else _CUT,
+        reads_own=source.reads_own_shard,
+        do=_KEPT if source.reads_own_shard else _CUT,
         is_error=is_error,
     )
 
 
 _KEPT = (
-    "let the loader's own cut give each rank other samples, or leave it out and let echelon cut the loader "
-    "(already_sharded=False); accelerator.allow_unsharded(loader), in the place of prepare, is for a loader of which every "
-    "process shall read all"
+    "give each rank different samples, or let echelon shard the loader (already_sharded=False); if every process is meant to "
+    "read all of it, call accelerator.allow_unsharded(loader) instead of prepare"
 )
 _CUT = (
-    "give every rank the same dataset, whose samples depend on the index (or the place in the stream) alone; or, if each rank "
-    "has its own share on purpose, say already_sharded=True"
+    "give every rank the same dataset, whose samples depend only on the index (or the position in the stream); if each rank "
+    "has its own shard on purpose, set already_sharded=True"
 )

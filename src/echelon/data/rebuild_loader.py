@@ -1,4 +1,4 @@
-"""A DataLoader as the user's, with another dataset or other batches."""
+"""A DataLoader like the user's, with another dataset or other batches."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def like(loader: DataLoader[Any], dataset: Any, *, kind: Any, **choices: Any) ->
         loader: the user's.
         dataset: what to read.
         kind: ``DataLoader`` or a class with its arguments.
-        choices: instead of the user's, and those of the batches (``batch_sampler``, or ``batch_size``, ...).
+        choices: override the user's, and choose the batches (``batch_sampler``, or ``batch_size``, ...).
     """
     kept = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
     return kind(dataset, **{**kept, **choices})
 
 
 def stateful_loader() -> Callable[..., Any]:
-    """Return what makes a StatefulDataLoader of torchdata.
+    """Return a factory of torchdata's StatefulDataLoader.
 
     Raises:
         MissingExtraError: torchdata is not installed.

@@ -1,4 +1,4 @@
-"""One copy of a data set on each machine: its tensors and arrays in memory that all ranks of the machine map."""
+"""One copy of a dataset per machine: its tensors and arrays in memory that all ranks of the machine map."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _MEMORY = Path("/dev/shm")
 
 
 def share_dataset(dataset: T | None) -> T:
-    """Put the columns of ``dataset`` into memory that the ranks of one machine share; other memory is given back.
+    """Move the columns of ``dataset`` into memory that the ranks of one machine share.
 
     Columns are CPU tensors and numpy arrays: in tuples, lists and dicts, and in the attributes of ``dataset`` and of
     every ``torch.utils.data.Dataset`` in it (``TensorDataset``, ``Subset``, ``ConcatDataset``, ...). Objects, lists and
-    dicts keep their identity, their columns are replaced. Writing to a column is seen by all ranks of the machine.
+    dicts keep their identity, their columns are replaced. All ranks of the machine see writes to a column.
 
-    Only rank 0 of each machine needs to build the data: the others may give None, and get that rank's object (pickled
+    Only the first rank of each machine must build the data: the others may pass None, and get that rank's object (pickled
     without its columns).
 
     Args:
@@ -48,22 +48,22 @@ def share_dataset(dataset: T | None) -> T:
 
     Raises:
         DesyncError: the ranks of a machine have columns that differ in kind or shape.
-        SetupError: there is not enough shared memory.
+        SetupError: not enough shared memory.
         UsageError: the first rank of a machine has no data.
     """
     world = World.current()
     first = world.rank - world.local_rank
     if world.world_size == 1:
         if dataset is None:
-            raise UsageError("share_dataset: there is no data", do="give the data set, at least on local rank 0")
+            raise UsageError("share_dataset: there is no data", do="pass the dataset, at least on local rank 0")
         return dataset
     leads = world.rank == first
     columns: dict[int, _Column] = {}
     if dataset is not None:
-        _walk(dataset, lambda column: _note(column, columns), set(), is_top=True)
+        _walk(dataset, lambda column: _add_column(column, columns), set(), is_top=True)
     wanted = gather_bytes(_describe(columns) if dataset is not None else b"")
-    _check(wanted, gather_counts(first)[0])
-    anybody_waits = b"" in wanted[first : first + world.local_world_size]
+    _require_same_columns(wanted, gather_counts(first)[0])
+    is_requested = b"" in wanted[first : first + world.local_world_size]
     path = ""
     try:
         message, error = b"", None
@@ -77,8 +77,8 @@ def share_dataset(dataset: T | None) -> T:
         memory = _map(of_first, wanted[first], error)
         if leads:
             _copy(columns, memory)
-        # Everybody has mapped the file before its name goes; the data are there before anybody reads them.
-        skeletons = gather_bytes(_hollow(dataset, columns) if leads and anybody_waits else b"")
+        # All ranks have mapped the file before its name is removed; the data are written before any rank reads them.
+        skeletons = gather_bytes(_pickle_without_columns(dataset, columns) if leads and is_requested else b"")
     finally:
         if path:
             os.unlink(path)
@@ -86,9 +86,9 @@ def share_dataset(dataset: T | None) -> T:
     views = _views(layout, memory)
     if dataset is None:
         # The user's own object, from the user's own process (SECURITY.md).
-        return _put_into(pickle.loads(skeletons[first]), lambda hole: views[hole.number], holes=True)  # type: ignore[no-any-return]
+        return _replace_columns(pickle.loads(skeletons[first]), lambda hole: views[hole.number], holes=True)  # type: ignore[no-any-return]
     by_id = {identity: views[number] for number, identity in enumerate(columns)}
-    return _put_into(dataset, lambda column: by_id[id(column)], holes=False)  # type: ignore[no-any-return]
+    return _replace_columns(dataset, lambda column: by_id[id(column)], holes=False)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +103,8 @@ class _Column:
     value: Any = None
 
 
-class _Hole:
-    """The place of a column in a pickled data set."""
+class _Placeholder:
+    """Stands for a column in a pickled dataset."""
 
     __slots__ = ("number",)
 
@@ -143,7 +143,7 @@ def _walk(value: Any, visit: Callable[[Any], None], seen: set[int], *, is_top: b
             _walk(child, visit, seen, is_top=False)
 
 
-def _note(value: Any, columns: dict[int, _Column]) -> None:
+def _add_column(value: Any, columns: dict[int, _Column]) -> None:
     if id(value) in columns:
         return
     end = _end(columns) if columns else 0
@@ -167,22 +167,23 @@ def _describe(columns: dict[int, _Column]) -> bytes:
     return json.dumps([[c.kind, c.dtype, c.shape, c.offset, c.num_bytes] for c in columns.values()]).encode()
 
 
-def _check(wanted: list[bytes], firsts: list[int]) -> None:
-    """Raise on every rank of every machine alike, so that nobody waits."""
+def _require_same_columns(wanted: list[bytes], firsts: list[int]) -> None:
+    """Raise on every rank of every machine, so that none hangs."""
     for rank, first in enumerate(firsts):
         if wanted[first] == b"":
             raise UsageError(
-                f"share_dataset: rank {first}, the first one of its machine, has no data", do="build it there at least"
+                f"share_dataset: rank {first}, the first one of its machine, has no data",
+                do="build the data on that rank",
             )
         if wanted[rank] not in (b"", wanted[first]):
             raise DesyncError(
                 f"share_dataset: ranks {first} and {rank} of one machine have different columns",
-                do="build the same data on every rank of a machine, or give None on all but its first",
+                do="build the same data on every rank of a machine, or pass None on all but its first",
             )
 
 
 def _allocate(columns: dict[int, _Column]) -> str:
-    """Make a file of the size of all columns, in memory where there is such a place; the space is reserved."""
+    """Create a file of the size of all columns, in /dev/shm where that exists, and reserve the space."""
     size = _end(columns) if columns else 1
     descriptor, path = tempfile.mkstemp(prefix="echelon-share-", dir=_MEMORY if _MEMORY.is_dir() else None)
     try:
@@ -235,13 +236,13 @@ def _dtype(description: Any) -> np.dtype[Any]:
     return np.dtype([tuple(tuple(p) if isinstance(p, list) else p for p in field) for field in description])
 
 
-def _hollow(dataset: Any, columns: dict[int, _Column]) -> bytes:
-    """Pickle ``dataset`` with holes for its columns."""
+def _pickle_without_columns(dataset: Any, columns: dict[int, _Column]) -> bytes:
+    """Pickle ``dataset`` with placeholders for its columns."""
     numbers = {identity: number for number, identity in enumerate(columns)}
 
     class _Pickler(pickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
-            return (_Hole, (numbers[id(obj)],)) if id(obj) in numbers else NotImplemented
+            return (_Placeholder, (numbers[id(obj)],)) if id(obj) in numbers else NotImplemented
 
     with tempfile.SpooledTemporaryFile() as file:
         _Pickler(file).dump(dataset)
@@ -249,14 +250,14 @@ def _hollow(dataset: Any, columns: dict[int, _Column]) -> bytes:
         return file.read()
 
 
-def _put_into(value: Any, replacement: Callable[[Any], Any], *, holes: bool) -> Any:
+def _replace_columns(value: Any, replacement: Callable[[Any], Any], *, holes: bool) -> Any:
     return _replace(value, replacement, holes=holes, done={}, is_top=True)
 
 
 def _replace(
     value: Any, replacement: Callable[[Any], Any], *, holes: bool, done: dict[int, Any], is_top: bool = False
 ) -> Any:
-    if isinstance(value, _Hole) if holes else _is_column(value):
+    if isinstance(value, _Placeholder) if holes else _is_column(value):
         return replacement(value)
     if id(value) in done:
         return done[id(value)]

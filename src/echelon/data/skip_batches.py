@@ -1,4 +1,4 @@
-"""Leaving out the first batches of a pass: by the batch sampler where there is one, so that nothing is read for nothing."""
+"""Skipping the first batches of a pass: in the batch sampler where there is one, so that they are not read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SkipBatchSampler(BatchSampler):
 
     Args:
         batch_sampler: any iterable of lists of indices.
-        skip_batches: how many to leave out, in every pass.
+        skip_batches: how many, in every pass.
     """
 
     def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
@@ -32,11 +32,11 @@ class SkipBatchSampler(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """The number of batches with those that are left out."""
+        """The number of batches, with the skipped ones."""
         return len(self.batch_sampler)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the batch sampler and the sampler below, if they want to know."""
+        """Set the epoch of the batch sampler and of its sampler, if they have one."""
         for owner in (self.batch_sampler, self.sampler):
             if isinstance(owner, SupportsSetEpoch):
                 owner.set_epoch(epoch)
@@ -49,11 +49,11 @@ class SkipBatchSampler(BatchSampler):
 
 
 class SkipDataLoader(DataLoader[Any]):
-    """A DataLoader that reads its first batches and throws them away: for data that cannot be skipped in another way.
+    """A DataLoader that reads its first batches and drops them: for data that cannot be skipped otherwise.
 
     Args:
         dataset: as for ``DataLoader``.
-        skip_batches: how many to leave out, in every pass.
+        skip_batches: how many, in every pass.
         kwargs: of ``DataLoader``.
     """
 
@@ -69,7 +69,7 @@ class SkipDataLoader(DataLoader[Any]):
 
 
 def skip_in_plain_loader(loader: DataLoader[Any], num_batches: int) -> DataLoader[Any]:
-    """Return a loader as ``loader``, without its first ``num_batches`` batches."""
+    """Return a loader like ``loader``, without its first ``num_batches`` batches."""
     if isinstance(loader.dataset, IterableDataset):
         return like(  # type: ignore[no-any-return]
             loader,

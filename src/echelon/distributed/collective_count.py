@@ -1,4 +1,4 @@
-"""How many collectives this process has begun: whether ranks can have exchanged anything between two places of a program."""
+"""How many collectives this process has started: whether ranks can have exchanged anything between two lines of a program."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["num_collectives", "num_collectives_of_all_groups"]
 
 
 def num_collectives() -> int | None:
-    """Return how many collectives this process has begun in the default group; None: nobody counts them."""
+    """Return how many collectives this process has started in the default group; None: unknown."""
     return _number_of(dist.group.WORLD) if dist.is_initialized() else None
 
 
 def num_collectives_of_all_groups() -> int | None:
-    """Return how many collectives this process has begun in all its groups, on every device; None: nobody counts them.
+    """Return how many collectives this process has started in all its groups, on every device; None: unknown.
 
     A group for GPUs has a second backend for CPU tensors, whose collectives the group's own number leaves out.
     """

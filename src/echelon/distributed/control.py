@@ -1,4 +1,4 @@
-"""Who does what, and when: rank zero only, main first, agreement, a barrier that names the missing."""
+"""Control flow across ranks: rank zero only, main first, agreement, and a barrier that names the missing ranks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def agree(flag: bool, *, how: Literal["any", "all"] = "any", mesh: DeviceMesh | 
 
 @contextmanager
 def raise_on_all_ranks(what: str) -> Iterator[None]:
-    """Run the block on every rank; where some ranks fail in it, all raise, so that nobody goes on alone and waits.
+    """Run the block on every rank; where some ranks fail in it, all raise, so that none continues alone and hangs.
 
     Args:
         what: names the work in the error.
@@ -60,7 +60,7 @@ def raise_on_all_ranks(what: str) -> Iterator[None]:
     Collective: every rank; the block itself must not communicate.
 
     Raises:
-        DesyncError: some ranks failed; the error names them and theirs. When all did, each raises its own.
+        DesyncError: some ranks failed; the error lists them and their errors. When all did, each raises its own.
     """
     failure: Exception | None = None
     try:
@@ -75,13 +75,13 @@ def raise_on_all_ranks(what: str) -> Iterator[None]:
     notes: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(notes, None if failure is None else f"{type(failure).__name__}: {failure}")
     listing = "\n".join(f"    rank {rank}: {note}" for rank, note in enumerate(notes) if note is not None)
-    raise DesyncError(f"{what} failed on some ranks\n{listing}", do="mend the error of the ranks named") from failure
+    raise DesyncError(f"{what} failed on some ranks\n{listing}", do="fix the errors of the ranks listed") from failure
 
 
 def barrier(timeout: timedelta | float | None = None, *, mesh: DeviceMesh | None = None) -> None:
-    """Wait until every rank is here; who does not come in time is named, on every rank that did.
+    """Wait until every rank is here; ranks that do not arrive in time are named, on every rank that did.
 
-    It goes through the store that the group was made with, not through the device: no stream is waited for.
+    It uses the store of the group, not the device: it does not synchronize streams.
 
     Args:
         timeout: a timedelta or seconds; None: 30 minutes.
@@ -90,8 +90,8 @@ def barrier(timeout: timedelta | float | None = None, *, mesh: DeviceMesh | None
     Collective: every rank of ``mesh`` must call this.
 
     Raises:
-        RankTimeoutError: the time is over; the missing ranks are in the message.
-        DesyncError: a rank will not come: it has run past this place, or has ended (see ``meet``).
+        RankTimeoutError: the message has the missing ranks.
+        DesyncError: a rank never will arrive: it has run past this place, or has ended (see ``monitored_barrier``).
     """
     limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else (timeout or DEFAULT_TIMEOUT)
     monitored_barrier("barrier", group=None if mesh is None else mesh.get_group(), timeout=limit)
@@ -101,7 +101,7 @@ def barrier(timeout: timedelta | float | None = None, *, mesh: DeviceMesh | None
 def main_first(*, scope: Literal["run", "machine"] = "run", mesh: DeviceMesh | None = None) -> Iterator[None]:
     """Let the first rank run the ``with`` block alone, then the others: they find what it has downloaded or cached.
 
-    However long the first rank needs, the others wait without a timeout, for as long as it lives.
+    The others wait without a timeout, as long as the first rank is alive.
 
     Args:
         scope: the first rank of the run, or of each machine (for files that machines do not share).
@@ -133,16 +133,16 @@ def main_first(*, scope: Literal["run", "machine"] = "run", mesh: DeviceMesh | N
         store.set(key, "done")
         return
     with waiting("main_first"):
-        while not _appears(store, key, within=timedelta(seconds=10)):
+        while not _wait_for_key(store, key, within=timedelta(seconds=10)):
             continue
     outcome = store.get(key).decode()
     if outcome != "done":
-        raise DesyncError(f"main_first: rank {first} {outcome}", do=f"mend the error of rank {first}")
+        raise DesyncError(f"main_first: rank {first} {outcome}", do=f"fix the error of rank {first}")
     yield
 
 
-def _appears(store: dist.Store, key: str, *, within: timedelta) -> bool:
-    """Wait for ``key``; False when the time is over. A store whose server died raises, so waiting ends with the job."""
+def _wait_for_key(store: dist.Store, key: str, *, within: timedelta) -> bool:
+    """Wait for ``key``; return False after ``within``. A store whose server died raises, so waiting ends with the job."""
     try:
         store.wait([key], within)
     except dist.DistNetworkError:
@@ -155,7 +155,7 @@ def _appears(store: dist.Store, key: str, *, within: timedelta) -> bool:
 
 
 def _store(group: dist.ProcessGroup | None) -> dist.Store:
-    """Return the store of ``group`` under a prefix of ours (the group's own prefix keeps groups apart)."""
+    """Return the store of ``group`` under a prefix of ours (the group's own prefix separates groups)."""
     pg = group if group is not None else dist.group.WORLD
     assert pg is not None
     return dist.PrefixStore("echelon/control", store_of(pg))

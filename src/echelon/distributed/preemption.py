@@ -1,9 +1,8 @@
-"""A rank's part in a preemption: the signals that ask for it, and the agreement with the other ranks (``status/stop_barrier.py``).
+"""Preemption of one rank: the signals that request it, and the agreement with the other ranks (``status/stop_barrier.py``).
 
-Under ``echelon launch`` the launcher coordinates, over the status board: a signal to a rank is only passed on to it. Without it
-the processes do so themselves, over the store of their group: each that gets a signal tells the others (their ``Watcher``
-looks there), each then starts a thread, and that of rank zero coordinates. A step costs the same either way: one word is
-written and one is read, in memory.
+Under ``echelon launch`` the launcher coordinates over the status board, and a rank forwards its signals to it. Without it the
+processes use the store of their group: one that gets a signal notifies the others (by their ``Watcher``), each starts a
+thread, and that of rank zero coordinates. A step costs the same either way: one word is written and one read, in memory.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
 from echelon.base import environ
-from echelon.distributed.responder import Watcher, desk_of
+from echelon.distributed.responder import Watcher, responder_store
 from echelon.distributed.stores import common_store
 from echelon.status.board import Slot
 from echelon.status.notes import BOARD_VARIABLE
@@ -46,29 +45,29 @@ _POLL_S = 0.005
 
 
 class Preempted(SystemExit):
-    """The run was asked to end (SIGTERM or SIGUSR1) and stops here; not caught, the process ends with exit code 143."""
+    """The run received SIGTERM or SIGUSR1 and stops here; not caught, the process exits with code 143."""
 
     def __init__(self) -> None:
         super().__init__(EXIT_CODE)
 
 
 def member_of_launch() -> BarrierMember | None:
-    """Return this rank's part in the preemptions that our launcher leads; None: none of ours started it, or it leads none.
+    """Return this rank's member of the stop barrier that our launcher coordinates; None: there is none.
 
-    From the first call on the launcher counts on this rank, and SIGTERM and SIGUSR1 to it are passed on to the launcher
+    From the first call on the launcher waits for this rank, and SIGTERM and SIGUSR1 to it are forwarded to the launcher
     (unless the program has handlers of its own).
     """
     place = environ.own(BOARD_VARIABLE)
-    return None if place is None else _open(place, os.getpid())
+    return None if place is None else _member_of_slot(place, os.getpid())
 
 
 @lru_cache(maxsize=1)
-def _open(place: str, _pid: int) -> BarrierMember | None:
+def _member_of_slot(place: str, _pid: int) -> BarrierMember | None:
     path, _, index = place.rpartition(":")
     try:
         slot = Slot(path, int(index))
     except (OSError, ValueError):
-        return None  # a program that has outlived its launcher, or a variable that somebody else's program inherited
+        return None  # the launcher has ended, or the variable was inherited by an unrelated program
     if not slot.grace_ms:
         return None
     _take_signals(slot.write_preemption_signal)
@@ -76,10 +75,10 @@ def _open(place: str, _pid: int) -> BarrierMember | None:
 
 
 def should_stop() -> bool:
-    """Tell whether the run was asked to end, and is to be saved here: call it once a step, on every rank.
+    """Return whether the run was told to stop and must save now: call it once a step, on every rank.
 
-    It returns True on all ranks after the same step; the program then saves, and ends. For programs without an Accelerator,
-    under ``echelon launch``; elsewhere, and inside of ``Accelerator.epochs`` (which saves by itself), it is False.
+    It is True on all ranks after the same step; the program then saves, and exits. For programs without an Accelerator,
+    under ``echelon launch``; elsewhere, and inside ``Accelerator.epochs`` (which saves by itself), it is False.
     """
     member = member_of_launch()
     return member is not None and member.pass_boundary(is_new_step=True, is_whole=True)
@@ -87,23 +86,23 @@ def should_stop() -> bool:
 
 @contextmanager
 def on_signals(watcher: Watcher | None) -> Iterator[BarrierMember | None]:
-    """Take SIGTERM and SIGUSR1 inside the ``with`` block, and give this rank's part in the agreement about them.
+    """Handle SIGTERM and SIGUSR1 inside the ``with`` block, and yield this rank's member of the stop barrier.
 
     None: the program has handlers of its own, or this is not its main thread.
 
     Args:
-        watcher: by which other ranks tell this one; None: nobody does.
+        watcher: by which other ranks notify this one; None: none do.
     """
-    talk = _Talk()
-    taken = _take_signals(talk.on_signal)
+    agreement = _StopAgreement()
+    taken = _take_signals(agreement.on_signal)
     if not taken:
         yield None
         return
     if watcher is not None:
-        watcher.on_call = talk.begin
+        watcher.on_call = agreement.begin
     has_failed = True
     try:
-        yield talk.member
+        yield agreement.member
         has_failed = False
     except GeneratorExit:  # a loop that was left
         has_failed = False
@@ -113,13 +112,13 @@ def on_signals(watcher: Watcher | None) -> Iterator[BarrierMember | None]:
             watcher.on_call = None
         for number in taken:
             signal.signal(number, signal.SIG_DFL)
-        talk.end()
-        if talk.is_pending and not has_failed:  # it came after the last boundary
+        agreement.end()
+        if agreement.is_pending and not has_failed:  # it came after the last boundary
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _take_signals(told: Any) -> list[int]:
-    """Let ``told(number)`` be called by the signals that ask for preemption; return those that could be taken."""
+def _take_signals(on_stop_signal: Any) -> list[int]:
+    """Call ``on_stop_signal(number)`` at the signals that request preemption; return those that had no handler."""
     if threading.current_thread() is not threading.main_thread():
         return []  # Python lets no other thread take signals
     pid = os.getpid()
@@ -127,11 +126,11 @@ def _take_signals(told: Any) -> list[int]:
 
     def handle(number: int, _frame: FrameType | None) -> None:
         if os.getpid() == pid:
-            told(number)
+            on_stop_signal(number)
         elif get_worker_info() is not None and number not in spared:
             # Slurm signals every process of a job. A worker of a DataLoader that ended would fail its rank before it has saved.
             spared.add(number)
-        else:  # a child that the program has forked: it is to end as it would without us
+        else:  # a child that the program has forked: it ends as it would without us
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -142,8 +141,8 @@ def _take_signals(told: Any) -> list[int]:
 
 
 @final
-class _OwnSeat:
-    """Words of this process."""
+class _LocalSlot:
+    """The words of this process in memory."""
 
     def __init__(self) -> None:
         self.command = self.position = 0
@@ -156,18 +155,18 @@ class _OwnSeat:
 
 
 @final
-class _Talk:
-    """The agreement of ranks that no launcher of ours leads, from the signal on."""
+class _StopAgreement:
+    """The agreement on a step to stop at, from the signal on, where no launcher of ours coordinates."""
 
     def __init__(self) -> None:
-        self._seat = _OwnSeat()
-        self.member = BarrierMember(self._seat)
-        self._is_begun = self._is_over = False
+        self._slot = _LocalSlot()
+        self.member = BarrierMember(self._slot)
+        self._has_started = self._is_over = False
         self._num_signals = 0
 
     @property
     def is_pending(self) -> bool:
-        return self._is_begun and self._seat.command != command_word(StopCommand.END)
+        return self._has_started and self._slot.command != command_word(StopCommand.END)
 
     def on_signal(self, number: int) -> None:
         self._num_signals += 1
@@ -179,106 +178,106 @@ class _Talk:
         self.begin()
 
     def begin(self) -> None:
-        """Begin to agree, in a thread (not one of ``threading``, whose locks the interrupted code may hold)."""
-        if not self._is_begun:
-            self._is_begun = True
-            self._seat.command = command_word(
+        """Start the agreement, in a thread (not one of ``threading``, whose locks the interrupted code may hold)."""
+        if not self._has_started:
+            self._has_started = True
+            self._slot.command = command_word(
                 StopCommand.HOLD
             )  # the next boundary is not passed before the thread has come to lead
             _thread.start_new_thread(self._run, ())
 
     def end(self) -> None:
-        """Let the thread end."""
+        """Stop the thread."""
         self._is_over = True
 
     def _run(self) -> None:
         deadline = time.monotonic() + _GRACE_S
         try:
             if not (dist.is_initialized() and dist.get_world_size() > 1):
-                self._lead(_OwnDesk(self._seat))
+                self._lead(_LocalSlots(self._slot))
                 return
             group = dist.group.WORLD
             assert group is not None
             store = common_store(group, own_connection=True)
-            desk_of(store).set("call", "")
+            responder_store(store).set("call", "")
             words = dist.PrefixStore("echelon/preemption", store)
             if dist.get_rank() == 0:
-                self._lead(_StoreDesk(self._seat, words, deadline))
+                self._lead(_StoreSlots(self._slot, words, deadline))
             else:
                 self._follow(words, deadline)
         except (dist.DistError, RuntimeError, TimeoutError) as error:
             if not self._is_over:
-                _give_up(f"the other ranks do not answer ({type(error).__name__})")
+                _exit_now(f"the other ranks did not answer ({type(error).__name__})")
 
-    def _lead(self, desk: _OwnDesk | _StoreDesk) -> None:
-        coordinator = BarrierCoordinator(desk, _GRACE_S)
+    def _lead(self, slots: _LocalSlots | _StoreSlots) -> None:
+        coordinator = BarrierCoordinator(slots, _GRACE_S)
         while (outcome := coordinator.poll()) is BarrierOutcome.PENDING and not self._is_over:
             time.sleep(_POLL_S)
         if outcome is BarrierOutcome.LATE:
-            _give_up("not all ranks came to one step")
+            _exit_now("not all ranks had reached the same step")
 
     def _follow(self, words: dist.Store, deadline: float) -> None:
         rank, shown = dist.get_rank(), ""
-        while not self._is_over and self._seat.command != command_word(StopCommand.END):
+        while not self._is_over and self._slot.command != command_word(StopCommand.END):
             if time.monotonic() > deadline + _POLL_S:
-                _give_up("not all ranks came to one step")
+                _exit_now("not all ranks had reached the same step")
             number = 0
             if words.check(["command"]):
-                number, self._seat.command = json.loads(words.get("command"))
+                number, self._slot.command = json.loads(words.get("command"))
             # After the command is there for the main thread: what it shows now is what it does with it.
-            post = json.dumps([number, self._seat.position])
+            post = json.dumps([number, self._slot.position])
             if post != shown:
-                words.set(f"stand/{rank}", post)
+                words.set(f"position/{rank}", post)
                 shown = post
             time.sleep(_POLL_S)
 
 
 @final
-class _OwnDesk:
-    def __init__(self, seat: _OwnSeat) -> None:
-        self._seat = seat
+class _LocalSlots:
+    def __init__(self, slot: _LocalSlot) -> None:
+        self._slot = slot
 
     def write_command(self, command: int) -> None:
-        self._seat.command = command
+        self._slot.command = command
 
     def read_positions(self) -> list[int]:
-        return [self._seat.position]
+        return [self._slot.position]
 
 
 @final
-class _StoreDesk:
-    """Words of all ranks in the store: ``command`` has its number and the word, ``stand/R`` the number that R has seen, and its word."""
+class _StoreSlots:
+    """The words of all ranks in the store: ``command`` (number, word), and ``position/R`` (number that rank R has seen, word)."""
 
-    def __init__(self, seat: _OwnSeat, words: dist.Store, deadline: float) -> None:
-        self._seat, self._words, self._deadline = seat, words, deadline
+    def __init__(self, slot: _LocalSlot, words: dist.Store, deadline: float) -> None:
+        self._slot, self._words, self._deadline = slot, words, deadline
         self._number = 0
         self._size = dist.get_world_size()
 
     def write_command(self, command: int) -> None:
         self._number += 1
-        self._seat.command = command
+        self._slot.command = command
         self._words.set("command", json.dumps([self._number, command]))
 
     def read_positions(self) -> list[int]:
-        return [self._seat.position, *(self._stand_of(rank) for rank in range(1, self._size))]
+        return [self._slot.position, *(self._position_of(rank) for rank in range(1, self._size))]
 
-    def _stand_of(self, rank: int) -> int:
-        key = f"stand/{rank}"
+    def _position_of(self, rank: int) -> int:
+        key = f"position/{rank}"
         while True:
             if self._words.check([key]):
-                number, stand = json.loads(self._words.get(key))
+                number, position = json.loads(self._words.get(key))
                 if number == self._number:
-                    return int(stand)
+                    return int(position)
             if time.monotonic() > self._deadline:
                 raise TimeoutError
             time.sleep(_POLL_S)
 
 
-def _give_up(why: str) -> NoReturn:
-    """End the process: it was asked to, and its main thread cannot."""
+def _exit_now(why: str) -> NoReturn:
+    """Exit the process: it was told to, and its main thread does not."""
     print(
-        f"echelon: asked to end by a signal, and after {_GRACE_S:g} s {why}: the process ends with exit code {EXIT_CODE}; the "
-        "next start goes on from the last checkpoint",
+        f"echelon: stopped by a signal, and after {_GRACE_S:g} s {why}: the process exits with code {EXIT_CODE}; the next start "
+        "resumes from the last checkpoint",
         file=sys.stderr,
         flush=True,
     )

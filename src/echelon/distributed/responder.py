@@ -1,4 +1,4 @@
-"""A thread that tells the other ranks, when they ask, what this one is doing: its own work may be waiting for them."""
+"""A thread that answers the other ranks when they ask what this one is doing: its main thread may be waiting for them."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from torch._C import _distributed_c10d
 from torch.distributed.distributed_c10d import _world
 
 from echelon.base.logging import get_logger
-from echelon.distributed.stores import base_of, common_store, store_of
+from echelon.distributed.stores import base_store, common_store, store_of
 from echelon.status.call_site import call_site_of_thread
 
-__all__ = ["WatchedGroups", "Watcher", "all_groups", "begun_collectives", "desk_of"]
+__all__ = ["WatchedGroups", "Watcher", "groups_of_process", "count_collectives", "responder_store"]
 
 WatchedGroups: TypeAlias = Mapping[str, tuple[dist.ProcessGroup, torch.device]]
 """By a key that is the same on every rank of the group."""
 
 _logger = get_logger(__name__)
 _PERIOD_S = 0.25  # 0.2 ms each, in which the thread mostly waits for the store
-_PERIOD_IN_TALK_S = 0.05
-_TALK_S = 3.0
+_FAST_PERIOD_S = 0.05
+_FAST_POLL_S = 3.0
 _STORE_LIMIT = timedelta(seconds=10)
 
 
 class Watcher:
-    """Answers for the thread that made it, until it is closed or the process group ends.
+    """Answers for the thread that created it, until it is closed or the process group ends.
 
-    It has its own connection to the store of the group (one serves a thread at a time), looks there a few times a second
-    whether somebody asks for this rank, and only then looks at the thread: the training pays nothing for it. In a group
-    whose store has no server (a file), it does not run.
+    It has its own connection to the store of the group (one serves a thread at a time), polls it a few times a second for
+    requests, and inspects the thread only then: training pays nothing for it. In a group whose store has no server (a file),
+    it does not run.
 
     Args:
         device: of the collectives that count.
@@ -58,31 +58,31 @@ class Watcher:
         self._process = os.getpid()
         self._closing = threading.Event()
         self._end = {"reason": "it has ended its process group", "failed": False}
-        self._talks_until = 0.0
+        self._polls_fast_until = 0.0
         self.on_call: Callable[[], None] | None = None
-        """Called, in a thread of its own, when another rank has called all."""
+        """Called, in a thread of its own, when another rank has set ``call``."""
         self._since_ns = time.time_ns()
-        self._thread: _Thread | None = None
+        self._thread: _ResponderThread | None = None
         server = _server_of(store_of(group))
         if server is None:
             return
-        desk = desk_of(common_store(group, own_connection=True))
-        desk.set_timeout(_STORE_LIMIT)
+        store = responder_store(common_store(group, own_connection=True))
+        store.set_timeout(_STORE_LIMIT)
         self.watch([group])
-        self._thread = _Thread(self, desk, server)
+        self._thread = _ResponderThread(self, store, server)
         self._thread.start()
         # A daemon thread that comes back from native code when the interpreter has ended aborts the process.
         atexit.register(self._close_at_exit)
 
     @classmethod
     def of_process(cls, device: torch.device) -> Watcher:
-        """Return the one that answers for this process, or a new one."""
-        running = (thread.watcher for thread in threading.enumerate() if isinstance(thread, _Thread))
+        """Return the watcher of this process, or a new one."""
+        running = (thread.watcher for thread in threading.enumerate() if isinstance(thread, _ResponderThread))
         return next((watcher for watcher in running if watcher.runs), None) or cls(device)
 
     @property
     def runs(self) -> bool:
-        """Does it answer, in the group that there is now?"""
+        """Does it answer, in the current group?"""
         return self._thread is not None and self._thread.is_alive() and self._group() is dist.group.WORLD
 
     def watch(self, groups: Iterable[dist.ProcessGroup]) -> None:
@@ -90,7 +90,7 @@ class Watcher:
         self._watched = {**self._watched, **{_key(group, self._device): (group, self._device) for group in groups}}
 
     def close(self, reason: str, *, failed: bool = False) -> None:
-        """Stop; the others are told, if they wait for this rank, that it has ended, why, and whether by an error."""
+        """Stop; ranks that wait for this one learn that it has ended, why, and whether by an error."""
         if self._thread is None or self._process != os.getpid():  # a forked child is not this rank
             return
         self._end = {"reason": reason, "failed": failed}
@@ -104,14 +104,14 @@ class Watcher:
         else:
             self.close(f"{type(error).__name__}: {error}".split("\n", 1)[0], failed=True)
 
-    def _run(self, desk: dist.Store, server: socket.socket) -> None:
+    def _run(self, store: dist.Store, server: socket.socket) -> None:
         try:
             while self._group() is dist.group.WORLD and not self._closing.wait(self._pause()):
                 if _has_ended(server):
                     break
-                self._look(desk)
+                self._answer(store)
             if not _has_ended(server):
-                desk.set(f"ended/{self._rank}", json.dumps(self._end))
+                store.set(f"ended/{self._rank}", json.dumps(self._end))
         except (dist.DistError, RuntimeError) as error:  # it ended in this moment
             _logger.debug("the watcher ends: %s", error, all_ranks=True)
         finally:
@@ -120,51 +120,51 @@ class Watcher:
             atexit.unregister(self._close_at_exit)
 
     def _pause(self) -> float:
-        return _PERIOD_IN_TALK_S if time.monotonic() < self._talks_until else _PERIOD_S
+        return _FAST_PERIOD_S if time.monotonic() < self._polls_fast_until else _PERIOD_S
 
-    def _look(self, desk: dist.Store) -> None:
+    def _answer(self, store: dist.Store) -> None:
         """Answer, if somebody has asked; print what somebody has to say."""
-        if self.on_call is not None and desk.check(["call"]):
+        if self.on_call is not None and store.check(["call"]):
             self.on_call()
         request = f"ask/{self._rank}"
-        if not desk.check([request]):
+        if not store.check([request]):
             return
-        message = desk.get(request).decode()
-        self._talks_until = time.monotonic() + _TALK_S
+        message = store.get(request).decode()
+        self._polls_fast_until = time.monotonic() + _FAST_POLL_S
         place = call_site_of_thread(self._subject)
-        begun = begun_collectives(self._watched, since_ns=self._since_ns)
+        begun = count_collectives(self._watched, since_ns=self._since_ns)
         if place is None or not place.communicates:  # gloo waits in the call: what is pending now is another thread's
             begun = {key: number for key, number in begun.items() if not key.endswith("gloo")}
-        answer = {"place": None if place is None else str(place), "begun": begun}
-        desk.set(f"place/{self._rank}", json.dumps(answer))
-        desk.delete_key(request)
+        answer = {"place": None if place is None else str(place), "started": begun}
+        store.set(f"place/{self._rank}", json.dumps(answer))
+        store.delete_key(request)
         if message:
             _logger.error("%s", message, all_ranks=True)
 
 
-class _Thread(threading.Thread):
-    def __init__(self, watcher: Watcher, desk: dist.Store, server: socket.socket) -> None:
-        super().__init__(target=watcher._run, args=(desk, server), name="echelon-watcher", daemon=True)
+class _ResponderThread(threading.Thread):
+    def __init__(self, watcher: Watcher, store: dist.Store, server: socket.socket) -> None:
+        super().__init__(target=watcher._run, args=(store, server), name="echelon-watcher", daemon=True)
         self.watcher = watcher
 
 
-def desk_of(store: dist.Store) -> dist.Store:
-    """Return the part of the default group's ``common_store`` in which ranks ask for each other.
+def responder_store(store: dist.Store) -> dist.Store:
+    """Return the part of the default group's ``common_store`` for requests to other ranks.
 
-    ``call``: somebody calls every rank (``Watcher.on_call``); ``ask/R``: empty, or a message to rank R, which removes the key when it has read it; ``place/R``: its last answer;
-    ``ended/R``: why it answers no more.
+    ``call``: every rank calls its ``Watcher.on_call``; ``ask/R``: empty, or a message to rank R, which deletes the key when it
+    has read it; ``place/R``: its last answer; ``ended/R``: why it no longer answers.
     """
-    return dist.PrefixStore("echelon/desk", store)
+    return dist.PrefixStore("echelon/responder", store)
 
 
-def all_groups() -> WatchedGroups:
+def groups_of_process() -> WatchedGroups:
     """Return every group of this process, for each device that it serves."""
     pairs = [(group, device) for group in _world.pg_map for device in group._device_types]
     return {_key(group, device): (group, device) for group, device in pairs}
 
 
-def begun_collectives(groups: WatchedGroups, *, since_ns: int = 0) -> dict[str, int]:
-    """Return how many collectives this process has begun in each of ``groups``, by their keys.
+def count_collectives(groups: WatchedGroups, *, since_ns: int = 0) -> dict[str, int]:
+    """Return how many collectives this process has started in each of ``groups``, by their keys.
 
     Args:
         groups: which.
@@ -173,7 +173,7 @@ def begun_collectives(groups: WatchedGroups, *, since_ns: int = 0) -> dict[str, 
     Gloo's own number also counts messages between two ranks: torch's flight recorder knows the collectives alone. Where
     it does not run (TORCH_FR_BUFFER_SIZE=0, older torch) groups of gloo are left out; so are other backends than nccl.
     """
-    recorded = _recorded(since_ns)
+    recorded = _flight_recorder_counts(since_ns)
     begun: dict[str, int] = {}
     for key, (group, device) in groups.items():
         if key.endswith("gloo") and group.group_name in recorded:
@@ -184,7 +184,7 @@ def begun_collectives(groups: WatchedGroups, *, since_ns: int = 0) -> dict[str, 
     return begun
 
 
-def _recorded(since_ns: int) -> dict[str, int]:
+def _flight_recorder_counts(since_ns: int) -> dict[str, int]:
     dump: Any = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
     entries = json.loads(dump()).get("entries", []) if dump is not None else []
     # Oldest first, so that the last one of each group stays.
@@ -196,7 +196,7 @@ def _recorded(since_ns: int) -> dict[str, int]:
 
 
 def _key(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return what names the group and its backend for ``device`` on every rank of it."""
+    """Return a name of the group and its backend for ``device`` that is the same on every rank of it."""
     backend = group._get_backend(torch.device(device.type)).name()
     return f"{group.group_name} {dist.get_process_group_ranks(group)} {backend}"
 
@@ -204,16 +204,16 @@ def _key(group: dist.ProcessGroup, device: torch.device) -> str:
 def _server_of(store: dist.Store) -> socket.socket | None:
     """Return a connection to the server of ``store`` that nothing is sent on; None: it has none, or is out of reach.
 
-    When the first process to end has the server, each of the others would have a page of warnings from TCPStore's next
-    answer that does not come. On this connection they see it before they ask.
+    When the process of the server ends first, TCPStore prints a page of warnings in each of the others at the next request.
+    On this connection they see the end before they ask.
     """
-    store = base_of(store)
+    store = base_store(store)
     if not isinstance(store, dist.TCPStore):
         return None
     try:
         return socket.create_connection((store.host, store.port), timeout=_STORE_LIMIT.total_seconds())
     except OSError as error:
-        _logger.warning("no other rank can ask for this one: %s", error, all_ranks=True)
+        _logger.warning("other ranks cannot ask what this one is doing: %s", error, all_ranks=True)
         return None
 
 

@@ -1,4 +1,4 @@
-"""Opening and closing the process group of a training program, by arguments or by what started it."""
+"""Opens and closes the process group of a training program, from arguments or from its launcher."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def setup(
     timeout: timedelta | float | None = None,
     init_method: str | None = None,
 ) -> World:
-    """Make the default process group and say who this process is. Twice with the same values is harmless.
+    """Create the default process group and return this process' ``World``. Calling it again with the same values is harmless.
 
     Args:
         rank: of this process; None: from the environment (torchrun, Slurm, MPI), else 0.
@@ -40,12 +40,12 @@ def setup(
 
     Raises:
         ConfigError: a rank outside the world, or arguments against RANK / WORLD_SIZE.
-        SetupError: set up already with other values, a port in use, rank 0 out of reach.
+        SetupError: set up already with other values, the port is in use, rank 0 is unreachable.
     """
-    environment = _place(rank, world_size)
+    environment = _resolve_environment(rank, world_size)
     world = world_of(environment, cpu=current().value.cpu, backend=backend)
     if dist.is_initialized():
-        _check_same(world, backend)
+        _require_same_setup(world, backend)
         return world
     limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
     open_group(world, environment, timeout=limit or DEFAULT_TIMEOUT, init_method=init_method)
@@ -73,7 +73,7 @@ def process_group(
 ) -> Iterator[World]:
     """``setup`` for a ``with`` block; ends the group after it, also when the block raises.
 
-    A group that was there before stays: whoever made it ends it.
+    A group that existed before is left open.
 
     Collective: every process of the world must enter.
     """
@@ -82,15 +82,15 @@ def process_group(
     try:
         yield world
     except BaseException:
-        METRICS.forget()  # what ended here may have been about to share them
+        METRICS.forget()  # the block may have been about to gather them
         raise
     finally:
         if ours:
             cleanup()
 
 
-def _place(rank: int | None, world_size: int | None) -> LaunchEnvironment:
-    """Merge the arguments with what the environment says; where both speak they must agree."""
+def _resolve_environment(rank: int | None, world_size: int | None) -> LaunchEnvironment:
+    """Merge the arguments with the environment; where both set a value they must agree."""
     environment = detect()
     if environment.starter != "single":
         for name, given, found in (
@@ -120,7 +120,7 @@ def _place(rank: int | None, world_size: int | None) -> LaunchEnvironment:
     return replace(environment, rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
 
 
-def _check_same(world: World, backend: str | None) -> None:
+def _require_same_setup(world: World, backend: str | None) -> None:
     there = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "backend": dist.get_backend()}
     asked = {"rank": world.rank, "world_size": world.world_size, "backend": backend or there["backend"]}
     if asked != there:

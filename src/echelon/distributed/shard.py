@@ -1,11 +1,9 @@
-"""A loader cut for the ranks: the same global order on all of them, each its own part of every global batch."""
+"""``shard``: each rank reads its slice of every global batch, in one global order."""
 
 from __future__ import annotations
 
-import json
-import secrets
-from collections.abc import Iterator, Sequence, Sized
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import torch
@@ -17,22 +15,19 @@ from echelon.base.logging import get_logger
 from echelon.base.protocols import SupportsSetEpoch
 from echelon.base.warnings import UserLine, user_line, warn
 from echelon.distributed.checks.already_sharded import (
-    OwnCut,
-    check_parts,
-    cutters_with_epoch,
-    find_own_cut,
+    ExistingSharding,
+    SamplerEpochs,
+    check_shards,
     samplers_of,
 )
 from echelon.distributed.checks.data_fingerprint import (
-    ColumnFingerprint,
-    are_parts_of_a_table,
-    are_shares,
-    column_fingerprints,
+    are_shards,
+    are_table_shards,
 )
-from echelon.distributed.checks.duplicate_samples import FirstPass
+from echelon.distributed.checks.duplicate_samples import DuplicateSamplesCheck
+from echelon.distributed.checks.loader_agreement import gather_loader_facts
 from echelon.distributed.checks.ungathered_metrics import DatasetLength, UngatheredMetricsCheck
 from echelon.distributed.collectives import broadcast
-from echelon.distributed.small_messages import gather_bytes
 
 __all__ = ["METRICS", "ShardedBatchSampler", "ShardedLoader", "shard"]
 
@@ -50,32 +45,32 @@ def shard(
     drop_last: bool | None = None,
     already_sharded: bool | None = None,
 ) -> ShardedLoader[T]:
-    """Return ``loader`` cut for the ranks: rank r gets its slice of every global batch of world_size * batch_size.
+    """Return ``loader`` sharded: rank r gets its slice of every global batch of world_size * batch_size samples.
 
     The order of an epoch is the same on all ranks and depends on (seed, epoch) only; the epoch advances by itself with
-    each pass (``set_epoch`` overrides it). Every sample comes exactly once, and all ranks make the same number of
-    steps: the last global batches are cut evenly. Only where that is impossible (fewer samples than ranks in the end,
+    each pass (``set_epoch`` overrides it). Every sample is used exactly once, and all ranks make the same number of
+    steps: the last global batches are split evenly. Only where that is impossible (fewer samples than ranks in the end,
     and batches of one) does ``even`` decide. Dataset, workers, collate, pinning stay as the user chose them.
 
-    A loader that has been cut already (by a ``DistributedSampler`` or another sampler that knows ``num_replicas`` and
-    ``rank``, by webdataset's ``split_by_node``, by an iterable dataset that divides itself, ...) keeps its cut: each rank
-    reads its own, and ``set_epoch`` reaches the sampler and the dataset.
+    A loader that is sharded already (by a ``DistributedSampler`` or another sampler that knows ``num_replicas`` and
+    ``rank``, by webdataset's ``split_by_node``, by an iterable dataset that shards itself, ...) stays so: each rank
+    reads its own shard, and ``set_epoch`` reaches the sampler and the dataset.
 
     Args:
         loader: a map-style DataLoader with a batch size; a shuffling one, a sequential one, or one with a sampler of
-            the user's, which rank 0 then draws for all. Or one that has been cut already.
+            the user's, which rank 0 then draws for all. Or one that is sharded already.
         seed: of the shuffle; None: that of the sampler's generator, else 0.
         even: repeat a few samples so that all ranks make the same number of steps (right for training), or leave some
             ranks a step short (exact, right for evaluation); None: even for a shuffling loader.
         drop_last: leave out the last global batch unless it is whole; None: as the loader.
-        already_sharded: each rank's loader gives its own part (True), or is to be cut in any case (False); None: as it is
-            recognised.
+        already_sharded: each rank's loader yields its own shard (True), or is sharded here in any case (False); None:
+            detect it.
 
     Collective: every rank; with a sampler of the user's, each pass, too (rank 0's order goes to all ranks).
 
     Raises:
-        UsageError: an iterable dataset that does not divide itself, a custom batch sampler, or no batch size; a loader that
-            has been cut for others than these ranks, or that has been cut and is to be cut in another way.
+        UsageError: an iterable dataset that does not shard itself, a custom batch sampler, or no batch size; a loader that
+            is sharded for other ranks than these, or that is sharded although ``seed``, ``even`` or ``drop_last`` is given.
     """
     line = user_line()
     facts = _agree(loader, already_sharded=already_sharded, line=line)
@@ -84,27 +79,27 @@ def shard(
         named = [f"{name}={value}" for name, value in given.items() if value is not None]
         if named:
             raise UsageError(
-                f"the loader has been cut for the ranks already by {facts.cut.what}, so {', '.join(named)} has no effect",
+                f"the loader is sharded already by {facts.cut.what}, so {', '.join(named)} has no effect",
                 where=str(line),
-                do="leave that out, or take the loader's own cut out",
+                do=f"remove {', '.join(named)}, or the loader's own sharding",
             )
-        return ShardedLoader(loader, KeptCut(loader), first_pass=facts.first_pass(line, reads_own=True))
+        return ShardedLoader(loader, PreshardedBatches(loader), first_pass=facts.first_pass(line, reads_own=True))
     if isinstance(loader.dataset, IterableDataset):
         raise UsageError(
-            "shard() cannot cut an iterable dataset: it has no index",
-            do="let the dataset itself yield every world_size-th item, starting at its rank (if it does, say "
+            "shard() cannot shard an iterable dataset: it has no index",
+            do="let the dataset itself yield every world_size-th item, starting at its rank (if it does, set "
             "already_sharded=True)",
         )
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         raise UsageError(
             f"shard() needs a loader with a batch size and torch's own batch sampler, not {type(loader.batch_sampler).__name__}",
-            do="give DataLoader batch_size= and, if need be, sampler=, and shard that",
+            do="build the DataLoader with batch_size= and, if needed, sampler=",
         )
     if facts.differ:
         warn(
-            f"the ranks gave shard() different data: at the same places of their datasets ({type(loader.dataset).__name__}) are "
-            "other samples, so each rank's share is cut once more, and most samples are lost. Give every rank the whole "
-            "dataset, or say shard(..., already_sharded=True)",
+            f"the ranks gave shard() different data: their datasets ({type(loader.dataset).__name__}) have other samples at the "
+            "same indices, so sharding them again loses most samples. Give every rank the whole dataset, or call "
+            "shard(..., already_sharded=True)",
             at=line,
         )
     sampler = ShardedBatchSampler(
@@ -127,21 +122,21 @@ class _Facts:
     rank: int
     world_size: int
     token: int
-    cut: OwnCut | None
+    cut: ExistingSharding | None
     differ: bool
-    """The datasets hold different samples, which are not random numbers of each rank's own."""
+    """The datasets hold different samples, which are not random numbers that each rank has drawn."""
 
-    def first_pass(self, line: UserLine, *, reads_own: bool) -> FirstPass | None:
-        """Return what compares the first passes of the ranks."""
+    def first_pass(self, line: UserLine, *, reads_own: bool) -> DuplicateSamplesCheck | None:
+        """Return the check that compares the first passes of the ranks."""
         if self.world_size == 1:
             return None
         do = (
-            "let the loader's own cut give each rank other samples, or leave it out and let shard() cut the loader"
+            "give each rank different samples, or remove the loader's own sharding and let shard() do it"
             if reads_own
-            else "give every rank the same dataset, whose samples depend on the index alone, or say "
-            "shard(..., already_sharded=True) if each rank has its own share"
+            else "give every rank the same dataset, whose samples depend only on the index, or call "
+            "shard(..., already_sharded=True) if each rank has its own shard"
         )
-        return FirstPass(
+        return DuplicateSamplesCheck(
             self.token,
             rank=self.rank,
             world_size=self.world_size,
@@ -153,78 +148,71 @@ class _Facts:
 
 
 def _agree(loader: DataLoader[Any], *, already_sharded: bool | None, line: UserLine) -> _Facts:
-    """Find out whether the loader has been cut, and whether the ranks have the same data. Collective."""
+    """Detect whether the loader is sharded, and whether the ranks have the same data. Collective."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    cut = None if already_sharded is False else find_own_cut(loader)
-    if cut is not None and cut.place == "dataset" and not isinstance(loader.dataset, IterableDataset):
-        cut = cut if already_sharded else None  # one with an index may know its rank for other reasons
-    if cut is None and already_sharded:
-        cut = OwnCut(what="its user (already_sharded=True)", place="user")
-    columns = {name: asdict(column) for name, column in column_fingerprints(loader.dataset).items()}
-    mine = {"cut": None if cut is None else asdict(cut), "columns": columns, "token": secrets.randbits(62)}
     is_iterable = isinstance(loader.dataset, IterableDataset)
-    mine |= {"seed": torch.initial_seed(), "num_samples": -1 if is_iterable else _length(loader.dataset)}
-    everybody = [json.loads(text) for text in gather_bytes(json.dumps(mine).encode())]
-    cuts = [OwnCut(**other["cut"]) for other in everybody if other["cut"] is not None]
+    mine, everybody = gather_loader_facts(
+        loader, rank=rank, world_size=world_size, batches=loader.batch_sampler, already_sharded=already_sharded
+    )
+    # A dataset with an index may know its rank for other reasons.
+    cuts = [
+        facts.cut
+        for facts in everybody
+        if facts.cut is not None and (facts.is_iterable or facts.cut.place != "dataset" or already_sharded)
+    ]
     if cuts and len(cuts) < world_size:
         raise DesyncError(
-            f"the loader has been cut already by {cuts[0].what}, but not that of every rank",
+            f"the loader is sharded already by {cuts[0].what}, but not on every rank",
             where=str(line),
-            do="give every rank the same kind of loader",
+            do="build the same kind of loader on every rank",
         )
-    if cuts and not check_parts(cuts, world_size=world_size, line=line):
-        cut = None
-    held = [{name: ColumnFingerprint(**column) for name, column in other["columns"].items()} for other in everybody]
-    first, *others = held
-    num_samples = [other["num_samples"] for other in everybody]
-    if not cuts and already_sharded is None and not is_iterable and are_parts_of_a_table(held, num_samples):
+    cut = mine.cut if cuts and check_shards(cuts, world_size=world_size, line=line) else None
+    columns = [facts.columns for facts in everybody]
+    num_samples = [-1 if facts.is_iterable else facts.num_samples for facts in everybody]
+    if not cuts and already_sharded is None and not is_iterable and are_table_shards(columns, num_samples):
         name = type(loader.dataset).__name__
-        cut = OwnCut(what=f"its dataset ({name}, of which each rank has other rows)", place="dataset")
-    same_seeds = len({other["seed"] for other in everybody}) == 1
+        cut = ExistingSharding(what=f"its dataset ({name}, of which each rank has other rows)", place="dataset")
+    first, *others = columns
+    same_seeds = len({facts.seed for facts in everybody}) == 1
     return _Facts(
         rank=rank,
         world_size=world_size,
-        token=everybody[0]["token"],
+        token=everybody[0].token,
         cut=cut,
-        differ=bool(others) and all(are_shares(first, other, same_seeds=same_seeds) for other in others),
+        differ=bool(others) and all(are_shards(first, other, same_seeds=same_seeds) for other in others),
     )
 
 
-def _length(dataset: Any) -> int:
-    return len(dataset) if isinstance(dataset, Sized) else -1
-
-
-class KeptCut(Sampler[Any]):
-    """The batches, or the items, that a loader's own samplers give this rank.
+class PreshardedBatches(Sampler[Any]):
+    """The batches, or the items, that the samplers of a sharded loader yield on this rank.
 
     Args:
-        loader: the user's, cut for the ranks already.
+        loader: the user's.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.loader = loader
         self.batches: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        self._cutters = cutters_with_epoch(loader)
-        self._seen = [cutter.epoch for cutter in self._cutters]
+        self._epochs = SamplerEpochs(loader)
         self._next_epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next pass; the passes after it count on from there."""
         self._next_epoch = epoch
-        self._tell(epoch)
+        self._set_epoch_of_samplers(epoch)
 
     def begin_pass(self) -> None:
-        """Go on to the next epoch; one that the script has given to its sampler counts."""
-        changed = [cutter.epoch for cutter, seen in zip(self._cutters, self._seen) if cutter.epoch != seen]
-        epoch = changed[0] if changed else self._next_epoch
-        self._tell(epoch)
+        """Start the next epoch, or the one that the script has set on its sampler."""
+        changed = self._epochs.changed()
+        epoch = self._next_epoch if changed is None else changed
+        self._set_epoch_of_samplers(epoch)
         self._next_epoch = epoch + 1
 
-    def _tell(self, epoch: int) -> None:
+    def _set_epoch_of_samplers(self, epoch: int) -> None:
         for owner in (*samplers_of(self.loader), self.loader.dataset):
             if isinstance(owner, SupportsSetEpoch):
                 owner.set_epoch(epoch)
-        self._seen = [cutter.epoch for cutter in self._cutters]
+        self._epochs.note()
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -264,7 +252,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         self._next_epoch = epoch
 
     def begin_pass(self) -> None:
-        """Go on to the next epoch. The loader says so: with workers it asks for the batches twice a pass."""
+        """Start the next epoch. Called by the loader, which with workers asks for the batches twice a pass."""
         self.epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
 
     def steps(self, num_samples: int | None = None) -> list[tuple[int, int]]:
@@ -274,7 +262,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         steps = [(start, min(whole, num_samples - start)) for start in range(0, num_samples, whole)]
         if steps and steps[-1][1] < whole and self.drop_last:
             return steps[:-1]
-        # Fewer samples than ranks in the last step: let the step before it give some up, so that no rank is idle.
+        # Fewer samples than ranks in the last step: it takes some of the step before it, so that no rank is idle.
         if len(steps) > 1 and steps[-1][1] < self.world_size <= whole - self.world_size:
             (before, size), (_, rest) = steps[-2], steps[-1]
             moved = self.world_size - rest
@@ -310,7 +298,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
             if self.num_samples == whole:  # no num_samples= of the user's
                 generator = torch.Generator().manual_seed(self.seed + epoch)
                 return torch.randperm(whole, generator=generator)
-        # A sampler of the user's draws from generators that differ between ranks: rank 0's draw is everybody's.
+        # A sampler of the user's draws from generators that differ between ranks: rank 0's draw counts.
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
         order = torch.tensor(list(self.sampler), dtype=torch.int64)
@@ -319,14 +307,14 @@ class ShardedBatchSampler(Sampler[list[int]]):
 
 
 class ShardedLoader(DataLoader[T]):
-    """A DataLoader over a ``ShardedBatchSampler`` (or the user's own cut) whose epoch advances with each pass."""
+    """A DataLoader over a ``ShardedBatchSampler`` (or ``PreshardedBatches``) whose epoch advances with each pass."""
 
     def __init__(
         self,
         loader: DataLoader[T],
-        batch_sampler: ShardedBatchSampler | KeptCut,
+        batch_sampler: ShardedBatchSampler | PreshardedBatches,
         *,
-        first_pass: FirstPass | None = None,
+        first_pass: DuplicateSamplesCheck | None = None,
     ) -> None:
         self._length = DatasetLength()
         super().__init__(
@@ -348,7 +336,7 @@ class ShardedLoader(DataLoader[T]):
         self.__dict__["sampler"] = batch_sampler
         self._batches = batch_sampler
         self._first_pass = first_pass
-        if isinstance(batch_sampler, KeptCut):
+        if isinstance(batch_sampler, PreshardedBatches):
             return
         if batch_sampler.even and not batch_sampler.drop_last:
             steps = batch_sampler.steps()
@@ -384,7 +372,7 @@ class ShardedLoader(DataLoader[T]):
         return _watched(batches if first_pass is None else _compared(batches, first_pass), self._length)
 
 
-def _choices_of_batches(loader: DataLoader[Any], batches: ShardedBatchSampler | KeptCut) -> dict[str, Any]:
+def _choices_of_batches(loader: DataLoader[Any], batches: ShardedBatchSampler | PreshardedBatches) -> dict[str, Any]:
     if isinstance(batches, ShardedBatchSampler):
         return {"batch_sampler": batches}
     if isinstance(loader.dataset, IterableDataset):
@@ -394,8 +382,8 @@ def _choices_of_batches(loader: DataLoader[Any], batches: ShardedBatchSampler | 
     return {"batch_sampler": batches}
 
 
-def _compared(batches: Iterator[T], first_pass: FirstPass) -> Iterator[T]:
-    """Yield ``batches``, and let ``first_pass`` look at them."""
+def _compared(batches: Iterator[T], first_pass: DuplicateSamplesCheck) -> Iterator[T]:
+    """Yield ``batches``, which ``first_pass`` compares with those of the other ranks."""
     is_wanted = True
     for batch in batches:
         is_wanted = is_wanted and first_pass.note(batch)

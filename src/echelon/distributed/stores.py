@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-__all__ = ["base_of", "common_store", "store_of"]
+__all__ = ["base_store", "common_store", "store_of"]
 
 _CAN_CLONE = hasattr(dist.Store, "clone")
 
@@ -18,7 +18,7 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
     return _get_process_group_store(group)
 
 
-def base_of(store: dist.Store) -> dist.Store:
+def base_store(store: dist.Store) -> dist.Store:
     """Return the store below all prefixes."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -26,11 +26,11 @@ def base_of(store: dist.Store) -> dist.Store:
 
 
 def common_store(group: dist.ProcessGroup, *, own_connection: bool = False) -> dist.Store:
-    """Return a store in which the ranks of ``group`` find each other's keys, from whichever thread.
+    """Return a store in which the ranks of ``group`` see each other's keys, usable from any thread.
 
     Args:
         group: whose.
-        own_connection: that no other thread uses: one serves one thread at a time.
+        own_connection: not used by other threads: a connection serves one thread at a time.
 
     Where there is no such connection (a file is no server), the store itself is returned.
     """
@@ -38,9 +38,9 @@ def common_store(group: dist.ProcessGroup, *, own_connection: bool = False) -> d
     if _CAN_CLONE:
         clone: Callable[[], dist.Store] = store.clone  # type: ignore[attr-defined]
         return clone() if own_connection else store
-    # torch 2.7 clones no store (pytorch/pytorch#150966), and does not tell the group's prefix, with which a second connection
-    # would find the same keys: all ranks take another one, which the first to come has drawn.
-    base = base_of(store)
+    # torch 2.7 cannot clone a store (pytorch/pytorch#150966), and does not expose the group's prefix, which a second connection
+    # would need: all ranks use another one, drawn by the first of them.
+    base = base_store(store)
     if not isinstance(base, dist.TCPStore):
         return store
     prefix = store.compare_set("echelon/prefix", "", secrets.token_hex(8)).decode()

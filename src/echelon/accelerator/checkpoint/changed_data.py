@@ -10,8 +10,14 @@ from typing import Any
 from echelon.base.errors import CheckpointError
 from echelon.base.warnings import warn
 from echelon.checkpoint.typed_json import read_json
-from echelon.data.data_facts import DataChange, DataFacts, changes_between, is_of_evaluation, moved_place, place_in_pass
-from echelon.data.exact.exact_sources import ExactSource
+from echelon.data.data_facts import (
+    DataChange,
+    DataFacts,
+    changes_between,
+    is_of_evaluation,
+    is_within_training_pass,
+    moved_position,
+)
 from echelon.data.loader import PreparedLoader
 
 __all__ = [
@@ -66,11 +72,7 @@ def reconcile_data(
     for i, (loader, state) in enumerate(zip(loaders, states)):
         stored = state.get("data")
         # Of another parity a place means nothing; and evaluations begin at their beginning.
-        if (
-            stored is None
-            or is_of_evaluation(state)
-            or ("exact" in state) is not isinstance(loader.source, ExactSource)
-        ):
+        if stored is None or is_of_evaluation(state) or ("exact" in state) is not loader.is_exact:
             continue
         saved, here = DataFacts.from_json(stored), loader.data_facts()
         changes = changes_between(saved, here, num_ranks_saved=num_saved, num_ranks=num_ranks)
@@ -78,10 +80,10 @@ def reconcile_data(
         if not changes:
             continue
         words = f"loader[{i}]: {'; '.join(change.what for change in changes)}"
-        if policy.is_at_boundary or not place_in_pass(state):
+        if policy.is_at_boundary or not is_within_training_pass(state):
             told.append(words)
             continue
-        found[i], place = moved_place(state, saved, here, changes, num_ranks=num_ranks)
+        found[i], place = moved_position(state, saved, here, changes, num_ranks=num_ranks)
         changed.add(i)
         wrong.append(words)
         places.append(f"loader[{i}] goes on {place}")

@@ -395,7 +395,7 @@ def _load_loaders(
             loader.load_state_dict(positions[i])
     session.epochs.load_own_state(own.get("pass") if num_saved == session.world.world_size else None)
     for i in changed:
-        loaders[i].load_draws(None)
+        loaders[i].load_rng_state(None)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -51,7 +51,7 @@ def prepare_data_loader(
     torch_device_mesh: Any = None,
     *,
     already_sharded: bool | None = None,
-    reading: ActiveLoaders | None = None,
+    reading: ActiveLoaders[PreparedLoader] | None = None,
 ) -> PreparedLoader:
     """Cut ``dataloader`` for the processes by hand; the Accelerator built last, if there is one, knows when it is read.
 
@@ -97,7 +97,7 @@ def prepare_data_loader(
         dataloader,
         world=world,
         options=options,
-        reading=reading or GradientState().reading,
+        active=reading or GradientState().reading,
         place=put_on_device,
         slice_fn=slice_fn_for_dispatch,
     )

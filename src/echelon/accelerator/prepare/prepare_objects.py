@@ -243,7 +243,7 @@ def prepare_one_loader(
         loader,
         world=session.world,
         options=options,
-        reading=session.gradient_state.reading,
+        active=session.gradient_state.reading,
         place=place,
         slice_fn=slice_fn,
     )

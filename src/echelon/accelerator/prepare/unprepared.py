@@ -16,7 +16,7 @@ from echelon.accelerator.gradient_state import GradientState
 from echelon.base.errors import UsageError
 from echelon.base.warnings import UserLine, user_line, warn
 from echelon.data.loader import PreparedLoader
-from echelon.distributed.checks.already_sharded import find_own_cut
+from echelon.distributed.checks.already_sharded import find_existing_sharding
 from echelon.distributed.shard import ShardedLoader
 
 __all__ = ["UnpreparedCheck"]
@@ -119,8 +119,8 @@ def _variables(frame: FrameType) -> dict[str, Any]:
 def _gives_all_ranks_the_same(value: Any) -> bool:
     if not isinstance(value, DataLoader) or isinstance(value, (PreparedLoader, ShardedLoader)):
         return False
-    cut = find_own_cut(value)
-    return cut is None or cut.num_parts == 1
+    cut = find_existing_sharding(value)
+    return cut is None or cut.num_shards == 1
 
 
 def _error(name: str, place: UserLine, num_processes: int) -> UsageError:

@@ -153,7 +153,7 @@ class Closures:
         place = 0 if driver is None else driver.place[0]
         return _Evaluated(_number(value), 1.0 if num_items is None else num_items, place)
 
-    def _driver(self) -> PassDriver | None:
+    def _driver(self) -> PassDriver[Any] | None:
         driver = self._state.reading.driver
         return driver if driver is not None and driver.drives else None
 

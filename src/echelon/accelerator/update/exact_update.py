@@ -39,7 +39,7 @@ HOW_TO_CHANGE = (
 )
 
 
-class ExactUpdate(UpdatePolicy, PassDriver):
+class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
     """Turns the contributions of prepared loaders into windows of the update: the loader decides where one ends."""
 
     _takes_turns = True
@@ -233,7 +233,7 @@ class ExactUpdate(UpdatePolicy, PassDriver):
         return self.state.sync_gradients or self.state.plugin.sync_each_batch
 
     @property
-    def driver(self) -> PassDriver:
+    def driver(self) -> PassDriver[PreparedLoader]:
         """See ``UpdatePolicy``."""
         return self
 

@@ -28,6 +28,7 @@ from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 from echelon.data.active_loaders import PassDriver
 from echelon.data.exact.exact_batches import ExactOptions
+from echelon.data.loader import PreparedLoader
 from echelon.engines.base import Engine
 from echelon.status.notes import notes_of_process
 from echelon.world.world import World
@@ -90,7 +91,7 @@ class UpdatePolicy(ABC):
     # ---- micro-steps -------------------------------------------------------------------------------------------------
 
     @property
-    def driver(self) -> PassDriver | None:
+    def driver(self) -> PassDriver[PreparedLoader] | None:
         """What loaders report their micro-steps to; None: nothing."""
         return None
 

@@ -31,9 +31,9 @@ from echelon.data.exact.permutation import ExplicitPermutation, FeistelPermutati
 from echelon.data.rng.per_sample_rng import KeyedSamples
 from echelon.data.sharding.order_check import OrderCheck
 from echelon.data.sharding.sample_order import SampleOrder, SeedableRandomSampler
-from echelon.distributed.checks.already_sharded import is_divisible_again
+from echelon.distributed.checks.already_sharded import can_undo_sharding
 
-__all__ = ["ExactBatches", "ExactOptions", "GlobalOrder", "OrderKind", "PassPlan", "half_an_update", "make_order"]
+__all__ = ["ExactBatches", "ExactOptions", "GlobalOrder", "OrderKind", "PassPlan", "partial_update_error", "make_order"]
 
 OrderKind = Literal["randperm", "feistel"]
 _MANY = 50_000_000
@@ -173,7 +173,7 @@ def make_order(
     """
     if type(batches) is BatchSampler:
         sampler: Any = batches.sampler
-        if is_divisible_again(sampler):  # cut for the ranks; its whole order is (its own seed, epoch) only
+        if can_undo_sharding(sampler):  # cut for the ranks; its whole order is (its own seed, epoch) only
             whole = replace(options, seed=sampler.seed) if sampler.shuffle else None
             return _FormulaOrder(sampler.dataset, batches.batch_size, batches.drop_last, whole)
         shuffles = isinstance(sampler, RandomSampler) and not sampler.replacement and sampler._num_samples is None
@@ -386,7 +386,7 @@ class ExactBatches(Sampler[KeyedSamples]):
                 left -= num_micro
                 continue
             if left:
-                raise half_an_update(skip)
+                raise partial_update_error(skip)
             for one in plan.cut(
                 update,
                 rank=self.rank,
@@ -410,7 +410,7 @@ def _join(batch: tuple[range, Sequence[int]], following: tuple[range, Sequence[i
     return range(batch[0].start, following[0].stop), [*batch[1], *following[1]]
 
 
-def half_an_update(num_steps: int) -> UsageError:
+def partial_update_error(num_steps: int) -> UsageError:
     """Return the error of a pass that is to begin where no update begins."""
     return UsageError(
         f"the first {num_steps} micro-steps of a pass are to be skipped, and that is not a whole number of updates",

@@ -21,15 +21,16 @@ from torch.utils.data import (
 from echelon.base.errors import UsageError
 from echelon.base.lengths import length_of
 from echelon.base.protocols import SupportsSetEpoch, SupportsStateDict
-from echelon.data.exact.batch_slices import Contribution, LastStep, joined
-from echelon.data.exact.exact_batches import ExactBatches, ExactOptions, PassPlan, half_an_update, make_order
+from echelon.data.batch import slice_batch
+from echelon.data.data_facts import DataFacts, known_length
+from echelon.data.exact.batch_slices import Contribution, joined
+from echelon.data.exact.exact_batches import ExactBatches, ExactOptions, PassPlan, make_order, partial_update_error
 from echelon.data.rebuild_loader import like
 from echelon.data.rng.per_sample_rng import OF_COLLATE, OF_WORKERS, KeyedCollate, KeyedDataset, draws_of, key_of
-from echelon.data.sharding.batch_source import BatchSource, Steps, batches_of, with_batches
-from echelon.data.sharding.dispatch import SliceFn, dispatch
+from echelon.data.sharding.batch_source import BatchSource, Steps, batches_of, length_at_rank_zero, with_batches
+from echelon.data.sharding.dispatch import SliceFn, global_batches
 from echelon.data.sharding.order_check import OrderCheck
-from echelon.data.sharding.sample_order import SampleOrder
-from echelon.data.sharding.sharded_stream import ShowUsersDataset
+from echelon.data.sharding.sharded_stream import ExposeUsersDataset
 from echelon.distributed.checks.data_fingerprint import ColumnFingerprint, sample_fingerprints
 from echelon.distributed.collectives import broadcast
 from echelon.distributed.small_messages import gather_counts
@@ -40,10 +41,6 @@ __all__ = ["ExactDispatchSource", "ExactSource", "ExactStreamSource", "IndexedEx
 
 class ExactSource(BatchSource):
     """A source whose steps are (micro-batch, Contribution), and whose passes begin at any position."""
-
-    order: SampleOrder | None = None
-    batch_size: int | None
-    """Of the global batches; None: they have sizes of their own."""
 
     @abstractmethod
     def begin(self, plan: PassPlan, *, epoch: int, position: int, resumed: dict[str, Any] | None) -> None:
@@ -75,12 +72,6 @@ class ExactSource(BatchSource):
             TypeError: nobody knows.
         """
 
-    def at_end(self) -> LastStep | None:
-        return None
-
-    def set_even(self, even: bool) -> None:
-        pass  # nothing is ever repeated
-
     def num_steps(self) -> int:
         return self.num_planned(PassPlan())
 
@@ -108,7 +99,7 @@ class IndexedExactSource(ExactSource):
         batches = batches_of(loader)
         if batches is None:
             raise UsageError(
-                "a loader without batches (batch_size=None) has no global batch that could be cut",
+                "a loader without batches (batch_size=None) has no global batch that could be split",
                 where="parity='exact'",
                 do="give the DataLoader a batch_size or a batch_sampler",
             )
@@ -126,7 +117,7 @@ class IndexedExactSource(ExactSource):
         dataset = loader.dataset if draws_nothing else KeyedDataset(loader.dataset)
         self.inner = with_batches(loader, self.batches, dataset=dataset)
         if not draws_nothing and loader.num_workers:
-            self.inner.worker_init_fn = ShowUsersDataset(loader.worker_init_fn)
+            self.inner.worker_init_fn = ExposeUsersDataset(loader.worker_init_fn)
         if loader.collate_fn not in (default_collate, default_convert):
             self.inner.collate_fn = KeyedCollate(loader.collate_fn)
         self._is_resumed = False
@@ -159,8 +150,8 @@ class IndexedExactSource(ExactSource):
         return self.batches.order.num_samples(), self.batches.order.num_batches()
 
 
-class _Cut:
-    """How an update of any size is cut for this rank; a class, for it travels to loader workers."""
+class _UpdateSplitter:
+    """How an update of any size is split for this rank; a class, for it travels to loader workers."""
 
     def __init__(self, world: World, options: ExactOptions, batch_size: int | None) -> None:
         self.rank, self.world_size = world.rank, world.world_size
@@ -182,7 +173,7 @@ class _Cut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Read:
+class _GlobalBatch:
     """A global batch of a stream: what this rank has of it."""
 
     pieces: list[tuple[Any, Contribution]]
@@ -193,17 +184,17 @@ class _Read:
     """Of the samples of all ranks, in the first global batch of a pass."""
 
 
-class _Pieces(IterableDataset[Any]):
-    """The pieces of one rank of a stream that every rank reads: one ``_Read`` for each global batch.
+class _RankStream(IterableDataset[Any]):
+    """The pieces of one rank of a stream that every rank reads: one ``_GlobalBatch`` for each global batch.
 
     Draws (shuffling, augmentation, masking) depend on (seed, epoch, worker, position), so every rank reads the same, also
     after a resume, and the stream of dropout does not notice.
     """
 
-    def __init__(self, loader: DataLoader[Any], cut: _Cut, *, smallest: int) -> None:
+    def __init__(self, loader: DataLoader[Any], split: _UpdateSplitter, *, smallest: int) -> None:
         assert loader.batch_size is not None
         self.dataset: Any = loader.dataset
-        self.cut = cut
+        self.split = split
         self.batch_size: int = loader.batch_size
         self.drop_last = loader.drop_last
         self.collate_fn: Callable[[Any], Any] = loader.collate_fn
@@ -217,7 +208,7 @@ class _Pieces(IterableDataset[Any]):
         """Say what the next pass is; it is read from ``position`` on, where the dataset stands."""
         self._next.copy_(torch.tensor([plan.num_micro_steps, int(plan.trains), epoch, position]))
 
-    def __iter__(self) -> Iterator[_Read]:
+    def __iter__(self) -> Iterator[_GlobalBatch]:
         num_micro_steps, trains, epoch, position = self._next.tolist()
         plan = PassPlan(num_micro_steps=num_micro_steps, trains=bool(trains))
         info = get_worker_info()
@@ -232,16 +223,16 @@ class _Pieces(IterableDataset[Any]):
             with draws_of(*key, OF_COLLATE):
                 pieces = [
                     (self.collate_fn(samples[one.samples.start : one.samples.stop]), one)
-                    for one in self.cut(len(samples), plan)
+                    for one in self.split(len(samples), plan)
                 ]
-            yield _Read(pieces=pieces, state=state, columns=columns)
+            yield _GlobalBatch(pieces=pieces, state=state, columns=columns)
 
     def _updates(self, epoch: int, worker: int, position: int) -> Iterator[tuple[list[Any], Any, tuple[int, ...]]]:
         """Yield (samples, state after them, key of the draws) of each batch."""
         source: Iterator[Any] | None = None
         keeps_state = isinstance(self.dataset, SupportsStateDict) and get_worker_info() is None
         while True:
-            key = (self.cut.options.seed, epoch, worker, position)
+            key = (self.split.options.seed, epoch, worker, position)
             with draws_of(*key):
                 source = iter(self.dataset) if source is None else source
                 samples = list(islice(source, self.batch_size))
@@ -255,7 +246,7 @@ def _join(batch: tuple[list[Any], Any, Any], following: tuple[list[Any], Any, An
     return [*batch[0], *following[0]], following[1], batch[2]
 
 
-def _as_is(read: _Read) -> _Read:
+def _identity(read: _GlobalBatch) -> _GlobalBatch:
     """Collate nothing: that is done."""
     return read
 
@@ -276,13 +267,13 @@ class ExactStreamSource(ExactSource):
         self.batch_size = loader.batch_size
         if self.batch_size is None:
             raise UsageError(
-                "a loader without a batch size (batch_size=None) has no global batch that could be cut",
+                "a loader without a batch size (batch_size=None) has no global batch that could be split",
                 where="parity='exact'",
                 do="give the DataLoader a batch_size",
             )
-        self._cut = _Cut(world, options, self.batch_size if num_ranks is None else None)
+        self._splitter = _UpdateSplitter(world, options, self.batch_size if num_ranks is None else None)
         least = options.canonical_shards or num_ranks or world.world_size
-        self._pieces = _Pieces(loader, self._cut, smallest=least)
+        self._stream = _RankStream(loader, self._splitter, smallest=least)
         self._drawn_from = loader.generator
         self._start = self._num_to_replay = 0
         self._saved: Any = None
@@ -290,23 +281,23 @@ class ExactStreamSource(ExactSource):
         self._generator_state: torch.Tensor | None = None
         self.inner = like(
             loader,
-            self._pieces,
+            self._stream,
             kind=DataLoader,
             batch_size=None,
-            collate_fn=_as_is,
+            collate_fn=_identity,
             generator=torch.Generator(),
-            worker_init_fn=ShowUsersDataset(loader.worker_init_fn) if loader.num_workers else None,
+            worker_init_fn=ExposeUsersDataset(loader.worker_init_fn) if loader.num_workers else None,
         )
 
     def begin(self, plan: PassPlan, *, epoch: int, position: int, resumed: dict[str, Any] | None) -> None:
         self._start, self._num_to_replay = position, 0
         self._saved = None if resumed is None else resumed["dataset"]
-        dataset = self._pieces.dataset
+        dataset = self._stream.dataset
         # The state of a dataset in a loader worker is not to be had.
         keeps_state = isinstance(dataset, SupportsStateDict) and not self.inner.num_workers
         if position and keeps_state and self._saved is not None:
             dataset.load_state_dict(self._saved)
-        elif position and self._cut.options.replays:
+        elif position and self._splitter.options.replays:
             self._num_to_replay = position
         elif position:
             raise UsageError(
@@ -318,18 +309,18 @@ class ExactStreamSource(ExactSource):
         if resumed is None:
             torch.empty((), dtype=torch.int64).random_(generator=self._drawn_from)  # as every pass of a DataLoader does
         # From it the loader draws the seed of its workers.
-        self.inner.generator.manual_seed(key_of(self._cut.options.seed, epoch, OF_WORKERS) >> 1)
-        self._pieces.begin(plan, epoch=epoch, position=position - self._num_to_replay)
+        self.inner.generator.manual_seed(key_of(self._splitter.options.seed, epoch, OF_WORKERS) >> 1)
+        self._stream.begin(plan, epoch=epoch, position=position - self._num_to_replay)
         self._agree_generator(None if resumed is None or not self._num_to_replay else resumed["generator"])
 
     def _agree_generator(self, saved: torch.Tensor | None) -> None:
         """Give a generator of the dataset's own the state that it had when the pass began. Collective."""
-        generator = getattr(self._pieces.dataset, "generator", None)
+        generator = getattr(self._stream.dataset, "generator", None)
         if not isinstance(generator, torch.Generator):
             return
         if saved is not None:
             generator.set_state(saved)
-        if self._cut.world_size > 1:
+        if self._splitter.world_size > 1:
             generator.set_state(broadcast(generator.get_state()))
         self._generator_state = generator.get_state()
 
@@ -337,7 +328,7 @@ class ExactStreamSource(ExactSource):
         return {"dataset": self._states.get(position), "generator": self._generator_state}
 
     def steps(self, skip: int) -> Steps:
-        return _after(self._read(), skip)
+        return _skip_steps(self._read(), skip)
 
     def _read(self) -> Iterator[tuple[Any, Contribution]]:
         position = self._start - self._num_to_replay
@@ -345,7 +336,7 @@ class ExactStreamSource(ExactSource):
         first_pass, self.first_pass = self.first_pass, None
         for read in self.inner:
             if first_pass is not None and read.columns is not None:
-                first_pass.note_stream(read.columns)
+                first_pass.compare_stream(read.columns)
                 first_pass = None
             end = position + len(read.pieces[0][1].update)
             if position >= self._start:
@@ -359,17 +350,17 @@ class ExactStreamSource(ExactSource):
     def num_planned(self, plan: PassPlan) -> int:
         num_samples, _ = self.lengths()
         if num_samples < 0:
-            raise TypeError(f"object of type {type(self._pieces.dataset).__name__} has no len()")
+            raise TypeError(f"object of type {type(self._stream.dataset).__name__} has no len()")
         assert self.batch_size is not None
-        cut = self._cut
-        return plan.num_steps(num_samples, self.batch_size, world_size=cut.world_size, options=cut.options)
+        split = self._splitter
+        return plan.num_steps(num_samples, self.batch_size, world_size=split.world_size, options=split.options)
 
     def lengths(self) -> tuple[int, int]:
         """Return the samples and the global batches of a pass; -1 when nobody knows."""
-        num_samples, size = length_of(self._pieces.dataset), self._pieces.batch_size
+        num_samples, size = length_of(self._stream.dataset), self._stream.batch_size
         if num_samples < 0:
             return -1, -1
-        num_samples -= num_samples % size if self._pieces.drop_last else 0
+        num_samples -= num_samples % size if self._stream.drop_last else 0
         return num_samples, -(-num_samples // size)
 
 
@@ -378,6 +369,8 @@ class ExactDispatchSource(ExactSource):
 
     Collective: making one.
     """
+
+    is_dispatched = True
 
     def __init__(
         self,
@@ -413,7 +406,7 @@ class ExactDispatchSource(ExactSource):
         self.total_samples, self._num_samples, self._num_batches, batch_size = of_rank_zero
         """Of rank zero's dataset, and in a pass; -1 when nobody knows."""
         self.batch_size = None if batch_size < 0 else batch_size
-        self._cut = _Cut(world, options, self.batch_size)
+        self._splitter = _UpdateSplitter(world, options, self.batch_size)
 
     def begin(self, plan: PassPlan, *, epoch: int, position: int, resumed: dict[str, Any] | None) -> None:
         self._plan = plan
@@ -432,47 +425,53 @@ class ExactDispatchSource(ExactSource):
         return {} if self._reader is None else self._reader.state(position)
 
     def steps(self, skip: int) -> Steps:
-        return _after(self._read(), skip)
+        return _skip_steps(self._read(), skip)
 
     def _read(self) -> Iterator[tuple[Any, Contribution]]:
-        position, plan = self._start, self._plan
-        world = self._world
-        for batch, one in dispatch(
-            None if self._reading is None else _lazily(self._reading),
-            rank=world.rank,
+        position, plan, world, split = self._start, self._plan, self._world, self._slice_fn or slice_batch
+        for batch, count, _ in global_batches(
+            None if self._reading is None else _start_lazily(self._reading),
             world_size=world.world_size,
             split=True,
-            even=False,
             drop_last=False,
-            slice_fn=self._slice_fn,
+            finds_end=False,
             device=self._device,
             non_blocking=self._non_blocking,
-            pieces=lambda num_samples: self._cut(num_samples, plan),
         ):
-            assert isinstance(one, Contribution), one
-            yield batch, one.shifted(position)
-            position += len(one.update) if one.ends_update else 0
+            for one in self._splitter(count, plan):
+                part = slice(one.samples.start, one.samples.stop)
+                part_batch = split(batch, part, process_index=world.rank, num_processes=world.world_size)
+                yield part_batch, one.shifted(position)
+            position += count
+
+    def dataset_length(self, dataset: Any) -> int:
+        return length_at_rank_zero(self.total_samples, dataset)
+
+    def facts_elsewhere(self) -> DataFacts | None:
+        if self._world.is_rank_zero:
+            return None
+        return DataFacts(num_samples=known_length(self.total_samples), batch_size=self.batch_size)
 
     def num_planned(self, plan: PassPlan) -> int:
         if self.batch_size is None or self._num_samples < 0:
             return plan.num_steps_of_batches(
-                self._num_batches, world_size=self._cut.world_size, options=self._cut.options
+                self._num_batches, world_size=self._splitter.world_size, options=self._splitter.options
             )
         return plan.num_steps(
-            self._num_samples, self.batch_size, world_size=self._world.world_size, options=self._cut.options
+            self._num_samples, self.batch_size, world_size=self._world.world_size, options=self._splitter.options
         )
 
 
-def _lazily(begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+def _start_lazily(begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
     yield from begin()
 
 
-def _after(steps: Iterator[tuple[Any, Contribution]], skip: int) -> Iterator[tuple[Any, Contribution]]:
+def _skip_steps(steps: Iterator[tuple[Any, Contribution]], skip: int) -> Iterator[tuple[Any, Contribution]]:
     """Read the first ``skip`` steps of data without an index, and throw them away."""
     for number in range(skip):
         step = next(steps, None)
         if step is None:
             return
         if number == skip - 1 and not step[1].ends_update:
-            raise half_an_update(skip)
+            raise partial_update_error(skip)
     yield from steps

@@ -1,4 +1,4 @@
-"""Where the batches of one rank come from: the ways to cut a loader for the ranks, one class each."""
+"""Where the batches of one rank come from: the ways to shard a loader, one class each."""
 
 from __future__ import annotations
 
@@ -12,34 +12,40 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from echelon.base.errors import UsageError
 from echelon.base.lengths import length_of
+from echelon.base.protocols import SupportsSetEpoch, SupportsStateDict
+from echelon.data.active_loaders import LoaderOptions
+from echelon.data.batch import require_divisible
+from echelon.data.data_facts import DataFacts, known_length
 from echelon.data.exact.batch_slices import Contribution, LastStep
 from echelon.data.rebuild_loader import like, stateful_loader
 from echelon.data.rng.worker_rng import WorkerDraws
-from echelon.data.sharding.dispatch import SliceFn, dispatch
+from echelon.data.sharding.dispatch import SliceFn, dispatch, global_batches
 from echelon.data.sharding.order_check import OrderCheck
 from echelon.data.sharding.sample_order import SampleOrder
 from echelon.data.sharding.sharded_batches import RankBatchSampler
 from echelon.data.sharding.sharded_stream import (
-    CollatePiece,
+    CollatePart,
+    ExposeUsersDataset,
     ShardedStream,
-    ShowUsersDataset,
-    open_like_rank_zero,
+    iterate_like_rank_zero,
     read_own_shards,
 )
 from echelon.data.skip_batches import SkipBatchSampler
-from echelon.distributed.checks.duplicate_samples import FirstPass
+from echelon.distributed.checks.duplicate_samples import DuplicateSamplesCheck
 from echelon.distributed.small_messages import gather_counts
 from echelon.world.world import World
 
 __all__ = [
     "ShardedSource",
     "DispatchSource",
-    "OwnShardsSource",
+    "DatasetShardsSource",
     "PlainSource",
     "BatchSource",
     "Steps",
     "StreamSource",
     "batches_of",
+    "length_at_rank_zero",
+    "saves_state",
     "with_batches",
 ]
 
@@ -51,60 +57,102 @@ class BatchSource(ABC):
 
     inner: DataLoader[Any]
     """The loader that reads on this rank."""
-    order: SampleOrder | None
+    order: SampleOrder | None = None
     """What draws the order of a pass; None when the data has an order of its own, or another rank draws it."""
-    goes_on: bool = False
-    """The next pass is one that was begun before (and saved in its middle)."""
+    batch_size: int | None
+    """Of the user's loader; None: its batches have sizes of their own."""
     workers: WorkerDraws | None = None
     """Follows what the workers of ``inner`` draw, where the order of their batches is known."""
+    even: bool = True
+    """Complete the last step (where it can be incomplete)."""
     batches_per_step: int = 1
     """Of ``inner``."""
+    resumes: bool = False
+    """The next pass was started before, and saved in its middle."""
     num_behind: int = 0
-    """Steps of the next pass that ``inner`` has behind it, because it was given a state."""
+    """Steps of the next pass that ``inner`` has behind it, because a state was loaded into it."""
     ended_early: bool = False
-    """Of the pass that was read to its end: other ranks had one step more, at least."""
-    first_pass: FirstPass | None = None
-    """Compares what the ranks read in the first pass, until that has begun."""
+    """Of the pass that was read to its end: other ranks had at least one step more."""
+    is_dispatched: bool = False
+    """Rank zero reads for all ranks, and this source moves batches to the device."""
+    reads_own_shard: bool = False
+    """Each rank reads a shard that the user's data gives it."""
+    first_pass: DuplicateSamplesCheck | None = None
+    """Compares what the ranks read in the first pass, until that has started."""
 
     @abstractmethod
     def steps(self, skip: int) -> Steps:
-        """Begin a pass; leave out the first ``skip`` steps.
+        """Start a pass without its first ``skip`` steps.
 
-        A LastStep of None says that every rank has equally many new samples, or that it is known at the end only.
+        A LastStep of None: every rank has equally many new samples, or it is known at the end only.
 
         Collective: where ranks share an order or a reader.
         """
-
-    @abstractmethod
-    def at_end(self) -> LastStep | None:
-        """Return what the ranks have in the last step, where that is known at the end only."""
 
     @abstractmethod
     def num_steps(self) -> int:
         """Return the number of steps of a pass of this rank.
 
         Raises:
-            TypeError: nobody knows.
+            TypeError: it is not known.
         """
 
-    @abstractmethod
+    def at_end(self) -> LastStep | None:
+        """Return what the ranks have in the last step, where that is known at the end only."""
+        return None
+
     def set_even(self, even: bool) -> None:
         """Choose whether the last step is completed, from the next pass on."""
+        self.even = even
 
-    def _open(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """Begin to read; a pass that goes on leaves torch's generator alone, from which a DataLoader draws its seed."""
-        before = torch.get_rng_state() if self.goes_on else None
+    def dataset_length(self, dataset: Any) -> int:
+        """Return the samples of the user's ``dataset``.
+
+        Raises:
+            TypeError: it has no length.
+        """
+        return len(dataset)
+
+    def facts_elsewhere(self) -> DataFacts | None:
+        """Return what is known here of data that is rank zero's; None: this rank's data is as good."""
+        return None
+
+    def sampler_of(self, original: DataLoader[Any]) -> Any:
+        """Return the sampler that draws the order of the user's loader."""
+        return getattr(original.batch_sampler, "sampler", None) if self.order is None else self.order.sampler
+
+    def set_sampler(self, sampler: Any, original: DataLoader[Any]) -> None:
+        """Draw the order from another sampler.
+
+        Raises:
+            UsageError: the data has an order of its own, or another rank draws it.
+        """
+        if self.order is None:
+            raise UsageError("this loader draws no order that a sampler could replace", do="change its dataset instead")
+        self.order.sampler = sampler
+
+    def owners_of_epoch(self, original: DataLoader[Any]) -> tuple[Any, ...]:
+        """Return what may have a ``set_epoch``, in the order in which it is called."""
+        inner = self.inner
+        if inner is original and not isinstance(inner.sampler, SupportsSetEpoch):
+            return (inner.dataset,)
+        batches = inner.batch_sampler
+        return batches, getattr(batches, "sampler", None), inner.sampler, inner.dataset
+
+    def _start_reading(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Return the iterator of ``loader``; a resumed pass leaves torch's generator alone, from which it draws a seed."""
+        before = torch.get_rng_state() if self.resumes else None
         iterator = iter(loader)
         if before is not None:
             torch.set_rng_state(before)
-            self.goes_on = False
+            self.resumes = False
         return iterator
 
     def _batches_from(self, skip: int) -> Iterator[Any]:
         """Yield the batches of a pass of ``inner`` without the first ``skip``."""
         num_again = 0 if self.workers is None else self.workers.begin(skip)
-        inner, skip = _skipping(self.inner, skip - num_again)
-        batches = islice(self._open(inner), skip, None)
+        inner, skip = _skip_batches(self.inner, skip - num_again)
+        batches = islice(self._start_reading(inner), skip, None)
         return batches if self.workers is None else self.workers.follow(batches, num_again)
 
     def _follow_workers(self, *, num_ahead: int) -> None:
@@ -116,21 +164,20 @@ class BatchSource(ABC):
 class PlainSource(BatchSource):
     """The user's loader, read by one process."""
 
-    def __init__(
-        self, loader: DataLoader[Any], *, seed: int | None, seedable: bool, stateful: bool, num_ahead: int = 2
-    ) -> None:
+    def __init__(self, loader: DataLoader[Any], *, options: LoaderOptions, num_ahead: int = 2) -> None:
+        seedable, stateful = options.use_seedable_sampler, saves_state(loader, options)
         self.inner = loader
-        self.order = None
         batches = batches_of(loader)
         # A shuffled order is drawn in the same way as on several ranks, bit for bit; so it can be drawn again on resume.
         is_shuffled = type(loader) is DataLoader and type(getattr(batches, "sampler", None)) is RandomSampler
         if (seedable or stateful or is_shuffled) and batches is not None:
-            self.order = SampleOrder(batches, seed=seed, seedable=seedable, alone=True)
+            self.order = SampleOrder(batches, seed=options.data_seed, seedable=seedable, alone=True)
             self.inner = with_batches(loader, self.order.batches, stateful=stateful)
         elif stateful:
             self.inner = like(
                 loader, loader.dataset, kind=stateful_loader(), batch_size=loader.batch_size, drop_last=loader.drop_last
             )
+        self.batch_size = _batch_size(loader, self.inner)
         if batches is not None:
             self._follow_workers(num_ahead=num_ahead)
 
@@ -138,46 +185,41 @@ class PlainSource(BatchSource):
         for batch in self._batches_from(skip):
             yield batch, None
 
-    def at_end(self) -> LastStep | None:
-        return None
-
     def num_steps(self) -> int:
         return len(self.inner)
 
-    def set_even(self, even: bool) -> None:
-        pass  # one process: there is nothing to complete
+    def set_sampler(self, sampler: Any, original: DataLoader[Any]) -> None:
+        if self.order is None and batches_of(original) is not None:
+            owner: Any = original.batch_sampler
+            owner.sampler = sampler
+        else:
+            super().set_sampler(sampler, original)
 
 
 class ShardedSource(BatchSource):
     """A loader over a dataset with an index: every rank draws the same batches and reads those that are its own."""
 
     def __init__(
-        self,
-        loader: DataLoader[Any],
-        *,
-        world: World,
-        even: bool,
-        split: bool,
-        seed: int | None,
-        seedable: bool,
-        stateful: bool,
-        check: OrderCheck | None = None,
+        self, loader: DataLoader[Any], *, world: World, options: LoaderOptions, check: OrderCheck | None = None
     ) -> None:
         batches = batches_of(loader)
         if batches is None:
             raise UsageError(
-                "a loader without batches (batch_size=None) cannot be dealt to ranks",
+                "a loader without batches (batch_size=None) cannot be sharded",
                 do="give the DataLoader a batch_size or a batch_sampler, or use dispatch_batches=True",
             )
-        self.order = SampleOrder(batches, seed=seed, seedable=seedable, alone=False, check=check)
+        self.order = SampleOrder(
+            batches, seed=options.data_seed, seedable=options.use_seedable_sampler, alone=False, check=check
+        )
         self.batches = RankBatchSampler(
             self.order.batches,
             num_processes=world.world_size,
             process_index=world.rank,
-            split_batches=split,
-            even_batches=even,
+            split_batches=options.split_batches,
+            even_batches=options.even_batches,
         )
-        self.inner = with_batches(loader, self.batches, stateful=stateful)
+        self.inner = with_batches(loader, self.batches, stateful=saves_state(loader, options))
+        self.batch_size = _batch_size(loader, self.inner)
         self._follow_workers(num_ahead=2)
 
     def steps(self, skip: int) -> Steps:
@@ -200,46 +242,43 @@ class ShardedSource(BatchSource):
 
 
 class StreamSource(BatchSource):
-    """A loader over an iterable dataset: every rank reads all of it and keeps its pieces."""
+    """A loader over an iterable dataset: every rank reads all of it and keeps its parts."""
 
-    def __init__(self, loader: DataLoader[Any], *, world: World, even: bool, split: bool, stateful: bool) -> None:
-        self.order = None
+    def __init__(self, loader: DataLoader[Any], *, world: World, options: LoaderOptions) -> None:
+        self.batch_size = loader.batch_size
         self.stream = ShardedStream(
             loader.dataset,
             batch_size=loader.batch_size,
             drop_last=loader.drop_last,
             rank=world.rank,
             world_size=world.world_size,
-            even=even,
-            split=split,
+            even=options.even_batches,
+            split=options.split_batches,
         )
         self._rank = world.rank
         self.inner = like(
             loader,
             self.stream,
-            kind=stateful_loader() if stateful else DataLoader,
+            kind=stateful_loader() if saves_state(loader, options) else DataLoader,
             batch_size=None,
-            collate_fn=CollatePiece(loader.collate_fn, is_batched=loader.batch_size is None),
-            worker_init_fn=ShowUsersDataset(loader.worker_init_fn) if loader.num_workers else None,
+            collate_fn=CollatePart(loader.collate_fn, is_batched=loader.batch_size is None),
+            worker_init_fn=ExposeUsersDataset(loader.worker_init_fn) if loader.num_workers else None,
         )
 
     def steps(self, skip: int) -> Steps:
         first_pass, self.first_pass = self.first_pass, None
         return islice(self._read(first_pass), skip, None)
 
-    def _read(self, first_pass: FirstPass | None) -> Steps:
+    def _read(self, first_pass: DuplicateSamplesCheck | None) -> Steps:
         self.ended_early = False
-        for batch, facts, columns in open_like_rank_zero(self.inner, self.stream):
+        for batch, facts, columns in iterate_like_rank_zero(self.inner, self.stream):
             if first_pass is not None and columns is not None:
-                first_pass.note_stream(columns)
+                first_pass.compare_stream(columns)
                 first_pass = None
             if facts is not None and facts.sizes[self._rank] == 0:
                 self.ended_early = True
                 return
             yield batch, facts
-
-    def at_end(self) -> LastStep | None:
-        return None
 
     def num_steps(self) -> int:
         return self.stream.num_steps()
@@ -248,20 +287,22 @@ class StreamSource(BatchSource):
         self.stream.even = even
 
 
-class OwnShardsSource(BatchSource):
+class DatasetShardsSource(BatchSource):
     """A loader over an iterable dataset that gives each rank whole shards of itself (Hugging Face datasets)."""
 
-    def __init__(self, loader: DataLoader[Any], *, world: World, even: bool, stateful: bool) -> None:
-        self.order = None
-        self.even = even
+    reads_own_shard = True
+
+    def __init__(self, loader: DataLoader[Any], *, world: World, options: LoaderOptions) -> None:
+        self.even = options.even_batches
         self.drop_last = loader.drop_last
         self.inner = like(
             loader,
             loader.dataset.shard(num_shards=world.world_size, index=world.rank),  # type: ignore[attr-defined]
-            kind=stateful_loader() if stateful else DataLoader,
+            kind=stateful_loader() if saves_state(loader, options) else DataLoader,
             batch_size=loader.batch_size,
             drop_last=loader.drop_last,
         )
+        self.batch_size = _batch_size(loader, self.inner)
 
     def steps(self, skip: int) -> Steps:
         return islice(self._read(), skip, None)
@@ -269,14 +310,8 @@ class OwnShardsSource(BatchSource):
     def _read(self) -> Steps:
         self.ended_early = yield from read_own_shards(iter(self.inner), even=self.even, drop_last=self.drop_last)
 
-    def at_end(self) -> LastStep | None:
-        return None
-
     def num_steps(self) -> int:
         return len(self.inner)
-
-    def set_even(self, even: bool) -> None:
-        self.even = even
 
 
 class DispatchSource(BatchSource):
@@ -285,75 +320,74 @@ class DispatchSource(BatchSource):
     Collective: making one.
     """
 
+    is_dispatched = True
+
     def __init__(
         self,
         loader: DataLoader[Any],
         *,
         world: World,
-        even: bool,
-        split: bool,
-        seed: int | None,
-        seedable: bool,
-        stateful: bool,
+        options: LoaderOptions,
         slice_fn: SliceFn | None,
         device: torch.device | None,
-        non_blocking: bool,
     ) -> None:
         self.inner = loader
-        self.even = even
-        self.split = split
+        self.even = options.even_batches
         self.slice_fn = slice_fn
-        self.batches_per_step = 1 if split else world.world_size
+        self.batches_per_step = 1 if options.split_batches else world.world_size
         self._world = world
+        self._options = options
         self._device = device
-        self._non_blocking = non_blocking
-        self.order = None
         own_samples, own_batches = -1, -1
         if world.is_rank_zero:
             ahead = 3 * self.batches_per_step  # it looks for the end
-            plain = PlainSource(loader, seed=seed, seedable=seedable, stateful=stateful, num_ahead=ahead)
+            plain = PlainSource(loader, options=options, num_ahead=ahead)
             self.inner, self.order, self.workers = plain.inner, plain.order, plain.workers
             own_samples, own_batches = length_of(loader.dataset), length_of(loader)
         own_size = -1 if loader.batch_size is None else loader.batch_size
         own_skip = int(batches_of(loader) is not None)
         of_rank_zero = gather_counts(own_samples, own_batches, int(loader.drop_last), own_size, own_skip)
         self.total_samples, self.total_batches, drop_last, batch_size, can_skip = (counts[0] for counts in of_rank_zero)
-        """Of rank zero's dataset and loader; -1 when nobody knows."""
+        """Of rank zero's dataset and loader; -1: unknown."""
         self.drop_last = bool(drop_last)
         self._can_skip = bool(can_skip)
         self.batch_size = None if batch_size < 0 else batch_size
-        if split and self.batch_size is not None and self.batch_size % world.world_size:
-            raise UsageError(
-                f"split_batches cuts every batch for {world.world_size} processes, and batch_size={self.batch_size} is not divisible",
-                where="DataLoaderConfiguration(split_batches=)",
-                do=f"choose a batch size that is a multiple of {world.world_size}, or leave split_batches out",
-            )
+        if options.split_batches and self.batch_size is not None:
+            require_divisible(self.batch_size, world.world_size)
 
     def steps(self, skip: int) -> Steps:
         world = self._world
         batches = None
-        # What is read for nothing is dealt for nothing, too: the samples at the beginning complete the last step.
+        # Skipped batches that are read are also split: the samples at the beginning complete the last step.
         num_unread, num_unused = (skip * self.batches_per_step, 0) if self._can_skip else (0, skip)
         if world.is_rank_zero:
             batches = self._batches_from(num_unread)
         return islice(self._read(batches), num_unused, None)
 
     def _read(self, batches: Iterator[Any] | None) -> Steps:
-        world = self._world
-        self.ended_early = yield from dispatch(
+        world, even = self._world, self.even
+        whole = global_batches(
             batches,
-            rank=world.rank,
             world_size=world.world_size,
-            split=self.split,
-            even=self.even,
+            split=self._options.split_batches,
             drop_last=self.drop_last,
-            slice_fn=self.slice_fn,
+            finds_end=not even,
             device=self._device,
-            non_blocking=self._non_blocking,
+            non_blocking=self._options.non_blocking,
+        )
+        self.ended_early = yield from dispatch(
+            whole, rank=world.rank, world_size=world.world_size, even=even, slice_fn=self.slice_fn
         )
 
-    def at_end(self) -> LastStep | None:
-        return None
+    def dataset_length(self, dataset: Any) -> int:
+        return length_at_rank_zero(self.total_samples, dataset)
+
+    def facts_elsewhere(self) -> DataFacts | None:
+        return (
+            None
+            if self._world.is_rank_zero
+            else DataFacts(num_samples=known_length(self.total_samples), batch_size=self.batch_size)
+        )
 
     def num_steps(self) -> int:
         if self.total_batches < 0:
@@ -361,12 +395,14 @@ class DispatchSource(BatchSource):
         whole, rest = divmod(self.total_batches, self.batches_per_step)
         return whole + (rest > 0 and not self.drop_last)
 
-    def set_even(self, even: bool) -> None:
-        self.even = even
+
+def saves_state(loader: DataLoader[Any], options: LoaderOptions) -> bool:
+    """Is ``loader`` read by a StatefulDataLoader, which can be saved in the middle of a pass?"""
+    return options.use_stateful_dataloader or isinstance(loader, SupportsStateDict)
 
 
 def batches_of(loader: DataLoader[Any]) -> Any:
-    """Return what draws the batches of a loader over a dataset with an index; None when nothing does."""
+    """Return what draws the batches of a loader over a map-style dataset; None for iterable data."""
     if isinstance(loader.dataset, IterableDataset):
         return None
     if isinstance(loader.sampler, BatchSampler):  # DataLoader(sampler=BatchSampler(...), batch_size=None)
@@ -377,7 +413,7 @@ def batches_of(loader: DataLoader[Any]) -> Any:
 def with_batches(
     loader: DataLoader[Any], batches: Any, *, stateful: bool = False, dataset: Any = None
 ) -> DataLoader[Any]:
-    """Return a loader as the user's (over ``dataset`` instead, where given) that reads other batches."""
+    """Return a loader like the user's (over ``dataset``, where given) that reads other batches."""
     kind = stateful_loader() if stateful else DataLoader
     dataset = loader.dataset if dataset is None else dataset
     if loader.batch_sampler is None:
@@ -385,8 +421,25 @@ def with_batches(
     return like(loader, dataset, kind=kind, batch_sampler=batches)  # type: ignore[no-any-return]
 
 
-def _skipping(loader: DataLoader[Any], skip: int) -> tuple[DataLoader[Any], int]:
-    """Return a loader that does not read the first ``skip`` batches, and how many are still to be thrown away."""
+def _batch_size(loader: DataLoader[Any], inner: DataLoader[Any]) -> int | None:
+    """Return the batch size of the user's ``loader``, or of the batch sampler with which ``inner`` reads for it."""
+    batches = inner.sampler if isinstance(inner.sampler, BatchSampler) else inner.batch_sampler
+    return getattr(batches, "batch_size", None) if loader.batch_size is None else loader.batch_size
+
+
+def length_at_rank_zero(num_samples: int, dataset: Any) -> int:
+    """Return the number of samples that rank zero has found in its ``dataset``.
+
+    Raises:
+        TypeError: it has no length.
+    """
+    if num_samples < 0:
+        raise TypeError(f"object of type {type(dataset).__name__} has no len()")
+    return num_samples
+
+
+def _skip_batches(loader: DataLoader[Any], skip: int) -> tuple[DataLoader[Any], int]:
+    """Return a loader that does not read the first ``skip`` batches, and how many are still to be dropped."""
     batches = batches_of(loader)
     if not skip or batches is None or type(loader) is not DataLoader:
         return loader, skip

@@ -1,4 +1,4 @@
-"""Is the order that rank zero's sampler gives to all ranks a whole one, or only the share of rank zero?"""
+"""Is the order that rank zero's sampler draws for all ranks a whole one, or only a shard of rank zero?"""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from echelon.distributed.small_messages import gather_bytes, gather_counts
 __all__ = ["OrderCheck"]
 
 _SKETCH = 256
-_LEAST = 12
+_MIN_SAMPLES = 12
 
 
 class OrderCheck:
-    """Compares, once, what the ranks' samplers draw, of which rank zero's is taken for all.
+    """Compares, once, what the ranks' samplers draw, where all ranks use rank zero's draw.
 
-    Samplers may draw in any order, or other samples on each rank (with replacement, a random part): that is no mistake, for
-    rank zero's draw counts. But where the ranks' draws have nothing in common and are the whole dataset together, the
-    sampler divides the data by rank, and most of them would never be read.
+    Samplers may draw in any order, or other samples on each rank (with replacement, a random subset): that is no mistake. But
+    where the ranks' draws have nothing in common and together are the whole dataset, the sampler shards the data, and most
+    samples would never be read.
 
     Args:
         sampler: the user's.
-        num_samples: of the dataset; -1: nobody knows, and nothing is compared.
+        num_samples: of the dataset; -1: unknown, and nothing is compared.
         line: where the loader was given to echelon.
         is_error: raise in the place of a warning.
     """
@@ -39,39 +39,39 @@ class OrderCheck:
         self._is_error = is_error
         # These draw at random by design: two ranks may have nothing in common by chance.
         draws = getattr(sampler, "replacement", False) is True or getattr(sampler, "weights", None) is not None
-        self._is_wanted = num_samples >= _LEAST and not draws
+        self._is_wanted = num_samples >= _MIN_SAMPLES and not draws
 
-    def judge(self, drawn: Sequence[Any]) -> None:
-        """Look at what this rank has drawn in a pass.
+    def check_order(self, drawn: Sequence[Any]) -> None:
+        """Compare what the ranks have drawn in a pass.
 
         Collective: every rank, at the first call.
 
         Raises:
-            UsageError: the sampler divides the data by rank (``is_error``).
+            UsageError: the sampler shards the data (``is_error``).
         """
         if not self._is_wanted:
             return
         self._is_wanted = False
-        indices = _spread(drawn)
+        indices = _hash_indices(drawn)
         digest = int(indices.sum(dtype=np.uint64) >> np.uint64(2))
         digests, counts = gather_counts(digest, len(indices))
         if len(set(digests)) == 1 or sum(counts) > self._num_samples + len(counts) ** 2:
             return
         sketches = [np.frombuffer(sketch, dtype=np.uint64) for sketch in gather_bytes(indices[:_SKETCH].tobytes())]
         num_all, num_apart = sum(len(sketch) for sketch in sketches), len(np.unique(np.concatenate(sketches)))
-        # Some cuts repeat a few samples, so that all ranks have equally many.
+        # Some samplers repeat a few samples, so that all ranks have equally many.
         covers = num_apart >= self._num_samples if max(counts) <= _SKETCH else sum(counts) >= self._num_samples
         if covers and num_all - num_apart <= len(counts):
-            self._tell(counts)
+            self._report(counts)
 
-    def _tell(self, counts: list[int]) -> None:
+    def _report(self, counts: list[int]) -> None:
         message = (
-            f"the sampler of the loader ({self._name}) gives each rank other samples, and all of them together are the "
-            f"dataset: {counts[0]} of {self._num_samples} on rank 0. It has been cut for the ranks already, and is cut once "
-            "more: the other ranks' samples are not read"
+            f"the sampler of the loader ({self._name}) gives each rank other samples, which together are the dataset: "
+            f"{counts[0]} of {self._num_samples} on rank 0. It is sharded already, and echelon shards it again: the samples of "
+            "the other ranks are not read"
         )
         do = (
-            "take the sampler out (echelon cuts the loader), or keep its cut: "
+            "remove the sampler (echelon shards the loader), or keep its sharding: "
             "accelerator.prepare_data_loader(loader, already_sharded=True)"
         )
         if self._is_error:
@@ -79,7 +79,7 @@ class OrderCheck:
         warn(f"{message}. Either {do}", at=self._line)
 
 
-def _spread(drawn: Sequence[Any]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+def _hash_indices(drawn: Sequence[Any]) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """Return 64 well-spread bits of each index, each once, sorted: the same on all ranks."""
     if all(type(index) is int for index in drawn):
         numbers = np.array(drawn, dtype=np.int64).view(np.uint64) * np.uint64(0x9E3779B97F4A7C15)

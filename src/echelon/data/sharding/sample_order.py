@@ -1,4 +1,4 @@
-"""One order of samples for all ranks: that of the user's own sampler, or a closed formula of (seed, epoch)."""
+"""One order of samples for all ranks: drawn by the user's sampler, or computed from (seed, epoch)."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ class SampleOrder:
         batches: the user's batch sampler.
         seed: of a seedable order; None: the run's, which rank zero decides.
         seedable: shuffle by (seed, epoch) instead of by the sampler's generator.
-        alone: one process draws for itself: nothing is exchanged.
-        check: looks at the first draw of a sampler of the user's, before rank zero's is taken.
+        alone: there is one process: nothing is exchanged.
+        check: of the first draw of a sampler of the user's.
     """
 
     def __init__(
         self, batches: Any, *, seed: int | None, seedable: bool, alone: bool, check: OrderCheck | None = None
     ) -> None:
         self._alone = alone
-        self._own: SharedSampler | SharedBatches | SeedableRandomSampler
+        self._drawn_by: SharedSampler | SharedBatches | SeedableRandomSampler
         if type(batches) is not BatchSampler:
-            self._own = SharedBatches(batches, alone=alone, check=check)
-            self.batches: Any = self._own
+            self._drawn_by = SharedBatches(batches, alone=alone, check=check)
+            self.batches: Any = self._drawn_by
             return
         sampler: Any = batches.sampler
         if seedable and type(sampler) is RandomSampler:
-            self._own = SeedableRandomSampler(
+            self._drawn_by = SeedableRandomSampler(
                 sampler.data_source,
                 replacement=sampler.replacement,
                 num_samples=sampler._num_samples,
@@ -45,57 +45,59 @@ class SampleOrder:
                 data_seed=seed,
             )
         else:
-            self._own = SharedSampler(sampler, alone=alone, check=check)
-        self.batches = BatchSampler(self._own, batches.batch_size, batches.drop_last)
+            self._drawn_by = SharedSampler(sampler, alone=alone, check=check)
+        self.batches = BatchSampler(self._drawn_by, batches.batch_size, batches.drop_last)
 
     def begin(self) -> None:
-        """Make the ranks agree about the next pass, as far as that is not done while drawing. Collective."""
-        if isinstance(self._own, SeedableRandomSampler) and not self._alone:
-            self._own.agree_seed()
+        """Agree on the seed of the next pass. Collective."""
+        if isinstance(self._drawn_by, SeedableRandomSampler) and not self._alone:
+            self._drawn_by.agree_seed()
 
     @property
     def sampler(self) -> Any:
         """The user's sampler, or the seedable one in its place; None when a batch sampler has none."""
-        if isinstance(self._own, SharedBatches):
-            return getattr(self._own.batches, "sampler", None)
-        return self._own.sampler if isinstance(self._own, SharedSampler) else self._own
+        if isinstance(self._drawn_by, SharedBatches):
+            return getattr(self._drawn_by.batches, "sampler", None)
+        return self._drawn_by.sampler if isinstance(self._drawn_by, SharedSampler) else self._drawn_by
 
     @sampler.setter
     def sampler(self, sampler: Any) -> None:
-        if isinstance(self._own, SharedBatches):
-            self._own.batches.sampler = sampler
+        if isinstance(self._drawn_by, SharedBatches):
+            self._drawn_by.batches.sampler = sampler
             return
-        self._own = sampler if isinstance(sampler, SeedableRandomSampler) else SharedSampler(sampler, alone=self._alone)
-        self.batches.sampler = self._own
+        self._drawn_by = (
+            sampler if isinstance(sampler, SeedableRandomSampler) else SharedSampler(sampler, alone=self._alone)
+        )
+        self.batches.sampler = self._drawn_by
 
     @property
     def is_seedable(self) -> bool:
-        """Does it depend on (seed, epoch) only?"""
-        return isinstance(self._own, SeedableRandomSampler)
+        """Does it depend only on (seed, epoch)?"""
+        return isinstance(self._drawn_by, SeedableRandomSampler)
 
     def state(self) -> dict[str, Any] | None:
-        """Return what the order of the pass begun last was drawn from."""
-        if isinstance(self._own, SeedableRandomSampler):
-            return {"seed": self._own.initial_seed}
-        return self._own.draw.latest
+        """Return what the order of the pass that started last was drawn from."""
+        if isinstance(self._drawn_by, SeedableRandomSampler):
+            return {"seed": self._drawn_by.initial_seed}
+        return self._drawn_by.draw.latest
 
     def pin(self, state: dict[str, Any] | None) -> None:
-        """Let the next pass have the order of the one that ``state`` is of."""
+        """Make the next pass draw the order of ``state``."""
         if state is None:
             return
-        if isinstance(self._own, SeedableRandomSampler):
-            self._own.data_seed = state["seed"]
+        if isinstance(self._drawn_by, SeedableRandomSampler):
+            self._drawn_by.data_seed = state["seed"]
         else:
-            self._own.draw.pin(state)
+            self._drawn_by.draw.pin(state)
 
     def unpin(self) -> None:
-        """Let the next pass have an order of its own."""
-        if not isinstance(self._own, SeedableRandomSampler):
-            self._own.draw.pin(None)
+        """Make the next pass draw a new order."""
+        if not isinstance(self._drawn_by, SeedableRandomSampler):
+            self._drawn_by.draw.pin(None)
 
 
 class SeedableRandomSampler(RandomSampler):
-    """A permutation that depends on (seed, epoch) only: ``randperm(n, generator=Generator().manual_seed(seed + epoch))``.
+    """A permutation that depends only on (seed, epoch): ``randperm(n, generator=Generator().manual_seed(seed + epoch))``.
 
     Args:
         args: of ``RandomSampler``; its generator is not drawn from.
@@ -133,19 +135,19 @@ class SeedableRandomSampler(RandomSampler):
 
 
 class _Draw:
-    """The random states that an order is drawn from, so that a resumed pass draws the same."""
+    """The RNG states that an order is drawn from, so that a resumed pass draws the same order."""
 
     def __init__(self) -> None:
         self.latest: dict[str, Any] | None = None
-        """Of the pass begun last: ``torch`` and ``generator`` states."""
+        """Of the pass that started last: ``torch`` and ``generator`` states."""
         self._pinned: dict[str, Any] | None = None
 
     def pin(self, state: dict[str, Any] | None) -> None:
-        """Draw the next pass from ``state``; None: from what is there then."""
+        """Draw the next pass from ``state``; None: from the state at that time."""
         self._pinned = state
 
     def begin(self, generator: torch.Generator | None) -> torch.Tensor | None:
-        """Set the states that were pinned, if any, note those of this pass; return what ``end`` has to restore."""
+        """Set the pinned states, if any, and record those of this pass; return what ``end`` restores."""
         pinned, self._pinned = self._pinned, None
         before = None
         if pinned is not None:
@@ -160,13 +162,13 @@ class _Draw:
         return before
 
     def end(self, before: torch.Tensor | None) -> None:
-        """Leave torch's own state as it was before a pinned pass."""
+        """Restore torch's own state after a pinned draw."""
         if before is not None:
             torch.set_rng_state(before)
 
 
 class SharedSampler(Sampler[int]):
-    """A sampler of the user's that gives every rank the order that it gives rank 0 in the plain program.
+    """A sampler of the user's whose order on every rank is that of rank 0.
 
     Collective: each pass, unless ``alone``.
     """
@@ -178,7 +180,7 @@ class SharedSampler(Sampler[int]):
         self._alone = alone
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the user's sampler, if it wants to know."""
+        """Set the epoch of the user's sampler, if it has one."""
         if isinstance(self.sampler, SupportsSetEpoch):
             self.sampler.set_epoch(epoch)
 
@@ -210,9 +212,9 @@ class SharedSampler(Sampler[int]):
         if _has_length(sampler):
             order = list(sampler)
             if self._check is not None and not self._alone:
-                self._check.judge(order)
+                self._check.check_order(order)
             return iter(order if self._alone else broadcast_object_list([order])[0])
-        return iter(sampler)  # endless: its author must make the ranks agree
+        return iter(sampler)  # endless: its author must make it equal on all ranks
 
 
 class SharedBatches(Sampler[list[int]]):
@@ -239,7 +241,7 @@ class SharedBatches(Sampler[list[int]]):
         return bool(getattr(self.batches, "drop_last", False))
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the user's batch sampler and the sampler below it, if they want to know."""
+        """Set the epoch of the user's batch sampler and of its sampler, if they have one."""
         for owner in (self.batches, getattr(self.batches, "sampler", None)):
             if isinstance(owner, SupportsSetEpoch):
                 owner.set_epoch(epoch)
@@ -255,7 +257,7 @@ class SharedBatches(Sampler[list[int]]):
                 return iter(self.batches)
             order = list(self.batches)
             if self._check is not None and not self._alone:
-                self._check.judge([index for batch in order for index in batch])
+                self._check.check_order([index for batch in order for index in batch])
             return iter(order if self._alone else broadcast_object_list([order])[0])
         finally:
             self.draw.end(before)

@@ -1,4 +1,4 @@
-"""Batches dealt to ranks: whole ones in turn, or each one cut into as many pieces as there are ranks."""
+"""The batches of one rank: every world_size-th one, or its part of each batch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
-from echelon.base.errors import UsageError
 from echelon.base.protocols import SupportsSetEpoch
+from echelon.data.batch import require_divisible
 from echelon.data.exact.batch_slices import LastStep
 from echelon.data.sharding.sample_order import SharedBatches
 
@@ -21,16 +21,16 @@ class RankBatchSampler(BatchSampler):
 
     Whole batches (``split=False``): rank r gets the batches r, r + W, r + 2 W, ...; the last round is completed with
     samples from the beginning of the pass if ``even``, else some ranks get none.
-    Split batches: each batch gives every rank a piece; a short last batch is filled in the same way if ``even``, else
-    cut as evenly as it goes.
+    Split batches: each rank gets a part of each batch; a short last batch is filled in the same way if ``even``, else split
+    as evenly as possible.
 
-    Source: accelerate's BatchSamplerShard, but for the even cut (it gives the first ranks all they can take).
+    Source: accelerate's BatchSamplerShard, but for the even split (it fills the first ranks).
 
     Args:
         batch_sampler: the batches of all ranks, in one order; its ``batch_size`` is None or missing where they differ.
         num_processes: the number of ranks.
         process_index: the rank.
-        split_batches: cut each batch.
+        split_batches: split each batch.
         even_batches: complete the last round.
     """
 
@@ -44,12 +44,8 @@ class RankBatchSampler(BatchSampler):
     ) -> None:
         # BatchSampler's own __init__ is not called: the batches are those of the other one.
         batch_size: int | None = getattr(batch_sampler, "batch_size", None)
-        if split_batches and (batch_size is None or batch_size % num_processes):
-            raise UsageError(
-                f"split_batches cuts every batch for {num_processes} processes, and batch_size={batch_size} is not divisible",
-                where="DataLoaderConfiguration(split_batches=)",
-                do=f"choose a batch size that is a multiple of {num_processes}, or leave split_batches out",
-            )
+        if split_batches:
+            require_divisible(batch_size, num_processes)
         self.batches = batch_sampler
         """Of all ranks, in one order."""
         self.batch_size = batch_size  # type: ignore[assignment]
@@ -77,7 +73,7 @@ class RankBatchSampler(BatchSampler):
         return len(self.batches)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the sampler below."""
+        """Set the epoch of the sampler."""
         for owner in (self.batches, getattr(self.batches, "sampler", None)):
             if isinstance(owner, SupportsSetEpoch):
                 owner.set_epoch(epoch)
@@ -85,7 +81,7 @@ class RankBatchSampler(BatchSampler):
     def __len__(self) -> int:
         total = len(self.batches)
         if self.split_batches:
-            # A last batch with fewer samples than ranks leaves the last ranks a step short; its size is not known here.
+            # A last batch with fewer samples than ranks leaves the last ranks a step short; its size is unknown here.
             return total
         whole, rest = divmod(total, self.num_processes)
         if rest == 0 or self.drop_last:
@@ -93,7 +89,7 @@ class RankBatchSampler(BatchSampler):
         return whole + 1 if self.even_batches or self.process_index < rest else whole
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._pieces() if self.split_batches else self._rounds()
+        return self._split() if self.split_batches else self._rounds()
 
     def _rounds(self) -> Iterator[list[int]]:
         self.last_step = None
@@ -126,7 +122,7 @@ class RankBatchSampler(BatchSampler):
         filled = [[*batch, *islice(again, self.batch_size - len(batch))] for batch in round_]
         return filled + [list(islice(again, self.batch_size)) for _ in range(self.num_processes - len(round_))]
 
-    def _pieces(self) -> Iterator[list[int]]:
+    def _split(self) -> Iterator[list[int]]:
         assert self.batch_size is not None
         self.last_step = None
         ranks = range(self.num_processes)

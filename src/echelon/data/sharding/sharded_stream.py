@@ -1,4 +1,4 @@
-"""Samples of an iterable dataset dealt to ranks that all read it: each takes its piece of every global batch."""
+"""Iterable datasets that every rank reads whole, to keep its part of every global batch; or in shards of the dataset's own."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from echelon.base.errors import UsageError
 from echelon.base.protocols import SupportsSetEpoch
-from echelon.data.batch import num_samples
+from echelon.data.batch import num_samples, require_divisible
 from echelon.data.exact.batch_slices import LastStep
-from echelon.data.fork_workers import settle_before_fork
+from echelon.data.fork_workers import wait_before_fork
 from echelon.data.rng.per_sample_rng import are_equal_states, rng_states
 from echelon.distributed.checks.data_fingerprint import ColumnFingerprint, sample_fingerprints
 from echelon.distributed.collectives import broadcast
 from echelon.distributed.small_messages import gather_counts
 
-__all__ = ["CollatePiece", "ShardedStream", "ShowUsersDataset", "open_like_rank_zero", "read_own_shards"]
+__all__ = ["CollatePart", "ShardedStream", "ExposeUsersDataset", "iterate_like_rank_zero", "read_own_shards"]
 
 Columns = dict[str, ColumnFingerprint]
 
 
 class ShardedStream(IterableDataset[Any]):
-    """The pieces of one rank: (list of samples, LastStep or None, columns of all samples or None), one for each step.
+    """The parts of one rank: (list of samples, LastStep or None, columns of all samples or None), one for each step.
 
-    As many samples as all ranks need are read, and each rank keeps its piece. A short rest is completed with samples
-    from the beginning if ``even``, else cut as evenly as it goes, or left out with ``drop_last``.
+    The samples of all ranks are read, and each rank keeps its part. A short last batch is completed with samples from the
+    beginning if ``even``, else split as evenly as possible, or left out with ``drop_last``.
 
     With a ``batch_size`` of None the dataset yields batches, and each rank takes one of every ``world_size``.
 
-    Every loader worker deals what it reads, so each may have a rest of its own. The columns are those of the first step:
-    every rank has read the same, unless the dataset divides itself.
+    Every loader worker splits what it reads, so each may have a short last batch. The columns are those of the first step:
+    every rank has read the same, unless the dataset shards itself.
 
-    Source: accelerate's IterableDatasetShard, but for the even cut.
+    Source: accelerate's IterableDatasetShard, but for the even split.
     """
 
     def __init__(
@@ -50,12 +50,8 @@ class ShardedStream(IterableDataset[Any]):
         even: bool,
         split: bool,
     ) -> None:
-        if split and (batch_size is None or batch_size % world_size):
-            raise UsageError(
-                f"split_batches cuts every batch for {world_size} processes, and batch_size={batch_size} is not divisible",
-                where="DataLoaderConfiguration(split_batches=)",
-                do=f"choose a batch size that is a multiple of {world_size}, or leave split_batches out",
-            )
+        if split:
+            require_divisible(batch_size, world_size)
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
@@ -70,12 +66,12 @@ class ShardedStream(IterableDataset[Any]):
         return (self.batch_size or 1) * (1 if self.split else self.world_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the user's dataset, if it wants to know."""
+        """Set the epoch of the user's dataset, if it has one."""
         if isinstance(self.dataset, SupportsSetEpoch):
             self.dataset.set_epoch(epoch)
 
     def num_steps(self) -> int:
-        """Return the number of pieces of this rank.
+        """Return the number of steps of this rank.
 
         Raises:
             TypeError: the dataset has no length.
@@ -102,13 +98,13 @@ class ShardedStream(IterableDataset[Any]):
         if not samples or self.drop_last:
             return
         columns = self._columns(samples, before) if not first else None
-        num_real, sizes = len(samples), self._cut(len(samples))
+        num_real, sizes = len(samples), self._even_sizes(len(samples))
         # Several loader workers: this may not be the last step of the pass, so every rank must make it.
         worker = get_worker_info()
         if self.even or (0 in sizes and worker is not None and worker.num_workers > 1):
             samples = [*samples, *islice(cycle(first or samples), whole - num_real)]
             yield samples[mine], self._facts(samples, num_real), columns
-        else:  # a rank without any has an empty piece, which says to its loader that others go on
+        else:  # a rank without samples has an empty part: its loader ends while others continue
             start = sum(sizes[: self.rank])
             counts = sizes if self.batch_size is not None else _item_sizes(samples, self.world_size)
             yield samples[start : start + sizes[self.rank]], LastStep(counts, counts), columns
@@ -117,12 +113,12 @@ class ShardedStream(IterableDataset[Any]):
         # Ranks draw from streams of their own in the main process: what was drawn may differ.
         return {} if before is not None and not are_equal_states(before, rng_states()) else sample_fingerprints(samples)
 
-    def _cut(self, num_real: int) -> list[int]:
+    def _even_sizes(self, num_real: int) -> list[int]:
         share, extra = divmod(num_real, self.world_size)
         return [share + (rank < extra) for rank in range(self.world_size)]
 
     def _facts(self, samples: list[Any], num_real: int) -> LastStep | None:
-        """Describe a step in which every rank has its full piece, of which ``num_real`` samples are new."""
+        """Describe a step in which every rank has a full part, with ``num_real`` new samples in all."""
         size = len(samples) // self.world_size
         if self.batch_size is None:  # batches of the dataset's own: of any size
             sizes = _item_sizes(samples, self.world_size)
@@ -139,8 +135,8 @@ def _item_sizes(batches: list[Any], world_size: int) -> list[int]:
     return [num_samples(batch) or 1 for batch in batches] + [0] * (world_size - len(batches))
 
 
-class CollatePiece:
-    """The user's ``collate_fn`` on the samples of a piece; a class, for it travels to loader workers."""
+class CollatePart:
+    """The user's ``collate_fn`` on the samples of a part; a class, because it is sent to loader workers."""
 
     def __init__(self, collate_fn: Callable[[Any], Any], *, is_batched: bool) -> None:
         self.collate_fn = collate_fn
@@ -155,8 +151,8 @@ class CollatePiece:
         return self.collate_fn(samples[0] if self.is_batched else samples), facts, columns
 
 
-class ShowUsersDataset:
-    """A ``worker_init_fn`` that lets ``get_worker_info().dataset`` be the user's, then calls the user's own."""
+class ExposeUsersDataset:
+    """A ``worker_init_fn`` that makes ``get_worker_info().dataset`` the user's, then calls the user's own."""
 
     def __init__(self, then: Callable[[int], Any] | None) -> None:
         self.then = then
@@ -170,7 +166,7 @@ class ShowUsersDataset:
             self.then(worker_id)
 
 
-def open_like_rank_zero(loader: DataLoader[Any], stream: Any) -> Iterator[Any]:
+def iterate_like_rank_zero(loader: DataLoader[Any], stream: Any) -> Iterator[Any]:
     """Start a pass in which every rank reads the same samples: generators and worker seeds are those of rank zero.
 
     Collective: every rank.
@@ -180,11 +176,11 @@ def open_like_rank_zero(loader: DataLoader[Any], stream: Any) -> Iterator[Any]:
         generator.set_state(broadcast(generator.get_state()))
     if loader.num_workers == 0:
         return iter(loader)
-    # The loader draws the seed of its workers when it starts them. Each rank's own stream goes on by that one draw.
+    # The loader draws the seed of its workers when it starts them. Each rank's own stream advances by that one draw.
     source = loader.generator
     before = torch.get_rng_state() if source is None else source.get_state()
     _set_state(source, broadcast(before))
-    settle_before_fork()
+    wait_before_fork()
     batches = iter(loader)
     if dist.is_initialized() and dist.get_rank() != 0:
         _set_state(source, before)
@@ -202,27 +198,27 @@ def _set_state(generator: torch.Generator | None, state: torch.Tensor) -> None:
 def read_own_shards(
     batches: Iterator[Any], *, even: bool, drop_last: bool
 ) -> Generator[tuple[Any, LastStep | None], None, bool]:
-    """Read a loader whose dataset has been cut by itself, so that nobody knows how much the other ranks have.
+    """Read a loader whose dataset shards itself, so that the number of batches of the other ranks is unknown.
 
-    The ranks tell each other the size of their next batch (a few bytes a step). A rank that has run out repeats its
-    first batch until all have, if ``even``; with ``drop_last`` all end with the first; else each ends by itself.
+    The ranks exchange the size of their next batch (a few bytes a step). A rank that has run out repeats its first batch
+    until all have, if ``even``; with ``drop_last`` all end with the first; else each ends by itself.
 
     Returns:
-        Is this one of the ranks that ended first, while others go on? Of those that end later nobody knows.
+        Whether this is one of the ranks that ended first, while others continue (unknown for those that end later).
 
     Collective: each step, until a rank has ended.
 
     Raises:
-        UsageError: a rank has no samples at all, and ``even`` asks it to make steps.
+        UsageError: a rank has no samples, and ``even`` requires steps of it.
     """
     first: Any = _NONE
-    together = True
+    all_read = True
     while True:
         batch = next(batches, _NONE)
         if first is _NONE:
             first = batch
         size = _size(batch)
-        if not together:
+        if not all_read:
             if batch is _NONE:
                 return False
             yield batch, LastStep(_others_unknown(size), _others_unknown(size))
@@ -231,7 +227,7 @@ def read_own_shards(
         if max(real) == 0 or (drop_last and min(real) == 0):
             return False
         if min(real) > 0 or not even:
-            together = min(real) > 0
+            all_read = min(real) > 0
             if batch is _NONE:
                 return True
             yield batch, None if len(set(real)) == 1 else LastStep(real, real)
@@ -250,7 +246,7 @@ def _size(batch: Any) -> int:
 
 
 def _others_unknown(size: int) -> list[int]:
-    """Say that somebody has ended, and this rank has not."""
+    """Return sizes that say: a rank has ended, and this one has not."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     return [size if other == rank else 0 for other in range(world_size)]
 

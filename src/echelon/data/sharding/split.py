@@ -1,4 +1,4 @@
-"""Each rank its part of a list, tuple, dict, tensor or dataset."""
+"""Splits a list, tuple, dict, tensor or dataset between the ranks."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ __all__ = ["split_between_processes"]
 def split_between_processes(
     inputs: Any, apply_padding: bool = False, *, rank: int, world_size: int, device: torch.device | None = None
 ) -> Iterator[Any]:
-    """Give this rank its part of ``inputs``: consecutive items, the first ranks one more where it does not divide.
+    """Yield this rank's part of ``inputs``: consecutive items; the first ranks have one more where it does not divide.
 
     Args:
-        inputs: a list, tuple, tensor, array, range or dataset, or a dict of them (each value is cut). They stay as
-            they are.
+        inputs: a list, tuple, tensor, array, range or dataset, or a dict of them (each value is split). They are not
+            changed.
         apply_padding: repeat the last item, so that every rank has equally many (drop them after a gather).
         rank: whose part.
         world_size: the number of parts.
         device: where padded tensors go, so that they can be gathered; None: they stay.
 
     Raises:
-        UsageError: the values of a dict differ in length, or ``inputs`` cannot be cut.
+        UsageError: the values of a dict differ in length, or ``inputs`` cannot be split.
     """
     if world_size == 1:
         yield inputs
@@ -78,6 +78,6 @@ def _take(inputs: Any, indices: list[int], missing: int, length: int, device: to
     if isinstance(inputs, Dataset) and isinstance(inputs, Sized):
         return Subset(inputs, indices + padding)
     raise UsageError(
-        f"split_between_processes cannot cut a {type(inputs).__name__}",
-        do="give it a list, a tuple, a tensor, an array, a map-style dataset, or a dict of them",
+        f"split_between_processes cannot split a {type(inputs).__name__}",
+        do="pass a list, a tuple, a tensor, an array, a map-style dataset, or a dict of them",
     )

@@ -1,4 +1,4 @@
-"""Finds out that a loader has been cut for the ranks already: by its sampler, by its batch sampler, or by its dataset."""
+"""Detects that a loader is sharded already: by its sampler, its batch sampler, or its dataset."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from echelon.base.protocols import SupportsSetEpoch
 from echelon.base.warnings import UserLine, warn
 
 __all__ = [
-    "OwnCut",
-    "check_parts",
-    "cutters_with_epoch",
-    "find_own_cut",
-    "is_divisible_again",
+    "ExistingSharding",
+    "SamplerEpochs",
+    "check_shards",
+    "find_existing_sharding",
+    "can_undo_sharding",
     "num_repeated",
     "samplers_of",
 ]
 
-# Where samplers and datasets of others keep how many parts there are, and which one is theirs; also with a "_" before it.
-_COUNTS = (
+# Attributes in which samplers and datasets keep the number of shards, and which one is theirs; also with a "_" before them.
+_COUNT_NAMES = (
     "num_replicas",
     "world_size",
     "num_processes",
@@ -37,7 +37,7 @@ _COUNTS = (
     "shard_count",
     "data_parallel_size",
 )
-_INDICES = (
+_INDEX_NAMES = (
     "rank",
     "process_index",
     "global_rank",
@@ -47,10 +47,10 @@ _INDICES = (
     "output_split_idx",  # Ray Data's streaming splits
     "data_parallel_rank",
 )
-# What code asks that divides data by itself: one of each.
-_ASKS_COUNT = frozenset({"get_world_size", "num_processes", "WORLD_SIZE"})
-_ASKS_INDEX = frozenset({"get_rank", "process_index", "RANK"})
-# Their code is known: it is not searched for these words.
+# Names in code that shards data by itself: one of each.
+_RANK_COUNT_NAMES = frozenset({"get_world_size", "num_processes", "WORLD_SIZE"})
+_RANK_NAMES = frozenset({"get_rank", "process_index", "RANK"})
+# Their code is known: it is not searched for these names.
 _LIBRARIES = frozenset(
     [
         "torch",
@@ -73,28 +73,28 @@ _MAX_DEPTH = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnCut:
-    """What has been cut for the ranks before it was given to echelon, on this rank."""
+class ExistingSharding:
+    """How a loader was sharded before echelon got it, on this rank."""
 
     what: str
-    """What cuts it, for messages, such as ``its sampler (DistributedSampler)``."""
+    """What shards it, for messages, such as ``its sampler (DistributedSampler)``."""
     place: Literal["sampler", "dataset", "user"]
-    """The samplers, the dataset, or nobody knows: the user says so."""
-    num_parts: int = -1
-    """Into how many parts; -1: it does not say."""
-    part: int = -1
-    """Which one is that of this rank; -1: it does not say."""
+    """``user``: the user said ``already_sharded=True``."""
+    num_shards: int = -1
+    """-1: unknown."""
+    shard: int = -1
+    """Of this rank; -1: unknown."""
 
 
-def find_own_cut(loader: DataLoader[Any]) -> OwnCut | None:
-    """Return how ``loader`` has been cut already; None where nothing shows that it has been."""
+def find_existing_sharding(loader: DataLoader[Any]) -> ExistingSharding | None:
+    """Return how ``loader`` is sharded; None where nothing shows that it is."""
     for sampler in samplers_of(loader):
-        numbers = _numbers_of(sampler)
+        numbers = _shard_numbers(sampler)
         if numbers is not None:
             kind = "batch sampler" if sampler is getattr(loader, "batch_sampler", None) else "sampler"
             what = f"its {kind} ({type(sampler).__name__})"
-            return OwnCut(what=what, place="sampler", num_parts=numbers[0], part=numbers[1])
-    return _cut_of_dataset(loader.dataset)
+            return ExistingSharding(what=what, place="sampler", num_shards=numbers[0], shard=numbers[1])
+    return _sharding_of_dataset(loader.dataset)
 
 
 def samplers_of(loader: DataLoader[Any]) -> list[Any]:
@@ -110,66 +110,84 @@ def samplers_of(loader: DataLoader[Any]) -> list[Any]:
     return found
 
 
-def cutters_with_epoch(loader: DataLoader[Any]) -> list[Any]:
-    """Return the samplers of ``loader`` that cut for ranks, and draw another order in each ``epoch``."""
-    found = (s for s in samplers_of(loader) if _numbers_of(s) is not None and isinstance(s, SupportsSetEpoch))
-    return [sampler for sampler in found if type(getattr(sampler, "epoch", None)) is int]
+class SamplerEpochs:
+    """Notices the epoch that a script sets on a sampler of its own that shards for the ranks.
+
+    Every tutorial of DistributedSampler calls its ``set_epoch`` before each pass.
+
+    Args:
+        loader: the user's.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        found = (s for s in samplers_of(loader) if _shard_numbers(s) is not None and isinstance(s, SupportsSetEpoch))
+        self.samplers: list[Any] = [sampler for sampler in found if type(getattr(sampler, "epoch", None)) is int]
+        """Those that shard for ranks, and draw another order in each ``epoch``."""
+        self.note()
+
+    def note(self) -> None:
+        """The epochs are now those that this process has set."""
+        self._seen = [sampler.epoch for sampler in self.samplers]
+
+    def changed(self) -> int | None:
+        """Return the epoch that the script has set since ``note``; None: none."""
+        return next((s.epoch for s, seen in zip(self.samplers, self._seen) if s.epoch != seen), None)
 
 
-def is_divisible_again(sampler: Any) -> bool:
-    """Is the whole order behind ``sampler`` known, so that its cut can be undone? That of torch's own class is."""
+def can_undo_sharding(sampler: Any) -> bool:
+    """Is the whole order behind ``sampler`` known, so that its sharding can be undone? That of torch's own class is."""
     return type(sampler) is DistributedSampler or (
         isinstance(sampler, DistributedSampler) and type(sampler).__module__.startswith("torchdata.")
     )
 
 
 def num_repeated(loader: DataLoader[Any]) -> int:
-    """Return how many samples at the end of this rank's part torch's DistributedSampler has put there again."""
+    """Return how many samples at the end of this rank's shard are repeated by torch's DistributedSampler."""
     for sampler in samplers_of(loader):
-        if is_divisible_again(sampler):
+        if can_undo_sharding(sampler):
             missing = sampler.total_size - len(sampler.dataset)
             return int(missing > 0 and sampler.rank >= sampler.num_replicas - missing)
     return 0
 
 
-def check_parts(cuts: list[OwnCut], *, world_size: int, line: UserLine) -> bool:
-    """Return whether ``cuts``, of ranks 0, 1, ..., are parts of one whole; False where there is but one part: the whole.
+def check_shards(cuts: list[ExistingSharding], *, world_size: int, line: UserLine) -> bool:
+    """Return whether ``cuts``, of ranks 0, 1, ..., are shards of one whole; False where each is the whole.
 
     Args:
-        cuts: equal on all ranks, so that all of them raise; where there is no process group, this one's only.
-        world_size: the number of parts that there should be.
+        cuts: of all ranks, so that all of them raise; without a process group, of this one.
+        world_size: the number of shards that there should be.
         line: where the loader was given to echelon.
 
     Raises:
-        UsageError: they are parts for another number of processes, or two ranks have the same part.
+        UsageError: they are shards for another number of processes, or two ranks have the same shard.
     """
-    numbers, parts = {cut.num_parts for cut in cuts}, [cut.part for cut in cuts]
+    numbers, shards = {cut.num_shards for cut in cuts}, [cut.shard for cut in cuts]
     if numbers == {-1}:
         return True
     what = cuts[0].what
     if numbers == {1} and world_size > 1 and cuts[0].place == "sampler":
         warn(
-            f"{what} was made for one process, and there are {world_size}: it gives each of them everything, so the loader is "
-            "cut here, and each sample comes once. Make it after Accelerator() (or the process group) to keep its own cut, "
-            "or leave it out",
+            f"{what} was created for one process, and there are {world_size}: it gives all samples to each of them, so echelon "
+            "shards the loader, and each sample is used once. Create it after Accelerator() (or the process group) to keep its "
+            "own sharding, or remove it",
             at=line,
         )
         return False
     if numbers != {world_size}:
-        named = ", ".join(f"rank {rank}: {cut.num_parts}" for rank, cut in enumerate(cuts))
+        named = ", ".join(f"rank {rank}: {cut.num_shards}" for rank, cut in enumerate(cuts))
         raise UsageError(
-            f"the loader has been cut by {what} for another number of processes: there are {world_size}, and it says "
+            f"the loader is sharded by {what} for another number of processes: there are {world_size}, and it has "
             f"{named if len(numbers) > 1 else numbers.pop()}",
             where=str(line),
-            do="leave it out (echelon cuts the loader), or make it after Accelerator() or the process group with "
-            f"{world_size} parts",
+            do="remove it (echelon shards the loader), or create it after Accelerator() or the process group with "
+            f"{world_size} shards",
         )
-    if len(parts) == world_size and sorted(parts) != list(range(world_size)):
-        named = ", ".join(f"rank {rank} has part {part}" for rank, part in enumerate(parts))
+    if len(shards) == world_size and sorted(shards) != list(range(world_size)):
+        named = ", ".join(f"rank {rank} has shard {shard}" for rank, shard in enumerate(shards))
         raise UsageError(
-            f"the loader has been cut by {what}, and the parts of the ranks are not {world_size} different ones: {named}",
+            f"the loader is sharded by {what}, and the ranks do not have {world_size} different shards: {named}",
             where=str(line),
-            do="leave it out (echelon cuts the loader), or give it the rank of each process: torch.distributed.get_rank()",
+            do="remove it (echelon shards the loader), or give it the rank of each process: torch.distributed.get_rank()",
         )
     return True
 
@@ -177,44 +195,46 @@ def check_parts(cuts: list[OwnCut], *, world_size: int, line: UserLine) -> bool:
 # ---- datasets -----------------------------------------------------------------------------------------------------------
 
 
-def _cut_of_dataset(dataset: Any) -> OwnCut | None:
+def _sharding_of_dataset(dataset: Any) -> ExistingSharding | None:
     is_iterable = isinstance(dataset, IterableDataset)
     name = type(dataset).__name__
-    parts = list(_parts_of(dataset))
-    by_library = next((cut for cut in map(_cut_by_library, parts) if cut is not None), None)
+    parts = list(_objects_read_by(dataset))
+    by_library = next((cut for cut in map(_sharding_by_library, parts) if cut is not None), None)
     if by_library is not None:
         return by_library
     for found in parts:
         if not is_iterable and found is not dataset:
             continue
-        numbers = None if isinstance(found, types.FunctionType) else _numbers_of(found)
+        numbers = None if isinstance(found, types.FunctionType) else _shard_numbers(found)
         if numbers is not None:
             inner = "" if found is dataset else f", by its {type(found).__name__}"
-            return OwnCut(what=f"its dataset ({name}{inner})", place="dataset", num_parts=numbers[0], part=numbers[1])
-        if is_iterable and _asks_for_rank(found):
-            return OwnCut(what=f"its dataset ({name}, whose code asks for the rank)", place="dataset")
+            return ExistingSharding(
+                what=f"its dataset ({name}{inner})", place="dataset", num_shards=numbers[0], shard=numbers[1]
+            )
+        if is_iterable and _code_uses_rank(found):
+            return ExistingSharding(what=f"its dataset ({name}, whose code uses the rank)", place="dataset")
     return None
 
 
-def _cut_by_library(found: Any) -> OwnCut | None:
-    """Return the cut that a library's own object stands for."""
+def _sharding_by_library(found: Any) -> ExistingSharding | None:
+    """Return the sharding that an object of a known library stands for."""
     kinds = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(found).__mro__]
     if ("datasets", "IterableDataset") in kinds:
         config = getattr(found, "_distributed", None)
         if config is not None:
-            numbers = _numbers_of(config) or (-1, -1)
+            numbers = _shard_numbers(config) or (-1, -1)
             what = "its dataset (datasets.distributed.split_dataset_by_node)"
-            return OwnCut(what=what, place="dataset", num_parts=numbers[0], part=numbers[1])
+            return ExistingSharding(what=what, place="dataset", num_shards=numbers[0], shard=numbers[1])
     if ("streaming", "StreamingDataset") in kinds:
-        return OwnCut(what=f"its dataset ({type(found).__name__} of MosaicML streaming)", place="dataset")
+        return ExistingSharding(what=f"its dataset ({type(found).__name__} of MosaicML streaming)", place="dataset")
     if getattr(found, "__name__", None) == "split_by_node":
-        return OwnCut(what="its dataset (webdataset.split_by_node)", place="dataset")
+        return ExistingSharding(what="its dataset (webdataset.split_by_node)", place="dataset")
     if any(name.startswith("ShardingFilter") for _, name in kinds):
-        return OwnCut(what=f"its dataset ({type(found).__name__})", place="dataset")
+        return ExistingSharding(what=f"its dataset ({type(found).__name__})", place="dataset")
     return None
 
 
-def _parts_of(dataset: Any) -> Iterator[Any]:
+def _objects_read_by(dataset: Any) -> Iterator[Any]:
     """Yield ``dataset`` and what it reads from: datasets, iterables and functions in its attributes and closures."""
     seen: set[int] = set()
     waiting: deque[tuple[Any, int]] = deque([(dataset, 0)])
@@ -229,7 +249,7 @@ def _parts_of(dataset: Any) -> Iterator[Any]:
             yield found
             children = _children(found)
         if depth < _MAX_DEPTH:
-            waiting.extend((child, depth + 1) for child in children if _may_read(child))
+            waiting.extend((child, depth + 1) for child in children if _may_shard(child))
 
 
 def _children(found: Any) -> list[Any]:
@@ -252,9 +272,9 @@ def _contents(cells: tuple[types.CellType, ...]) -> Iterator[Any]:
             continue
 
 
-def _may_read(child: Any) -> bool:
+def _may_shard(child: Any) -> bool:
     if isinstance(child, (list, tuple)):
-        return len(child) > 0 and any(_may_read(item) for item in child[:32] if not isinstance(item, (list, tuple)))
+        return len(child) > 0 and any(_may_shard(item) for item in child[:32] if not isinstance(item, (list, tuple)))
     if isinstance(child, (str, bytes, Mapping, type, types.ModuleType)):
         return False
     if isinstance(child, (Dataset, functools.partial, types.FunctionType, types.MethodType)):
@@ -263,21 +283,21 @@ def _may_read(child: Any) -> bool:
         return False
     if type(child).__module__.partition(".")[0] == "ray":  # its iterators cannot be iterated as they are
         return True
-    # A tensor or an array is data; a library's stage, an iterator or a sampler may divide it.
+    # A tensor or an array is data; a library's stage, an iterator or a sampler may shard it.
     return (
         hasattr(child, "__dict__") and not hasattr(child, "dtype") and (callable(child) or hasattr(child, "__iter__"))
     )
 
 
-def _numbers_of(found: Any) -> tuple[int, int] | None:
-    """Return (number of parts, own part) where ``found`` has attributes for both."""
-    count, index = _first_integer(found, _COUNTS), _first_integer(found, _INDICES)
+def _shard_numbers(found: Any) -> tuple[int, int] | None:
+    """Return (number of shards, own shard) where ``found`` has attributes for both."""
+    count, index = _first_int(found, _COUNT_NAMES), _first_int(found, _INDEX_NAMES)
     if count is None or index is None or not 0 <= index < max(count, 1):
         return None
     return count, index
 
 
-def _first_integer(found: Any, names: tuple[str, ...]) -> int | None:
+def _first_int(found: Any, names: tuple[str, ...]) -> int | None:
     for name in names:
         for written in (name, f"_{name}"):
             value = getattr(found, written, None)
@@ -289,38 +309,38 @@ def _first_integer(found: Any, names: tuple[str, ...]) -> int | None:
 # ---- code ---------------------------------------------------------------------------------------------------------------
 
 
-def _asks_for_rank(found: Any) -> bool:
-    """Does the user's own code in ``found`` ask for both its rank and the number of ranks?"""
+def _code_uses_rank(found: Any) -> bool:
+    """Does the user's own code in ``found`` use both the rank and the number of ranks?"""
     if isinstance(found, types.FunctionType):
         starts: list[Any] = [found]
     else:
-        kinds = [kind for kind in type(found).__mro__ if not _is_known(kind.__module__)]
+        kinds = [kind for kind in type(found).__mro__ if not _is_library(kind.__module__)]
         starts = [vars(kind).get(name) for kind in kinds for name in ("__iter__", "__init__", "__next__", "__call__")]
     words: set[str] = set()
     seen: set[int] = set()
     waiting = deque((start, 0) for start in starts if isinstance(start, types.FunctionType))
     while waiting and len(seen) < _MAX_OBJECTS:
         function, depth = waiting.popleft()
-        if id(function) in seen or _is_known(function.__module__):
+        if id(function) in seen or _is_library(function.__module__):
             continue
         seen.add(id(function))
-        names = set(_words_of(function.__code__))
+        names = set(_names_in(function.__code__))
         words |= names
         if depth < 3:
             called = [function.__globals__.get(name) for name in names]
             called += [getattr(type(found), name, None) for name in names if not isinstance(found, types.FunctionType)]
             waiting.extend((one, depth + 1) for one in called if isinstance(one, types.FunctionType))
-    return bool(words & _ASKS_COUNT) and bool(words & _ASKS_INDEX)
+    return bool(words & _RANK_COUNT_NAMES) and bool(words & _RANK_NAMES)
 
 
-def _words_of(code: types.CodeType) -> Iterator[str]:
+def _names_in(code: types.CodeType) -> Iterator[str]:
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, str):
             yield constant
         elif isinstance(constant, types.CodeType):
-            yield from _words_of(constant)
+            yield from _names_in(constant)
 
 
-def _is_known(module: str | None) -> bool:
+def _is_library(module: str | None) -> bool:
     return module is None or module.partition(".")[0] in _LIBRARIES

@@ -1,7 +1,7 @@
-"""Short numbers for the contents of a dataset, of samples and of the rows of a batch: equal data has equal ones anywhere.
+"""Fingerprints of the contents of a dataset, of samples and of the rows of a batch, equal for equal data on any machine.
 
 They depend on contents alone (no object identity, no hash seed), so ranks, machines and runs may compare them. They are
-cheap because they look at a few places only, and they find accidents, not attacks.
+cheap because they read a few indices only, and they find accidents, not attacks.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from echelon.distributed.tree import leaves
 __all__ = [
     "ColumnFingerprint",
     "are_of_different_data",
-    "are_parts_of_a_table",
-    "are_shares",
+    "are_table_shards",
+    "are_shards",
     "column_fingerprints",
-    "dataset_fingerprint",
     "fingerprint_of_sample",
     "row_fingerprints",
     "sample_fingerprints",
@@ -48,34 +47,18 @@ _Column = Callable[[int], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnFingerprint:
-    """What a few places of one column hold."""
+    """Of a few items of one column."""
 
     value: int
     """62 bits."""
     varies: bool
-    """Do the places hold more than one value? A column that does not says little about whose data it is."""
+    """Do the items have more than one value? Else equal fingerprints prove little."""
     is_numeric: bool = True
-    """Does it hold numbers only, which each rank may have drawn for itself?"""
-
-
-def dataset_fingerprint(dataset: Any) -> int | None:
-    """Return 62 bits of the length and of a few samples of ``dataset``; None where nothing of it can be looked at cheaply.
-
-    No sample is read by ``dataset[i]``, which may draw random numbers, open files or take long: only what it holds in
-    columns (``column_fingerprints``) is looked at. The number depends on the data alone, so it may be stored, and compared
-    in a later run or on another number of ranks.
-    """
-    columns = {} if isinstance(dataset, IterableDataset) else column_fingerprints(dataset)
-    if not columns:
-        return None
-    found = xxhash.xxh3_64(str(length_of(dataset)).encode())
-    for name, column in sorted(columns.items()):
-        found.update(f"{name}={column.value};".encode())
-    return int(found.intdigest() >> 2)
+    """Does it hold numbers only, which each rank may have drawn itself?"""
 
 
 def column_fingerprints(dataset: Any) -> dict[str, ColumnFingerprint]:
-    """Return a fingerprint of each column that ``dataset`` holds; none for what cannot be looked at cheaply.
+    """Return a fingerprint of each column that ``dataset`` holds; none of what cannot be read cheaply.
 
     Columns are CPU tensors, arrays, lists and data frames with one item a sample, which the dataset is or has as
     attributes, also in a ``TensorDataset``, ``Subset``, ``ConcatDataset``, ``StackDataset``, and the rows of a dataset of
@@ -104,10 +87,10 @@ def sample_fingerprints(samples: Sequence[Any]) -> dict[str, ColumnFingerprint]:
 
 
 def are_of_different_data(one: Mapping[str, ColumnFingerprint], other: Mapping[str, ColumnFingerprint]) -> bool:
-    """Do these columns, which two ranks have of what should be the same samples, show different data?
+    """Do these columns of two ranks, which should be of the same samples, show different data?
 
-    A column may differ for a good reason (augmentation, noise that each rank draws), and one that is equal may say nothing
-    (labels of one class). So more must differ than there are equal ones that vary.
+    A column may differ for a good reason (augmentation, noise that each rank draws), and one that is equal may prove nothing
+    (labels of one class). So more must differ than equal ones vary.
     """
     num_different = num_equal = 0
     for name in one.keys() & other.keys():
@@ -118,10 +101,10 @@ def are_of_different_data(one: Mapping[str, ColumnFingerprint], other: Mapping[s
     return num_different > num_equal
 
 
-def are_shares(
+def are_shards(
     one: Mapping[str, ColumnFingerprint], other: Mapping[str, ColumnFingerprint], *, same_seeds: bool
 ) -> bool:
-    """Do these columns of two ranks' datasets show shares of one whole, and not only random numbers of each rank's own?
+    """Do these columns of two ranks' datasets show shards of one whole, and not only random numbers of each rank's own?
 
     Args:
         one: of a rank.
@@ -135,8 +118,8 @@ def are_shares(
     )
 
 
-def are_parts_of_a_table(columns: Sequence[Mapping[str, ColumnFingerprint]], num_samples: Sequence[int]) -> bool:
-    """Have the ranks other rows of a table of the library ``datasets``, divided as by ``split_dataset_by_node``?
+def are_table_shards(columns: Sequence[Mapping[str, ColumnFingerprint]], num_samples: Sequence[int]) -> bool:
+    """Do the ranks have different rows of a table of the library ``datasets``, sharded as by ``split_dataset_by_node``?
 
     Args:
         columns: of each rank's dataset.

@@ -1,7 +1,7 @@
-"""Compares what the ranks read in the first pass of a loader: are the same samples given to several of them?
+"""Compares what the ranks read in the first pass of a loader: do several of them get the same samples?
 
-No collective is made, because ranks may read different numbers of batches, or leave the loop early. Each rank leaves what it
-has read in the store of the process group; the last one to do so looks at all of them. After the first pass nothing is done.
+There is no collective, because ranks may read different numbers of batches, or leave the loop early. Each rank writes
+fingerprints to the store of the process group; the last one to do so compares them. After the first pass nothing is done.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from echelon.base.warnings import UserLine, warn_here
 from echelon.distributed.checks.data_fingerprint import ColumnFingerprint, are_of_different_data, row_fingerprints
 from echelon.distributed.stores import store_of
 
-__all__ = ["FirstPass"]
+__all__ = ["DuplicateSamplesCheck"]
 
 _Rows = np.ndarray[Any, np.dtype[np.uint64]]
 
 _NUM_WINDOWS = 4
 _MAX_ROWS = 256
-_LEAST_ROWS = 8
-_LEAST_OF_A_PASS = 16
+_MIN_ROWS = 8
+_MIN_ROWS_OF_PASS = 16
 _SKETCH = 128
-_MOST_NEIGHBOURS = 64
+_MAX_NEIGHBOURS = 64
 # Data with many equal samples (constant columns, few classes, copies) says nothing about who has been given what.
 _MOSTLY_DISTINCT = 0.9
 
 
-class FirstPass:
-    """What this rank is given in its first pass, and the comparison with the others.
+class DuplicateSamplesCheck:
+    """Fingerprints of what this rank reads in its first pass, compared with those of the others.
 
     Args:
-        token: the number of the loader, the same on all ranks and of no other loader.
+        token: identifies the loader on all ranks.
         rank: this one, among those that should read different data.
         world_size: how many those are.
         line: where the loader was given to echelon.
-        reads_own: the ranks read by themselves, so their whole passes are compared: each may have all the data in another
-            order. False: echelon has dealt the samples, and only the first windows are.
-        do: what the user can do about it.
+        reads_own: each rank reads a shard of its own, so whole passes are compared: each may have all the data in another
+            order. False: echelon shards the samples, and only the first windows are compared.
+        do: what the user can do about duplicates.
         is_error: raise in the place of a warning.
     """
 
@@ -58,27 +58,27 @@ class FirstPass:
         self._do = do
         self._is_error = is_error
         self._windows: list[_Rows] = []
-        self._is_posted = False
+        self._has_compared = False
         self._sketch: _Rows = np.empty(0, dtype=np.uint64)
         self._num_rows = 0
 
     def note(self, batch: Any) -> bool:
-        """Look at the next batch; return whether more are wanted.
+        """Add the next batch; return whether more are needed.
 
         Raises:
-            DesyncError: several ranks have been given the same samples (``is_error``).
+            DesyncError: several ranks get the same samples (``is_error``).
         """
         rows = row_fingerprints(batch)
         if rows is None:
             return False
-        if not self._is_posted:
+        if not self._has_compared:
             self._windows.append(rows)
             if len(self._windows) == _NUM_WINDOWS:
-                self._post_windows()
+                self._compare_windows()
         if self._reads_own:
             self._num_rows += len(rows)
             self._sketch = np.unique(np.concatenate((self._sketch, rows)))[:_SKETCH]
-        return self._reads_own or not self._is_posted
+        return self._reads_own or not self._has_compared
 
     def end(self) -> None:
         """The pass was read to its end.
@@ -86,14 +86,14 @@ class FirstPass:
         Raises:
             DesyncError: as ``note``.
         """
-        if not self._is_posted:
-            self._post_windows()
+        if not self._has_compared:
+            self._compare_windows()
         if self._reads_own and self._num_rows:
             numbers = np.array([self._num_rows], dtype=np.uint64)
-            self._judge("pass", np.concatenate((numbers, self._sketch)), _same_in_pass)
+            self._compare("pass", np.concatenate((numbers, self._sketch)), _same_in_pass)
 
-    def note_stream(self, columns: dict[str, ColumnFingerprint]) -> None:
-        """Look at what this rank has read of a stream of which every rank reads all, and keeps its pieces.
+    def compare_stream(self, columns: dict[str, ColumnFingerprint]) -> None:
+        """Compare what the ranks read of a stream that each of them reads whole, to keep its part.
 
         Raises:
             DesyncError: the ranks have read different streams (``is_error``).
@@ -107,26 +107,26 @@ class FirstPass:
         )
         other = next((rank for rank, columns in enumerate(others, 1) if are_of_different_data(first, columns)), None)
         if other is not None:
-            self._tell(
-                f"ranks 0 and {other} read different streams, and each keeps only its pieces of its own: the others are lost"
+            self._report(
+                f"ranks 0 and {other} read different streams, and each keeps only its part of its own: the rest of each is lost"
             )
 
-    def _post_windows(self) -> None:
-        self._is_posted = True
+    def _compare_windows(self) -> None:
+        self._has_compared = True
         rows = np.concatenate(self._windows)[:_MAX_ROWS] if self._windows else np.empty(0, dtype=np.uint64)
         num_windows = np.array([len(self._windows)], dtype=np.uint64)
         self._windows = []
-        self._judge("windows", np.concatenate((num_windows, rows)), _same_in_windows)
+        self._compare("windows", np.concatenate((num_windows, rows)), _same_in_windows)
 
-    def _judge(self, what: str, mine: _Rows, find: Callable[[list[_Rows]], tuple[int, int, str] | None]) -> None:
+    def _compare(self, what: str, mine: _Rows, find: Callable[[list[_Rows]], tuple[int, int, str] | None]) -> None:
         texts = self._exchange(what, mine.tobytes())
         found = None if texts is None else find([np.frombuffer(text, dtype=np.uint64) for text in texts])
         if found is not None:
             one, other, reason = found
-            self._tell(f"ranks {one} and {other} have been given the same samples: {reason}")
+            self._report(f"ranks {one} and {other} have been given the same samples: {reason}")
 
     def _exchange(self, what: str, mine: bytes) -> list[bytes] | None:
-        """Leave ``mine`` in the store; return that of all ranks to the last one that comes, and None to the others."""
+        """Write ``mine`` to the store; the last rank to do so gets those of all ranks, the others None."""
         group = dist.group.WORLD
         if group is None:
             return None
@@ -136,25 +136,25 @@ class FirstPass:
             return None
         return [bytes.fromhex(store.get(str(rank)).decode()) for rank in range(self._world_size)]
 
-    def _tell(self, message: str) -> None:
+    def _report(self, message: str) -> None:
         group = dist.group.WORLD
         assert group is not None
         if dist.PrefixStore(f"echelon/first_pass/{self._token}", store_of(group)).add("told", 1) > 1:
             return
         if self._is_error:
             raise DesyncError(message, where=f"the loader of {self._line}", do=self._do)
-        # Whoever comes last sees it, and nobody else: this is said once, from whichever rank.
-        warn_here(f"the loader of {self._line}: {message}. To mend it: {self._do}", at=self._line)
+        # Only the last rank knows: it warns, whichever it is.
+        warn_here(f"the loader of {self._line}: {message}. To fix it: {self._do}", at=self._line)
 
 
 def _same_in_windows(ranks: list[_Rows]) -> tuple[int, int, str] | None:
     """Return two ranks whose first windows are the same, row by row."""
     seen: dict[bytes, int] = {}
     for rank, numbers in enumerate(ranks):
-        num_windows, rows = _apart(numbers)
+        num_windows, rows = _split_header(numbers)
         # Copies within a rank's own windows are copies in the data. One window alone may be a whole set of data that
         # even_batches has completed.
-        if num_windows < 2 or len(rows) < _LEAST_ROWS or len(np.unique(rows)) < _MOSTLY_DISTINCT * len(rows):
+        if num_windows < 2 or len(rows) < _MIN_ROWS or len(np.unique(rows)) < _MOSTLY_DISTINCT * len(rows):
             continue
         other = seen.setdefault(numbers.tobytes(), rank)
         if other != rank:
@@ -165,9 +165,9 @@ def _same_in_windows(ranks: list[_Rows]) -> tuple[int, int, str] | None:
 def _same_in_pass(ranks: list[_Rows]) -> tuple[int, int, str] | None:
     """Return two ranks that were given mostly the same samples in a whole pass, in whichever order."""
     for one in range(len(ranks)):
-        for other in range(one + 1, min(len(ranks), one + _MOST_NEIGHBOURS)):
-            (num_rows, rows), (num_others, others) = _apart(ranks[one]), _apart(ranks[other])
-            if min(num_rows, num_others) < _LEAST_OF_A_PASS:
+        for other in range(one + 1, min(len(ranks), one + _MAX_NEIGHBOURS)):
+            (num_rows, rows), (num_others, others) = _split_header(ranks[one]), _split_header(ranks[other])
+            if min(num_rows, num_others) < _MIN_ROWS_OF_PASS:
                 continue
             if not (_is_distinct(num_rows, rows) and _is_distinct(num_others, others)):
                 continue
@@ -180,7 +180,7 @@ def _same_in_pass(ranks: list[_Rows]) -> tuple[int, int, str] | None:
     return None
 
 
-def _apart(numbers: _Rows) -> tuple[int, _Rows]:
+def _split_header(numbers: _Rows) -> tuple[int, _Rows]:
     return int(numbers[0]), numbers[1:]
 
 

@@ -1,4 +1,4 @@
-"""Plain loops with DistributedDataParallel: a step on gradients that the other ranks have not seen is a warning, once, at its line."""
+"""Warns, once, of a step in a plain DistributedDataParallel loop whose gradients were not reduced."""
 
 from __future__ import annotations
 
@@ -30,105 +30,105 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 @final
 class RawDDPGuard:
-    """Sees the DDP models that are made between ``setup()`` and ``cleanup()``, and the optimizer steps.
+    """Watches the DDP models that are built between ``setup()`` and ``cleanup()``, and the optimizer steps.
 
-    Nothing is averaged here, as an Accelerator does: a loop of the user's own may reduce gradients by hand, or train apart for a
-    while on purpose, and a collective that is not in the program can hang it.
+    It reduces nothing itself, unlike an Accelerator: the user's loop may reduce gradients by hand, or train apart for a while on
+    purpose, and a collective that is not in the program can hang it.
     """
 
     current: ClassVar[RawDDPGuard | None] = None
-    """Of the open group; the hooks that it stands for are of the whole process."""
+    """Of the open group; its hooks apply to the whole process."""
 
     def __init__(self) -> None:
         group = dist.group.WORLD
         assert group is not None
         self._group = weakref.ref(group)
-        self._sights: WeakSet[_Sight] = WeakSet()  # each is kept by the hook on its model
-        self._syncs: WeakSet[_SyncOfBuffers] = WeakSet()
-        self._known: WeakKeyDictionary[Optimizer, tuple[tuple[int, int], list[weakref.ref[_Sight]]]] = (
-            WeakKeyDictionary()
-        )
+        self._models: WeakSet[_WatchedModel] = WeakSet()  # each is kept by the hook on its model
+        self._buffer_syncs: WeakSet[_BufferSyncCounter] = WeakSet()
+        self._models_of_optimizer: WeakKeyDictionary[
+            Optimizer, tuple[tuple[int, int], list[weakref.ref[_WatchedModel]]]
+        ] = WeakKeyDictionary()
         self._loaders = UnshardedLoaderCheck()
         self._end_steps = watch_optimizer_steps(self, RawDDPGuard._before_step)
         self._end_models = _watch_models(self)
 
     @classmethod
     def begin(cls) -> None:
-        """Watch from now on."""
+        """Start watching."""
         cls.end()
         cls.current = cls()
 
     @classmethod
     def end(cls) -> None:
-        """Watch no more; harmless when nothing is."""
+        """Stop watching; harmless when nothing is watched."""
         guard, cls.current = cls.current, None
         if guard is not None:
             guard._end_steps()
             guard._end_models()
             guard._loaders.stop()
-            for sight in list(guard._sights):
-                sight.release()
-            for sync in list(guard._syncs):
-                sync.release()
+            for model in list(guard._models):
+                model.release()
+            for counter in list(guard._buffer_syncs):
+                counter.release()
 
-    def note_model(self, wrapper: DistributedDataParallel) -> None:
+    def watch_model(self, wrapper: DistributedDataParallel) -> None:
         """Watch a model that was just wrapped, and keep DDP from scaling what its sparse gradients share."""
         if self._is_open() and dist.get_world_size(wrapper.process_group) > 1:
             copy_sparse_gradients(wrapper.module)
-            for former in [sight for sight in self._sights if sight.is_of(wrapper.module)]:  # it was wrapped anew
+            for former in [model for model in self._models if model.is_of(wrapper.module)]:  # it was wrapped again
                 former.release()
-                self._sights.discard(former)
-            self._sights.add(_Sight(wrapper))
+                self._models.discard(former)
+            self._models.add(_WatchedModel(wrapper))
             if wrapper.broadcast_buffers and next(wrapper.module.buffers(), None) is not None:
-                self._syncs.add(_SyncOfBuffers(wrapper))
+                self._buffer_syncs.add(_BufferSyncCounter(wrapper))
 
     def _before_step(self, optimizer: Optimizer, _closure: Closure | None) -> None:
-        if not self._sights or not self._is_open() or is_in_backward():  # in a hook of DDP, which has reduced
+        if not self._models or not self._is_open() or is_in_backward():  # in a hook of DDP, which has reduced
             return
-        for reference in self._sights_of(optimizer):
-            sight = reference()
-            if sight is not None and sight.judge():
-                self._loaders.look()
+        for reference in self._models_of(optimizer):
+            model = reference()
+            if model is not None and model.check_step():
+                self._loaders.check_step()
 
     def _is_open(self) -> bool:
-        """Is it still the group of ``begin()``? The user may have ended that by torch's own function."""
+        """Is it still the group of ``begin()``? The user may have destroyed that by torch's own function."""
         return dist.is_initialized() and self._group() is dist.group.WORLD
 
-    def _sights_of(self, optimizer: Optimizer) -> list[weakref.ref[_Sight]]:
+    def _models_of(self, optimizer: Optimizer) -> list[weakref.ref[_WatchedModel]]:
         # Looked up again only when there are other models or parameters: a step must not cost a walk over all of them.
-        num_seen = sum(len(sight.ids) for sight in self._sights)
+        num_seen = sum(len(model.ids) for model in self._models)
         count = (num_seen, sum(len(group["params"]) for group in optimizer.param_groups))
-        known = self._known.get(optimizer)
+        known = self._models_of_optimizer.get(optimizer)
         if known is None or known[0] != count:
             ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            found = [weakref.ref(sight) for sight in self._sights if not ids.isdisjoint(sight.ids)]
-            known = self._known[optimizer] = (count, found)
+            found = [weakref.ref(model) for model in self._models if not ids.isdisjoint(model.ids)]
+            known = self._models_of_optimizer[optimizer] = (count, found)
         return known[1]
 
 
 class _ModelHook(ABC):
-    """A hook that a model's copies do without, and that can be taken off."""
+    """A removable hook that copies of a model do not have."""
 
     _handles: list[Any]
-    """Of where it hangs."""
+    """Of its registrations."""
 
     @abstractmethod
     def __call__(self, module: Any, inputs: Any) -> None:
         """Note a forward pass."""
 
-    def __deepcopy__(self, _memo: Any) -> _Unseen:
-        return _Unseen()
+    def __deepcopy__(self, _memo: Any) -> _NoHook:
+        return _NoHook()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Unseen, ()
+        return _NoHook, ()
 
     def release(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
 
-class _Sight(_ModelHook):
+class _WatchedModel(_ModelHook):
     """One model under DDP: were the gradients of its last backward pass reduced? It is the hook of its forward passes.
 
     DDP decides in the forward pass whether the next backward pass reduces.
@@ -141,15 +141,15 @@ class _Sight(_ModelHook):
         self._module = weakref.ref(wrapper.module)
         self._passes = _LastPass()
         self._structure = Structure(wrapper.module)
-        self._others: list[nn.Parameter] = []
+        self._untrained: list[nn.Parameter] = []
         """Parameters that do not train, so far; DDP does not know them."""
         self._late: dict[str, _LastPass] = {}
         """By name, of those that train since DDP was made."""
-        self._note_others(wrapper)
+        self._list_untrained(wrapper)
         self._will_reduce = False
         self._is_compiled = False
         self._is_dirty = False
-        self._is_new = True
+        self._is_unchecked = True
         self._is_prepared = False
         self._is_done = False
         handles = [p.register_post_accumulate_grad_hook(self._passes) for p in parameters]
@@ -162,8 +162,8 @@ class _Sight(_ModelHook):
         if torch.compiler.is_compiling():
             self._is_compiled = True  # written, never read: a value that is read in a graph is compiled into it
         else:
-            self._settle()
-            self._look_for_late(module)
+            self._update_reduced()
+            self._watch_new_parameters(module)
         if module.require_backward_grad_sync:
             self._will_reduce = True
 
@@ -171,50 +171,50 @@ class _Sight(_ModelHook):
         """Is ``module`` what DDP has wrapped?"""
         return self._module() is module
 
-    def _note_others(self, wrapper: DistributedDataParallel) -> None:
+    def _list_untrained(self, wrapper: DistributedDataParallel) -> None:
         left_out = wrapper.parameters_to_ignore
         named = wrapper.module.named_parameters()
-        self._others = [p for name, p in named if id(p) not in self.ids and name not in left_out]
+        self._untrained = [p for name, p in named if id(p) not in self.ids and name not in left_out]
         self._structure.renew(wrapper.module)
 
-    def _look_for_late(self, wrapper: DistributedDataParallel) -> None:
+    def _watch_new_parameters(self, wrapper: DistributedDataParallel) -> None:
         """Watch parameters that were unfrozen, added or replaced: DDP reduces those that trained when it was made."""
         if self._structure.is_changed:
-            self._note_others(wrapper)
-        if not any(map(_requires_grad, self._others)):
+            self._list_untrained(wrapper)
+        if not any(map(_requires_grad, self._untrained)):
             return
         for name, parameter in wrapper.module.named_parameters():
-            if parameter.requires_grad and any(parameter is other for other in self._others):
+            if parameter.requires_grad and any(parameter is other for other in self._untrained):
                 self._late[name] = _LastPass(keeps=True)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._late[name]))
                 self.ids |= {id(parameter)}
-        self._others = [p for p in self._others if not p.requires_grad]
+        self._untrained = [p for p in self._untrained if not p.requires_grad]
 
-    def judge(self) -> bool:
-        """Warn when a step uses what the other ranks have not seen; return whether it is a model of a plain loop."""
+    def check_step(self) -> bool:
+        """Warn when a step uses gradients that were not reduced; return whether it is a model of a plain loop."""
         wrapper = self._wrapper()
         if wrapper is None or self._is_prepared:
             return False
         if self._is_done:
             return True
-        if self._is_new:
-            self._is_new = False
+        if self._is_unchecked:
+            self._is_unchecked = False
             if any(
                 isinstance(getattr(hook, "__self__", None), Replica) for hook in wrapper._forward_pre_hooks.values()
             ):
                 self._is_prepared = True  # its engine sees to it
                 self.release()
                 return False
-        self._settle()
-        if self._late and (names := self._late_in_step()):
+        self._update_reduced()
+        if self._late and (names := self._unaveraged_names()):
             self._is_done = True
             self.release()
             more = f" and {len(names) - 3} others" if len(names) > 3 else ""
             warn(
                 f"this step uses gradients of {type(wrapper.module).__name__} that the other ranks have not seen: those of "
-                f"{', '.join(names[:3])}{more}, which DistributedDataParallel does not know: they were unfrozen, added or replaced "
-                "after it was made, and it does not average them, so the weights of the ranks drift apart. Make it anew after "
-                "the change: model = DistributedDataParallel(model.module)"
+                f"{', '.join(names[:3])}{more}, which were unfrozen, added or replaced after DistributedDataParallel was built: it does "
+                "not average them, so the weights of the ranks drift apart. Wrap the model again after the change: "
+                "model = DistributedDataParallel(model.module)"
             )
             return True
         if not self._is_dirty or self._passes.may_be_reduced_by_hand():
@@ -223,21 +223,21 @@ class _Sight(_ModelHook):
         self.release()
         warn(
             f"this step uses gradients of {type(wrapper.module).__name__} that the other ranks have not seen: its last backward "
-            "pass was not reduced by DistributedDataParallel, and the weights of the ranks drift apart. It was in no_sync(), or "
-            "after a forward pass through the bare module (or an object that holds it), or the second one after one forward pass. "
-            "Forward through the DistributedDataParallel object, and leave no_sync() for the last forward and backward pass "
-            "before step()"
+            "pass was not reduced by DistributedDataParallel, and the weights of the ranks drift apart. It ran in no_sync(), or "
+            "after a forward pass through the bare module (or an object that holds it), or was the second one after one forward "
+            "pass. Call the DistributedDataParallel object, and run the last forward and backward pass before step() outside of "
+            "no_sync()"
         )
         return True
 
-    def _late_in_step(self) -> list[str]:
-        """Return the names of late parameters that got a gradient since the last step which no rank has averaged."""
+    def _unaveraged_names(self) -> list[str]:
+        """Return the names of new parameters with a gradient since the last step that was not averaged."""
         names = [name for name, last in self._late.items() if last.count.is_any and not last.may_be_reduced_by_hand()]
         for last in self._late.values():
             last.count.reset()
         return names
 
-    def _settle(self) -> None:
+    def _update_reduced(self) -> None:
         passes = self._passes
         if passes.count.is_any:
             # Of several passes after one forward pass, DDP reduces the first. (Those of a compiled one are not told apart.)
@@ -246,8 +246,8 @@ class _Sight(_ModelHook):
             self._will_reduce = False
 
 
-class _SyncOfBuffers(_ModelHook):
-    """Counts the collectives that DDP makes between its own forward pass and the module's: in an evaluation they share no result."""
+class _BufferSyncCounter(_ModelHook):
+    """Counts the collectives of DDP between its own forward pass and the module's: in an evaluation they share no result."""
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         self._wrapper = weakref.ref(wrapper)
@@ -267,15 +267,15 @@ class _SyncOfBuffers(_ModelHook):
             self._before = None
 
 
-class _Unseen:
-    """What a copy of a model has in the place of a hook."""
+class _NoHook:
+    """Replaces a hook in a copy of a model."""
 
     def __call__(self, _wrapper: Any, _inputs: Any) -> None:
         """Do nothing."""
 
 
 class _LastPass:
-    """Hook of parameters: counts backward passes, and notes of the last one what tells whether its gradients were changed since.
+    """Hook of parameters: counts backward passes, and detects whether the gradients of the last one were changed since.
 
     It must not reach the model (see ``BackwardPasses``).
     """
@@ -297,17 +297,17 @@ class _LastPass:
             self._of, self._before = weakref.ref(parameter), parameter.grad.detach().clone()
 
     def may_be_reduced_by_hand(self) -> bool:
-        """Tell whether the gradients of the last pass were, perhaps, averaged by the user's own collectives since.
+        """Return whether the user's own collectives may have averaged the gradients of the last pass since.
 
         A logged loss is a collective, too: from then on the first gradient of each pass is kept until the step, and one that is
-        still what it was, cut off at a value, or a multiple of it (clipped by norm, divided), has been averaged with nobody's.
+        unchanged, clipped by value, or a multiple of what it was (clipped by norm, divided) has not been averaged.
         """
         if self._collectives is not None and self._collectives == num_collectives():
             return False
         self._keeps = True
         parameter = None if self._of is None else self._of()
         before, self._before = self._before, None
-        if parameter is None or before is None or parameter.grad is None or before.numel() < _ENOUGH:
+        if parameter is None or before is None or parameter.grad is None or before.numel() < _LEAST_VALUES:
             return True
         a, b = before.double().flatten(), parameter.grad.detach().double().flatten()
         limit = b.abs().max()
@@ -317,19 +317,19 @@ class _LastPass:
         return not likeness > 1 - 1e-9
 
 
-_ENOUGH = 4  # values in which an average of several ranks is no multiple of one rank's by chance
+_LEAST_VALUES = 4  # values in which an average of several ranks is no multiple of one rank's by chance
 
 
 def _watch_models(guard: RawDDPGuard) -> Any:
-    """Show ``guard`` each model that is wrapped; return what ends that."""
-    plain, seen_by = DistributedDataParallel.__init__, weakref.ref(guard)
+    """Notify ``guard`` of each model that is wrapped; return a function that stops that."""
+    plain, reference = DistributedDataParallel.__init__, weakref.ref(guard)
 
     @functools.wraps(plain)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         plain(self, *args, **kwargs)
-        found = seen_by()
+        found = reference()
         if found is not None and RawDDPGuard.current is found:
-            found.note_model(self)
+            found.watch_model(self)
 
     def end() -> None:
         if DistributedDataParallel.__init__ is init:

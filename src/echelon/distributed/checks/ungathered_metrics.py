@@ -1,4 +1,4 @@
-"""Evaluations whose result is that of one rank, divided by the length of all data: one warning at the line that asks for that length."""
+"""Warns, once, of an evaluation whose per-rank result is divided by the length of the whole dataset."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["DatasetLength", "UngatheredMetricsCheck"]
 
 
 class DatasetLength:
-    """Where the program asked for ``len(loader.dataset)`` of one loader, of which each rank reads a part."""
+    """Where the program called ``len(loader.dataset)`` of a sharded loader."""
 
     __slots__ = ("line",)
 
@@ -32,25 +32,25 @@ class DatasetLength:
 
 
 class UngatheredMetricsCheck:
-    """Was a result shared after an evaluation whose loader's ``dataset``, which all ranks share, was asked for its length?
+    """Detects an evaluation whose results were not gathered, although ``len(loader.dataset)`` was called.
 
     Ranks that exchange nothing between the first batch of an evaluation and the next training pass, barrier, checkpoint or end
-    have results of their own parts. Any collective of torch.distributed counts, the user's as well.
+    have results of their own shards. Any collective of torch.distributed counts, the user's as well.
 
     Args:
-        do: how the ranks' results are put together here.
+        do: how the ranks' results are combined here.
     """
 
-    __slots__ = ("_do", "_ended", "_num_ignored", "_told")
+    __slots__ = ("_do", "_ended", "_num_ignored", "_warned")
 
     def __init__(self, do: str) -> None:
         self._do = do
         self._ended: dict[DatasetLength, int] = {}
         self._num_ignored = 0
-        self._told: set[UserLine] = set()
+        self._warned: set[UserLine] = set()
 
     def num_collectives(self) -> int | None:
-        """Return how many collectives there were, less the ignored ones; None: nobody counts them."""
+        """Return how many collectives there were, less the ignored ones; None: unknown."""
         num = num_collectives_of_all_groups()
         return None if num is None else num - self._num_ignored
 
@@ -69,7 +69,7 @@ class UngatheredMetricsCheck:
             self.check()
 
     def check(self) -> None:
-        """Warn when an evaluation ended, its length was asked for, and nothing has been shared since; forget both."""
+        """Warn when an evaluation ended, its length was read, and nothing has been gathered since; forget both."""
         if not self._ended:
             return
         ended = self._ended
@@ -77,20 +77,20 @@ class UngatheredMetricsCheck:
         num = self.num_collectives()
         for length, since in ended.items():
             line, length.line = length.line, None
-            if line is not None and num == since and line not in self._told:
-                self._told.add(line)
+            if line is not None and num == since and line not in self._warned:
+                self._warned.add(line)
                 warn(
-                    "an evaluation was read by several processes, each its own part, loader.dataset (all samples) was asked "
-                    "for here, and nothing was gathered or reduced: a sum divided by len(loader.dataset) is the result of one "
-                    f"process over the data of all. {self._do}",
+                    "several processes evaluated, each its own shard; len(loader.dataset), the number of all samples, is used "
+                    "here, and nothing was gathered or reduced: the result is that of one shard divided by the size of all "
+                    f"data. {self._do}",
                     at=line,
                 )
 
     def forget(self) -> None:
-        """Expect nothing more of the evaluations so far."""
+        """Forget the evaluations so far."""
         self._ended = {}
 
     def close(self) -> None:
-        """``check()`` at the end of the group; what comes after it is another program, which is told again."""
+        """``check()`` at the end of the group; what comes after it is another program, which is warned again."""
         self.check()
-        self._told.clear()
+        self._warned.clear()

@@ -1,4 +1,4 @@
-"""Plain DDP loops over a DataLoader that nobody cut for the ranks: every rank reads all samples, and one warning says so."""
+"""Warns, once, of a plain DDP loop over a DataLoader that is not sharded: every rank reads all samples."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ from echelon.distributed.stores import store_of
 
 __all__ = ["UnshardedLoaderCheck"]
 
-_LOOKS = 50  # steps at which rank zero looks whether the others have said what they read
-_SHOWN = 8
+_NUM_CHECKS = 50  # steps at which rank zero checks whether the other ranks have published their digests
+_NUM_ENDS = 8
 _PLAIN = (int, float, str, bool, bytes, type(None))
 
 
 @final
 class UnshardedLoaderCheck:
-    """Looks, at the first step of a DDP model, at the loader that is being read, and compares its data set with the other ranks'.
+    """Compares, at the first steps of a DDP model, the dataset that is being read with those of the other ranks.
 
-    The ranks leave a digest in the store, and rank zero reads them when they are there: nobody waits.
+    Each rank writes a digest to the store, and rank zero reads them when they are there: no rank waits.
     """
 
     def __init__(self) -> None:
         self._passes: list[tuple[weakref.ref[Any], weakref.ref[DataLoader[Any]], UserLine]] = []
-        self._looks_left = _LOOKS
+        self._checks_left = _NUM_CHECKS
         self._line: UserLine | None = None
         self._store: dist.Store | None = None
         self.stop = _watch_passes(self)
-        """Watches no more."""
+        """Stops watching."""
 
-    def note_pass(self, loader: DataLoader[Any], iterator: object) -> None:
-        """A loader begins to be read."""
+    def add_pass(self, loader: DataLoader[Any], iterator: object) -> None:
+        """A pass of a loader starts."""
         self._passes = [one for one in self._passes if one[0]() is not None]
         self._passes.append((weakref.ref(iterator), weakref.ref(loader), user_line()))
 
-    def look(self) -> None:
-        """Look at a step."""
-        if not self._looks_left:
+    def check_step(self) -> None:
+        """A DDP model makes a step."""
+        if not self._checks_left:
             return
-        self._looks_left -= 1
+        self._checks_left -= 1
         if self._store is None:
-            self._tell()
+            self._publish_digest()
         if dist.get_rank() == 0 and self._line is not None:
             self._compare(self._line)
-        if not self._looks_left or (dist.get_rank() > 0 and self._store is not None):
-            self._looks_left = 0
+        if not self._checks_left or (dist.get_rank() > 0 and self._store is not None):
+            self._checks_left = 0
             self.stop()
 
-    def _tell(self) -> None:
-        """Say to rank zero what is read here."""
+    def _publish_digest(self) -> None:
+        """Write a digest of what is read here."""
         read = [
             (loader, line)
             for iterator, reference, line in self._passes
@@ -66,10 +66,10 @@ class UnshardedLoaderCheck:
         group = dist.group.WORLD
         assert group is not None
         self._store = dist.PrefixStore("echelon/unsharded_loader", store_of(group))
-        digest = "cut"  # or nothing that is known to be whole
-        if read and all(_may_be_whole(loader) for loader, _ in read):
+        digest = "sharded"  # or possibly so
+        if read and all(_may_read_all(loader) for loader, _ in read):
             loader, self._line = read[-1]
-            digest = hashlib.sha256(repr(_described(loader.dataset)).encode()).hexdigest()
+            digest = hashlib.sha256(repr(_describe_dataset(loader.dataset)).encode()).hexdigest()
         self._store.set(str(dist.get_rank()), digest)
 
     def _compare(self, line: UserLine) -> None:
@@ -77,19 +77,19 @@ class UnshardedLoaderCheck:
         keys = [str(rank) for rank in range(dist.get_world_size())]
         if not self._store.check(keys):
             return
-        self._looks_left = 0
+        self._checks_left = 0
         if len({self._store.get(key) for key in keys}) > 1:
             return
         warn(
             f"this DataLoader feeds a DistributedDataParallel model on {len(keys)} ranks, and each of them reads all of its samples: "
-            f"an epoch trains on every sample {len(keys)} times. Write loader = echelon.distributed.shard(loader), or give it a "
+            f"an epoch trains on every sample {len(keys)} times. Use loader = echelon.distributed.shard(loader), or a "
             "DistributedSampler",
             at=line,
         )
 
 
-def _may_be_whole(loader: DataLoader[Any]) -> bool:
-    """Tell whether ``loader`` reads all of its data set, as far as its samplers say: torch's own, without a rank."""
+def _may_read_all(loader: DataLoader[Any]) -> bool:
+    """Return whether ``loader`` reads all of its dataset, as far as its samplers show: torch's own, without a rank."""
     sampler = loader.sampler
     return (
         not isinstance(loader.dataset, IterableDataset)
@@ -99,23 +99,27 @@ def _may_be_whole(loader: DataLoader[Any]) -> bool:
     )
 
 
-def _described(value: Any, depth: int = 0) -> Any:
-    """Return what tells the data set of one rank from that of another, without reading a sample."""
+def _describe_dataset(value: Any, depth: int = 0) -> Any:
+    """Return what distinguishes the dataset of one rank from that of another, without reading a sample."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, torch.Tensor):
         return list(value.shape), str(value.dtype), [*_ends(value.detach().flatten())]
     if isinstance(value, (list, tuple, range)) or type(value).__module__ == "numpy":
-        return type(value).__name__, getattr(value, "shape", None), [_described(one, depth + 1) for one in _ends(value)]
+        return (
+            type(value).__name__,
+            getattr(value, "shape", None),
+            [_describe_dataset(one, depth + 1) for one in _ends(value)],
+        )
     found: list[Any] = [type(value).__qualname__]
     if depth == 0 and hasattr(value, "__len__"):
         found.append(len(value))
     if isinstance(getattr(value, "_fingerprint", None), str):  # of the library datasets
         return [*found, value._fingerprint]
     if isinstance(value, Subset):
-        found.append(_described(list(value.indices), depth + 1))
+        found.append(_describe_dataset(list(value.indices), depth + 1))
     if depth < 3 and hasattr(value, "__dict__"):
-        found += [(name, _described(one, depth + 1)) for name, one in sorted(vars(value).items())]
+        found += [(name, _describe_dataset(one, depth + 1)) for name, one in sorted(vars(value).items())]
     return found
 
 
@@ -124,19 +128,19 @@ def _ends(value: Any) -> list[Any]:
     if not getattr(value, "shape", (1,)):  # a number of numpy
         return [value.item()]
     count = len(value)
-    ends = [*range(min(count, _SHOWN)), *range(max(_SHOWN, count - _SHOWN), count)]
+    ends = [*range(min(count, _NUM_ENDS)), *range(max(_NUM_ENDS, count - _NUM_ENDS), count)]
     return [one.item() if hasattr(one := value[i], "item") and not getattr(one, "shape", ()) else one for i in ends]
 
 
 def _watch_passes(check: UnshardedLoaderCheck) -> Callable[[], None]:
-    """Show ``check`` each loader that begins to be read; return what ends that."""
-    plain, seen_by = DataLoader.__iter__, weakref.ref(check)
+    """Notify ``check`` of each pass of a loader; return a function that stops that."""
+    plain, reference = DataLoader.__iter__, weakref.ref(check)
 
     @functools.wraps(plain)
     def begin(self: Any) -> Any:
-        iterator, found = plain(self), seen_by()
+        iterator, found = plain(self), reference()
         if found is not None:
-            found.note_pass(self, iterator)
+            found.add_pass(self, iterator)
         return iterator
 
     def stop() -> None:

@@ -95,14 +95,14 @@ def require_same_parameters(module: nn.Module) -> None:
     first, other = (theirs + ["nothing"] * (count - len(theirs)) for theirs in (ranks[0], ranks[rank]))
     place = next(i for i in range(count) if first[i] != other[i])
     raise DesyncError(
-        f"the parameters of a prepared model changed, and not alike on all ranks: rank {rank} has {other[place]}, where "
+        f"the parameters of a prepared model changed differently on the ranks: rank {rank} has {other[place]}, where "
         f"rank 0 has {first[place]}",
         do="add, replace, freeze and unfreeze the same parameters on every rank",
     )
 
 
 class Structure:
-    """Notes that a parameter or a module was set on a module inside ``module``."""
+    """Detects that a parameter or a module was set on a module inside ``module``."""
 
     def __init__(self, module: nn.Module) -> None:
         self._modules: WeakSet[nn.Module] = WeakSet(module.modules())
@@ -114,17 +114,17 @@ class Structure:
             self.is_changed = True
 
     def renew(self, module: nn.Module) -> None:
-        """Begin anew with what is in ``module`` now."""
+        """Restart with what is in ``module`` now."""
         self._modules = WeakSet(module.modules())
         self.is_changed = False
 
 
 class Replica:
-    """One wrapped model: do its gradients hold something that the other ranks have not seen?
+    """One wrapped model: do its gradients hold something that was not reduced?
 
     DDP decides in the forward pass which parameters the next backward pass reduces, once. Backward passes in ``no_sync``,
-    through the bare module, and the second one of two are not reduced; parameters that were added, replaced or unfrozen
-    after DDP was made are not known to it, and one that was frozen is waited for in vain.
+    through the bare module, and the second one of two are not reduced; DDP does not know parameters that were added, replaced
+    or unfrozen after it was built, and waits forever for one that was frozen.
     """
 
     def __init__(self, wrapper: DistributedDataParallel, *, reduces: bool = True, hooks: Sequence[Any] = ()) -> None:
@@ -132,8 +132,8 @@ class Replica:
 
         Args:
             wrapper: the model.
-            reduces: DDP is to; False: gradients are left alone, and nothing is missing.
-            hooks: others on the model, to be removed with those of this object.
+            reduces: DDP must; False: gradients stay as they are, and nothing is missing.
+            hooks: other hooks on the model, removed with those of this object.
         """
         self.wrapper = wrapper
         self._reduces = reduces
@@ -142,9 +142,9 @@ class Replica:
         self.parameters = [p for p in self._all if p.requires_grad]
         """Those that train."""
         self.version = 0
-        """Counts the changes of the parameters that were followed."""
+        """Counts the changes of the parameters."""
         self.former: list[torch.Tensor] = []
-        """Parameters that the model had, and has no more."""
+        """Parameters that the model no longer has."""
         self._structure = Structure(wrapper.module)
         self._passes = BackwardPasses()  # backward passes since the last settle()
         self._will_reduce = False  # the forward pass told DDP to reduce in the backward pass that follows
@@ -157,7 +157,7 @@ class Replica:
         self._watch_gradients()
 
     def release(self) -> None:
-        """Take the hooks off the user's parameters."""
+        """Remove the hooks from the user's parameters."""
         for hook in (*self._hooks, *self._grad_hooks.values()):
             hook.remove()
         self._grad_hooks.clear()
@@ -183,20 +183,20 @@ class Replica:
     # ---- the parameters of the model -----------------------------------------------------------------------------------
 
     def follow_before_step(self) -> None:
-        """Look at the parameters, unless a forward pass has since the last step. Collective: as ``follow``."""
+        """Check the parameters, unless a forward pass has since the last step. Collective: as ``follow``."""
         if not self._is_compared:
             self.follow()
         self._is_compared = False
 
     def follow(self) -> None:
-        """Make DDP's reducer anew where parameters were added, replaced, removed, frozen or unfrozen; new ones get rank zero's
+        """Rebuild DDP's reducer where parameters were added, replaced, removed, frozen or unfrozen; new ones get rank zero's
         values.
 
         Collective: where they were.
 
         Raises:
-            DesyncError: the ranks have changed other parameters.
-            UsageError: an option of DDP that ties it to the parameters with which it was made.
+            DesyncError: the ranks have changed different parameters.
+            UsageError: an option of DDP ties it to its first parameters.
         """
         if not self._structure.is_changed and list(map(_requires_grad, self._all)) == self._trained:
             return
@@ -217,7 +217,7 @@ class Replica:
             self._all, self._trained = now, trained
             self.version += 1
             self.parameters = [p for p in now if p.requires_grad]
-            # What a new one has was made by a pass that did not know it.
+            # The gradient of a new one comes from a pass that did not reduce it.
             self._dirty |= self._reduces and any(
                 p.grad is not None and id(p) not in were_trained for p in self.parameters
             )
@@ -231,10 +231,10 @@ class Replica:
         self._structure.renew(module)
 
     def _distrust_compiled_passes(self, were_trained: set[int]) -> None:
-        """A compiled forward pass does not look at the parameters: DDP has reduced by those that it knew, and not all of them.
+        """A compiled forward pass does not check the parameters: DDP has reduced the ones that it knew.
 
         Raises:
-            UsageError: one that it still waits for was frozen.
+            UsageError: one of these was frozen, and DDP would wait for it.
         """
         named = self.wrapper.module.named_parameters()
         frozen = [name for name, p in named if id(p) in were_trained and not p.requires_grad]
@@ -243,7 +243,7 @@ class Replica:
                 f"{', '.join(frozen[:3]) or 'a parameter'}{' and others' if len(frozen) > 3 else ''} changed in a compiled model after "
                 "prepare(): it was frozen, or DDP keeps gradients in its buckets, of which some were reduced and some were not",
                 where="torch.compile and DistributedDataParallel",
-                do="choose what trains before prepare(), or leave torch.compile out (and gradient_as_bucket_view, to unfreeze)",
+                do="freeze and unfreeze before prepare(), or remove torch.compile (and gradient_as_bucket_view, to unfreeze)",
             )
         self.settle()
         self._dirty = self._reduces
@@ -260,16 +260,16 @@ class Replica:
         names = {id(p): name for name, p in wrapper.module.named_parameters()}
         changed = [names[id(p)] for p, is_trained in zip(now, trained) if before.get(id(p)) is not is_trained]
         raise UsageError(
-            f"the parameters of a prepared model changed ({', '.join(changed[:3]) or 'some were removed'}), and DDP cannot be told",
+            f"the parameters of a prepared model changed ({', '.join(changed[:3]) or 'some were removed'}), and DDP cannot be rebuilt",
             where="DistributedDataParallel with mixed_precision, delay_all_reduce_named_params or the python reducer",
-            do="change the model before it is prepared, or leave these options out",
+            do="change the model before it is prepared, or remove these options",
         )
 
     # ---- its gradients -------------------------------------------------------------------------------------------------
 
     @contextmanager
     def sync_next_backward(self) -> Iterator[None]:
-        """Let the backward pass in the block reduce, as if the forward pass before it had asked for that."""
+        """Make the backward pass in the block reduce, as if its forward pass had run outside of ``no_sync``."""
         wrapper = self.wrapper
         before = wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync
         wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = True
@@ -284,14 +284,14 @@ class Replica:
             self._will_reduce = self._must_prepare = False
 
     def prepare_for_backward(self, losses: list[torch.Tensor]) -> None:
-        """Do what DDP's forward pass left out in ``no_sync``, where ``sync_next_backward`` asks for it."""
+        """Do what DDP's forward pass skipped in ``no_sync``, inside ``sync_next_backward``."""
         if self._must_prepare:
             self.settle()
             self.wrapper.reducer.prepare_for_backward(losses)
             self._must_prepare, self._will_reduce = False, True
 
     def contribute_zeros(self) -> None:
-        """Take part in the reduction that the forward pass asked for, if no backward pass has."""
+        """Take part in the reduction that the forward pass prepared, if no backward pass has."""
         if self._will_reduce:
             sparse = {
                 id(parameter) for _, parameter in sparse_parameters(self.wrapper.module)
@@ -311,20 +311,20 @@ class Replica:
         self._will_reduce = False
 
     def is_dirty(self) -> bool:
-        """Tell whether a gradient holds something that the other ranks have not seen."""
+        """Return whether a gradient holds something that was not reduced."""
         self.settle()  # a backward pass that did not go through the engine
         return self._dirty
 
     def mark_reduced(self) -> None:
-        """All ranks have seen everything, or it was cleared."""
+        """All gradients were reduced, or cleared."""
         self._dirty = False
 
 
 class BackwardPasses:
     """Counts backward passes, as a hook that is called for each gradient.
 
-    Such a hook must not reach the wrapper: DDP's reducer keeps the parameters, out of the garbage collector's sight, so
-    that the circle, with the model and the process group, would never be freed.
+    Such a hook must not reference the wrapper: DDP's reducer keeps the parameters where the garbage collector does not see
+    them, so that the cycle, with the model and the process group, would never be freed.
     """
 
     __slots__ = ("_last", "_seen", "is_any", "num")
@@ -368,7 +368,7 @@ def _is_inside_a_backward() -> bool:
 
 
 def _rebuild_reducer(wrapper: Any) -> None:
-    """Let DDP begin anew with the parameters that its module has now; its options and hooks stay.
+    """Rebuild DDP with the parameters that its module has now; its options and hooks stay.
 
     Source: DistributedDataParallel.__setstate__, which does this for a wrapper that was unpickled.
     """

@@ -1,4 +1,4 @@
-"""What the ranks were given: one dataset, or each its own; to be cut here, or cut already."""
+"""Do the ranks have loaders over the same dataset, or is each sharded already?"""
 
 from __future__ import annotations
 
@@ -13,21 +13,26 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from echelon.base.errors import DesyncError, UsageError
 from echelon.base.lengths import length_of
 from echelon.base.warnings import UserLine, warn
-from echelon.distributed.checks.already_sharded import OwnCut, check_parts, find_own_cut, num_repeated
+from echelon.distributed.checks.already_sharded import (
+    ExistingSharding,
+    check_shards,
+    find_existing_sharding,
+    num_repeated,
+)
 from echelon.distributed.checks.data_fingerprint import (
     ColumnFingerprint,
     are_of_different_data,
-    are_parts_of_a_table,
-    are_shares,
+    are_shards,
+    are_table_shards,
     column_fingerprints,
 )
 from echelon.distributed.small_messages import gather_bytes
 from echelon.world.world import World
 
-__all__ = ["Agreement", "LoaderFacts", "agree_on_data", "refuse_cut"]
+__all__ = ["LoaderAgreement", "LoaderFacts", "agree_on_loader", "gather_loader_facts", "sharding_conflict"]
 
 _BOTH_WAYS = (
-    "give every rank the whole dataset (echelon cuts it for the ranks), or say that each rank has its own share: "
+    "give every rank the whole dataset (echelon shards it), or declare that each rank has its own shard: "
     "DataLoaderConfiguration(already_sharded=True), TrainingArguments(already_sharded=True), or "
     "accelerator.prepare_data_loader(loader, already_sharded=True)"
 )
@@ -35,10 +40,10 @@ _BOTH_WAYS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderFacts:
-    """What one rank was given. -1: nobody knows."""
+    """Of the loader of one rank. -1: unknown."""
 
     part: int
-    """Whose data it is to read: the rank, where no ranks read the same."""
+    """Whose data it reads: the rank, where no ranks read the same."""
     kind: str
     """The class of the dataset."""
     is_iterable: bool
@@ -46,35 +51,35 @@ class LoaderFacts:
     """Of the dataset."""
     batch_size: int
     num_drawn: int
-    """Samples that the sampler gives in a pass; -1 also where batches have sizes of their own."""
+    """Samples that the sampler yields in a pass; -1 also where batches have sizes of their own."""
     num_repeated: int
-    """Of these, at the end, that are there again."""
+    """Of these, at the end, that are repeated."""
     drop_last: bool
     token: int
-    """Of rank zero: the number of the loader."""
-    cut: OwnCut | None
+    """A random number; rank zero's is that of the loader."""
+    cut: ExistingSharding | None
     columns: dict[str, ColumnFingerprint]
     seed: int
     """Torch's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Agreement:
+class LoaderAgreement:
     """What all ranks know about a loader that is being prepared."""
 
-    cut: OwnCut | None
-    """It has been cut already; None: it is to be cut."""
+    cut: ExistingSharding | None
+    """It is sharded already; None: it is to be sharded."""
     parts: list[LoaderFacts]
-    """By part; this rank's alone where the other ranks are not there to be asked."""
+    """By part; of this rank alone where the others take no part."""
     processes: list[int]
     """By part: the first of the processes that read it."""
     reads_alone: bool
     """This process is the one of ``processes`` for its part."""
     token: int
-    """A number that all ranks have for this loader, and for no other one."""
+    """Identifies this loader, on all ranks."""
 
 
-def agree_on_data(
+def agree_on_loader(
     loader: DataLoader[Any],
     *,
     world: World,
@@ -83,26 +88,27 @@ def agree_on_data(
     dispatches: bool,
     is_exact: bool,
     line: UserLine,
-) -> Agreement:
-    """Find out whether ``loader`` has been cut already, and whether the ranks were given the same data.
+) -> LoaderAgreement:
+    """Detect whether ``loader`` is sharded already, and whether the ranks have the same data.
 
     Args:
         loader: the user's. Where rank zero dispatches, only its own counts.
-        world: whose part to read.
+        world: this rank.
         batches: what draws its batches; None for iterable data.
-        already_sharded: what the user says; None: as it is recognised.
-        dispatches: rank zero alone is asked to read.
-        is_exact: what would be a warning is an error.
+        already_sharded: the user's choice; None: detect it.
+        dispatches: the user wants rank zero alone to read.
+        is_exact: raise in the place of warnings.
         line: where the loader was given to echelon.
 
     Collective: every rank, where there is more than one.
 
     Raises:
-        DesyncError: the datasets, or the batches, do not have one length; or (exact modes) do not hold the same data.
-        UsageError: it has been cut for another number of processes, or two ranks have the same part.
+        DesyncError: the datasets, or the batches, differ in length; or (exact modes) the datasets hold different data.
+        UsageError: it is sharded for another number of processes, or two ranks have the same shard.
     """
-    mine = _facts(loader, world=world, batches=batches, already_sharded=already_sharded)
-    everybody = [_read(text) for text in gather_bytes(_write(mine))] if world.world_size > 1 else [mine]
+    mine, everybody = gather_loader_facts(
+        loader, rank=world.rank, world_size=world.world_size, batches=batches, already_sharded=already_sharded
+    )
     processes = [
         next((rank for rank, facts in enumerate(everybody) if facts.part == part), -1)
         for part in range(world.world_size)
@@ -111,10 +117,10 @@ def agree_on_data(
     parts = [everybody[rank] for rank in processes] if is_whole else [mine]
     me = everybody.index(mine)
     considered = [everybody[0]] if dispatches else parts
-    cut = _settle_cut(considered, mine, world=world, dispatches=dispatches, says_so=already_sharded, line=line)
+    cut = _existing_sharding(considered, mine, world=world, dispatches=dispatches, says_so=already_sharded, line=line)
     if world.world_size > 1 and not dispatches:
         cut = _compare_data(parts, cut, says_so=already_sharded, is_exact=is_exact, line=line)
-    return Agreement(
+    return LoaderAgreement(
         cut=cut,
         parts=parts,
         processes=processes if is_whole else [],
@@ -123,15 +129,18 @@ def agree_on_data(
     )
 
 
-def _facts(loader: DataLoader[Any], *, world: World, batches: Any, already_sharded: bool | None) -> LoaderFacts:
-    cut = None if already_sharded is False else find_own_cut(loader)
+def gather_loader_facts(
+    loader: DataLoader[Any], *, rank: int, world_size: int, batches: Any, already_sharded: bool | None
+) -> tuple[LoaderFacts, list[LoaderFacts]]:
+    """Return the facts of this rank's loader, and those of all ranks. Arguments: see ``agree_on_loader``. Collective."""
+    cut = None if already_sharded is False else find_existing_sharding(loader)
     if cut is None and already_sharded:
-        cut = OwnCut(what="its user (already_sharded=True)", place="user")
+        cut = ExistingSharding(what="its user (already_sharded=True)", place="user")
     dataset = loader.dataset
     is_plain = type(batches) is BatchSampler
     size = getattr(batches, "batch_size", None)
-    return LoaderFacts(
-        part=world.rank,
+    mine = LoaderFacts(
+        part=rank,
         kind=type(dataset).__qualname__,
         is_iterable=isinstance(dataset, IterableDataset),
         num_samples=length_of(dataset),
@@ -141,12 +150,15 @@ def _facts(loader: DataLoader[Any], *, world: World, batches: Any, already_shard
         drop_last=bool(getattr(batches, "drop_last", loader.drop_last)),
         token=secrets.randbits(62),
         cut=cut,
-        columns=column_fingerprints(dataset) if world.world_size > 1 else {},
+        columns=column_fingerprints(dataset) if world_size > 1 else {},
         seed=torch.initial_seed(),
     )
+    return mine, [_decode(text) for text in gather_bytes(json.dumps(asdict(mine)).encode())] if world_size > 1 else [
+        mine
+    ]
 
 
-def _settle_cut(
+def _existing_sharding(
     parts: list[LoaderFacts],
     mine: LoaderFacts,
     *,
@@ -154,68 +166,68 @@ def _settle_cut(
     dispatches: bool,
     says_so: bool | None,
     line: UserLine,
-) -> OwnCut | None:
+) -> ExistingSharding | None:
     found = [facts.cut for facts in parts if facts.cut is not None]
     if not found:
         return None
     if len(found) < len(parts):
         with_cut = ", ".join(f"rank {facts.part}" for facts in parts if facts.cut is not None)
         raise DesyncError(
-            f"the loader has been cut already by {found[0].what}, but only that of {with_cut}",
+            f"the loader is sharded already by {found[0].what}, but only on {with_cut}",
             where=str(line),
-            do="give every rank the same kind of loader",
+            do="build the same kind of loader on every rank",
         )
     if world.world_size > 1 and dispatches:  # the other ranks' loaders are never read
-        return None if found[0].num_parts == 1 else found[0]
+        return None if found[0].num_shards == 1 else found[0]
     if found[0].place == "dataset" and not parts[0].is_iterable and says_so is None:
-        return None if world.world_size == 1 else mine.cut  # judged by what the ranks hold
-    is_cut = check_parts(found, world_size=world.world_size, line=line)
+        return None if world.world_size == 1 else mine.cut  # decided by what the ranks hold
+    is_cut = check_shards(found, world_size=world.world_size, line=line)
     return mine.cut if is_cut and world.world_size > 1 else None
 
 
 def _compare_data(
-    parts: list[LoaderFacts], cut: OwnCut | None, *, says_so: bool | None, is_exact: bool, line: UserLine
-) -> OwnCut | None:
-    """Return the cut, after a look at what the ranks hold."""
+    parts: list[LoaderFacts], cut: ExistingSharding | None, *, says_so: bool | None, is_exact: bool, line: UserLine
+) -> ExistingSharding | None:
+    """Return the existing sharding, after comparing what the datasets of the ranks hold."""
     first, *others = parts
     is_indexed = not any(facts.is_iterable for facts in parts)
-    divides_itself = cut is not None and cut.place in ("dataset", "user")
+    shards_itself = cut is not None and cut.place in ("dataset", "user")
     have_columns = bool(first.columns) and all(facts.kind == first.kind for facts in others)
     differ = have_columns and all(are_of_different_data(first.columns, facts.columns) for facts in others)
     lengths = [facts.num_samples for facts in parts]
-    is_table = are_parts_of_a_table([facts.columns for facts in parts], lengths)
+    is_table = are_table_shards([facts.columns for facts in parts], lengths)
     if cut is None and is_indexed and is_table and says_so is None:
-        return OwnCut(what=f"its dataset ({first.kind}, of which each rank has other rows)", place="dataset")
+        return ExistingSharding(what=f"its dataset ({first.kind}, of which each rank has other rows)", place="dataset")
     if cut is not None and is_indexed and cut.place == "dataset" and says_so is None:
         if differ:
             found = [facts.cut for facts in parts if facts.cut is not None]
-            return cut if check_parts(found, world_size=len(parts), line=line) else None
+            return cut if check_shards(found, world_size=len(parts), line=line) else None
         if not have_columns:
             warn(
-                f"{cut.what} knows its rank and the number of ranks, and nobody can see whether it gives this rank its own "
-                "share, or all the data: it is cut here. If each rank has its own share, samples are lost: say "
-                "already_sharded=True, else already_sharded=False",
+                f"{cut.what} knows its rank and the number of ranks, and echelon cannot detect whether it holds a shard or all "
+                "of the data: it is sharded here. If each rank has its own shard, samples are lost: set already_sharded=True; "
+                "else already_sharded=False",
                 at=line,
             )
         return None
-    if divides_itself:
+    if shards_itself:
         return cut
     if is_indexed:
-        _agree(lengths, "dataset has", do=_BOTH_WAYS)
+        _require_equal(lengths, "dataset has", do=_BOTH_WAYS)
         if cut is None:
-            _agree(
+            _require_equal(
                 [facts.batch_size for facts in parts],
                 "batch size is",
                 do="give the loader the same batch size on every rank",
             )
     same_seeds = all(facts.seed == first.seed for facts in others)
-    certain = differ and all(are_shares(first.columns, facts.columns, same_seeds=same_seeds) for facts in others)
+    certain = differ and all(are_shards(first.columns, facts.columns, same_seeds=same_seeds) for facts in others)
     if certain or (differ and is_exact):
-        _tell_different_data(first.kind, is_exact=is_exact, line=line)
+        _report_different_data(first.kind, is_exact=is_exact, line=line)
     return cut
 
 
-def _agree(numbers: list[int], what: str, *, do: str) -> None:
+def _require_equal(numbers: list[int], what: str, *, do: str) -> None:
     if len(set(numbers)) > 1:
         named = ", ".join(f"rank {rank}: {_number(number)}" for rank, number in enumerate(numbers))
         raise DesyncError(
@@ -227,10 +239,10 @@ def _number(number: int) -> str:
     return "unknown" if number < 0 else str(number)
 
 
-def _tell_different_data(kind: str, *, is_exact: bool, line: UserLine) -> None:
+def _report_different_data(kind: str, *, is_exact: bool, line: UserLine) -> None:
     message = (
-        f"the ranks were given different data: at the same places of their datasets ({kind}) are other samples, so each rank's "
-        "share would be cut once more, and most samples would be lost"
+        f"the ranks were given different data: their datasets ({kind}) have other samples at the same indices, so sharding "
+        "them again would lose most samples"
     )
     if is_exact:
         raise DesyncError(
@@ -241,22 +253,18 @@ def _tell_different_data(kind: str, *, is_exact: bool, line: UserLine) -> None:
     warn(f"{message}. Either {_BOTH_WAYS}", at=line)
 
 
-def _write(facts: LoaderFacts) -> bytes:
-    return json.dumps(asdict(facts)).encode()
-
-
-def _read(text: bytes) -> LoaderFacts:
+def _decode(text: bytes) -> LoaderFacts:
     plain = json.loads(text)
-    plain["cut"] = None if plain["cut"] is None else OwnCut(**plain["cut"])
+    plain["cut"] = None if plain["cut"] is None else ExistingSharding(**plain["cut"])
     plain["columns"] = {name: ColumnFingerprint(**column) for name, column in plain["columns"].items()}
     return LoaderFacts(**plain)
 
 
-def refuse_cut(cut: OwnCut, *, mode: str, line: UserLine) -> UsageError:
-    """Return the error of a loader that must not have been cut already."""
+def sharding_conflict(cut: ExistingSharding, *, mode: str, line: UserLine) -> UsageError:
+    """Return the error of a loader that must not be sharded already."""
     return UsageError(
-        f"the loader has been cut for the ranks already by {cut.what}, and {mode}",
+        f"the loader is sharded already by {cut.what}, and {mode}",
         where=str(line),
-        do="take that out, so that echelon cuts the loader (DataLoader(dataset, shuffle=True), or the undivided stream); "
-        "or keep it, without this setting",
+        do="remove that sharding, so that echelon shards the loader (DataLoader(dataset, shuffle=True), or the whole stream); "
+        "or keep it, and remove this setting",
     )
