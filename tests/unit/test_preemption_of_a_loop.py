@@ -112,7 +112,7 @@ def test_an_evaluation_that_takes_longer_than_half_the_grace_is_left(
 
         def write_command(self, command: int) -> None:
             self._inner.write_command(command)
-            if command >> hold._PLACE_BITS == hold.StopCommand.TO_ANY:
+            if command >> hold._BOUNDARY_BITS == hold.StopCommand.TO_ANY:
                 is_led.set()
 
     monkeypatch.setattr(preemption, "_GRACE_S", 100.0)
