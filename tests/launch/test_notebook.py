@@ -249,7 +249,7 @@ def test_it_trains_after_a_backward_in_the_kernel(shown: dict[str, _Shown]) -> N
 
 
 def test_more_threads_are_left_out_with_one_warning(shown: dict[str, _Shown]) -> None:
-    assert shown["after autograd"].err.count("torch.set_num_threads(2) is left out") == 1
+    assert shown["after autograd"].err.count("torch.set_num_threads(2) is ignored") == 1
 
 
 def test_the_rank_that_failed_is_named_with_its_traceback(shown: dict[str, _Shown]) -> None:

@@ -59,7 +59,7 @@ def test_the_numbers_are_those_of_the_program() -> None:
     assert f"by default `{defaults['signal']}`" in PAGE
     assert f"`--grace` seconds, {defaults['grace']}" in PAGE
     assert f"run as user {defaults['user']}" in PAGE
-    assert f"or {WAIT_S} s after the first task" in PAGE
+    assert f"or are stopped {WAIT_S} s after the first task" in PAGE
 
 
 def test_the_versions_are_those_that_are_tested() -> None:

@@ -53,7 +53,7 @@ def test_the_flag_takes_a_rank_or_none_and_leaves_the_scripts_arguments_alone(
 def test_the_rank_has_the_terminal_and_the_others_have_their_logs_or_a_prefix() -> None:
     def places(**flags: object) -> list[str]:
         given = {"tee": None, "redirects": None, "log_dir": None, "debugger": 1, **flags}
-        return [_outputs(given, 2).place(rank, "stdout") for rank in (0, 1)]
+        return [_outputs(given, 2).destination(rank, "stdout") for rank in (0, 1)]
 
     assert places() == ["both", "terminal"]
     assert places(log_dir="logs") == ["file", "terminal"]

@@ -45,7 +45,7 @@ def test_the_report_of_a_failure_shows_the_text_of_an_exception_and_of_files_esc
         time_ns=1, type=f"Bad{EVIL}", message=f"\u574f\u6837\u672c {EVIL}\n{EVIL}", frames=(frame,), thread=EVIL
     )
     failed = RankEnd(rank=0, exit_code=1, record=record)
-    what, where, do = explain([failed, RankEnd(rank=1, exit_code=None)], logs=f"/logs/{EVIL}", places={0: EVIL})
+    what, where, do = explain([failed, RankEnd(rank=1, exit_code=None)], logs=f"/logs/{EVIL}", machines={0: EVIL})
     text = str(LaunchError(what, where=where, do=do))
     assert not STEERS.search(text)
     assert "\u574f\u6837\u672c \\x1b[2J" in text
@@ -64,7 +64,7 @@ def test_summaries_and_stalls_are_printed_so() -> None:
     steps = steps_of({0: [1.0] * len(StepPart), 1: [1.0, 900.0, *[1.0] * 6]}, num_steps=25)
     assert steps is not None
     books = GoodputReport(
-        ledger=TimeBreakdown(wall_s=1.0, num_restarts=0, seconds={}), steps=steps, places={0: EVIL, 1: EVIL}
+        breakdown=TimeBreakdown(wall_s=1.0, num_restarts=0, seconds={}), steps=steps, machines={0: EVIL, 1: EVIL}
     )
     assert not STEERS.search("\n".join(books.lines()))
     stall = Stall(kind=Class.MISSING, culprits=(1,), what=EVIL, ranks={0: EVIL, 1: EVIL}, do="", waited_s=1.0)

@@ -19,7 +19,7 @@ def call(function: Callable[..., Any], *args: object, rank_first: bool = False) 
         rank=1,
         world_size=4,
         caller="spawn" if rank_first else "notebook_launcher",
-        begins_with_rank=rank_first,
+        rank_first=rank_first,
     )
     return function(*given, **by_name)
 

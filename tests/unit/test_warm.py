@@ -109,7 +109,7 @@ def test_one_that_stands_still_begins_no_rank_later(
     assert starter._server is not None
     server = psutil.Process(starter._server.pid)
     server.suspend()
-    monkeypatch.setattr(warm, "_STARTS_WITHIN_S", 0.2)
+    monkeypatch.setattr(warm, "_START_S", 0.2)
     assert start(starter, tmp_path, "late", 0) is None
     assert not starter.is_ready
     assert running.poll() == -signal.SIGKILL

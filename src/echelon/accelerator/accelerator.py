@@ -195,8 +195,6 @@ class Accelerator:
         """Return this very object: a copy of what holds it must not hold another process group's view."""
         return self
 
-    # ---- who am I ----------------------------------------------------------------------------------------------------
-
     device: torch.device = process.device
     num_processes: int = process.num_processes
     process_index: int = process.process_index
@@ -285,8 +283,6 @@ class Accelerator:
     fsdp_plugin: FullyShardedDataParallelPlugin | None = view(
         "session.fsdp_plugin", "How the model is sharded; None: it is not.", is_settable=True
     )
-
-    # ---- layouts, and what this version does not have ----------------------------------------------------------------
 
     is_fsdp2: bool = view("session.engine.capabilities.replaces_parameters", "Are parameters sharded?")
     is_composable_parallelism_enabled: bool = view(
@@ -468,7 +464,10 @@ class Accelerator:
             self.session, data_loader, place=place, slice_fn=slice_fn_for_dispatch, already_sharded=already_sharded
         )
 
-    skip_first_batches = staticmethod(skip_first_batches)
+    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+        """Return a loader without its first ``num_batches`` batches. See ``echelon.skip_first_batches``."""
+        return skip_first_batches(dataloader, num_batches)
+
     join_uneven_inputs = delegate(join_uneven_inputs, "session")
 
     # ---- collectives -------------------------------------------------------------------------------------------------

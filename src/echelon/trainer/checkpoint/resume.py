@@ -373,11 +373,11 @@ class ResumedTraining:
         folder, here = self._folder, self._hooks.accelerator.num_processes
         if within and self._hooks.accelerator.parity == "off" and saved not in (0, here):
             raise CheckpointError(
-                f"{folder} is of the middle of an epoch on {saved} processes, and here are {here}: samples would come twice, or "
-                "never",
+                f"{folder} was saved in the middle of an epoch on {saved} processes, and this run has {here}: samples would be "
+                "repeated or lost",
                 where="parity='off'",
-                do=f"resume on {saved} processes, set ignore_data_skip=True, which begins the epoch anew, or train with "
-                "parity='exact', which goes on with any number",
+                do=f"resume on {saved} processes, set ignore_data_skip=True, which restarts the epoch, or train with "
+                "parity='exact', which resumes on any number",
             )
 
 
