@@ -17,7 +17,6 @@ from echelon.data.active_loaders import PassFacts
 from echelon.data.exact.batch_slices import Contribution
 from echelon.data.exact.exact_batches import PassPlan
 from echelon.data.exact.exact_sources import ExactSource
-from echelon.data.fork_workers import wait_before_fork
 from echelon.data.rng.host_rng import HostDraws, OtherDraws
 from echelon.data.sharding.batch_source import BatchSource, Steps
 from echelon.world.world import World
@@ -252,8 +251,6 @@ class BatchPosition(PassPosition):
 
     def _start(self, skip: int, resumed_from: dict[str, Any] | None = None, *, begins_again: bool = False) -> Steps:
         source = self.source
-        if source.inner.num_workers:
-            wait_before_fork()
         resumed, self._resume = self._resume, None
         if resumed is None:
             self.num_given = skip
@@ -371,8 +368,6 @@ class SamplePosition(PassPosition):
             position=0 if resumed is None else resumed["position"],
             resumed=None if resumed is None else resumed["source"],
         )
-        if self.source.inner.num_workers:
-            wait_before_fork()
         steps = self.source.steps(skip)
         return steps, next(steps, END)
 

@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from echelon.base.errors import ConfigError, SetupError
+from echelon.base.fork_repair import repair_fork
 from echelon.config.sources import current
 from echelon.distributed.checks.raw_ddp_guard import RawDDPGuard
 from echelon.distributed.shard import METRICS
@@ -42,6 +43,7 @@ def setup(
         ConfigError: a rank outside the world, or arguments against RANK / WORLD_SIZE.
         SetupError: set up already with other values, the port is in use, rank 0 is unreachable.
     """
+    repair_fork()
     environment = _resolve_environment(rank, world_size)
     world = world_of(environment, cpu=current().value.cpu, backend=backend)
     if dist.is_initialized():

@@ -14,7 +14,6 @@ from echelon.base.errors import UsageError
 from echelon.base.protocols import SupportsSetEpoch
 from echelon.data.batch import num_samples, require_divisible
 from echelon.data.exact.batch_slices import LastStep
-from echelon.data.fork_workers import wait_before_fork
 from echelon.data.rng.per_sample_rng import are_equal_states, rng_states
 from echelon.distributed.checks.data_fingerprint import ColumnFingerprint, sample_fingerprints
 from echelon.distributed.collectives import broadcast
@@ -180,7 +179,6 @@ def iterate_like_rank_zero(loader: DataLoader[Any], stream: Any) -> Iterator[Any
     source = loader.generator
     before = torch.get_rng_state() if source is None else source.get_state()
     _set_state(source, broadcast(before))
-    wait_before_fork()
     batches = iter(loader)
     if dist.is_initialized() and dist.get_rank() != 0:
         _set_state(source, before)

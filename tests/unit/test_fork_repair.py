@@ -1,0 +1,66 @@
+"""Processes that hang or die in their fork are forked again (base/fork_repair.py)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+# In an interpreter of its own: the hooks of a fork cannot be taken back.
+_PROGRAM = """
+import os, signal, sys, logging, time, multiprocessing
+logging.basicConfig(level=logging.WARNING)
+failures = {failures!r}
+forks = []
+os.register_at_fork(before=lambda: forks.append(None))
+
+def fail():
+    if len(forks) <= len(failures):
+        if failures[len(forks) - 1] == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        while True:
+            signal.pause()
+
+os.register_at_fork(after_in_child=fail)
+from echelon.base import fork_repair
+fork_repair._PATIENCE_S = (0.2, 0.2, 5)
+fork_repair._REPAIRED = {{sys.version_info[:2]: (99,)}}
+fork_repair.repair_fork()
+fork_repair.repair_fork()
+import torch
+from torch.utils.data import DataLoader
+print([int(x) for batch in DataLoader(torch.arange(8), batch_size=2, num_workers=2) for x in batch], len(forks))
+print(multiprocessing.active_children(), len(os.listdir("/proc/self/fd")))
+"""
+
+
+def _run(*failures: str) -> subprocess.CompletedProcess[str]:
+    program = _PROGRAM.format(failures=failures)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_loader_worker_that_hangs_or_dies_in_its_fork_is_forked_again() -> None:
+    sound, repaired = _run(), _run("hangs", "dies")
+    assert sound.stdout.splitlines()[0] == "[0, 1, 2, 3, 4, 5, 6, 7] 2"
+    assert "hung" not in sound.stderr
+    assert repaired.stdout.splitlines()[0] == "[0, 1, 2, 3, 4, 5, 6, 7] 4", repaired.stderr
+    assert repaired.stdout.splitlines()[1] == sound.stdout.splitlines()[1]  # no process and no file is left
+    assert repaired.stderr.count("hung in its fork") == 2
+
+
+def test_after_the_last_attempt_it_is_an_error_with_the_remedy() -> None:
+    failed = _run("hangs", "dies", "dies")
+    assert "could not be started: 3 forks hung or died" in failed.stderr
+    assert "update Python" in failed.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="fork")
+def test_a_python_without_the_fault_keeps_its_own_fork() -> None:
+    program = (
+        "import sys; from multiprocessing import context; own = context.ForkProcess._Popen; "
+        "from echelon.base import fork_repair; fork_repair._REPAIRED = {}; fork_repair.repair_fork(); "
+        "print(context.ForkProcess._Popen is own)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "True"
