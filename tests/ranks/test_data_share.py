@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import Subset, TensorDataset
 
 from echelon.base.errors import UsageError
-from echelon.data.sharding.split import split_between_processes
+from echelon.data.sharding.split_between_processes import split_between_processes
 from echelon.data.shared_memory import share_dataset
 from tests.harness import RanksFailed, run_on_ranks
 

@@ -159,7 +159,7 @@ def _heard(name: str, note: Path | None = None) -> Iterator[list[str]]:
 
 
 def _told(folder: Path) -> list[str]:
-    with _job(folder, "fsdp2") as job, _heard("echelon.distributed.responder") as heard:
+    with _job(folder, "fsdp2") as job, _heard("echelon.distributed.peer_responder") as heard:
         if dist.get_rank() == 0:
             _text_of(job.get_state_dict)
         job.forward()

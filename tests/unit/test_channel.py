@@ -25,7 +25,7 @@ from echelon.launch.multinode.channel import (
     clock_offset_ns,
     connect,
 )
-from echelon.launch.multinode.hub import Hub
+from echelon.launch.multinode.connection_listener import ConnectionListener
 from echelon.launch.multinode.network import listen
 from echelon.launch.multinode.tunnel import Tunnel
 
@@ -34,7 +34,7 @@ _LIMIT_S = 60.0
 
 
 class Door:
-    """A hub that notes who has come in, and an echo service in the place of the store."""
+    """A listener that records who has connected, and an echo service in the place of the store."""
 
     def __init__(self) -> None:
         listener = listen("127.0.0.1", 0)
@@ -43,7 +43,7 @@ class Door:
         self.changed = threading.Condition()
         self._echo = listen("127.0.0.1", 0)
         threading.Thread(target=self._serve_echo, daemon=True).start()
-        self.hub = Hub(listener, TOKEN, on_node=self._on_node, port_of=self._port_of)
+        self.hub = ConnectionListener(listener, TOKEN, on_node=self._on_node, port_of=self._port_of)
 
     def _on_node(self, found: Channel, address: str) -> None:
         with self.changed:

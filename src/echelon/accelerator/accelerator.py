@@ -51,7 +51,7 @@ from echelon.accelerator.update.join_uneven import join_uneven_inputs
 from echelon.accelerator.update.micro_step import LocalBackward, MicroStep, trigger_sync_in_backward
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
 from echelon.accelerator.update.scheduler import AcceleratedScheduler
-from echelon.accelerator.update.step_guard import StepGuard
+from echelon.accelerator.update.unprepared_optimizer import UnpreparedOptimizerGuard
 from echelon.accelerator.update.update_policy import UpdatePolicy
 from echelon.accelerator.views import axis_rank, delegate, given_handler, view
 from echelon.base.capabilities import Capabilities
@@ -342,7 +342,9 @@ class Accelerator:
                 in it is taken with gradients averaged over the ranks there and then.
         """
         session = self.session
-        steppers: list[AcceleratedOptimizer | StepGuard] = [*self._optimizers, session.guard] if unsynced else []
+        steppers: list[AcceleratedOptimizer | UnpreparedOptimizerGuard] = (
+            [*self._optimizers, session.guard] if unsynced else []
+        )
         return LocalBackward(session.engine.no_sync(session.objects.engine_model(model)), steppers)
 
     def backward(self, loss: torch.Tensor, num_items: float | None = None, **kwargs: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.accelerator.gradient_state import GradientState
-from echelon.data.exact.batch_slices import LastStep
+from echelon.data.exact.global_batch_slices import LastStep
 from echelon.distributed.collectives import gather, gather_object
 from echelon.distributed.small_messages import gather_bytes
 from echelon.distributed.tree import is_record, leaves, map_tensors

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from typing import NoReturn
 from weakref import WeakMethod
 
+from echelon.distributed.peer_responder import Watcher
 from echelon.distributed.preemption import Preempted, member_of_launch, on_signals
-from echelon.distributed.responder import Watcher
 from echelon.status.stop_barrier import BarrierMember
 
 __all__ = ["Preempted", "PreemptionHandler"]

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from echelon.accelerator.views import view
-from echelon.data.sharding.split import split_between_processes as split_inputs
+from echelon.data.sharding.split_between_processes import split_between_processes as split_inputs
 from echelon.distributed import control
 
 __all__ = [

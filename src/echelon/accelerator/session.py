@@ -13,16 +13,16 @@ from echelon.accelerator.plugins.parallelism_config import ParallelismConfig
 from echelon.accelerator.plugins.project_configuration import ProjectConfiguration
 from echelon.accelerator.preemption import PreemptionHandler
 from echelon.accelerator.prepare.prepared_objects import PreparedObjects
-from echelon.accelerator.prepare.unprepared import UnpreparedCheck
+from echelon.accelerator.prepare.unprepared_model import UnpreparedModelCheck
 from echelon.accelerator.setup.build_deepspeed import DeepSpeedSettings
-from echelon.accelerator.update.step_guard import StepGuard
+from echelon.accelerator.update.unprepared_optimizer import UnpreparedOptimizerGuard
 from echelon.accelerator.update.update_policy import UpdatePolicy
 from echelon.base.capabilities import Capabilities
 from echelon.base.progress import Progress
 from echelon.compat.enums import DistributedType
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
-from echelon.distributed.responder import Watcher
+from echelon.distributed.peer_responder import Watcher
 from echelon.engines.base import Engine
 from echelon.precision.policy import PrecisionPolicy
 from echelon.world.world import World
@@ -57,7 +57,7 @@ class Session:
     counters: Progress
     """As the update policy keeps them; see ``progress``."""
     objects: PreparedObjects
-    unprepared: UnpreparedCheck
+    unprepared: UnpreparedModelCheck
     update: UpdatePolicy
     preemption: PreemptionHandler = field(default_factory=PreemptionHandler)
     """Where the run may stop when it is asked to end."""
@@ -66,7 +66,7 @@ class Session:
     logged_schedulers: set[type] = field(default_factory=set)
     """Classes of schedulers whose rate of advance was logged."""
     epochs: Epochs = field(init=False)
-    guard: StepGuard = field(init=False)
+    guard: UnpreparedOptimizerGuard = field(init=False)
     _steps_before: int = 0  # optimizer steps that the optimizers have not counted
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ class Session:
             preemption=self.preemption,
             is_exact=self.parity != "off",
         )
-        self.guard = StepGuard(
+        self.guard = UnpreparedOptimizerGuard(
             engine=self.engine,
             models=self.objects.models,
             state=self.gradient_state,

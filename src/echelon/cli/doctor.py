@@ -15,7 +15,7 @@ from echelon.launch.failures.rank_errors import read_record
 from echelon.launch.local.goodput_recorder import read_goodput
 from echelon.launch.local.ranks import STALL_FILE
 from echelon.launch.local.worker import ERROR_FILE
-from echelon.status.reporter import ANSWER_FILE
+from echelon.status.stack_reporter import ANSWER_FILE
 
 __all__ = ["command"]
 

@@ -14,8 +14,8 @@ from echelon.base.protocols import SupportsSetEpoch, SupportsStateDict
 from echelon.base.warnings import warn
 from echelon.data.active_loaders import ActiveLoaders, LoaderOptions, PassFacts
 from echelon.data.data_facts import DataFacts, facts_of_data
-from echelon.data.exact.batch_slices import Contribution, LastStep
 from echelon.data.exact.exact_batches import PassPlan
+from echelon.data.exact.global_batch_slices import Contribution, LastStep
 from echelon.data.pass_position import END, PassPosition
 from echelon.data.rng.host_rng import synchronize_rng_states
 from echelon.data.sharding.batch_source import BatchSource, batches_of

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from echelon.base.errors import DesyncError, RankTimeoutError
 from echelon.base.logging import get_logger
-from echelon.distributed.responder import count_collectives, groups_of_process, responder_store
+from echelon.distributed.peer_responder import count_collectives, groups_of_process, responder_store
 from echelon.distributed.stores import common_store, store_of
 from echelon.distributed.structure_check import ranks_of
 from echelon.status.call_site import here

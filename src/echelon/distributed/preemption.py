@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
 from echelon.base import environ
-from echelon.distributed.responder import Watcher, responder_store
+from echelon.distributed.peer_responder import Watcher, responder_store
 from echelon.distributed.stores import common_store
 from echelon.status.board import Slot
 from echelon.status.notes import BOARD_VARIABLE

@@ -19,7 +19,8 @@ from echelon.trainer.arguments.enums import SaveStrategy
 from echelon.trainer.batch_loss import call_compute_loss
 from echelon.trainer.build_accelerator import accumulation_options
 from echelon.trainer.checkpoint.best_model import load_best, metric_for_best, note_best, remove_last_checkpoint
-from echelon.trainer.checkpoint.train_cursor import ResumePoint, TrainCursor
+from echelon.trainer.checkpoint.resume_point import ResumePoint
+from echelon.trainer.checkpoint.train_cursor import TrainCursor
 from echelon.trainer.data.epoch_batches import EpochBatches, warn_of_wrong_length
 from echelon.trainer.data.num_tokens import num_tokens
 from echelon.trainer.features.auto_find_batch_size import evaluation_ran_out

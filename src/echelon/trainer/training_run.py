@@ -13,9 +13,9 @@ from echelon.base.errors import UsageError
 from echelon.base.warnings import warn
 from echelon.trainer.build_accelerator import accumulation_options, set_seeds
 from echelon.trainer.checkpoint.checkpoint_folders import PREFIX
-from echelon.trainer.checkpoint.resume import ResumedTraining, find_checkpoint, saved_arguments
+from echelon.trainer.checkpoint.resume_point import ResumedTraining, ResumePoint, find_checkpoint, saved_arguments
 from echelon.trainer.checkpoint.save_on_error import save_after
-from echelon.trainer.checkpoint.train_cursor import ResumePoint, TrainCursor
+from echelon.trainer.checkpoint.train_cursor import TrainCursor
 from echelon.trainer.features.auto_find_batch_size import train_with_a_batch_that_fits
 from echelon.trainer.features.hyperparameter_search import set_arguments
 from echelon.trainer.features.model_changes import enable_activation_checkpointing

@@ -26,7 +26,7 @@ from echelon.accelerator.plugins.kwargs_handlers import (
 from echelon.accelerator.plugins.parallelism_config import ParallelismConfig
 from echelon.accelerator.plugins.project_configuration import ProjectConfiguration
 from echelon.accelerator.prepare.prepared_objects import PreparedObjects
-from echelon.accelerator.prepare.unprepared import UnpreparedCheck
+from echelon.accelerator.prepare.unprepared_model import UnpreparedModelCheck
 from echelon.accelerator.session import Session
 from echelon.accelerator.setup.agreement import agree_on_settings
 from echelon.accelerator.setup.build import (
@@ -112,7 +112,7 @@ def build_session(
         state=state,
         progress=Progress(),
         objects=PreparedObjects(),
-        unprepared=UnpreparedCheck(num_processes=world.world_size, state=state),
+        unprepared=UnpreparedModelCheck(num_processes=world.world_size, state=state),
     )
     return Session(
         config=config,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from echelon.base.sharded import is_dtensor
-from echelon.distributed.responder import Watcher
+from echelon.distributed.peer_responder import Watcher
 from echelon.world.world import World
 
 __all__ = ["watched"]

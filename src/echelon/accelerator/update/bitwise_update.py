@@ -28,8 +28,8 @@ from echelon.accelerator.update.kept_gradients import KeptGradients
 from echelon.accelerator.update.update_policy import UpdateParts
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.logging import get_logger
-from echelon.data.exact.batch_slices import Contribution
 from echelon.data.exact.exact_batches import ExactOptions, PassPlan
+from echelon.data.exact.global_batch_slices import Contribution
 from echelon.data.loader import PreparedLoader
 from echelon.data.rng.per_sample_rng import key_of
 

@@ -11,7 +11,7 @@ from torch import nn
 from echelon.accelerator.current import living_accelerators
 from echelon.accelerator.session import Session
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
-from echelon.accelerator.update.step_guard import StepGuard
+from echelon.accelerator.update.unprepared_optimizer import UnpreparedOptimizerGuard
 from echelon.accelerator.update.update_policy import UpdatePolicy
 
 __all__ = ["LocalBackward", "MicroStep", "trigger_sync_in_backward"]
@@ -56,7 +56,9 @@ class LocalBackward:
     __slots__ = ("_context", "_optimizers")
 
     def __init__(
-        self, context: AbstractContextManager[Any], optimizers: Iterable[AcceleratedOptimizer | StepGuard]
+        self,
+        context: AbstractContextManager[Any],
+        optimizers: Iterable[AcceleratedOptimizer | UnpreparedOptimizerGuard],
     ) -> None:
         self._context = context
         self._optimizers = list(optimizers)

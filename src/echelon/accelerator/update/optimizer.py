@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.update.closures import Closures
-from echelon.accelerator.update.step_guard import StepGuard
+from echelon.accelerator.update.unprepared_optimizer import UnpreparedOptimizerGuard
 from echelon.base.errors import UsageError
 from echelon.distributed.monitored_barrier import monitored_barrier
 from echelon.engines.base import Engine
@@ -45,7 +45,7 @@ class AcceleratedOptimizer(Optimizer):
         gradient_state: GradientState,
         scaler: torch.amp.GradScaler | None,
         clipping: Clipping | None = None,
-        guard: StepGuard | None = None,
+        guard: UnpreparedOptimizerGuard | None = None,
         world: World | None = None,
     ) -> None:
         # Optimizer's own __init__ is not called: groups, state and hooks are those of the wrapped one.

@@ -20,7 +20,7 @@ from echelon.base.lengths import length_of
 from echelon.base.logging import get_logger
 from echelon.base.protocols import SupportsSetEpoch
 from echelon.base.warnings import warn
-from echelon.data.exact.batch_slices import (
+from echelon.data.exact.global_batch_slices import (
     Contribution,
     canonical_contributions,
     contributions,

@@ -23,8 +23,8 @@ from echelon.base.lengths import length_of
 from echelon.base.protocols import SupportsSetEpoch, SupportsStateDict
 from echelon.data.batch import slice_batch
 from echelon.data.data_facts import DataFacts, known_length
-from echelon.data.exact.batch_slices import Contribution, joined
 from echelon.data.exact.exact_batches import ExactBatches, ExactOptions, PassPlan, make_order, partial_update_error
+from echelon.data.exact.global_batch_slices import Contribution, joined
 from echelon.data.rebuild_loader import like
 from echelon.data.rng.per_sample_rng import OF_COLLATE, OF_WORKERS, KeyedCollate, KeyedDataset, draws_of, key_of
 from echelon.data.sharding.batch_source import BatchSource, Steps, batches_of, length_at_rank_zero, with_batches

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from echelon.base.errors import UsageError
-from echelon.data.exact.batch_slices import Contribution
+from echelon.data.exact.global_batch_slices import Contribution
 from echelon.engines.bitwise.tree_sum import ReplicatedUpdate, ShardedUpdate, SumNode, top_of
 from echelon.engines.fsdp.param_groups import fsdp_groups
 

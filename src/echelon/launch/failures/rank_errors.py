@@ -12,7 +12,7 @@ from echelon.diagnose.stall import Answer
 from echelon.launch.failures.failure import ErrorRecord, Frame
 from echelon.launch.local.worker import ERROR_FILE, is_user_file
 from echelon.status.call_site import CallSite
-from echelon.status.reporter import ABORT_FILE
+from echelon.status.stack_reporter import ABORT_FILE
 
 __all__ = ["read_answer", "read_last_words", "read_record", "read_stack"]
 

@@ -18,7 +18,7 @@ from echelon.launch.failures.rank_errors import read_answer, read_stack
 from echelon.launch.local.worker import STACK_FILE
 from echelon.status.board import Board, Doing
 from echelon.status.call_site import CallSite
-from echelon.status.reporter import ANSWER_FILE, DUMP_SIGNAL
+from echelon.status.stack_reporter import ANSWER_FILE, DUMP_SIGNAL
 
 __all__ = ["STALL_FILE", "LocalRanks", "Ranks", "wait_for_verdict"]
 

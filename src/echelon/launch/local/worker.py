@@ -195,7 +195,7 @@ def _start_reporter(board: str, directory: str, stack_file: IO[str]) -> Any:
     """Start the reporter; its files are loaded by their path, as this one was."""
     folder = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "status")
     modules = []
-    for name in ("board", "call_site", "reporter"):
+    for name in ("board", "call_site", "stack_reporter"):
         spec = importlib.util.spec_from_file_location(f"_echelon_{name}", os.path.join(folder, f"{name}.py"))
         assert spec is not None
         assert spec.loader is not None

@@ -21,6 +21,7 @@ from echelon.launch.failures.failure import Cause, RankEnd, cause_of, exit_statu
 from echelon.launch.local.goodput_recorder import ALL_MACHINES_FILE, GoodputRecorder, GoodputReport, first_sign
 from echelon.launch.local.ranks import wait_for_verdict
 from echelon.launch.multinode.channel import START_S, Channel, ConnectionLost, Peer, clock_offset_ns
+from echelon.launch.multinode.connection_listener import ConnectionListener
 from echelon.launch.multinode.generation import (
     ANSWER_S,
     Generation,
@@ -32,7 +33,6 @@ from echelon.launch.multinode.generation import (
     silent_members,
     times_of,
 )
-from echelon.launch.multinode.hub import Hub
 from echelon.launch.multinode.messages import decode
 from echelon.launch.multinode.node import RendezvousTimes
 from echelon.launch.multinode.roster import (
@@ -98,7 +98,7 @@ class Coordinator:
         self._is_over = False
         self._goodbye_deadline = 0.0
         self._goodput = GoodputRecorder(rules.directory / ALL_MACHINES_FILE, began_ns=rules.began_ns)
-        self._hub = Hub(listener, token, on_node=self._on_node, port_of=self._port_of)
+        self._connections = ConnectionListener(listener, token, on_node=self._on_node, port_of=self._port_of)
         self._thread = threading.Thread(target=self._run, daemon=True, name="echelon-coordinator")
         self._thread.start()
 
@@ -106,7 +106,7 @@ class Coordinator:
         """End the run because of ``reason`` unless it has ended; wait until the nodes know; return the goodput of all machines."""
         self._events.put(("close", code, reason, {}))
         self._thread.join()
-        self._hub.close()
+        self._connections.close()
         return replace(self._goodput.finish(), machines=self._machines)
 
     # Called in other threads.
@@ -308,7 +308,7 @@ class Coordinator:
             self._abandon_rendezvous(missing, waited_s)
         elif waited_s > _MISSING_AFTER_S * (2**self._num_missing_reports) and len(here) < self._min_nodes:
             self._num_missing_reports += 1
-            refused = self._hub.num_refused
+            refused = self._connections.num_refused
             hint = f"; {refused} connections did not prove that they know the token" if refused else ""
             text = f"waiting for {waited_s:.0f} s: {missing}{hint}"
             _print(text)

@@ -9,7 +9,7 @@ from echelon.base.errors import ConfigError
 from echelon.base.logging import get_logger
 from echelon.trainer.arguments.enums import SaveStrategy
 from echelon.trainer.checkpoint.checkpoint_folders import remove_last
-from echelon.trainer.checkpoint.resume import best_folder, load_model_from
+from echelon.trainer.checkpoint.resume_point import best_folder, load_model_from
 from echelon.trainer.hooks import TrainerHooks
 
 __all__ = ["load_best", "metric_for_best", "note_best", "remove_last_checkpoint"]

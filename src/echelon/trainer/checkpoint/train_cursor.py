@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-__all__ = ["TrainCursor", "ResumePoint"]
+__all__ = ["TrainCursor"]
 
 
 @dataclass(kw_only=True)
@@ -52,18 +52,3 @@ class TrainCursor:
         for item in fields(self):
             if item.name in state:  # else of an older version
                 setattr(self, item.name, state[item.name])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumePoint:
-    """Where a training begins."""
-
-    epoch: int = 0
-    num_batches: int = 0
-    """Batches of that epoch that were used."""
-    num_to_skip: int = 0
-    """Those of them that the loader does not leave out by itself."""
-    random_states: Mapping[str, Any] | None = None
-    """Of the saved run."""
-    is_read_first: bool = False
-    """The batches of the first update are read before these are put back, as transformers does."""

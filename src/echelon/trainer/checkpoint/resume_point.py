@@ -1,10 +1,10 @@
-"""Going on from a checkpoint: which one, whether it fits, and where in the data the training begins."""
+"""Resuming from a checkpoint: which one, whether it fits, and the point in the data at which training resumes."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -38,7 +38,7 @@ from echelon.base.warnings import warn
 from echelon.checkpoint.formats.transformers import ECHELON_DATA, num_ranks_in, read_random_states
 from echelon.trainer.arguments.training_arguments import TrainingArguments, resolve_path
 from echelon.trainer.checkpoint.checkpoint_folders import ARGUMENTS_FILE, PREFIX, STATE_FILE, has_adapters
-from echelon.trainer.checkpoint.train_cursor import ResumePoint, TrainCursor
+from echelon.trainer.checkpoint.train_cursor import TrainCursor
 from echelon.trainer.checkpoint.transformers_layout import (
     PLACE_NAMES,
     PLACE_OF_RUN,
@@ -49,12 +49,27 @@ from echelon.trainer.session import TrainerSession, global_batch_size
 from echelon.trainer.state import TrainerState
 from echelon.trainer.training_plan import TrainingPlan
 
-__all__ = ["ResumedTraining", "best_folder", "find_checkpoint", "load_model_from", "saved_arguments"]
+__all__ = ["ResumePoint", "ResumedTraining", "best_folder", "find_checkpoint", "load_model_from", "saved_arguments"]
 
 logger = get_logger(__name__)
 
 _WORDS = MappingProxyType({"true": True, "false": False})
 _INTERVALS = ("logging_steps", "eval_steps", "save_steps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumePoint:
+    """Where a training begins, in its data."""
+
+    epoch: int = 0
+    num_batches: int = 0
+    """Batches of that epoch that were used."""
+    num_to_skip: int = 0
+    """Those of them that the loader does not leave out by itself."""
+    random_states: Mapping[str, Any] | None = None
+    """Of the saved run."""
+    is_read_first: bool = False
+    """The batches of the first update are read before these are put back, as transformers does."""
 
 
 # ---- which one -------------------------------------------------------------------------------------------------------

@@ -17,10 +17,10 @@ from echelon.distributed.ddp.replica import average_loss
 from echelon.distributed.torch_hooks import Closure, is_in_backward, watch_optimizer_steps
 from echelon.engines.base import Engine
 
-__all__ = ["StepGuard"]
+__all__ = ["UnpreparedOptimizerGuard"]
 
 
-class StepGuard:
+class UnpreparedOptimizerGuard:
     """Sees every optimizer step of the process, and lets those of prepared optimizers, and of other models, pass.
 
     Args:
@@ -55,7 +55,7 @@ class StepGuard:
         self._inner: WeakSet[Optimizer] = WeakSet()  # those inside prepared optimizers
         self._known: WeakKeyDictionary[Optimizer, tuple[list[int], bool]] = WeakKeyDictionary()
         self._warned: set[int] = set()  # ids of the parameters of optimizers that were named
-        watch_optimizer_steps(self, StepGuard._before_step)
+        watch_optimizer_steps(self, UnpreparedOptimizerGuard._before_step)
 
     def note_prepared(self, inner: Optimizer) -> None:
         """Remember the optimizer that a prepared one steps."""

@@ -19,10 +19,10 @@ from echelon.data.loader import PreparedLoader
 from echelon.distributed.checks.already_sharded import find_existing_sharding
 from echelon.distributed.shard import ShardedLoader
 
-__all__ = ["UnpreparedCheck"]
+__all__ = ["UnpreparedModelCheck"]
 
 
-class UnpreparedCheck:
+class UnpreparedModelCheck:
     """At the first backward pass on several processes: was the loader, or the model, not prepared?
 
     Args:

@@ -17,7 +17,7 @@ from typing import final
 from echelon.launch.multinode.channel import NODE, START_S, STORE, Channel, ChannelError, accept
 from echelon.launch.multinode.tunnel import CLOSE_S, TunnelPump
 
-__all__ = ["Hub"]
+__all__ = ["ConnectionListener"]
 
 _MAX_PENDING = 256
 _AUTHENTICATE_S = 10.0
@@ -26,11 +26,11 @@ _LOOPBACK = "127.0.0.1"
 
 
 @final
-class Hub:
+class ConnectionListener:
     """Serves a listener until ``close``.
 
     Args:
-        listener: bound; the hub closes it.
+        listener: bound; it is closed with this object.
         token: what clients must know.
         on_node: called with the channel and the address of a new node, in its own thread.
         port_of: returns the loopback port of the store of a generation; None: that generation is not running.
@@ -51,7 +51,7 @@ class Hub:
         self._pending: OrderedDict[int, socket.socket] = OrderedDict()
         self._lock = threading.Lock()
         self._num_refused = 0
-        self._thread = threading.Thread(target=self._accept, daemon=True, name="echelon-hub")
+        self._thread = threading.Thread(target=self._accept, daemon=True, name="echelon-connections")
         self._thread.start()
 
     @property
