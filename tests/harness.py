@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tests import rank_worker
-from tests.quiet import QuietTime
+from tests.quiet import QuietTime, with_children
 from tests.rank_nursery import Nursery
 
 __all__ = ["RankDied", "RanksFailed", "RanksHung", "import_ahead", "rendezvous", "run_on_ranks", "shut_down"]
@@ -259,6 +259,15 @@ def rendezvous(init_group: bool) -> Iterator[dict[str, str]]:
         del store
 
 
+def _catches(pid: int, number: int) -> bool:
+    """Return whether the process has a handler of the signal: a forked one has its parent's, a program of its own none."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
 class _Worker:
     """One process, its connection, and the files that its output and its stack dumps go to."""
 
@@ -324,14 +333,24 @@ class _Worker:
             self.kill()
 
     def stack(self) -> str:
-        """Return the Python stacks of the process, which is not answering."""
-        if self.process.poll() is not None:
-            return ""
-        self.process.send_signal(signal.SIGUSR2)
+        """Return the Python stacks of the process, which is not answering, and of its loader workers."""
+        own, *children = with_children([self.process.pid])
+        text = self._dump(own)
+        for pid in children:
+            if _catches(pid, signal.SIGUSR2):
+                text += f"----- its process {pid}\n{self._dump(pid)}"
+        return text
+
+    def _dump(self, pid: int) -> str:
         deadline = time.monotonic() + STACK_S
+        already = len(self._stacks.read_text())
+        try:
+            os.kill(pid, signal.SIGUSR2)
+        except ProcessLookupError:
+            return ""
         # faulthandler marks no end, but writes the main thread last, and of that the line of `python -c`, or dots after
         # its hundredth frame.
-        while not (text := self._stacks.read_text()).endswith((" in <module>\n", "  ...\n")):
+        while not (text := self._stacks.read_text()[already:]).endswith((" in <module>\n", "  ...\n")):
             if time.monotonic() > deadline or self.process.poll() is not None:
                 break
             time.sleep(0.01)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["QuietTime", "wait_until_quiet"]
+__all__ = ["QuietTime", "wait_until_quiet", "with_children"]
 
 _PROC = Path("/proc")
 
@@ -29,7 +29,7 @@ class QuietTime:
         """Look at ``pids``, and return the seconds since something last moved there."""
         now, moved = time.monotonic(), False
         if _PROC.exists():
-            seen = {pid: _switches(pid) for pid in _with_children(pids)}
+            seen = {pid: _switches(pid) for pid in with_children(pids)}
             at_work = {thread for pid in seen for thread in _at_work(pid)}
             # Other threads than the main one, gloo's, look around a hundred times a second, and may be seen at it.
             stays = at_work & (self._at_work | seen.keys())
@@ -48,12 +48,13 @@ def wait_until_quiet(pid: int, *, for_s: float = 0.03, within_s: float = 60.0) -
         time.sleep(for_s / 3)
 
 
-def _with_children(pids: Iterable[int]) -> Iterator[int]:
+def with_children(pids: Iterable[int]) -> Iterator[int]:
+    """Yield ``pids``, each followed by its children and theirs; without /proc only ``pids``."""
     for pid in pids:
         yield pid
         for task in (_PROC / str(pid) / "task").glob("*"):
             with suppress(OSError):
-                yield from _with_children(map(int, (task / "children").read_text().split()))
+                yield from with_children(map(int, (task / "children").read_text().split()))
 
 
 def _switches(pid: int) -> list[str]:

@@ -9,10 +9,12 @@ import threading
 import time
 import warnings
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
 
 from tests import harness
 from tests.harness import MAX_THREADS, RankDied, RanksFailed, RanksHung, import_ahead, run_on_ranks
@@ -220,6 +222,28 @@ def test_a_hang_names_the_silent_rank_and_shows_where_it_is() -> None:
     assert caught.value.silent == [1]
     assert str(caught.value).startswith("rank 1 of 2 did not answer within 2 s")
     assert "_never_comes_back" in str(caught.value)
+
+
+class _Hangs(Dataset[Any]):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        _never_comes_back()
+
+
+def _wait_for_a_loader_worker() -> None:
+    next(iter(DataLoader(_Hangs(), num_workers=1)))
+
+
+def test_a_hang_shows_the_stack_of_the_loader_worker_that_a_rank_waits_for() -> None:
+    with pytest.raises(RanksHung) as caught:
+        run_on_ranks(_wait_for_a_loader_worker, world_size=1, timeout=2)
+    rank, _, worker = str(caught.value).partition("its process")
+    assert "_wait_for_a_loader_worker" in rank
+    assert "_never_comes_back" not in rank
+    assert "__getitem__" in worker
+    assert "_never_comes_back" in worker
 
 
 def test_a_dead_rank_is_named_with_its_exit_code() -> None:
