@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing.connection
 import os
 import signal
@@ -13,10 +12,11 @@ from multiprocessing import context, popen_fork, process
 from typing import ClassVar
 
 from echelon.base.errors import SetupError
+from echelon.base.logging import get_logger
 
 __all__ = ["repair_fork"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _REPAIRED = {(3, 10): (3, 10, 15), (3, 11): (3, 11, 8)}
 # A fork takes milliseconds. One that is slow on a busy machine is only forked again: nothing has run in it.
@@ -30,7 +30,8 @@ def repair_fork() -> None:
     thread holds the list of threads hangs in ``os.fork``, one in about 1,700 forks, and the loader and all ranks with it:
     https://github.com/python/cpython/issues/112275, in Python 3.10 before 3.10.15 and 3.11 before 3.11.8.
     """
-    if sys.version_info[:3] < _REPAIRED.get(sys.version_info[:2], (0,)) and context.ForkProcess._Popen is not _fork:
+    is_affected = hasattr(os, "fork") and sys.version_info[:3] < _REPAIRED.get(sys.version_info[:2], (0,))
+    if is_affected and context.ForkProcess._Popen is not _fork:
         os.register_at_fork(after_in_child=_Started.report)
         context.ForkProcess._Popen = staticmethod(_fork)  # type: ignore[method-assign]
 
@@ -61,7 +62,9 @@ class _Popen(popen_fork.Popen):
         for patience in _PATIENCE_S:
             if self._has_started(process_obj, patience):
                 return
-            logger.warning("process %s hung in its fork (python/cpython#112275): it is forked again", self.pid)
+            logger.warning(
+                "process %d hung in its fork (python/cpython#112275): it is forked again", self.pid, all_ranks=True
+            )
         raise SetupError(
             f"the process {process_obj.name} could not be started: {len(_PATIENCE_S)} forks hung or died",
             where=f"Python {sys.version.split()[0]}, python/cpython#112275",
