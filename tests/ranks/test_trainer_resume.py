@@ -223,7 +223,7 @@ def test_an_error_on_one_rank_is_not_saved_after_and_says_why(tmp_path: Path) ->
         run_on_ranks(_fails_alone, str(tmp_path))
     text = str(error.value.errors[0])
     assert "broken on 0; [" in text
-    assert "no checkpoint is saved after step 3: the other ranks have not met it in the same step" in text
+    assert "cannot save a checkpoint of step 3: the other ranks did not fail with the same error in this step" in text
     assert list(tmp_path.iterdir()) == []
 
 
@@ -269,7 +269,7 @@ def test_what_an_exact_training_cannot_go_on_from_is_told(tmp_path: Path) -> Non
     assert "max_micro_batch_size by hand" in _refused(folder, **exact, auto_find_batch_size=True)
     other = str(tmp_path / "other")
     _train(other, end=2, max_steps=4, checkpoint_format="transformers")
-    assert "which does not say what parity='exact' needs" in _refused(other, resume=True, **exact)
+    assert "which lacks the state that parity='exact' needs" in _refused(other, resume=True, **exact)
     shards = {"parity": "bitwise", "max_steps": 4, "global_batch_size": GLOBAL}
     _train(folder + "/b", end=2, **shards, canonical_shards=4)
     assert "set canonical_shards=4" in _refused(folder + "/b", resume=True, **shards, canonical_shards=6)

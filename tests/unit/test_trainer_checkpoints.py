@@ -218,8 +218,8 @@ def test_data_that_begin_anew_and_other_batches(tmp_path: Path) -> None:
     with pytest.warns(EchelonWarning, match=r"per_device_train_batch_size=1 \(saved: 2\)"):
         assert go_on(per_device_train_batch_size=1) == first[6:9]
     with (
-        pytest.warns(EchelonWarning, match="other arguments"),
-        pytest.warns(EchelonWarning, match="some of them come again"),
+        pytest.warns(EchelonWarning, match="arguments differ"),
+        pytest.warns(EchelonWarning, match="some samples are repeated"),
     ):
         assert go_on(per_device_train_batch_size=4, gradient_accumulation_steps=1) == first[4:8]
     with pytest.warns(EchelonWarning, match=r"save_steps=7 \(saved: 5\)"):
@@ -250,14 +250,14 @@ def test_files_of_transformers_layout_have_its_names_and_plain_data(tmp_path: Pa
     assert [len(group["params"]) for group in state["param_groups"]] == [2, 2]  # with decay, without
     (folder / "optimizer.pt").write_bytes((folder / "optimizer.pt").read_bytes()[:-40])
     assert len(problems_in(folder)) == 1
-    with pytest.raises(ConfigError, match="checkpoint_format='accelerate' is none of"):
+    with pytest.raises(ConfigError, match="checkpoint_format='accelerate' is not one of"):
         _trainer(_args(tmp_path, checkpoint_format="accelerate", max_steps=1)).train()
 
 
 def test_callbacks_and_the_state_come_back(tmp_path: Path) -> None:
     options = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"}
     stops = [EarlyStoppingCallback(early_stopping_patience=50), EarlyStoppingCallback(early_stopping_patience=60)]
-    with pytest.warns(UserWarning, match="among the callbacks already"):
+    with pytest.warns(UserWarning, match="already among the callbacks"):
         whole = _trainer(_args(tmp_path, **options), eval_dataset=Noisy(noise=False), callbacks=stops)
     whole.train()
     path = tmp_path / "checkpoint-3" / "trainer_state.json"
@@ -283,7 +283,7 @@ def test_callbacks_and_the_state_come_back(tmp_path: Path) -> None:
 
         callbacks = [EarlyStoppingCallback(early_stopping_patience=7), EarlyStoppingCallback(9), Looks]
         args = _args(tmp_path / "2", restore_callback_states_from_checkpoint=restores, **options)
-        with pytest.warns(UserWarning, match="among the callbacks already"):
+        with pytest.warns(UserWarning, match="already among the callbacks"):
             again = _trainer(args, eval_dataset=Noisy(noise=False), callbacks=callbacks)
         with pytest.raises(KeyboardInterrupt):
             again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))

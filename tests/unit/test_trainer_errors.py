@@ -160,7 +160,7 @@ def test_nothing_to_go_on_from(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="No valid checkpoint found in output directory") as error:  # as transformers
         train(True)
     assert isinstance(error.value, UsageError)
-    _says(error.value, what=str(tmp_path), where="resume_from_checkpoint=True", do="'auto', which begins anew")
+    _says(error.value, what=str(tmp_path), where="resume_from_checkpoint=True", do="'auto', which starts from scratch")
     with pytest.raises(UsageError, match="there is no folder"):
         train(str(tmp_path / "nowhere"))
     with pytest.raises(CheckpointError, match=r"neither a manifest nor a trainer_state\.json"):
@@ -175,7 +175,7 @@ def test_early_stopping_without_a_metric(tmp_path: Path) -> None:
     trainer = Trainer(Line(), _args(tmp_path), train_dataset=DATA, callbacks=[EarlyStoppingCallback()])
     with pytest.raises(ConfigError) as error:
         trainer.train()
-    _says(error.value, what="watches a metric", where="EarlyStoppingCallback", do="set metric_for_best_model")
+    _says(error.value, what="needs a metric", where="EarlyStoppingCallback", do="set metric_for_best_model")
 
 
 def test_a_wrong_key_for_the_accelerator(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_wrong_key_for_the_accelerator(tmp_path: Path) -> None:
 
 
 def test_two_callbacks_of_one_class_are_told(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="a EarlyStoppingCallback is among the callbacks already"):
+    with pytest.warns(UserWarning, match="a EarlyStoppingCallback is already among the callbacks"):
         Trainer(Line(), _args(tmp_path), callbacks=[EarlyStoppingCallback, EarlyStoppingCallback()])
 
 

@@ -309,7 +309,7 @@ def test_the_first_bad_tensor_is_found_with_a_loss_that_needs_the_number(tmp_pat
         return divided(outputs, labels, num_items_in_batch) * float("inf")
 
     trainer = Trainer(Net(), arguments(tmp_path, stop_on_nan=True), train_dataset=rows, compute_loss_func=overflowing)
-    with pytest.raises(FloatingPointError, match="the loss holds 1 inf among 1 numbers, and every output"):
+    with pytest.raises(FloatingPointError, match="the loss contains 1 inf among 1 values, but all outputs"):
         trainer.train()
 
 

@@ -710,5 +710,5 @@ def test_the_schedule_waits_where_loss_scaling_left_a_step_out(tmp_path: Path) -
 def test_a_metric_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
     args = _args(tmp_path, eval_strategy="epoch", metric_for_best_model="accuracy")
     trainer = Trainer(Line(), args, train_dataset=DATA, eval_dataset=DATA)
-    with pytest.raises(ConfigError, match=r"gives no 'eval_accuracy'; it gives eval_loss, eval_runtime"):
+    with pytest.raises(ConfigError, match=r"returned no 'eval_accuracy'; it returned eval_loss, eval_runtime"):
         trainer.train()

@@ -103,7 +103,7 @@ def test_every_schedule_has_a_formula_but_two() -> None:
 @pytest.mark.parametrize(
     ("name", "total", "more", "message"),
     [
-        ("cosin", 20, {}, "none of the choices"),
+        ("cosin", 20, {}, "is not one of"),
         ("linear", None, {}, "'linear' needs to know where it ends"),
         ("linear", 20, {"cycles": 2}, "'linear' does not take these arguments"),
         ("cosine_with_min_lr", 20, {}, "needs one of min_lr"),

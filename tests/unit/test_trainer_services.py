@@ -100,15 +100,15 @@ def test_a_trial_of_no_use_is_ended_early(tmp_path: Path) -> None:
 
 def test_what_a_search_cannot_do_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fixed = Trainer(Line(), _args(tmp_path), train_dataset=DATA)
-    with pytest.raises(UsageError, match="this Trainer was given one model"):
+    with pytest.raises(UsageError, match="the Trainer has no model_init"):
         fixed.hyperparameter_search()
     trainer = Trainer(model_init=Line, args=_args(tmp_path), train_dataset=DATA, eval_dataset=DATA)
-    for backend, message in (("ray", "runs trainings in processes of its own"), ("grid", "'grid' is not known")):
+    for backend, message in (("ray", "runs trials in separate processes"), ("grid", "'grid' is unknown")):
         with pytest.raises(ConfigError, match=message):
             trainer.hyperparameter_search(backend=backend)
     with pytest.raises(ConfigError, match="n_jobs=2"):
         trainer.hyperparameter_search(n_jobs=2)
-    with pytest.raises(ConfigError, match="hp_space gives 'learning_rat', which is no setting"):
+    with pytest.raises(ConfigError, match="hp_space returned 'learning_rat', which is not a setting"):
         trainer.train(trial={"learning_rat": 1.0})
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'echelon\[optuna\]'"):

@@ -17,7 +17,7 @@ from echelon.accelerator import Accelerator
 from echelon.accelerator.plugins.parallelism_config import ParallelismConfig
 from echelon.base.errors import ConfigError
 from echelon.trainer import Trainer, TrainingArguments, build_accelerator
-from echelon.trainer.callbacks.trackers import CSVCallback, TrackerCallback, by_split
+from echelon.trainer.callbacks.trackers import CSVCallback, TrackerCallback, add_split_prefixes
 from echelon.trainer.features.hub import HubUpload
 from tests.trainer_models import DATA, Line
 
@@ -159,7 +159,7 @@ def test_trackers_get_the_project_and_the_run(tmp_path: Path) -> None:
         "trackio": {"space_id": "me/space", "bucket_id": "me/bucket", "name": "first"},
     }
     assert logged == [({"train/loss": 0.5, "eval/f1": 1.0}, 7)]
-    assert by_split({"test_loss": 1, "epoch": 2}) == {"test/loss": 1, "train/epoch": 2}
+    assert add_split_prefixes({"test_loss": 1, "epoch": 2}) == {"test/loss": 1, "train/epoch": 2}
 
 
 def test_an_upload_that_runs_lets_the_next_one_pass_unless_told_not_to(

@@ -18,12 +18,12 @@ from echelon.base.protocols import SupportsSetEpoch
 from echelon.trainer.arguments.enums import SaveStrategy
 from echelon.trainer.batch_loss import call_compute_loss
 from echelon.trainer.build_accelerator import accumulation_options
-from echelon.trainer.checkpoint.best_model import load_best, metric_for_best, note_best, remove_last_checkpoint
+from echelon.trainer.checkpoint.best_model import load_best, metric_for_best, remove_last_checkpoint, update_best_metric
 from echelon.trainer.checkpoint.resume_point import ResumePoint
 from echelon.trainer.checkpoint.train_cursor import TrainCursor
 from echelon.trainer.data.epoch_batches import EpochBatches, warn_of_wrong_length
 from echelon.trainer.data.num_tokens import num_tokens
-from echelon.trainer.features.auto_find_batch_size import evaluation_ran_out
+from echelon.trainer.features.auto_find_batch_size import evaluation_memory_error
 from echelon.trainer.features.nonfinite import NonFiniteError, first_bad
 from echelon.trainer.hooks import BoundMethods, TrainerHooks, bind_log, bind_training_step, notify
 from echelon.trainer.loss_window import LossWindow, mean_loss, no_losses
@@ -157,9 +157,9 @@ class TrainingLoop:
         cursor.is_read &= start.num_batches > 0  # in the saved training, to the end of its data
         cursor.epoch, cursor.num_batches, cursor.is_over = epoch, start.num_batches, False
         notify(hooks, "on_epoch_begin")
-        if start.random_states is not None and not start.is_read_first:
+        if start.random_states is not None and not start.restores_rng_after_reading:
             restore_random_states(start.random_states)
-        after_reading = start.random_states if start.is_read_first else None
+        after_reading = start.random_states if start.restores_rng_after_reading else None
         self._note_boundary()
         num_planned = sys.maxsize if self.is_exact else plan.batches_per_epoch - cursor.num_batches
         batches = self.batches = EpochBatches(loader, hooks.accelerator, num_planned=num_planned)
@@ -401,7 +401,7 @@ class TrainingLoop:
             metrics = self._evaluate()
             if metrics is None:
                 return
-            is_best = note_best(hooks, metrics)
+            is_best = update_best_metric(hooks, metrics)
             if hooks.args.save_strategy == SaveStrategy.BEST:
                 hooks.control.should_save = is_best
         if hooks.control.should_save:
@@ -518,14 +518,14 @@ class TrainingLoop:
             return None
         except RuntimeError as error:
             size = hooks.args.per_device_eval_batch_size
-            if hooks.args.auto_find_batch_size and (ours := evaluation_ran_out(error, batch_size=size)):
+            if hooks.args.auto_find_batch_size and (ours := evaluation_memory_error(error, batch_size=size)):
                 raise ours from error
             raise
         finally:
             self._session.evaluation.is_repeatable = False
         self._train_mode()
         if (trial := self._session.search.trial) is not None:
-            trial.evaluated(metrics, step=hooks.state.global_step)
+            trial.report_evaluation(metrics, step=hooks.state.global_step)
         if steps_schedule and not self._session.optimizer.steps_per_update:
             hooks.lr_scheduler.step(metric_for_best(hooks, metrics))
         return metrics

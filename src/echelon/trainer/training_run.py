@@ -16,7 +16,7 @@ from echelon.trainer.checkpoint.checkpoint_folders import PREFIX
 from echelon.trainer.checkpoint.resume_point import ResumedTraining, ResumePoint, find_checkpoint, saved_arguments
 from echelon.trainer.checkpoint.save_on_error import save_after
 from echelon.trainer.checkpoint.train_cursor import TrainCursor
-from echelon.trainer.features.auto_find_batch_size import train_with_a_batch_that_fits
+from echelon.trainer.features.auto_find_batch_size import find_batch_size_and_train
 from echelon.trainer.features.hyperparameter_search import set_arguments
 from echelon.trainer.features.model_changes import enable_activation_checkpointing
 from echelon.trainer.features.neftune import noisy_embeddings
@@ -95,7 +95,7 @@ class TrainingRun:
                 self._set_global_batch_size()
             if not args.auto_find_batch_size:
                 return self._train(args.train_batch_size, accumulation)
-            return train_with_a_batch_that_fits(hooks, self._train, accumulation=accumulation)
+            return find_batch_size_and_train(hooks, self._train, accumulation=accumulation)
 
     def _set_global_batch_size(self) -> None:
         """Set ``global_batch_size``: as given, else that of the checkpoint, else what these processes make together."""

@@ -1,1 +1,1 @@
-"""TrainingArguments: every choice of a training, validated."""
+"""TrainingArguments: the validated settings of a Trainer."""

@@ -1,4 +1,4 @@
-"""``TrainingArguments(deepspeed=)``: a plugin from DeepSpeed's config and the arguments, and its placeholders."""
+"""``TrainingArguments(deepspeed=)``: the DeepSpeed plugin, and placeholders for its optimizer and scheduler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["deepspeed_optimizer", "deepspeed_plugin", "deepspeed_schedule"]
 
 
 def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin | None:
-    """Return the plugin for ``args.deepspeed``; None: DeepSpeed is not requested.
+    """Return the plugin for ``args.deepspeed``, or None if DeepSpeed is not requested.
 
     Values that depend on the model or the number of steps stay "auto" until these are known.
 
@@ -24,14 +24,14 @@ def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin | None:
         return None
     assert isinstance(args.deepspeed, dict), args.deepspeed
     plugin = build_plugin(args.deepspeed, _known(args), batch_size=args.train_batch_size, of="TrainingArguments")
-    # The Trainer divides by the batches of an update itself, so DeepSpeed sees each batch as an update.
+    # The Trainer itself divides by the number of accumulated batches, so DeepSpeed sees each batch as an update.
     plugin.gradient_accumulation_steps = plugin.deepspeed_config["gradient_accumulation_steps"] = 1
     plugin.deepspeed_config.pop("train_batch_size", None)
     return plugin
 
 
 def _known(args: TrainingArguments) -> dict[str, tuple[str, Any]]:
-    """Return the argument and its value, by key of the config."""
+    """Map each config key to the corresponding argument and its value."""
     return {
         "gradient_accumulation_steps": ("gradient_accumulation_steps", args.gradient_accumulation_steps),
         "gradient_clipping": ("max_grad_norm", args.max_grad_norm),
@@ -47,7 +47,7 @@ def _known(args: TrainingArguments) -> dict[str, tuple[str, Any]]:
 
 
 def deepspeed_optimizer(args: TrainingArguments, groups: list[dict[str, Any]]) -> DummyOptim | None:
-    """Return a placeholder for the optimizer in DeepSpeed's config; None: it defines none."""
+    """Return a placeholder for the optimizer in DeepSpeed's config, or None if the config defines none."""
     if not isinstance(args.deepspeed, dict) or "optimizer" not in args.deepspeed:
         return None
     return DummyOptim(groups, lr=args.learning_rate, weight_decay=args.weight_decay)
@@ -56,9 +56,9 @@ def deepspeed_optimizer(args: TrainingArguments, groups: list[dict[str, Any]]) -
 def deepspeed_schedule(
     args: TrainingArguments, optimizer: Any, *, num_steps: int, num_shares: int, make: Callable[[Any], Any]
 ) -> DummyScheduler | None:
-    """Return a placeholder for the scheduler in DeepSpeed's config, or for ``make`` of its optimizer; None: it defines neither.
+    """Return a placeholder for the scheduler in DeepSpeed's config, or for the one that ``make`` builds; None without either.
 
-    ``num_shares``: the number by which the steps of a ``DummyScheduler`` are divided.
+    ``num_shares``: divisor of the step count of a ``DummyScheduler``.
     """
     if not isinstance(args.deepspeed, dict):
         return None

@@ -1,4 +1,4 @@
-"""How many accelerators one process trains on: several by DataParallel, where nothing else was chosen."""
+"""The number of accelerators that one process trains on: more than one selects DataParallel."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["has_fixed_devices", "num_devices_of"]
 
 
 def num_devices_of(args: TrainingFields, state: PartialState) -> int:
-    """Return the accelerators that this process trains on; 0: it trains on the CPU.
+    """Return the number of accelerators that this process trains on; 0 on the CPU.
 
-    Several where the engine is ``dp``, or where no engine was chosen and one process, which nothing started as a rank, sees
-    several of them: transformers' Trainer uses all of them then.
+    It is larger than 1 if the engine is ``dp``, or if no engine is set and a process started without a launcher sees
+    several accelerators, as in transformers.
     """
     count = num_devices_of_process(state.device, engine=args.engine, parity=args.parity)
     is_split = state.num_processes > 1 or args.fsdp or args.deepspeed or args.parallelism_config
@@ -25,7 +25,7 @@ def num_devices_of(args: TrainingFields, state: PartialState) -> int:
 
 
 def has_fixed_devices(model: Any) -> bool:
-    """Whether ``model`` cannot be copied to other devices: it is spread over several, or its weights are quantized."""
+    """Return whether ``model`` cannot be replicated: it is split over several devices, or its weights are quantized."""
     if not isinstance(model, nn.Module):
         return False
     devices = set((getattr(model, "hf_device_map", None) or {}).values())

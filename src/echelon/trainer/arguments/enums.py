@@ -1,4 +1,4 @@
-"""The closed sets of names that TrainingArguments takes: equal to their strings, as transformers' are."""
+"""Enums of TrainingArguments; their members equal their strings, as in transformers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = [
 
 
 class _Names(str, Enum):
-    # str first: `args.eval_strategy == "steps"` holds, and so does equality with transformers' own members.
+    # A str, so that `args.eval_strategy == "steps"` holds, and members equal those of transformers.
 
     def __str__(self) -> str:
         return str(self.value)
 
 
 class IntervalStrategy(_Names):
-    """When something happens during the training."""
+    """When to log or evaluate."""
 
     NO = "no"
     STEPS = "steps"
@@ -35,7 +35,7 @@ class IntervalStrategy(_Names):
 
 
 class SaveStrategy(_Names):
-    """When a checkpoint is written."""
+    """When to save a checkpoint."""
 
     NO = "no"
     STEPS = "steps"
@@ -44,7 +44,7 @@ class SaveStrategy(_Names):
 
 
 class HubStrategy(_Names):
-    """What is uploaded, and when."""
+    """What to upload, and when."""
 
     END = "end"
     EVERY_SAVE = "every_save"
@@ -70,7 +70,7 @@ class SchedulerType(_Names):
 
 
 class OptimizerNames(_Names):
-    """The optimizers by name: those of torch, and those of other packages (``optimizers.py``)."""
+    """The optimizers of ``optimizers.py``, from torch and other packages."""
 
     ADAMW_TORCH = "adamw_torch"
     ADAMW_TORCH_FUSED = "adamw_torch_fused"
@@ -116,7 +116,7 @@ class OptimizerNames(_Names):
 
 
 class ParallelMode(Enum):
-    """How this process shares the work with others."""
+    """How training is parallelized."""
 
     NOT_PARALLEL = "not_parallel"
     NOT_DISTRIBUTED = "not_distributed"
@@ -127,10 +127,10 @@ _Choice = TypeVar("_Choice", bound=_Names)
 
 
 def choose(kind: type[_Choice], value: object, *, setting: str) -> _Choice:
-    """Return the member of ``kind`` that ``value`` (a member, a foreign member, or its string) names.
+    """Return the member of ``kind`` for ``value``: a member, the member of another library's enum, or a string.
 
     Raises:
-        ConfigError: there is none; the message lists the choices and the nearest one.
+        ConfigError: no member matches; the message lists the choices.
     """
     text = value.value if isinstance(value, Enum) else value
     if text is False:  # YAML reads a bare `no` as False
@@ -140,7 +140,7 @@ def choose(kind: type[_Choice], value: object, *, setting: str) -> _Choice:
         return kind(text)
     near = difflib.get_close_matches(str(text), choices, n=1)
     raise ConfigError(
-        f"{setting}={text!r} is none of the choices: {', '.join(choices)}",
+        f"{setting}={text!r} is not one of {', '.join(choices)}",
         where=f"TrainingArguments.{setting}",
-        do=f"did you mean {near[0]!r}?" if near else "choose one of them",
+        do=f"did you mean {near[0]!r}?" if near else "use one of these",
     )

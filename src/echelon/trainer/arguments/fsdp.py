@@ -1,4 +1,4 @@
-"""``fsdp``, ``fsdp_config`` and ``parallelism_config`` as the Accelerator's plugin and layout."""
+"""Conversion of ``fsdp``, ``fsdp_config`` and ``parallelism_config`` to the Accelerator's plugin and config."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["fsdp_plugin", "parallelism", "read_fsdp"]
 
 _STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 _OPTIONS = (*_STRATEGIES, "offload", "auto_wrap")
-# fsdp_config's names -> the plugin's; values as JSON or YAML give them.
+# key of fsdp_config -> field of the plugin
 _RENAMED = {"transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap", "version": "fsdp_version"}
-_OF_XLA = ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings")
+_XLA_KEYS = ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings")
 _FLAGS = (
     "activation_checkpointing",
     "cpu_offload",
@@ -34,10 +34,10 @@ _FLAGS = (
 
 
 def read_fsdp(given: Any) -> list[str] | None:
-    """Return the options in ``fsdp`` (True, ``"full_shard auto_wrap"``, or a list); None when it asks for nothing.
+    """Return the options in ``fsdp`` (True, ``"full_shard auto_wrap"`` or a list), or None if FSDP is off.
 
     Raises:
-        ConfigError: an option that there is not, or two strategies.
+        ConfigError: an option is unknown, or two strategies are given.
     """
     if given is None or given is False or given in ("", [], "false", "False"):
         return None
@@ -48,20 +48,22 @@ def read_fsdp(given: Any) -> list[str] | None:
         if option not in _OPTIONS:
             near = difflib.get_close_matches(option, _OPTIONS, n=1)
             raise ConfigError(
-                f"fsdp={given!r}: {option!r} is none of {', '.join(_OPTIONS)}",
+                f"fsdp={given!r}: {option!r} is not one of {', '.join(_OPTIONS)}",
                 where="TrainingArguments.fsdp",
-                do=f"did you mean {near[0]!r}?" if near else "set fsdp=True, and how in fsdp_config",
+                do=f"did you mean {near[0]!r}?" if near else "set fsdp=True, and the details in fsdp_config",
             )
     if len([option for option in options if option in _STRATEGIES]) > 1:
-        raise ConfigError(f"fsdp={given!r} names two strategies", where="TrainingArguments.fsdp", do="keep one of them")
+        raise ConfigError(
+            f"fsdp={given!r} names two strategies", where="TrainingArguments.fsdp", do="remove one of them"
+        )
     return options
 
 
 def fsdp_plugin(args: TrainingFields) -> FullyShardedDataParallelPlugin | None:
-    """Return the plugin that ``fsdp`` and ``fsdp_config`` describe; None when the model is not to be sharded.
+    """Return the plugin for ``fsdp`` and ``fsdp_config``, or None if FSDP is off.
 
     Raises:
-        ConfigError: a key or a value that the plugin has not.
+        ConfigError: ``fsdp_config`` has an unknown key or an invalid value.
     """
     options = read_fsdp(args.fsdp)
     if options is None:
@@ -75,12 +77,12 @@ def fsdp_plugin(args: TrainingFields) -> FullyShardedDataParallelPlugin | None:
     for key, value in given.items():
         plain = str(key).removeprefix("fsdp_")
         name = _RENAMED.get(plain, plain)
-        if plain in _OF_XLA:
+        if plain in _XLA_KEYS:
             if value not in (False, None, {}):
                 raise ConfigError(
-                    f"fsdp_config[{key!r}] is for TPUs, which echelon does not run on",
+                    f"fsdp_config[{key!r}] is for TPUs, which echelon does not support",
                     where="TrainingArguments.fsdp_config",
-                    do="leave it out",
+                    do="remove it",
                 )
             continue
         if name not in known:
@@ -88,7 +90,7 @@ def fsdp_plugin(args: TrainingFields) -> FullyShardedDataParallelPlugin | None:
             raise ConfigError(
                 f"fsdp_config has no key {key!r}",
                 where="TrainingArguments.fsdp_config",
-                do=f"did you mean {near[0]!r}?" if near else f"use some of {', '.join(sorted(known))}",
+                do=f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(sorted(known))}",
             )
         settings[name] = _flag(value) if name in _FLAGS else value
     if not settings.get("min_num_params"):
@@ -102,12 +104,12 @@ def fsdp_plugin(args: TrainingFields) -> FullyShardedDataParallelPlugin | None:
             settings["cpu_offload"] = True
         elif option in _STRATEGIES:
             settings["sharding_strategy"] = option.upper()
-    # A model that names its blocks is cut into them; "auto_wrap" asks for what happens anyway.
+    # "auto_wrap" needs no handling: a model that names its blocks is always wrapped by block.
     return FullyShardedDataParallelPlugin(**settings)
 
 
 def parallelism(args: TrainingFields) -> ParallelismConfig | None:
-    """Return ``parallelism_config`` as the Accelerator takes it: an object of accelerate's, ours, or a dict."""
+    """Convert ``parallelism_config`` (accelerate's object, echelon's, or a dict) to the Accelerator's class."""
     given = args.parallelism_config
     if given is None or isinstance(given, ParallelismConfig):
         return given
@@ -120,7 +122,7 @@ def parallelism(args: TrainingFields) -> ParallelismConfig | None:
         raise ConfigError(
             f"parallelism_config has no key {unknown[0]!r}",
             where="TrainingArguments.parallelism_config",
-            do=f"use some of {', '.join(sorted(known))}",
+            do=f"valid keys: {', '.join(sorted(known))}",
         )
     return ParallelismConfig(**{name: value for name, value in values.items() if name in known})
 

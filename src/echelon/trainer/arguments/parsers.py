@@ -1,4 +1,4 @@
-"""Values of TrainingArguments that may be given in several forms: durations, ``report_to``, dicts."""
+"""Parsers for settings that accept several forms: durations, ``report_to``, dicts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["as_dict", "parse_duration", "parse_report_to"]
 
 _CLOCK = re.compile(r"(?:(?:(\d+):)?(\d+):)?(\d+):(\d+)")  # days:hours:minutes:seconds
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-# Name of transformers -> the package that it needs.
+# name in transformers -> required package
 _SERVICES: Mapping[str, str] = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
@@ -29,14 +29,14 @@ _SERVICES: Mapping[str, str] = {
     "trackio": "trackio",
 }
 _FILES = ("jsonl", "csv")
-_OF_TRANSFORMERS = ("azure_ml", "codecarbon", "dagshub", "flyte", "kubeflow", "neptune")
+_TRANSFORMERS_ONLY = ("azure_ml", "codecarbon", "dagshub", "flyte", "kubeflow", "neptune")
 
 
 def parse_duration(given: timedelta | float | str) -> timedelta:
-    """Return a duration from seconds, ``"1:30:00"`` (hours, or days before them), or ``"90m"`` (s, m, h, d).
+    """Parse a duration: seconds, ``"1:30:00"`` (optionally with days in front), or ``"90m"`` (s, m, h, d).
 
     Raises:
-        ConfigError: it is none of these, or not positive.
+        ConfigError: the value has another form or is not positive.
     """
     seconds: float | None = None
     text = str(given).strip()
@@ -53,18 +53,18 @@ def parse_duration(given: timedelta | float | str) -> timedelta:
             seconds = None
     if seconds is None or not seconds > 0:
         raise ConfigError(
-            f"max_time={given!r} is no duration",
+            f"max_time={given!r} is not a positive duration",
             where="TrainingArguments.max_time",
-            do="give seconds, 'hours:minutes:seconds', 'days:hours:minutes:seconds', or such as '90m' or '12h'",
+            do="give seconds, 'hours:minutes:seconds', 'days:hours:minutes:seconds', '90m' or '12h'",
         )
     return timedelta(seconds=seconds)
 
 
 def parse_report_to(given: Any) -> list[str]:
-    """Return the names that ``report_to`` asks for; ``all``: those whose package is installed.
+    """Return the tracker names in ``report_to``; ``all`` selects those whose package is installed.
 
     Raises:
-        ConfigError: a name that is not known, or known to transformers only.
+        ConfigError: a name is unknown, or only transformers supports it.
     """
     names = [given] if isinstance(given, str) else list(given or ())
     if names in ([], ["none"]):
@@ -72,25 +72,25 @@ def parse_report_to(given: Any) -> list[str]:
     if names == ["all"]:
         return [name for name, package in _SERVICES.items() if is_available(package)]
     for name in names:
-        if name in _OF_TRANSFORMERS:
+        if name in _TRANSFORMERS_ONLY:
             raise ConfigError(
-                f"report_to={name!r} is not offered by echelon itself",
+                f"report_to={name!r} is not supported by echelon",
                 where="TrainingArguments.report_to",
-                do="give the callback that transformers.integrations has for it: Trainer(callbacks=[...])",
+                do="pass its callback from transformers.integrations: Trainer(callbacks=[...])",
             )
         if name not in _SERVICES and name not in _FILES:
             known = [*_SERVICES, *_FILES, "all", "none"]
             near = difflib.get_close_matches(str(name), known, n=1)
             raise ConfigError(
-                f"report_to={name!r} is none of the choices: {', '.join(known)}",
+                f"report_to={name!r} is not one of {', '.join(known)}",
                 where="TrainingArguments.report_to",
-                do=f"did you mean {near[0]!r}?" if near else "choose some of them",
+                do=f"did you mean {near[0]!r}?" if near else "use one or more of these names",
             )
     return names
 
 
 def as_dict(name: str, value: Any) -> Any:
-    """Return a dict from a dict, from JSON text that begins with a brace, or from a JSON file."""
+    """Return a dict from a dict, JSON text that starts with a brace, or the path of a JSON file."""
     if not isinstance(value, (str, Path)) or not str(value):
         return value
     text = str(value)
@@ -98,7 +98,7 @@ def as_dict(name: str, value: Any) -> Any:
         return json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         raise ConfigError(
-            f"{name}={text!r} is neither JSON nor a file with JSON: {error}",
+            f"{name}={text!r} is neither JSON text nor a JSON file: {error}",
             where=f"TrainingArguments.{name}",
-            do="give a dict, text such as '{\"key\": 1}', or the path of a JSON file",
+            do="pass a dict, text such as '{\"key\": 1}', or the path of a JSON file",
         ) from error

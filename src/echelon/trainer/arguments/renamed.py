@@ -1,4 +1,4 @@
-"""Keyword arguments of TrainingArguments that older tutorials use, and what each one is called today."""
+"""Old keyword arguments of TrainingArguments and their current names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from echelon.base.warnings import warn
 __all__ = ["KEPT", "translate"]
 
 _Value = Any
-# old name -> (new name, new value from the old one; None: leave the new one alone)
+# old name -> (new name, conversion of the value; a result of None leaves the new setting unset)
 _CONVERTED: Mapping[str, tuple[str, Callable[[_Value], _Value]]] = {
     "evaluation_strategy": ("eval_strategy", lambda value: value),
     "evaluate_during_training": ("eval_strategy", lambda value: "steps" if value else "no"),
@@ -27,77 +27,77 @@ _CONVERTED: Mapping[str, tuple[str, Callable[[_Value], _Value]]] = {
     "push_to_hub_model_id": ("hub_model_id", lambda value: value),
     "adafactor": ("optim", lambda value: "adafactor" if value else None),
 }
-# old name -> (new name, the key of that dict)
+# old name -> (dict setting, key in it)
 _MOVED: Mapping[str, tuple[str, str]] = {
     "dispatch_batches": ("accelerator_config", "dispatch_batches"),
     "split_batches": ("accelerator_config", "split_batches"),
     "fsdp_min_num_params": ("fsdp_config", "min_num_params"),
     "fsdp_transformer_layer_cls_to_wrap": ("fsdp_config", "transformer_layer_cls_to_wrap"),
 }
-# old name -> why leaving it out changes nothing
+# old name -> why it has no effect
 _WITHOUT_EFFECT: Mapping[str, str] = {
-    "overwrite_output_dir": "an output folder is always used as it is",
+    "overwrite_output_dir": "existing files in output_dir are never deleted",
     "save_safetensors": "weights are always written as safetensors",
-    "past_index": "it has no successor",
-    "jit_mode_eval": "it has no successor",
-    "mp_parameters": "it has no successor",
-    "ray_scope": "it has no successor",
-    "use_legacy_prediction_loop": "there is one evaluation loop",
-    "tpu_num_cores": "the launcher decides how many processes run",
-    "use_ipex": "torch itself uses the processor's best kernels",
-    "use_mps_device": "the machine's accelerator is used by itself",
+    "past_index": "it was removed without replacement",
+    "jit_mode_eval": "it was removed without replacement",
+    "mp_parameters": "it was removed without replacement",
+    "ray_scope": "it was removed without replacement",
+    "use_legacy_prediction_loop": "existing is only one evaluation loop",
+    "tpu_num_cores": "the launcher sets the number of processes",
+    "use_ipex": "torch selects the CPU kernels itself",
+    "use_mps_device": "the accelerator is detected automatically",
     "xpu_backend": "the backend follows from the device",
-    "sharded_ddp": "it has no successor of the same meaning",
-    "torchdynamo": "it has no successor of the same meaning",
-    "fp16_opt_level": "torch's own mixed precision has no levels",
+    "sharded_ddp": "it was removed; use fsdp=",
+    "torchdynamo": "it was removed; use torch_compile_backend=",
+    "fp16_opt_level": "torch's mixed precision has no optimization levels",
     "fp16_backend": "torch's own mixed precision is used",
     "half_precision_backend": "torch's own mixed precision is used",
 }
-# Still understood; an attribute of the arguments, not one of the fields.
-KEPT: Mapping[str, str] = {"logging_dir": "it is the folder that the trackers of report_to write to"}
+# Still supported, as an attribute instead of a field.
+KEPT: Mapping[str, str] = {"logging_dir": "trackers still write to it"}
 
 _OLD_VALUES: Mapping[tuple[str, str], str] = {("optim", "adamw_hf"): "adamw_torch"}
 
 
 def translate(given: Mapping[str, Any], *, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``given`` under today's names, with one warning for each old one; those in ``KEPT`` stay.
+    """Return ``given`` under the current names, with a warning for each old name; names in ``KEPT`` stay.
 
     Args:
         given: keyword arguments as the user wrote them.
-        fields: today's names and their defaults.
+        fields: current names and their defaults.
 
     Raises:
-        ConfigError: a name that never was one (the nearest is named), or an old and its new name with different values.
+        ConfigError: a name is unknown, or an old and its new name have different values.
     """
-    result = {name: _today(name, value) for name, value in given.items() if name in fields}
+    result = {name: _rename_value(name, value) for name, value in given.items() if name in fields}
     for name, value in given.items():
         if name in fields:
             continue
         if name in _CONVERTED:
             new, convert = _CONVERTED[name]
-            _warn(f"{name}= is called {new}= now")
+            _warn(f"{name}= was renamed to {new}=")
             if (converted := convert(value)) is not None:
                 _put(result, new, converted, old=name, default=fields[new])
         elif name in _MOVED:
             new, key = _MOVED[name]
-            _warn(f"{name}= is the key {key!r} of {new}= now")
+            _warn(f"{name}= is now the key {key!r} of {new}=")
             if value is not None:
                 _put_key(result, new, key, value, old=name)
         elif name in _WITHOUT_EFFECT:
             _warn(f"{name}= has no effect: {_WITHOUT_EFFECT[name]}")
         elif name in KEPT:
-            _warn(f"{name}= is no setting of today: {KEPT[name]}")
+            _warn(f"{name}= is deprecated: {KEPT[name]}")
             result[name] = value
         else:
             raise _unknown(name, [*fields, *_CONVERTED, *_MOVED, *_WITHOUT_EFFECT, *KEPT])
     return result
 
 
-def _today(name: str, value: Any) -> Any:
+def _rename_value(name: str, value: Any) -> Any:
     new = _OLD_VALUES.get((name, str(value)))
     if new is None:
         return value
-    _warn(f"{name}={str(value)!r} is called {new!r} now")
+    _warn(f"{name}={str(value)!r} was renamed to {new!r}")
     return new
 
 
@@ -108,27 +108,27 @@ def _warn(message: str) -> None:
 def _put(result: dict[str, Any], new: str, value: Any, *, old: str, default: Any) -> None:
     if new in result and result[new] != value:
         if old == "warmup_ratio" and not result[new]:
-            result[new] = value  # tutorials write warmup_steps=0 beside it
+            result[new] = value  # tutorials also pass warmup_steps=0
             return
         if old == "warmup_ratio":
-            return  # a number of steps always won over the ratio
+            return  # warmup_steps takes precedence
         raise ConfigError(
-            f"{old}={value!r} and {new}={result[new]!r} are the same setting with two values",
+            f"{old}={value!r} and {new}={result[new]!r} conflict: {old} is the old name of {new}",
             where="TrainingArguments",
-            do=f"keep {new}= only",
+            do=f"pass only {new}=",
         )
     result[new] = value
 
 
 def _put_key(result: dict[str, Any], new: str, key: str, value: Any, *, old: str) -> None:
-    there = result.get(new) or {}
-    if not isinstance(there, Mapping):
+    existing = result.get(new) or {}
+    if not isinstance(existing, Mapping):
         raise ConfigError(
-            f"{old}= cannot be put into {new}={there!r}, which names a file",
+            f"{old}= conflicts with {new}={existing!r}, which names a file",
             where="TrainingArguments",
-            do=f"write {key!r} into that file",
+            do=f"set {key!r} in that file",
         )
-    result[new] = {**there, key: value}
+    result[new] = {**existing, key: value}
 
 
 def _unknown(name: str, known: list[str]) -> ConfigError:
@@ -136,5 +136,5 @@ def _unknown(name: str, known: list[str]) -> ConfigError:
     return ConfigError(
         f"TrainingArguments has no setting {name!r}",
         where="TrainingArguments",
-        do=f"did you mean {near[0]!r}?" if near else "see help(TrainingArguments) for the settings",
+        do=f"did you mean {near[0]!r}?" if near else "see help(TrainingArguments)",
     )

@@ -1,4 +1,4 @@
-"""TrainingArguments: every choice of a training, under the names, the order and the defaults of transformers."""
+"""TrainingArguments, with the names, the order and the defaults of transformers."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from echelon.trainer.arguments.enums import (
 from echelon.trainer.arguments.fields import TrainingFields, setting
 from echelon.trainer.arguments.parsers import as_dict, parse_duration, parse_report_to
 from echelon.trainer.arguments.renamed import KEPT, translate
-from echelon.trainer.arguments.unsupported import refuse_optimizer, refuse_what_is_not_offered
-from echelon.trainer.arguments.validation import check, complete
+from echelon.trainer.arguments.unsupported import refuse_optimizer, refuse_unsupported
+from echelon.trainer.arguments.validation import check_values, set_derived_values
 
 __all__ = ["TrainingArguments", "resolve_path", "set_num_devices", "setting"]
 
@@ -62,13 +62,13 @@ _SECRETS = ("hub_token",)
 
 
 class _AcceptsOldNames(type):
-    """Translates keyword arguments that older tutorials use, for TrainingArguments and every class derived from it."""
+    """Metaclass that accepts old keyword arguments, for TrainingArguments and its subclasses."""
 
-    if not TYPE_CHECKING:  # editors and type checkers see the dataclass' own signature
+    if not TYPE_CHECKING:  # type checkers see the dataclass signature
 
         def __call__(cls, *values: Any, **named: Any) -> Any:
             known = {item.name: _default(item) for item in fields(cls) if item.init}
-            extra = inspect.signature(cls.__init__).parameters.keys() - known.keys()  # a subclass' own __init__
+            extra = inspect.signature(cls.__init__).parameters.keys() - known.keys()  # of a subclass's __init__
             renamed = translate(named, fields={**known, **dict.fromkeys(extra)})
             kept = {name: renamed.pop(name) for name in KEPT if name in renamed and name not in known}
             arguments = super().__call__(*values, **renamed)
@@ -84,23 +84,23 @@ class _AcceptsOldNames(type):
 
 @dataclass
 class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
-    """The choices of a training.
+    """The settings of a Trainer.
 
-    Names, order and defaults are those of transformers 5; names of its older versions are accepted with a warning. A
-    setting that this version cannot do yet is an error (``unsupported.py``), never ignored. Reading ``device``,
-    ``world_size`` and the like looks at what started the process.
+    Names, order and defaults are those of transformers 5; names of older versions are accepted with a warning. An
+    unsupported setting raises an error (``unsupported.py``) and is never ignored. ``device``, ``world_size`` and similar
+    properties are derived from the environment of the process.
     """
 
-    _n_gpu: ClassVar[int | None] = None  # set by scripts of others
+    _n_gpu: ClassVar[int | None] = None  # existing scripts set this attribute
 
     def __post_init__(self) -> None:
         self.output_dir = str(Path(self.output_dir or "trainer_output").expanduser())
         self._creation_dir = Path.cwd()
         self._read_names()
         self._read_dicts()
-        self._refuse()
-        complete(self)
-        check(self)
+        self._refuse_unsupported()
+        set_derived_values(self)
+        check_values(self)
 
     def _read_names(self) -> None:
         self.eval_strategy = choose(IntervalStrategy, self.eval_strategy, setting="eval_strategy")
@@ -110,21 +110,21 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
         self.lr_scheduler_type = choose(SchedulerType, self.lr_scheduler_type, setting="lr_scheduler_type")
         self.optim = choose(OptimizerNames, self.optim, setting="optim")
         refuse_optimizer(self.optim.value)
-        _one_of("train_sampling_strategy", self.train_sampling_strategy, _SAMPLING)
-        _one_of("log_level", self.log_level, tuple(_LEVELS))
-        _one_of("log_level_replica", self.log_level_replica, tuple(_LEVELS))
+        _check_choice("train_sampling_strategy", self.train_sampling_strategy, _SAMPLING)
+        _check_choice("log_level", self.log_level, tuple(_LEVELS))
+        _check_choice("log_level_replica", self.log_level_replica, tuple(_LEVELS))
         if isinstance(self.include_num_input_tokens_seen, bool):
             self.include_num_input_tokens_seen = "all" if self.include_num_input_tokens_seen else "no"
-        _one_of("include_num_input_tokens_seen", self.include_num_input_tokens_seen, _TOKENS)
+        _check_choice("include_num_input_tokens_seen", self.include_num_input_tokens_seen, _TOKENS)
         if self.already_sharded is not None:
-            self.already_sharded = str(self.already_sharded).lower()  # True and False, too
-            _one_of("already_sharded", self.already_sharded, ("true", "train", "eval", "false", "none"))
-        given = self.debug or ""  # an argument parser gives None
-        self.debug = given.split() if isinstance(given, str) else [str(_plain("", one)) for one in given]
+            self.already_sharded = str(self.already_sharded).lower()  # accepts True and False
+            _check_choice("already_sharded", self.already_sharded, ("true", "train", "eval", "false", "none"))
+        given = self.debug or ""  # argument parsers pass None
+        self.debug = given.split() if isinstance(given, str) else [str(_to_plain("", one)) for one in given]
         for name in self.debug:
-            _one_of("debug", name, ("underflow_overflow",))
+            _check_choice("debug", name, ("underflow_overflow",))
         for name in self.include_for_metrics:
-            _one_of("include_for_metrics", name, ("inputs", "loss"))
+            _check_choice("include_for_metrics", name, ("inputs", "loss"))
         self.report_to = parse_report_to(self.report_to)
         self.max_time = None if self.max_time is None else parse_duration(self.max_time)
 
@@ -139,16 +139,16 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
             setattr(self, new, value)
             setattr(self, old, value)
 
-    def _refuse(self) -> None:
+    def _refuse_unsupported(self) -> None:
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         defaults = {item.name: _default(item) for item in fields(self)}
-        refuse_what_is_not_offered(values, defaults)
+        refuse_unsupported(values, defaults)
 
-    # What started this process.
+    # ---- properties of this process
 
     @property
     def distributed_state(self) -> PartialState:
-        """The place of this process among the others. Collective: on first use with several processes."""
+        """The process group's state. Collective: on first use with several processes."""
         options = {"backend": self.ddp_backend, "timeout": self.ddp_timeout_delta}
         return PartialState(cpu=self.use_cpu, **options)
 
@@ -159,49 +159,49 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
 
     @property
     def n_gpu(self) -> int:
-        """Accelerators that this process uses: all that it sees, if nothing started it as a rank; else one. 0: the CPU."""
+        """Number of accelerators this process uses: all visible ones without a launcher, otherwise one; 0 on the CPU."""
         return self._n_gpu if self._n_gpu is not None else num_devices_of(self, self.distributed_state)
 
     @property
     def place_model_on_device(self) -> bool:
-        """Whether the Trainer moves the model to the device: always, unless it is spread over several."""
+        """Whether the Trainer moves the model to the device; models split over several devices are never moved."""
         return True
 
     @property
     def parallel_mode(self) -> ParallelMode:
-        """Whether other processes share the work, or other devices of this one."""
+        """Whether work is shared among processes, among devices of this process, or not at all."""
         if self.world_size > 1:
             return ParallelMode.DISTRIBUTED
         return ParallelMode.NOT_DISTRIBUTED if self.n_gpu > 1 else ParallelMode.NOT_PARALLEL
 
     @property
     def world_size(self) -> int:
-        """The number of processes."""
+        """Number of processes."""
         return self.distributed_state.num_processes
 
     @property
     def process_index(self) -> int:
-        """The rank."""
+        """Rank of this process."""
         return self.distributed_state.process_index
 
     @property
     def local_process_index(self) -> int:
-        """The rank among the processes of this machine."""
+        """Rank of this process on its machine."""
         return self.distributed_state.local_process_index
 
     @property
     def train_batch_size(self) -> int:
-        """Samples of this process in one forward pass of the training: those of its devices together."""
+        """Training samples per forward pass of this process, over all its devices."""
         return self.per_device_train_batch_size * max(1, self.n_gpu)
 
     @property
     def eval_batch_size(self) -> int:
-        """Samples of this process in one forward pass of an evaluation: those of its devices together."""
+        """Evaluation samples per forward pass of this process, over all its devices."""
         return self.per_device_eval_batch_size * max(1, self.n_gpu)
 
     @property
     def should_log(self) -> bool:
-        """Whether this process speaks."""
+        """Whether this process logs."""
         return (self.local_process_index if self.log_on_each_node else self.process_index) == 0
 
     @property
@@ -220,13 +220,13 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
         return timedelta(seconds=self.ddp_timeout)
 
     def get_process_log_level(self) -> int:
-        """Return the level of ``logging`` for this process."""
+        """Return the ``logging`` level of this process."""
         name = self.log_level if self.should_log else self.log_level_replica
         return logger.getEffectiveLevel() if name == "passive" else _LEVELS[name]
 
     @contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
-        """Run the block on the main process, then on the others: to fill a cache once.
+        """Run the block on the main process first, then on the others, for example to fill a cache once.
 
         Collective: every process must enter.
         """
@@ -236,16 +236,16 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
             yield
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
-        """Return the number of warm-up steps of a training of ``num_training_steps``."""
+        """Return the number of warm-up steps of a run of ``num_training_steps`` steps."""
         if self.warmup_steps >= 1:
             return int(self.warmup_steps)
         return math.ceil(num_training_steps * self.warmup_steps)
 
     def batches_of(self, limit: float | None, loader: Any) -> int | None:
-        """Return how many batches of ``loader`` the limit ``limit`` leaves, at least one; None: all.
+        """Return the number of batches of ``loader`` that ``limit`` allows, at least one; None for all.
 
         Raises:
-            ConfigError: a part of a loader that has no length.
+            ConfigError: ``limit`` is a fraction, and ``loader`` has no length.
         """
         if limit is None:
             return None
@@ -255,9 +255,9 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
             return max(1, int(len(loader) * limit))
         except TypeError:
             raise ConfigError(
-                f"a limit of {limit} is a part of all batches, and these data have no length",
+                f"a limit of {limit} is a fraction of all batches, but the data has no length",
                 where="TrainingArguments.limit_train_batches, .limit_eval_batches",
-                do="give a number of batches",
+                do="set the limit to a number of batches",
             ) from None
 
     def set_training(
@@ -272,7 +272,7 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
         activation_checkpointing: bool | None = False,
         gradient_checkpointing: bool | None = None,
     ) -> TrainingArguments:
-        """Set what belongs to the training, all at once."""
+        """Set the basic training settings."""
         checkpointing = activation_checkpointing if gradient_checkpointing is None else gradient_checkpointing
         return self._set(
             do_train=True,
@@ -296,7 +296,7 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
         delay: float | None = None,
         loss_only: bool = False,
     ) -> TrainingArguments:
-        """Set what belongs to evaluations, all at once."""
+        """Set the evaluation settings."""
         return self._set(
             eval_strategy=strategy,
             eval_steps=steps,
@@ -307,7 +307,7 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
         )
 
     def set_testing(self, batch_size: int = 8, loss_only: bool = False) -> TrainingArguments:
-        """Set what belongs to predictions, all at once."""
+        """Set the prediction settings."""
         return self._set(do_predict=True, per_device_eval_batch_size=batch_size, prediction_loss_only=loss_only)
 
     def set_save(
@@ -317,7 +317,7 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
         total_limit: int | None = None,
         on_each_node: bool = False,
     ) -> TrainingArguments:
-        """Set what belongs to checkpoints, all at once."""
+        """Set the checkpoint settings."""
         return self._set(
             save_strategy=strategy, save_steps=steps, save_total_limit=total_limit, save_on_each_node=on_each_node
         )
@@ -333,7 +333,7 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
         on_each_node: bool = False,
         replica_level: str = "passive",
     ) -> TrainingArguments:
-        """Set what belongs to logs, all at once."""
+        """Set the logging settings."""
         return self._set(
             logging_strategy=strategy,
             logging_steps=steps,
@@ -354,7 +354,7 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
         always_push: bool = False,
         revision: str | None = None,
     ) -> TrainingArguments:
-        """Set what belongs to uploads, all at once."""
+        """Set the upload settings."""
         return self._set(
             push_to_hub=True,
             hub_model_id=model_id,
@@ -375,7 +375,7 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
         epsilon: float = 1e-8,
         args: str | None = None,
     ) -> TrainingArguments:
-        """Set what belongs to the optimizer, all at once."""
+        """Set the optimizer settings."""
         return self._set(
             optim=name,
             learning_rate=learning_rate,
@@ -394,7 +394,7 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
         warmup_steps: float = 0,
         warmup_ratio: float | None = None,
     ) -> TrainingArguments:
-        """Set what belongs to the schedule, all at once; ``warmup_ratio`` is an old name of ``warmup_steps``."""
+        """Set the scheduler settings; ``warmup_ratio`` is the old name of ``warmup_steps``."""
         return self._set(
             lr_scheduler_type=name,
             num_train_epochs=num_epochs,
@@ -417,7 +417,7 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
         ignore_data_skip: bool = False,
         sampler_seed: int | None = None,
     ) -> TrainingArguments:
-        """Set what belongs to the data, all at once."""
+        """Set the data loading settings."""
         return self._set(
             per_device_train_batch_size=train_batch_size,
             per_device_eval_batch_size=eval_batch_size,
@@ -434,23 +434,23 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
         )
 
     def _set(self, **values: Any) -> TrainingArguments:
-        """Set fields and what follows from them; whether they agree with the others shows when they are used."""
+        """Set fields and the values derived from them, without checking them against the other fields."""
         for name, value in values.items():
             setattr(self, name, value)
         self._read_names()
-        complete(self)
+        set_derived_values(self)
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values; secrets are masked."""
-        return {name: _plain(name, value) for name, value in asdict(self).items()}
+        """Return the fields as plain values, with secrets masked."""
+        return {name: _to_plain(name, value) for name, value in asdict(self).items()}
 
     def to_json_string(self) -> str:
         """Return ``to_dict`` as JSON."""
         return json.dumps(self.to_dict(), indent=2, default=str)
 
     def to_sanitized_dict(self) -> dict[str, bool | int | float | str]:
-        """Return ``to_dict`` with everything but numbers and strings as text, for trackers of hyperparameters."""
+        """Return ``to_dict`` with all values except numbers and strings converted to text, for trackers."""
         values = {**self.to_dict(), "train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
         return {
             name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in values.items()
@@ -462,12 +462,12 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
 
 
 def resolve_path(args: TrainingArguments, path: str | Path | None = None) -> Path:
-    """Return ``path`` (None: ``output_dir``) relative to the working directory in which ``args`` were created."""
+    """Resolve ``path`` (default: ``output_dir``) against the working directory in which ``args`` were created."""
     return args._creation_dir / Path(path or args.output_dir or "trainer_output").expanduser()
 
 
 def set_num_devices(args: TrainingArguments, count: int) -> None:
-    """Set ``args.n_gpu``, of a model that cannot be copied to all devices."""
+    """Override ``args.n_gpu`` for a model that cannot be replicated."""
     args._n_gpu = count  # type: ignore[misc]
 
 
@@ -477,18 +477,18 @@ def _default(item: Any) -> Any:
     return None if item.default is MISSING else item.default
 
 
-def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(
-            f"{name}={value!r} is none of the choices: {', '.join(choices)}",
+            f"{name}={value!r} is not one of {', '.join(choices)}",
             where=f"TrainingArguments.{name}",
-            do="choose one of them",
+            do="use one of these",
         )
 
 
-def _plain(name: str, value: Any) -> Any:
+def _to_plain(name: str, value: Any) -> Any:
     if name in _SECRETS and value is not None:
         return f"<{name.upper()}>"
     if isinstance(value, Enum):
         return value.value
-    return [_plain("", part) for part in value] if isinstance(value, list) else value
+    return [_to_plain("", part) for part in value] if isinstance(value, list) else value

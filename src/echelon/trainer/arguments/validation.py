@@ -1,4 +1,4 @@
-"""What follows from the values of TrainingArguments, and which of them cannot work together."""
+"""Derived values of TrainingArguments, and checks for invalid and conflicting values."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from echelon.trainer.arguments.enums import IntervalStrategy, SaveStrategy, Sche
 from echelon.trainer.arguments.fields import TrainingFields
 from echelon.trainer.arguments.fsdp import read_fsdp
 
-__all__ = ["check", "complete"]
+__all__ = ["check_values", "set_derived_values"]
 
 logger = get_logger(__name__)
 
 
-def complete(args: TrainingFields) -> None:
-    """Set what follows from the values that were given."""
+def set_derived_values(args: TrainingFields) -> None:
+    """Set the values that follow from others."""
     if args.eval_strategy != IntervalStrategy.NO:
         args.do_eval = True
     if args.eval_strategy == IntervalStrategy.STEPS and not args.eval_steps:
         if not args.logging_steps > 0:
             raise ConfigError(
-                "eval_strategy='steps' needs a number of steps, and neither eval_steps nor logging_steps is positive",
+                "eval_strategy='steps' needs a positive eval_steps or logging_steps",
                 where="TrainingArguments.eval_steps",
                 do="set eval_steps",
             )
@@ -40,14 +40,14 @@ def complete(args: TrainingFields) -> None:
     if args.torch_compile and args.torch_compile_backend is None:
         args.torch_compile_backend = "inductor"
     if args.fast_dev_run:
-        _try_out(args)
+        _apply_fast_dev_run(args)
     if args.disable_tqdm is None:
         args.disable_tqdm = logger.getEffectiveLevel() > logging.WARNING
     for name in ("logging_steps", "eval_steps", "save_steps", "warmup_steps"):
-        setattr(args, name, _steps(name, getattr(args, name)))
+        setattr(args, name, _whole_steps(name, getattr(args, name)))
 
 
-def _try_out(args: TrainingFields) -> None:
+def _apply_fast_dev_run(args: TrainingFields) -> None:
     steps = int(args.fast_dev_run)
     args.max_steps = args.limit_train_batches = args.limit_eval_batches = steps
     args.logging_strategy, args.logging_steps = IntervalStrategy.STEPS, 1
@@ -57,14 +57,14 @@ def _try_out(args: TrainingFields) -> None:
         args.eval_steps = steps
 
 
-def check(args: TrainingFields) -> None:
-    """Raise for values that are wrong, or cannot work together.
+def check_values(args: TrainingFields) -> None:
+    """Check the values.
 
     Raises:
-        ConfigError: which, and what to do.
+        ConfigError: a value is invalid, or values conflict.
     """
     if args.fp16 and args.bf16:
-        raise ConfigError("fp16 and bf16 exclude each other", where="TrainingArguments", do="choose one of them")
+        raise ConfigError("fp16 and bf16 are mutually exclusive", where="TrainingArguments", do="remove one of them")
     for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
         if getattr(args, name) < 1:
             raise ConfigError(
@@ -82,41 +82,43 @@ def check(args: TrainingFields) -> None:
             limit < 0 or (limit > 1 and limit != int(limit)) or (limit == 0 and name != "fast_dev_run")
         ):
             raise ConfigError(
-                f"{name}={limit} is no number of batches, and no part of them (below 1)",
+                f"{name}={limit} is neither a number of batches nor a fraction of them",
                 where=f"TrainingArguments.{name}",
-                do="give a positive whole number, or a part such as 0.1",
+                do="give a positive integer, or a fraction such as 0.1",
             )
     if not 0 <= args.label_smoothing_factor < 1:
         raise ConfigError(
-            f"label_smoothing_factor={args.label_smoothing_factor} is not a part of the target (0 to below 1)",
+            f"label_smoothing_factor={args.label_smoothing_factor} is not in [0, 1)",
             where="TrainingArguments.label_smoothing_factor",
-            do="0.1 is usual",
+            do="a common value is 0.1",
         )
     if args.fp16_full_eval and args.bf16_full_eval:
         raise ConfigError(
-            "fp16_full_eval and bf16_full_eval exclude each other",
+            "fp16_full_eval and bf16_full_eval are mutually exclusive",
             where="TrainingArguments",
-            do="choose one of them",
+            do="remove one of them",
         )
     if read_fsdp(args.fsdp) is not None and args.deepspeed:
-        raise ConfigError("fsdp and deepspeed exclude each other", where="TrainingArguments", do="choose one of them")
+        raise ConfigError(
+            "fsdp and deepspeed are mutually exclusive", where="TrainingArguments", do="remove one of them"
+        )
     if args.dataloader_prefetch_factor is not None and not args.dataloader_num_workers:
         raise ConfigError(
-            f"dataloader_prefetch_factor={args.dataloader_prefetch_factor} needs processes that read data",
+            f"dataloader_prefetch_factor={args.dataloader_prefetch_factor} needs data loader workers",
             where="TrainingArguments.dataloader_prefetch_factor",
             do="set dataloader_num_workers to 1 or more",
         )
     if args.logging_strategy == IntervalStrategy.STEPS and not args.logging_steps > 0:
         raise ConfigError(
-            f"logging_strategy='steps' needs a positive number, not logging_steps={args.logging_steps}",
+            f"logging_strategy='steps' needs a positive logging_steps, not {args.logging_steps}",
             where="TrainingArguments.logging_steps",
             do="set logging_steps, or logging_strategy='no'",
         )
     if args.save_strategy == SaveStrategy.BEST and args.metric_for_best_model is None:
         raise ConfigError(
-            "save_strategy='best' does not know what is best",
+            "save_strategy='best' needs metric_for_best_model",
             where="TrainingArguments.metric_for_best_model",
-            do="set metric_for_best_model to a name of the evaluation's metrics, such as 'loss'",
+            do="set it to the name of an evaluation metric, such as 'loss'",
         )
     if args.load_best_model_at_end and args.save_strategy != SaveStrategy.BEST:
         _check_saved_when_evaluated(args)
@@ -125,28 +127,28 @@ def check(args: TrainingFields) -> None:
 def _check_saved_when_evaluated(args: TrainingFields) -> None:
     if str(args.eval_strategy) != str(args.save_strategy):
         raise ConfigError(
-            f"load_best_model_at_end needs a checkpoint of each evaluation, but eval_strategy={str(args.eval_strategy)!r}"
-            f" and save_strategy={str(args.save_strategy)!r}",
+            "load_best_model_at_end needs a checkpoint for each evaluation, but "
+            f"eval_strategy={str(args.eval_strategy)!r} and save_strategy={str(args.save_strategy)!r}",
             where="TrainingArguments.load_best_model_at_end",
-            do="set both to the same, or save_strategy='best'",
+            do="set both to the same value, or set save_strategy='best'",
         )
     if args.eval_strategy == IntervalStrategy.STEPS and args.eval_steps is not None:
         ratio = args.save_steps / args.eval_steps
         if abs(ratio - round(ratio)) > 1e-9 or round(ratio) < 1:
             raise ConfigError(
-                f"load_best_model_at_end needs an evaluation at each checkpoint, but save_steps={args.save_steps} is no"
+                f"load_best_model_at_end needs an evaluation at each checkpoint, but save_steps={args.save_steps} is not a"
                 f" multiple of eval_steps={args.eval_steps}",
                 where="TrainingArguments.save_steps",
-                do="choose a multiple, or save_strategy='best'",
+                do="set it to a multiple, or set save_strategy='best'",
             )
 
 
-def _steps(name: str, value: float | None) -> float | None:
+def _whole_steps(name: str, value: float | None) -> float | None:
     if value is None or value < 1:
         return value
     if value != int(value):
         raise ConfigError(
-            f"{name}={value} is no whole number of steps, and no part of all steps (below 1)",
+            f"{name}={value} is neither a whole number of steps nor a fraction of all steps (below 1)",
             where=f"TrainingArguments.{name}",
             do=f"set it to {round(value)}",
         )

@@ -1,4 +1,4 @@
-"""The callbacks that a Trainer adds by itself: trackers, the time limit, and what shows progress."""
+"""The callbacks that a Trainer adds automatically: trackers, the time limit and progress output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["built_in_callbacks", "progress_callback"]
 def built_in_callbacks(
     args: TrainingArguments, accelerator: Callable[[], Accelerator]
 ) -> list[TrainerCallback | type[TrainerCallback]]:
-    """Return the callbacks that come before the user's."""
+    """Return the callbacks that precede the user's."""
     found: list[TrainerCallback | type[TrainerCallback]] = [DefaultFlowCallback]
     if args.report_to:
         folder = run_folder(args)
@@ -35,10 +35,10 @@ def built_in_callbacks(
 
 
 def progress_callback(args: TrainingArguments) -> type[TrainerCallback]:
-    """Return the callback that shows progress: printed lines, a bar in a terminal, or one in a notebook."""
+    """Return the callback that shows progress: plain output, a bar in a terminal, or a bar in a notebook."""
     if args.disable_tqdm:
         return PrinterCallback
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
-    in_notebook = shell is not None and "IPKernelApp" in shell.config  # not in a terminal with IPython
+    in_notebook = shell is not None and "IPKernelApp" in shell.config  # False for IPython in a terminal
     return NotebookProgressCallback if in_notebook else ProgressCallback

@@ -1,4 +1,4 @@
-"""Callbacks: the events of a training, the handler that tells them, and the callbacks that steer the loop."""
+"""Callbacks: the events of training, the handler that dispatches them, and the callbacks that control the loop."""
 
 from __future__ import annotations
 
@@ -30,80 +30,80 @@ _Control = TrainerControl | None
 
 
 class TrainerCallback:
-    """Override the events that you want to hear of.
+    """Base class of callbacks: override the events of interest.
 
-    Every event gets ``(args, state, control)`` and the keyword arguments ``model``, ``processing_class`` (also as
-    ``tokenizer``), ``optimizer``, ``lr_scheduler``, ``train_dataloader``, ``eval_dataloader``; ``logs`` in ``on_log``,
-    ``metrics`` in ``on_evaluate`` and ``on_predict``. Change ``control``, or return another one.
+    Every event receives ``(args, state, control)`` and the keyword arguments ``model``, ``processing_class`` (also as
+    ``tokenizer``), ``optimizer``, ``lr_scheduler``, ``train_dataloader`` and ``eval_dataloader``; ``on_log`` also
+    receives ``logs``, and ``on_evaluate`` and ``on_predict`` receive ``metrics``. Modify ``control`` or return a new one.
     """
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> _Control:
-        """Hear that the Trainer is made."""
+        """Called at the end of the Trainer's constructor."""
         return None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> _Control:
-        """Hear that the training begins."""
+        """Called at the start of training."""
         return None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> _Control:
-        """Hear that the training is over."""
+        """Called at the end of training."""
         return None
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> _Control:
-        """Hear that a pass over the data begins."""
+        """Called at the start of an epoch."""
         return None
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> _Control:
-        """Hear that a pass over the data is over."""
+        """Called at the end of an epoch."""
         return None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> _Control:
-        """Hear that the first forward pass of an update comes."""
+        """Called before the first forward pass of an update."""
         return None
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> _Control:
-        """Hear that a backward pass is done which is not the last of its update."""
+        """Called after each backward pass of an update except the last."""
         return None
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> _Control:
-        """See the gradients of an update, clipped."""
+        """Called after gradient clipping, before the optimizer steps."""
         return None
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> _Control:
-        """Hear that the optimizer has stepped; the gradients are still there."""
+        """Called after the optimizer step, before the gradients are zeroed."""
         return None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> _Control:
-        """Hear that an update is done; ask for a log, an evaluation, a checkpoint, or the end here."""
+        """Called at the end of an update; request a log, an evaluation, a checkpoint or the end of training here."""
         return None
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> _Control:
-        """Hear that an evaluation is done."""
+        """Called after an evaluation."""
         return None
 
     def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> _Control:
-        """Hear that a prediction is done."""
+        """Called after a prediction."""
         return None
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> _Control:
-        """Hear that a checkpoint is written."""
+        """Called after a checkpoint is saved."""
         return None
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> _Control:
-        """See the numbers that are logged."""
+        """Called after metrics are logged."""
         return None
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> _Control:
-        """Hear that a batch of an evaluation is done."""
+        """Called after each batch of an evaluation or prediction."""
         return None
 
     def on_push_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> _Control:
-        """Hear that an upload begins."""
+        """Called before an upload."""
         return None
 
 
 EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
-# What each event has answered, and so takes back before or after it is told.
+# Flags of ``control`` that are cleared before an event is dispatched.
 _CLEARED_BEFORE: Mapping[str, tuple[str, ...]] = {
     "on_train_begin": ("should_training_stop",),
     "on_epoch_begin": ("should_epoch_stop",),
@@ -114,14 +114,14 @@ _CLEARED_BEFORE: Mapping[str, tuple[str, ...]] = {
 }
 
 
-# What subclasses of older programs hand over by position: handler.on_log(args, state, control, logs).
+# The fourth positional argument in older programs: handler.on_log(args, state, control, logs).
 _FOURTH: Mapping[str, str] = {"on_log": "logs", "on_evaluate": "metrics", "on_predict": "metrics"}
 
 
 class CallbackHandler:
-    """Tells every event to the callbacks that listen to it, in their order; every event is also a method.
+    """Dispatches each event to the callbacks that override it, in order; every event is also a method.
 
-    ``model``, ``optimizer`` and the other attributes are what the callbacks get; the Trainer keeps them up to date.
+    Callbacks receive ``model``, ``optimizer`` and the other attributes, which the Trainer keeps up to date.
     """
 
     def __init__(
@@ -144,18 +144,18 @@ class CallbackHandler:
             self.add_callback(callback)
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Add a callback, or make one of a class; a second one of the same class is added with a warning."""
+        """Add a callback or instantiate and add a class; warn if one of the same class exists."""
         added = callback() if isinstance(callback, type) else callback
         if any(type(other) is type(added) for other in self.callbacks):
             warnings.warn(
-                f"a {type(added).__name__} is among the callbacks already ({self.callback_list}); both are called",
+                f"a {type(added).__name__} is already among the callbacks ({self.callback_list}); both are called",
                 stacklevel=3,
             )
         self.callbacks.append(added)
         self._find_listeners()
 
     def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
-        """Take a callback out and return it; the first of its class, if a class is given; None when there is none."""
+        """Remove and return a callback, or the first one of a class; None if there is none."""
         for other in self.callbacks:
             if other is callback or type(other) is callback:
                 self.callbacks.remove(other)
@@ -164,20 +164,20 @@ class CallbackHandler:
         return None
 
     def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Take a callback out."""
+        """Remove a callback, or the first one of a class."""
         self.pop_callback(callback)
 
     @property
     def callback_list(self) -> str:
-        """The names of the callbacks, for messages."""
+        """Names of the callbacks, for messages."""
         return ", ".join(type(callback).__name__ for callback in self.callbacks)
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Give callbacks what ``TrainerState.stateful_callbacks`` holds of them; one that is not here is told.
+        """Restore the callbacks from ``TrainerState.stateful_callbacks``; warn about missing callbacks.
 
         Args:
-            states: class name -> ``{"args": of its constructor, "attributes": set after it}``, or a list of these for
-                several of one class.
+            states: class name -> ``{"args": constructor arguments, "attributes": values set afterwards}``, or a list of
+                these for several callbacks of one class.
         """
         for name, saved in states.items():
             here = [position for position, one in enumerate(self.callbacks) if type(one).__name__ == name]
@@ -185,7 +185,7 @@ class CallbackHandler:
             if name == "TrainerControl":
                 continue
             if len(here) < len(parts):
-                logger.warning("the checkpoint holds the state of %d %s, and there are %d", len(parts), name, len(here))
+                logger.warning("the checkpoint has state for %d %s, but this run has %d", len(parts), name, len(here))
             for position, part in zip(here, parts):
                 callback = type(self.callbacks[position])(**part.get("args", {}))
                 for attribute, value in part.get("attributes", {}).items():
@@ -194,7 +194,7 @@ class CallbackHandler:
         self._find_listeners()
 
     def _find_listeners(self) -> None:
-        # Once here, not once a step: most callbacks hear of two or three of the sixteen events.
+        # Computed once instead of at every step: most callbacks override two or three of the sixteen events.
         self._listeners = {
             event: [getattr(callback, event) for callback in self.callbacks if _listens(callback, event)]
             for event in EVENTS
@@ -212,7 +212,7 @@ class CallbackHandler:
     def call_event(
         self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
     ) -> TrainerControl:
-        """Tell ``event`` to its listeners and return the control that results."""
+        """Dispatch ``event`` and return the resulting control."""
         for flag in _CLEARED_BEFORE.get(event, ()):
             setattr(control, flag, False)
         for listener in self._listeners[event]:
@@ -222,7 +222,7 @@ class CallbackHandler:
                 control,
                 model=self.model,
                 processing_class=self.processing_class,
-                tokenizer=self.processing_class,  # callbacks of older tutorials require it
+                tokenizer=self.processing_class,  # old callbacks require it
                 optimizer=self.optimizer,
                 lr_scheduler=self.lr_scheduler,
                 train_dataloader=self.train_dataloader,
@@ -235,9 +235,9 @@ class CallbackHandler:
 
 
 def _listens(callback: object, event: str) -> bool:
-    """Tell whether ``callback`` does something at ``event``; the empty methods of a base class do not count.
+    """Return whether ``callback`` overrides ``event``.
 
-    A callback written for transformers derives from its TrainerCallback, which is as empty as ours.
+    The base class may also be the ``TrainerCallback`` of transformers, whose methods are empty too.
     """
     if event in getattr(callback, "__dict__", ()):
         return True
@@ -248,10 +248,10 @@ def _listens(callback: object, event: str) -> bool:
 
 
 class DefaultFlowCallback(TrainerCallback):
-    """Asks for logs, evaluations, checkpoints and the end, as the arguments say."""
+    """Requests logs, evaluations, checkpoints and the end of training according to the arguments."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> TrainerControl:
-        """Look at the step that is done."""
+        """Request what is due after this step."""
         step = state.global_step
         if step == 1 and args.logging_first_step:
             control.should_log = True
@@ -272,7 +272,7 @@ class DefaultFlowCallback(TrainerCallback):
         return control  # type: ignore[no-any-return]
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> TrainerControl:
-        """Look at the pass that is done."""
+        """Request what is due after this epoch."""
         if args.logging_strategy == IntervalStrategy.EPOCH:
             control.should_log = True
         if args.eval_strategy == IntervalStrategy.EPOCH and args.eval_delay <= state.epoch:
@@ -283,11 +283,11 @@ class DefaultFlowCallback(TrainerCallback):
 
 
 class EarlyStoppingCallback(TrainerCallback):
-    """Ends the training when ``metric_for_best_model`` has not become better for some evaluations.
+    """Stops training when ``metric_for_best_model`` has stopped improving.
 
     Args:
-        early_stopping_patience: how many evaluations in a row without a better value.
-        early_stopping_threshold: by how much a value must be better to count.
+        early_stopping_patience: number of consecutive evaluations without improvement after which training stops.
+        early_stopping_threshold: smallest change that counts as an improvement.
     """
 
     def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float | None = 0.0) -> None:
@@ -296,7 +296,7 @@ class EarlyStoppingCallback(TrainerCallback):
         self.early_stopping_patience_counter = 0
 
     def state(self) -> dict[str, Any]:
-        """Return what trainer_state.json keeps of this object."""
+        """Return the state to save in trainer_state.json."""
         return {
             "args": {
                 "early_stopping_patience": self.early_stopping_patience,
@@ -306,23 +306,25 @@ class EarlyStoppingCallback(TrainerCallback):
         }
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Check that there is something to watch."""
+        """Check that the arguments define a metric and evaluations."""
         if args.metric_for_best_model is None or args.eval_strategy == IntervalStrategy.NO:
             raise ConfigError(
-                "EarlyStoppingCallback watches a metric, but "
+                "EarlyStoppingCallback needs a metric and evaluations, but "
                 f"metric_for_best_model={args.metric_for_best_model!r} and eval_strategy={str(args.eval_strategy)!r}",
                 where="EarlyStoppingCallback",
-                do="set metric_for_best_model (such as 'loss') and eval_strategy ('steps' or 'epoch')",
+                do="set metric_for_best_model, for example to 'loss', and eval_strategy to 'steps' or 'epoch'",
             )
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        """Compare with the best value so far; the Trainer notes a new best one after this."""
+        """Compare the metric with the best value so far, which the Trainer updates afterwards."""
         name = args.metric_for_best_model
         name = name if name.startswith("eval_") else f"eval_{name}"
         value = (metrics or {}).get(name)
         if value is None:
-            # One of several evaluation sets; the Trainer raises when none of them has it.
-            logger.warning("early stopping: no %s among the metrics %s", name, ", ".join(metrics or {}))
+            # Another of several evaluation sets may have it; the Trainer raises if none has.
+            logger.warning(
+                "early stopping ignores this evaluation: no %s among its metrics (%s)", name, ", ".join(metrics or {})
+            )
             return
         better = np.greater if args.greater_is_better else np.less
         best = state.best_metric

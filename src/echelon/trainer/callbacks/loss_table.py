@@ -1,4 +1,4 @@
-"""The table of a training: one row for each evaluation, with epoch, training loss and validation loss."""
+"""The summary table of a run: epoch or step, training loss and metrics of each evaluation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NOT_SHOWN = ("_runtime", "_per_second", "_time")
 
 
 def loss_table(log_history: Sequence[Mapping[str, Any]], *, by: str) -> str | None:
-    """Return the table as text; None when nothing was evaluated. The arguments are those of ``loss_rows``."""
+    """Return the table of ``loss_rows`` as text, or None without evaluations."""
     table = loss_rows(log_history, by=by)
     if table is None:
         return None
@@ -20,11 +20,11 @@ def loss_table(log_history: Sequence[Mapping[str, Any]], *, by: str) -> str | No
 
 
 def loss_rows(log_history: Sequence[Mapping[str, Any]], *, by: str) -> list[list[str]] | None:
-    """Return the lines of the table, headings first; None when nothing was evaluated.
+    """Return the rows of the table, headings first, or None without evaluations.
 
     Args:
-        log_history: of the state; the training loss of a row is the last one logged before its evaluation.
-        by: the first column, ``epoch`` or ``step``.
+        log_history: log entries; a row shows the last training loss logged before its evaluation.
+        by: first column, ``epoch`` or ``step``.
     """
     rows: dict[Any, dict[str, Any]] = {}
     training: Any = None

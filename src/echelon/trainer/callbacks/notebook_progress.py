@@ -1,4 +1,4 @@
-"""The progress of a training in a notebook: a bar, and a table of the losses that grows with each evaluation."""
+"""Progress in a notebook: a bar, and a table of the losses that grows with each evaluation."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from echelon.trainer.callbacks.loss_table import loss_rows
 
 __all__ = ["NotebookProgressCallback"]
 
-# Between two drawings: a browser needs no more.
+# Minimum time between two redraws.
 _EVERY_S = 0.2
 
 
 class NotebookProgressCallback(TrainerCallback):
-    """Draws the bar and the table as one HTML block that replaces itself.
+    """Draws the bar and the table as one HTML block, which is updated in place.
 
     Args:
-        show: HTML text -> a function that replaces it; None: IPython's display.
+        show: displays HTML and returns a function that replaces it (default: IPython's display).
     """
 
     def __init__(self, show: Callable[[str], Callable[[str], None]] | None = None) -> None:
@@ -30,17 +30,17 @@ class NotebookProgressCallback(TrainerCallback):
         self._history: list[dict[str, Any]] = []
         self._by = "epoch"
         self._evaluated: tuple[int, int | None] | None = None
-        self._drawn = self._began = 0.0
+        self._drawn = self._started_at = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Draw an empty bar."""
         self._by = "step" if args.eval_strategy == IntervalStrategy.STEPS else "epoch"
-        self._began = time.time()
+        self._started_at = time.time()
         self._history, self._replace, self._evaluated = [], None, None
         self._draw(state, at_once=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Move the bar."""
+        """Advance the bar."""
         self._draw(state)
 
     def on_prediction_step(
@@ -51,28 +51,28 @@ class NotebookProgressCallback(TrainerCallback):
             try:
                 total = len(eval_dataloader)
             except TypeError:
-                total = None  # data without a length: only the count is shown
+                total = None  # no length: only the count is shown
             self._evaluated = (0, total)
         self._evaluated = (self._evaluated[0] + 1, self._evaluated[1])
         self._draw(state)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Put numbers into the table."""
+        """Add the metrics to the table."""
         if logs:
             self._history.append({"step": state.global_step, **logs})
             self._draw(state, at_once=True)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take the count of the evaluation away."""
+        """Remove the count of the evaluation."""
         self._evaluated = None
         self._draw(state, at_once=True)
 
     def on_predict(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        """Take the count of the prediction away."""
+        """Remove the count of the prediction."""
         self.on_evaluate(args, state, control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Draw for the last time; what comes later gets a block of its own."""
+        """Draw the final state; later output gets a new block."""
         self._draw(state, at_once=True)
         self._replace = None
         self._history = []
@@ -93,13 +93,13 @@ class NotebookProgressCallback(TrainerCallback):
             done, total = self._evaluated or (0, None)
             return f"<progress value='{done}' max='{total or max(done, 1)}'></progress> [{done}/{total or '?'}]"
         done, total = state.global_step, state.max_steps
-        words = f"[{done}/{total} {_clock(now - self._began)}"
+        label = f"[{done}/{total} {_clock(now - self._started_at)}"
         if done:
-            words += f" &lt; {_clock((now - self._began) / done * (total - done))}"
-        words += f", epoch {state.epoch or 0:.2f}]"
+            label += f" &lt; {_clock((now - self._started_at) / done * (total - done))}"
+        label += f", epoch {state.epoch or 0:.2f}]"
         if self._evaluated is not None:
-            words += f" evaluation {self._evaluated[0]}/{self._evaluated[1] or '?'}"
-        return f"<progress value='{done}' max='{total}' style='width: 300px; height: 20px;'></progress> {words}"
+            label += f" evaluation {self._evaluated[0]}/{self._evaluated[1] or '?'}"
+        return f"<progress value='{done}' max='{total}' style='width: 300px; height: 20px;'></progress> {label}"
 
     def _table(self) -> str:
         rows = loss_rows(self._history, by=self._by)
@@ -121,9 +121,8 @@ def _clock(seconds: float) -> str:
 
 
 def _display(text: str) -> Callable[[str], None]:
-    # Of the notebook that this runs in: nothing that a program needs.
-    from IPython import display as ipython  # noqa: PLC0415
+    from IPython import display as ipython  # noqa: PLC0415 - only available in notebooks
 
-    made: Any = ipython
-    handle = made.display(made.HTML(text), display_id=True)
-    return lambda new: handle.update(made.HTML(new))
+    display: Any = ipython
+    handle = display.display(display.HTML(text), display_id=True)
+    return lambda new: handle.update(display.HTML(new))

@@ -1,4 +1,4 @@
-"""What a training shows on the screen of the main process: a bar, the logged numbers, and the table at the end."""
+"""Console output of the main process: a progress bar, the logged metrics, and a summary table at the end."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["PrinterCallback", "ProgressCallback"]
 
 
 class PrinterCallback(TrainerCallback):
-    """Prints the logged numbers, and the table of the evaluations when the training is over."""
+    """Prints the logged metrics, and a table of the evaluations at the end of training."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Print a line."""
+        """Print the metrics."""
         if state.is_local_process_zero and logs:
             print(_line(logs), flush=True)
 
@@ -29,12 +29,12 @@ class PrinterCallback(TrainerCallback):
 
 
 class ProgressCallback(TrainerCallback):
-    """Shows a bar over the steps, with the last loss in it, and prints what is logged above the bar.
+    """Shows a progress bar with the last loss, and prints the logged metrics above it.
 
-    The bar is on stderr, and only where that is a terminal or a notebook; the lines are on stdout.
+    The bar goes to stderr if that is a terminal or a notebook; metrics go to stdout.
 
     Args:
-        max_str_len: longer texts in the logs are cut.
+        max_str_len: maximum length of printed strings; longer ones are truncated.
     """
 
     def __init__(self, max_str_len: int = 100) -> None:
@@ -47,11 +47,11 @@ class ProgressCallback(TrainerCallback):
         """Open the bar."""
         if state.is_world_process_zero:
             self._close("training_bar")
-            self.training_bar = tqdm(total=state.max_steps, dynamic_ncols=True, disable=not _has_screen())
+            self.training_bar = tqdm(total=state.max_steps, dynamic_ncols=True, disable=not _shows_bars())
         self._shown = 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Move the bar."""
+        """Advance the bar."""
         if self.training_bar is not None:
             self.training_bar.update(state.global_step - self._shown)
             self._shown = state.global_step
@@ -59,14 +59,14 @@ class ProgressCallback(TrainerCallback):
     def on_prediction_step(
         self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
     ) -> None:
-        """Move the bar of the evaluation, which goes away after it."""
-        if not state.is_world_process_zero or not _has_screen():
+        """Advance the bar of the evaluation, which is removed afterwards."""
+        if not state.is_world_process_zero or not _shows_bars():
             return
         if self.prediction_bar is None:
             try:
                 total = len(eval_dataloader)
             except TypeError:
-                total = None  # data without a length: the bar counts
+                total = None  # no length: the bar only counts
             self.prediction_bar = tqdm(total=total, leave=self.training_bar is None, dynamic_ncols=True)
         self.prediction_bar.update(1)
 
@@ -79,7 +79,7 @@ class ProgressCallback(TrainerCallback):
         self._close("prediction_bar")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Print a line above the bar, and put the loss into it."""
+        """Print the metrics above the bar and show the loss in it."""
         if not state.is_world_process_zero or not logs:
             return
         if self.training_bar is not None and "loss" in logs:
@@ -88,7 +88,7 @@ class ProgressCallback(TrainerCallback):
         sys.stdout.flush()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Close the bar, and print the table."""
+        """Close the bar and print the table."""
         self._close("training_bar")
         if state.is_world_process_zero and (table := _table(args, state)):
             print(table, flush=True)
@@ -117,5 +117,5 @@ def _table(args: Any, state: Any) -> str | None:
     return loss_table(state.log_history, by=by)
 
 
-def _has_screen() -> bool:
+def _shows_bars() -> bool:
     return sys.stderr.isatty() or "ipykernel" in sys.modules

@@ -1,4 +1,4 @@
-"""The end of a training by the clock: ``max_time``."""
+"""The time limit of training: ``max_time``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = get_logger(__name__)
 
 
 class TimeLimitCallback(TrainerCallback):
-    """Ends the training after the step in which the time is over, with the evaluation and the checkpoint of an end."""
+    """Stops training after the step in which the limit expires; evaluates and saves as at a regular end."""
 
     def __init__(
         self, limit: timedelta, accelerator: Accelerator, *, clock: Callable[[], float] = time.monotonic
@@ -28,22 +28,22 @@ class TimeLimitCallback(TrainerCallback):
         self._limit_s = limit.total_seconds()
         self._accelerator = accelerator
         self._clock = clock
-        self._began = 0.0
+        self._started_at = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note the time."""
-        self._began = self._clock()
+        """Record the start time."""
+        self._started_at = self._clock()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Look at the clock.
+        """Stop training if the limit has expired on any rank.
 
-        Collective: the ranks stop after the same step, when the time is over on one of them.
+        Collective: every rank.
         """
-        if self._clock() - self._began >= self._limit_s:
+        if self._clock() - self._started_at >= self._limit_s:
             self._accelerator.set_trigger()
         if not self._accelerator.check_trigger() or state.global_step >= state.max_steps:
             return
-        logger.warning("max_time is over: the training ends at step %d of %d", state.global_step, state.max_steps)
+        logger.warning("max_time has expired: training stops at step %d of %d", state.global_step, state.max_steps)
         control.should_training_stop = True
         control.should_evaluate |= args.eval_strategy == IntervalStrategy.STEPS
         control.should_save |= args.save_strategy == SaveStrategy.STEPS

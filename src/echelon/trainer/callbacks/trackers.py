@@ -1,4 +1,4 @@
-"""Logs for other programs: the trackers that ``report_to`` names, and files of lines (JSON) and of columns (CSV)."""
+"""Callbacks that send logs to the trackers in ``report_to``, and to a CSV file."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from echelon.trainer.callbacks.callback_handler import TrainerCallback
 if TYPE_CHECKING:
     from echelon.accelerator import Accelerator
 
-__all__ = ["CSVCallback", "TrackerCallback", "by_split", "run_folder", "tracker_settings"]
+__all__ = ["CSVCallback", "TrackerCallback", "add_split_prefixes", "run_folder", "tracker_settings"]
 
-# They write to a folder of the run; the others have a project and a name.
+# Trackers that write to the run's directory; the others have a project and a run name.
 _IN_FOLDERS = frozenset({"tensorboard", "jsonl", "csv", "dvclive"})
 
 
 def tracker_settings(args: TrainingArguments) -> dict[str, Any]:
-    """Return the Accelerator's settings of the trackers: which, and the folder that holds the run's."""
+    """Return the Accelerator's keyword arguments for the trackers: their names and directory."""
     names = [name for name in args.report_to or () if name != "csv"]
     if not names:
         return {}
     if "jsonl" not in names:
-        names.append("jsonl")  # a folder always brings this record: as a tracker it ends with the others
+        names.append("jsonl")  # the Accelerator writes this file anyway; as a tracker it is closed with the others
     folder = run_folder(args)
     only_files = all(name in _IN_FOLDERS for name in names)
     project = ProjectConfiguration(project_dir=resolve_path(args), logging_dir=folder.parent if only_files else folder)
@@ -37,7 +37,7 @@ def tracker_settings(args: TrainingArguments) -> dict[str, Any]:
 
 
 def run_folder(args: TrainingArguments) -> Path:
-    """Return where the files of this run go: ``logging_dir``, else ``output_dir/runs/<time>_<machine>``."""
+    """Return the directory of this run's logs: ``logging_dir``, or ``output_dir/runs/<time>_<machine>``."""
     if args.logging_dir is not None:
         return resolve_path(args, args.logging_dir)
     given = environ.get("TENSORBOARD_LOGGING_DIR")
@@ -47,8 +47,8 @@ def run_folder(args: TrainingArguments) -> Path:
     return resolve_path(args) / "runs" / name
 
 
-def by_split(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """Name metrics as ``eval/loss``, ``test/loss`` and ``train/loss``, as transformers does for trackers."""
+def add_split_prefixes(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Rename metrics to ``eval/loss``, ``test/loss`` or ``train/loss``, as transformers does for trackers."""
     result = {}
     for name, value in logs.items():
         split = name.partition("_")[0]
@@ -57,7 +57,7 @@ def by_split(logs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class TrackerCallback(TrainerCallback):
-    """Sends what is logged to the trackers of the Accelerator; they start with the first training or log."""
+    """Sends logs to the trackers of the Accelerator, which start with the first training run or log."""
 
     def __init__(self, accelerator: Callable[[], Accelerator], folder: Path) -> None:
         self._accelerator = accelerator
@@ -65,28 +65,28 @@ class TrackerCallback(TrainerCallback):
         self._started: Accelerator | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Start the trackers, with the settings of the run."""
+        """Start the trackers and store the settings of the run."""
         self._start(args, model)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **kwargs: Any) -> None:
-        """Send numbers; texts stay in the log."""
+        """Send the numeric values."""
         self._start(args, model)
         numbers = {name: value for name, value in (logs or {}).items() if isinstance(value, (int, float))}
         if numbers:
-            self._accelerator().log(by_split(numbers), step=state.global_step)
+            self._accelerator().log(add_split_prefixes(numbers), step=state.global_step)
 
     def _start(self, args: Any, model: Any) -> None:
         accelerator = self._accelerator()
         if self._started is accelerator:
             return
-        self._started = accelerator  # a trial of a search has one of its own
+        self._started = accelerator  # each trial of a search has a new Accelerator
         names = [str(name) for name in accelerator.log_with]
         config = args.to_sanitized_dict()
         to_dict = getattr(getattr(model, "config", None), "to_dict", None)
         if callable(to_dict):
             config |= {f"model/{name}": str(value) for name, value in to_dict().items()}
         in_folders = all(name in _IN_FOLDERS for name in names)
-        # A service has a project with runs in it, a file tracker a folder.
+        # Services group runs in projects; file trackers use a directory per run.
         project = self._folder.name if in_folders else environ.get("WANDB_PROJECT") or args.project
         more = {"wandb": {"name": args.run_name}} if args.run_name and "wandb" in names else {}
         spaces = {"space_id": args.trackio_space_id, "bucket_id": args.trackio_bucket_id, "name": args.run_name}
@@ -96,7 +96,7 @@ class TrackerCallback(TrainerCallback):
 
 
 class CSVCallback(TrainerCallback):
-    """Writes what is logged as ``metrics.csv``: a row a log, a column a metric; a new metric adds a column."""
+    """Writes logs to ``metrics.csv``, with a row per log and a column per metric; new metrics add columns."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "metrics.csv"
@@ -104,7 +104,7 @@ class CSVCallback(TrainerCallback):
         self._rows: list[dict[str, Any]] = []
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Add a row; all of them are written again when it has new columns."""
+        """Append a row; rewrite the file if there are new columns."""
         if not state.is_world_process_zero or not logs:
             return
         row = {"step": state.global_step, **logs}

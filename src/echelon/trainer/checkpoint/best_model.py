@@ -1,4 +1,4 @@
-"""The best model so far: which metric says so, its checkpoint, and its weights at the end."""
+"""The best model so far: the metric that selects it, its checkpoint, and loading it at the end."""
 
 from __future__ import annotations
 
@@ -12,51 +12,51 @@ from echelon.trainer.checkpoint.checkpoint_folders import remove_last
 from echelon.trainer.checkpoint.resume_point import best_folder, load_model_from
 from echelon.trainer.hooks import TrainerHooks
 
-__all__ = ["load_best", "metric_for_best", "note_best", "remove_last_checkpoint"]
+__all__ = ["load_best", "metric_for_best", "update_best_metric", "remove_last_checkpoint"]
 
 logger = get_logger(__name__)
 
 
-def note_best(hooks: TrainerHooks, metrics: dict[str, float]) -> bool:
-    """Note the metric of an evaluation if it is the best so far, and tell whether it is."""
+def update_best_metric(hooks: TrainerHooks, metrics: dict[str, float]) -> bool:
+    """Record the metric of an evaluation if it is the best so far, and return whether it is."""
     if hooks.args.metric_for_best_model is None:
         return False
     args, state, value = hooks.args, hooks.state, metric_for_best(hooks, metrics)
-    if state.best_metric is None:  # nan is compared with a number from the beginning, and so is never the best
+    if state.best_metric is None:  # so that nan never becomes the best
         state.best_metric = float("-inf" if args.greater_is_better else "inf")
     is_better = value > state.best_metric if args.greater_is_better else value < state.best_metric
     if is_better:
         state.best_metric = value
-        if args.save_strategy != SaveStrategy.NO:  # else there is no checkpoint of it
+        if args.save_strategy != SaveStrategy.NO:  # otherwise it has no checkpoint
             state.best_global_step = state.global_step
     return is_better
 
 
 def metric_for_best(hooks: TrainerHooks, metrics: dict[str, float]) -> float:
-    """Return the value of ``metric_for_best_model``, which may be named with or without its ``eval_``.
+    """Return the value of ``metric_for_best_model``, whose name may omit the prefix ``eval_``.
 
     Raises:
-        ConfigError: the evaluation gives none of this name.
+        ConfigError: the evaluation does not return this metric.
     """
     name = hooks.args.metric_for_best_model or "loss"
     name = name if name.startswith("eval_") else f"eval_{name}"
     if name not in metrics:
         raise ConfigError(
-            f"metric_for_best_model={hooks.args.metric_for_best_model!r}, but the evaluation gives no {name!r}; "
-            f"it gives {', '.join(metrics)}",
+            f"metric_for_best_model={hooks.args.metric_for_best_model!r}, but the evaluation returned no {name!r}; "
+            f"it returned {', '.join(metrics)}",
             where="TrainingArguments.metric_for_best_model",
-            do="choose one of them, or let compute_metrics return it",
+            do="set it to one of these, or return it from compute_metrics",
         )
     return metrics[name]
 
 
 def load_best(hooks: TrainerHooks, output_dir: Path) -> None:
-    """Load the weights of the best checkpoint, where ``load_best_model_at_end`` asks for them.
+    """Load the weights of the best checkpoint if ``load_best_model_at_end`` is set.
 
     Collective: every rank.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: the checkpoint is damaged.
     """
     best = hooks.state.best_model_checkpoint
     if hooks.args.load_best_model_at_end and best is not None:
@@ -67,7 +67,7 @@ def load_best(hooks: TrainerHooks, output_dir: Path) -> None:
 
 
 def remove_last_checkpoint(hooks: TrainerHooks, output_dir: Path) -> None:
-    """With save_total_limit=1 and a best checkpoint that is not the last one: the last one was kept to go on from."""
+    """Delete the last checkpoint if ``save_total_limit=1`` kept it only for resuming and another one is the best."""
     best = hooks.state.best_model_checkpoint
     if hooks.args.should_save and best is not None and hooks.args.save_total_limit == 1:
         remove_last(output_dir, best=best)

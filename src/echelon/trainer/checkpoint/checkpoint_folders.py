@@ -1,4 +1,4 @@
-"""checkpoint-N folders: their names and formats, which is the newest that is whole, and how many are kept."""
+"""checkpoint-N directories: names and formats, finding the newest valid one, and deleting surplus ones."""
 
 from __future__ import annotations
 
@@ -41,43 +41,43 @@ FORMATS = ("echelon", "transformers")
 
 @runtime_checkable
 class SavesItself(Protocol):
-    """A model or tokenizer of transformers."""
+    """A model or tokenizer with ``save_pretrained``, as in transformers."""
 
     def save_pretrained(self, save_directory: str, **options: Any) -> Any:
-        """Write it to a folder."""
+        """Write the object to a directory."""
         ...
 
 
 @runtime_checkable
 class _Adapted(Protocol):
-    """A model of PEFT: what is trained of it is saved in files of its own."""
+    """A PEFT model, which saves its adapters in separate files."""
 
     peft_config: Mapping[str, Any]
 
     def load_adapter(self, model_id: str, adapter_name: str, is_trainable: bool = False) -> Any:
-        """Read it from a folder."""
+        """Load an adapter from a directory."""
         ...
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Tell whether ``model`` saves its adapters alone."""
+    """Return whether ``model`` is a PEFT model, which saves only its adapters."""
     return isinstance(model, _Adapted)
 
 
 def checkpoint_format(args: TrainingArguments) -> str:
-    """Return how checkpoints are written: ``echelon`` or ``transformers``.
+    """Return the checkpoint format: ``echelon`` or ``transformers``.
 
     Raises:
-        ConfigError: another one is asked for.
+        ConfigError: the format is unknown.
     """
     chosen, where = args.checkpoint_format, "TrainingArguments.checkpoint_format"
     if chosen is None:
         chosen, where = environ.get("ECHELON_CHECKPOINT_FORMAT"), "env ECHELON_CHECKPOINT_FORMAT"
     if (chosen or "echelon") not in FORMATS:
         raise ConfigError(
-            f"checkpoint_format={chosen!r} is none of the formats of a Trainer: {', '.join(FORMATS)}",
+            f"checkpoint_format={chosen!r} is not one of {', '.join(FORMATS)}",
             where=where,
-            do="choose one of them",
+            do="use one of these",
         )
     return chosen or "echelon"
 
@@ -86,12 +86,12 @@ def checkpoint_format(args: TrainingArguments) -> str:
 
 
 def get_last_checkpoint(folder: str | Path) -> str | None:
-    """Return the newest checkpoint-N in ``folder`` that is whole, None where there is none; what is skipped is told."""
+    """Return the newest valid checkpoint-N in ``folder``, or None; skipped checkpoints are logged."""
     for path in reversed(checkpoints_in(Path(folder), prefix=PREFIX)):
         problems = problems_in(path)
         if not problems:
             return str(path)
-        logger.warning("%s is not whole (%s): an older checkpoint is taken", path, problems[0])
+        logger.warning("%s is damaged or incomplete (%s): trying an older checkpoint", path, problems[0])
     return None
 
 
@@ -99,7 +99,7 @@ def get_last_checkpoint(folder: str | Path) -> str | None:
 
 
 def write_json(path: Path, values: Any) -> None:
-    """Write ``values`` as readable JSON."""
+    """Write ``values`` as indented JSON."""
     path.write_text(json.dumps(values, indent=2, sort_keys=True, default=str) + "\n", encoding="utf-8")
 
 
@@ -107,16 +107,16 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def remove_surplus(folder: Path, *, limit: int | None, best: str | None, newest: Path) -> None:
-    """Delete the oldest checkpoints beyond ``limit``; never the best, nor the one that was just written."""
+    """Delete the oldest checkpoints beyond ``limit``, but never the best or the newest one."""
     if limit is None or limit <= 0:
         return
     keep = {newest} | ({Path(best)} if best is not None else set())
     try:
         remove_checkpoints(folder, prefix=PREFIX, limit=max(limit, len(keep)), keep=keep)
     except OSError as error:
-        warn(f"{newest} is saved, but older checkpoints could not be deleted: {error}")
+        warn(f"saved {newest}, but could not delete older checkpoints: {error}")
 
 
 def remove_last(folder: Path, *, best: str) -> None:
-    """Delete all checkpoints but the best: the last one was kept to go on from."""
+    """Delete all checkpoints except the best one."""
     remove_checkpoints(folder, prefix=PREFIX, limit=1, keep=[Path(best)])

@@ -1,4 +1,4 @@
-"""Resuming from a checkpoint: which one, whether it fits, and the point in the data at which training resumes."""
+"""Resuming: finding a checkpoint, checking that it fits, and computing the position in the data."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from echelon.trainer.arguments.training_arguments import TrainingArguments, reso
 from echelon.trainer.checkpoint.checkpoint_folders import ARGUMENTS_FILE, PREFIX, STATE_FILE, has_adapters
 from echelon.trainer.checkpoint.train_cursor import TrainCursor
 from echelon.trainer.checkpoint.transformers_layout import (
-    PLACE_NAMES,
-    PLACE_OF_RUN,
+    CURSOR_FIELDS,
+    LENGTH_FIELDS,
     load_transformers,
 )
 from echelon.trainer.hooks import TrainerHooks
@@ -59,40 +59,38 @@ _INTERVALS = ("logging_steps", "eval_steps", "save_steps")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
-    """Where a training begins, in its data."""
+    """The position in the training data at which a run starts."""
 
     epoch: int = 0
     num_batches: int = 0
-    """Batches of that epoch that were used."""
+    """Batches of this epoch that the saved run has consumed."""
     num_to_skip: int = 0
-    """Those of them that the loader does not leave out by itself."""
+    """Consumed batches that the loop must skip, because the loader's state does not cover them."""
     random_states: Mapping[str, Any] | None = None
-    """Of the saved run."""
-    is_read_first: bool = False
-    """The batches of the first update are read before these are put back, as transformers does."""
+    """RNG states of the saved run."""
+    restores_rng_after_reading: bool = False
+    """Restore the RNG states after the batches of the first update are read, as transformers does."""
 
 
-# ---- which one -------------------------------------------------------------------------------------------------------
+# ---- finding a checkpoint -------------------------------------------------------------------------------------------------------
 
 
 def find_checkpoint(
     args: TrainingArguments, accelerator: Accelerator, output_dir: Path, wanted: str | Path | bool | None
 ) -> Path | None:
-    """Return the checkpoint to resume from, which is whole on every machine; None: a new training.
+    """Return the checkpoint to resume from, verified on every machine; None starts from scratch.
 
     Args:
-        args: of the training.
-        accelerator: of the training.
-        output_dir: where True and ``auto`` search.
-        wanted: a folder; True: the newest; ``auto``: the newest, if there is one.
+        output_dir: directory that True and ``auto`` search.
+        wanted: a checkpoint; True for the newest; ``auto`` for the newest if one exists.
 
-    Collective: every rank, where a checkpoint is wanted.
+    Collective: every rank, if a checkpoint is requested.
 
     Raises:
-        UsageError: there is none.
-        CheckpointError: the folder that was named is damaged, or holds no more than weights.
+        UsageError: no checkpoint exists.
+        CheckpointError: the named checkpoint is damaged or holds weights only.
     """
-    wanted = _WORDS.get(str(wanted).lower(), wanted)  # of a command line
+    wanted = _WORDS.get(str(wanted).lower(), wanted)  # from a command line
     if wanted is None or wanted is False:
         return None
     if wanted is not True and str(wanted) != "auto":
@@ -101,7 +99,7 @@ def find_checkpoint(
             folder = resolve_path(args, folder)
         require_whole(accelerator.world, folder)
         if (problem := _no_training_in(folder)) is not None:
-            raise CheckpointError(f"{folder} {problem}", do="load its weights into the model, and begin a new training")
+            raise CheckpointError(f"{folder} {problem}", do="load its weights into the model and start a new run")
         return folder_of(folder)
     found, skipped = newest_whole(accelerator.world, output_dir, prefix=PREFIX, usable=_no_training_in)
     reasons = "\n".join(f"    {path.name}: {why}" for path, why in skipped)
@@ -109,38 +107,36 @@ def find_checkpoint(
         raise UsageError(
             f"No valid checkpoint found in output directory ({output_dir})" + (f"\n{reasons}" if reasons else ""),
             where="Trainer.train(resume_from_checkpoint=True)",
-            do="give the folder of a checkpoint, or 'auto', which begins anew where there is none",
+            do="pass the path of a checkpoint, or 'auto', which starts from scratch if none exists",
         )
     if found is None and reasons:
-        warn(f"no checkpoint in {output_dir} to go on from: starting from scratch\n{reasons}")
+        warn(f"no usable checkpoint in {output_dir}: starting from scratch\n{reasons}")
     elif found is None:
-        # At the level that is seen by default: who meant another folder must notice.
+        # A warning, because a user with a wrong output_dir must notice.
         logger.warning("no checkpoint in %s: starting from scratch", output_dir)
     elif reasons:
-        warn(f"the training goes on from {found}; newer ones were passed over:\n{reasons}")
+        warn(f"resuming from {found}; newer checkpoints were skipped:\n{reasons}")
     return None if found is None else folder_of(found)
 
 
 def _no_training_in(folder: Path) -> str | None:
     if holds_training(folder):
         return None
-    return "holds weights only (save_only_model): there is no optimizer to go on with"
+    return "holds weights only (save_only_model), so training cannot resume from it"
 
 
 def saved_arguments(folder: Path) -> dict[str, Any]:
-    """Return the arguments of the training that wrote ``folder``; empty where they are not JSON."""
+    """Return the training arguments stored in ``folder``; empty if they are not stored as JSON."""
     path = folder / ARGUMENTS_FILE
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
 class ResumedTraining:
-    """A training that goes on from a checkpoint.
+    """Resumes a run from a checkpoint.
 
     Args:
-        hooks: of the Trainer.
-        session: of the Trainer.
         folder: the checkpoint.
-        allows_changed_data: go on from the middle of an epoch although the data differ from the saved training's.
+        allows_changed_data: resume in the middle of an epoch even if the dataset has changed.
     """
 
     def __init__(
@@ -154,9 +150,9 @@ class ResumedTraining:
         self._saved_batch_size: int | None = None
 
     def extend_plan(self, plan: TrainingPlan) -> TrainingPlan:
-        """Return ``plan`` with the steps that its epochs need from the checkpoint on, where more were made than it counts up to there.
+        """Return ``plan`` with ``max_steps`` raised if the saved run made more steps up to its position than ``plan`` counts.
 
-        An epoch of fewer steps than in the saved training (fewer samples, larger batches) would end the training too soon.
+        With fewer steps per epoch than the saved run (fewer samples, larger batches), training would end too early.
         """
         hooks, folder = self._hooks, self._folder
         if hooks.args.max_steps > 0 or not plan.is_sized:
@@ -168,20 +164,18 @@ class ResumedTraining:
             place = TrainCursor(**registered_state(folder, 0))
             epoch, used = (place.epoch + 1, 0) if place.is_over else (place.epoch, place.num_batches)
             used = min(used * place.batch_size // plan.batch_size, batches)
-            beyond = (
-                place.num_steps_beyond
-            )  # of data that give more than their length says, which the plan does not count
+            beyond = place.num_steps_beyond
         else:
             epoch, used = int(state.epoch or 0), round(((state.epoch or 0) % 1) * batches)
-            beyond = _noted_place(folder).get("num_steps_beyond", 0)
+            beyond = _saved_cursor_fields(folder).get("num_steps_beyond", 0)
         here = epoch * plan.steps_per_epoch + -(-used // accumulation) + beyond
         more = state.global_step - here
         if more <= 0 or plan.max_steps <= here:
             return plan
         max_steps = plan.max_steps + more
         logger.warning(
-            "%s was saved after %d steps, and with the data and batches of now it would be %d: the training has %d steps in place of "
-            "%d, so that its epochs are whole",
+            "%s was saved after %d steps; with the current data and batch size this position is step %d. Training for %d steps "
+            "instead of %d to complete all epochs",
             folder,
             state.global_step,
             here,
@@ -191,14 +185,14 @@ class ResumedTraining:
         return replace(plan, max_steps=max_steps)
 
     def restore_state(self, plan: TrainingPlan) -> TrainerState:
-        """Return the saved state for a training of ``plan``, and give callbacks theirs back where that is asked for."""
+        """Return the saved state, adapted to ``plan``; restore the state of callbacks if the arguments request it."""
         hooks, folder, args = self._hooks, self._folder, self._hooks.args
         batch_size = self._size.batch_size
         state = TrainerState.load_from_json(folder / STATE_FILE)
         saved = {name: getattr(state, name) for name in _INTERVALS}
         best = state.best_model_checkpoint
         if best is not None and not best_folder(args, self._session.output_dir(args), best).is_dir():
-            warn(f"the best checkpoint, {best}, is not there any more")
+            warn(f"the best checkpoint, {best}, no longer exists")
             state.best_model_checkpoint = None
         state.max_steps, state.num_train_epochs = plan.max_steps, plan.num_epochs
         state.is_local_process_zero = hooks.is_local_process_zero()
@@ -213,21 +207,21 @@ class ResumedTraining:
         if state.train_batch_size not in (None, batch_size):
             others.append(f"per_device_train_batch_size={batch_size} (saved: {state.train_batch_size})")
         if others:
-            warn(f"the training that goes on from {folder} has other arguments: {', '.join(others)}")
+            warn(f"the arguments differ from those of the run saved in {folder}: {', '.join(others)}")
         self._saved_batch_size, state.train_batch_size = state.train_batch_size, batch_size
         if args.restore_callback_states_from_checkpoint:
             hooks.callback_handler.restore(state.stateful_callbacks)
         return state
 
     def load(self, loader: Any, plan: TrainingPlan) -> ResumePoint:
-        """Load the checkpoint into what was prepared, and return where in the data the training begins.
+        """Load the checkpoint into the prepared objects and return the position in the data.
 
         Collective: every rank.
 
         Raises:
-            CheckpointError: it is another model's, or of the middle of an epoch that means nothing here.
+            CheckpointError: the checkpoint belongs to another model, or its position in the data is not valid here.
         """
-        start = (self._load_own if is_own_format(self._folder) else self._load_foreign)(loader, plan)
+        start = (self._load_own if is_own_format(self._folder) else self._load_transformers)(loader, plan)
         logger.info("resuming from %s: epoch %d, step %d", self._folder, start.epoch, self._hooks.state.global_step)
         return start
 
@@ -235,8 +229,8 @@ class ResumedTraining:
         folder, accelerator, args = self._folder, self._hooks.accelerator, self._hooks.args
         place = TrainCursor(**registered_state(folder, 0))
         self._require_same_run(place)
-        is_prepared = hasattr(loader, "last_step")  # a loader of the user's own begins at its beginning
-        goes_on = (
+        is_prepared = hasattr(loader, "last_step")  # else a user's loader, which has no state to restore
+        resumes_loader = (
             is_prepared
             and not args.ignore_data_skip
             and not place.is_within_update
@@ -250,7 +244,7 @@ class ResumedTraining:
         hook = accelerator.register_load_state_pre_hook(_load_hook)
         try:
             with accelerator.checkpoints.data_may(policy):
-                if goes_on:
+                if resumes_loader:
                     accelerator.resume(folder)
                 else:
                     accelerator.load_state(folder)
@@ -261,134 +255,144 @@ class ResumedTraining:
         random_states = current_random_states()
         if place.is_over:
             return ResumePoint(epoch=place.epoch + 1, random_states=random_states)
-        if goes_on:
-            # Of data that have grown since its last batch, an epoch that was read to its end has no rest.
+        if resumes_loader:
+            # An epoch that was read to its end stays complete even if the dataset has grown since.
             is_read = place.num_batches > 0 and accelerator.checkpoints.pass_was_over(folder, loader)
             num_batches = max(place.num_batches, plan.batches_per_epoch) if is_read else place.num_batches
             return ResumePoint(epoch=place.epoch, num_batches=num_batches, random_states=random_states)
         if args.ignore_data_skip:
-            _begin_anew(loader, place.epoch)
+            _restart_pass(loader, place.epoch)
             return ResumePoint(epoch=place.epoch, random_states=random_states)
         self._require_same_ranks(place.world_size, within=place.num_batches > 0)
         num_used = place.num_batches * place.batch_size // plan.batch_size
         if num_used * plan.batch_size != place.num_batches * place.batch_size:
             warn(
-                f"the saved training had used {place.num_batches * place.batch_size} samples of this epoch on each process, which "
-                f"is no number of batches of {plan.batch_size}: some of them come again"
+                f"the saved run consumed {place.num_batches * place.batch_size} samples of this epoch per process, which is not a "
+                f"multiple of the batch size {plan.batch_size}: some samples are repeated"
             )
-        is_exact = accelerator.parity != "off"  # a loader of the exact modes is where the checkpoint was
+        is_exact = accelerator.parity != "off"  # then load_state has restored the loader's position
         return ResumePoint(
             epoch=place.epoch,
             num_batches=num_used,
             num_to_skip=0 if is_exact and is_prepared else num_used,
             random_states=random_states,
-            is_read_first=True,
+            restores_rng_after_reading=True,
         )
 
-    def _load_foreign(self, loader: Any, plan: TrainingPlan) -> ResumePoint:
+    def _load_transformers(self, loader: Any, plan: TrainingPlan) -> ResumePoint:
         hooks, folder, accelerator = self._hooks, self._folder, self._hooks.accelerator
         if accelerator.parity != "off":
             raise CheckpointError(
-                f"{folder} was written by transformers or in its layout, which does not say what parity={accelerator.parity!r} needs",
-                do="train with parity='off', or go on from a checkpoint that was saved with this parity",
+                f"{folder} has the layout of transformers, which lacks the state that parity={accelerator.parity!r} needs",
+                do="train with parity='off', or resume from a checkpoint that was saved with this parity",
             )
         load_model_from(hooks.model, folder)
         load_transformers(hooks, folder, self._session.optimizer.scheduler)
         random_states = read_random_states(folder, rank=accelerator.process_index)
         if random_states is None:
             warn(
-                f"{folder} has no random states of rank {accelerator.process_index}: its numbers go on from where they are"
+                f"{folder} has no RNG states of rank {accelerator.process_index}: its random generators keep their current state"
             )
-        epoch, used = self._place_by_epoch(loader, plan)
+        epoch, used = self._infer_position(loader, plan)
         if hooks.args.ignore_data_skip or not used:
             return ResumePoint(epoch=epoch, random_states=random_states)
         self._require_same_ranks(num_ranks_in(folder), within=True)
         return ResumePoint(
-            epoch=epoch, num_batches=used, num_to_skip=used, random_states=random_states, is_read_first=True
+            epoch=epoch,
+            num_batches=used,
+            num_to_skip=used,
+            random_states=random_states,
+            restores_rng_after_reading=True,
         )
 
-    def _place_by_epoch(self, loader: Any, plan: TrainingPlan) -> tuple[int, int]:
-        """Return the epoch and the batches in it that were used, of a checkpoint of transformers' layout.
+    def _infer_position(self, loader: Any, plan: TrainingPlan) -> tuple[int, int]:
+        """Return the epoch and the number of its consumed batches, for a checkpoint in the layout of transformers.
 
-        Its steps say it, if an epoch has as many here as there; by the part of an epoch that it notes, others are known.
+        The global step determines them if an epoch has as many steps here as in the saved run; if not, the saved
+        fractional epoch does.
 
         Raises:
-            CheckpointError: the data have changed in the middle of an epoch, and that is not allowed.
+            CheckpointError: the data changed in the middle of an epoch, and ``allow_changed_data`` is not set.
         """
         hooks, folder = self._hooks, self._folder
         args, state, batches = hooks.args, hooks.state, plan.batches_per_epoch
         epoch, num_steps = divmod(state.global_step, plan.steps_per_epoch)
         used = num_steps * self._size.accumulation_steps
-        noted = state.epoch
-        if not plan.is_sized or noted is None:
+        saved_epoch = state.epoch
+        if not plan.is_sized or saved_epoch is None:
             return epoch, used
         facts = read_facts(folder / ECHELON_DATA)
         saved_ranks, ranks = num_ranks_in(folder), hooks.accelerator.num_processes
         changes = changes_since(facts, loader, num_saved=saved_ranks, num_ranks=ranks)
         wrong = [change.what for change in changes if change.fact != "batches"]
         expected = epoch + min(used, batches) / batches
-        has_other_steps = abs(expected - noted) * batches > 0.5
-        is_within = abs(noted - round(noted)) * batches > 0.5
-        has_other_batches = self._saved_batch_size not in (None, self._size.batch_size)  # reported already
+        has_other_steps = abs(expected - saved_epoch) * batches > 0.5
+        is_within = abs(saved_epoch - round(saved_epoch)) * batches > 0.5
+        has_other_batches = self._saved_batch_size not in (None, self._size.batch_size)  # already reported
         if has_other_steps and is_within and facts is None and not has_other_batches:
             wrong.append(
-                f"step {state.global_step} is in epoch {noted:g} there, and here it is in epoch {expected:g} (other data, another "
-                "number of processes, or other gradient_accumulation_steps)"
+                f"step {state.global_step} was in epoch {saved_epoch:g} of the saved run and is in epoch {expected:g} of this one (the "
+                "data, the number of processes or gradient_accumulation_steps differ)"
             )
-        ours = _noted_place(folder)
-        if ours and not changes and not has_other_batches:
-            for name in PLACE_OF_RUN:
-                setattr(self._session.cursor, name, ours[name])
-            return (ours["epoch"] + 1, 0) if ours["is_over"] else (ours["epoch"], ours["num_batches"])
+        saved_fields = _saved_cursor_fields(folder)
+        if saved_fields and not changes and not has_other_batches:
+            for name in LENGTH_FIELDS:
+                setattr(self._session.cursor, name, saved_fields[name])
+            return (
+                (saved_fields["epoch"] + 1, 0)
+                if saved_fields["is_over"]
+                else (saved_fields["epoch"], saved_fields["num_batches"])
+            )
         if not has_other_steps and not wrong:
             return epoch, used
         if not is_within or args.ignore_data_skip:
             if wrong:
-                warn(f"{folder} was saved with other data, and the next epoch is over those of now: {'; '.join(wrong)}")
-            return (round(noted), 0) if not is_within else (int(noted), 0)
-        epoch, part = int(noted), noted - int(noted)
+                warn(
+                    f"{folder} was saved with different data; the next epoch uses the current data: {'; '.join(wrong)}"
+                )
+            return (round(saved_epoch), 0) if not is_within else (int(saved_epoch), 0)
+        epoch, part = int(saved_epoch), saved_epoch - int(saved_epoch)
         size = plan.batch_size * hooks.accelerator.num_processes
-        if facts is not None and facts.num_samples is not None:  # samples that were used, as whole batches of now
+        if facts is not None and facts.num_samples is not None:  # consumed samples, in whole current batches
             used = round(part * facts.num_samples) // size
         else:
             used = int(part * batches + 1e-6)
-        place = f"it goes on after {used * size} of {plan.num_examples} samples of epoch {epoch}"
+        place = f"training resumes after {used * size} of {plan.num_examples} samples of epoch {epoch}"
         if wrong and not self._allows_changed_data:
             raise changed_data_error(folder, wrong, [place])
         if wrong:
-            warn(f"{folder} is of the middle of an epoch over other data ({'; '.join(wrong)}): {place}")
+            warn(f"{folder} was saved in the middle of an epoch over different data ({'; '.join(wrong)}): {place}")
         return epoch, used
 
     def _require_same_run(self, place: TrainCursor) -> None:
-        """Raise where the place in a checkpoint means something else here."""
+        """Raise if the saved position is not valid with the settings of this run."""
         folder, accelerator = self._folder, self._hooks.accelerator
         if place.parity != accelerator.parity:
             raise CheckpointError(
-                f"{folder} was saved with parity={place.parity!r}, and this training has parity={accelerator.parity!r}",
-                do="resume with the parity that it was saved with",
+                f"{folder} was saved with parity={place.parity!r}, but this run has parity={accelerator.parity!r}",
+                do=f"set parity={place.parity!r}",
             )
         if accelerator.parity == "off":
             return
         shards = accelerator.config.value.canonical_shards
         if accelerator.parity == "bitwise" and place.canonical_shards != shards:
             raise CheckpointError(
-                f"{folder} was saved with canonical_shards={place.canonical_shards}, and this training has {shards}: the bits "
-                "would be others",
+                f"{folder} was saved with canonical_shards={place.canonical_shards}, but this run has {shards}: the results would "
+                "not be bit-identical",
                 do=f"set canonical_shards={place.canonical_shards}",
             )
         here = global_batch_size(self._hooks.args, accelerator.num_processes)
         if place.batch_size != here:
             raise CheckpointError(
-                f"{folder} was saved with global_batch_size={place.batch_size}, and this training has "
-                f"{here}: its updates would be others",
-                do=f"set global_batch_size={place.batch_size}, or leave it out: it is kept then",
+                f"{folder} was saved with global_batch_size={place.batch_size}, but this run has {here}: its updates would differ",
+                do=f"remove global_batch_size, or set global_batch_size={place.batch_size}",
             )
 
     def _require_same_ranks(self, saved: int, *, within: bool) -> None:
         folder, here = self._folder, self._hooks.accelerator.num_processes
         if within and self._hooks.accelerator.parity == "off" and saved not in (0, here):
             raise CheckpointError(
-                f"{folder} was saved in the middle of an epoch on {saved} processes, and this run has {here}: samples would be "
+                f"{folder} was saved in the middle of an epoch on {saved} processes, but this run has {here}: samples would be "
                 "repeated or lost",
                 where="parity='off'",
                 do=f"resume on {saved} processes, set ignore_data_skip=True, which restarts the epoch, or train with "
@@ -397,19 +401,19 @@ class ResumedTraining:
 
 
 def best_folder(args: TrainingArguments, output_dir: Path, best: str) -> Path:
-    """Return where the best checkpoint is: as it was noted, or, where the whole folder was moved, in ``output_dir``."""
-    noted, beside = resolve_path(args, best), output_dir / Path(best).name
-    return beside if beside.is_dir() and not noted.is_dir() else noted
+    """Return the path of the best checkpoint: the saved path, or ``output_dir`` if the run's directory was moved."""
+    saved_epoch, beside = resolve_path(args, best), output_dir / Path(best).name
+    return beside if beside.is_dir() and not saved_epoch.is_dir() else saved_epoch
 
 
-def _noted_place(folder: Path) -> Mapping[str, Any]:
-    """Return what echelon has noted beside transformers' files; nothing in checkpoints of transformers, and of older versions."""
+def _saved_cursor_fields(folder: Path) -> Mapping[str, Any]:
+    """Return the cursor fields that echelon saves beside transformers' files; empty if transformers wrote them."""
     place: Mapping[str, Any] = read_noted(folder / ECHELON_DATA).get("place", {})
-    return place if place.keys() >= set(PLACE_NAMES) else {}
+    return place if place.keys() >= set(CURSOR_FIELDS) else {}
 
 
-def _begin_anew(loader: Any, epoch: int) -> None:
-    """Let the next pass begin at its beginning, whatever was loaded."""
+def _restart_pass(loader: Any, epoch: int) -> None:
+    """Make the next pass start at its first batch, whatever state was loaded."""
     if isinstance(loader, SupportsSetEpoch):
         loader.set_epoch(epoch + 1)
         loader.set_epoch(epoch)
@@ -419,7 +423,7 @@ def _begin_anew(loader: Any, epoch: int) -> None:
 
 
 def _load_hook(models: list[nn.Module], input_dir: str) -> None:
-    """Load the weights from the files that others read, unless the checkpoint holds them itself."""
+    """Load the weights from the files of ``save_model``, unless the checkpoint itself holds them."""
     folder = Path(input_dir)
     if not (is_own_format(folder) and holds_model(folder)):
         load_model_from(models[0], folder)
@@ -427,11 +431,11 @@ def _load_hook(models: list[nn.Module], input_dir: str) -> None:
 
 
 def load_model_from(model: nn.Module, folder: Path) -> None:
-    """Load the weights in ``folder`` into ``model``; of one with adapters, these.
+    """Load the weights in ``folder`` into ``model``; for a PEFT model, the adapter's weights.
 
     Raises:
-        UsageError: there are none.
-        CheckpointError: they are another model's, or damaged.
+        UsageError: ``folder`` has no weights.
+        CheckpointError: the weights belong to another model or are damaged.
     """
     if has_adapters(model) and any(folder.glob("adapter_model.*")):
         names: Any = model.active_adapters

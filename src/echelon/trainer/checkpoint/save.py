@@ -1,4 +1,4 @@
-"""Saving a training: checkpoint-N with everything that going on needs, beside what other programs read."""
+"""Saving a checkpoint: the complete training state, and the model files that other programs read."""
 
 from __future__ import annotations
 
@@ -27,12 +27,10 @@ __all__ = ["CheckpointWriter"]
 
 
 class CheckpointWriter:
-    """Writes checkpoints of a training.
+    """Writes the checkpoints of a run.
 
     Args:
-        hooks: of the Trainer.
-        session: of the Trainer.
-        write_files: (folder, state_dict=) writes the files of ``save_model``, on a rank that writes.
+        write_files: ``write_files(folder, state_dict=)`` writes the files of ``save_model`` on a saving rank.
     """
 
     def __init__(self, hooks: TrainerHooks, session: TrainerSession, write_files: Callable[..., None]) -> None:
@@ -41,7 +39,7 @@ class CheckpointWriter:
         self._write_files = write_files
 
     def save(self) -> bool:
-        """Write ``checkpoint-<step>``, and delete surplus ones; False: it could not be written.
+        """Write ``checkpoint-<step>`` and delete surplus checkpoints; return whether the write succeeded.
 
         Collective: every rank.
         """
@@ -88,7 +86,7 @@ class CheckpointWriter:
         return accelerator.checkpoints.store.is_saved
 
     def _before_save(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
-        """Write what other programs read; weights that these files hold whole, by name, are not written a second time."""
+        """Write the files that other programs read; weights that they hold completely are not written twice."""
         folder, state = Path(output_dir), weights[0]
         self._write_beside(state, folder)
         if self._hooks.args.should_save and (has_adapters(self._hooks.model) or _holds_weights(folder, state)):
@@ -100,7 +98,7 @@ class CheckpointWriter:
             self._hooks.state.save_to_json(folder / STATE_FILE)
 
     def _write_model(self, folder: Path, weights: Any) -> None:
-        """Write the files of ``save_model`` with ``weights``; an overridden ``save_model`` writes them itself."""
+        """Write the files of ``save_model``, through the user's ``save_model`` if it is overridden."""
         if self._session.interface.overrides_save_model:
             self._hooks.save_model(str(folder), _internal_call=True)
         elif self._hooks.args.should_save:
@@ -108,7 +106,7 @@ class CheckpointWriter:
 
 
 def _holds_weights(folder: Path, state: Mapping[str, torch.Tensor]) -> bool:
-    """Whether the files of weights in ``folder`` hold ``state``, name by name, tied weights once."""
+    """Return whether the safetensors files in ``folder`` hold every tensor of ``state``, with tied weights stored once."""
     found: dict[str, list[int]] = {}
     for path in folder.glob("*.safetensors"):
         with safetensors.safe_open(path, framework="pt") as file:
@@ -125,7 +123,7 @@ def _holds_weights(folder: Path, state: Mapping[str, torch.Tensor]) -> bool:
 def _callback_states(hooks: TrainerHooks) -> dict[str, Any]:
     states: dict[str, Any] = {"TrainerControl": hooks.control.state()}
     for callback in hooks.callback_handler.callbacks:
-        state = getattr(callback, "state", None)  # the user's object, or one written for transformers
+        state = getattr(callback, "state", None)  # optional in callbacks, as in transformers
         if not callable(state):
             continue
         name = type(callback).__name__

@@ -1,4 +1,4 @@
-"""The files of ``save_model``: weights, tokenizer and arguments, as other programs read them."""
+"""Writing the files of ``save_model``: weights, tokenizer and arguments, as other programs read them."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ __all__ = ["save_model", "write_model_files"]
 
 
 def save_model(hooks: TrainerHooks, folder: Path, *, write_files: Callable[..., None]) -> None:
-    """Collect the weights, and call ``write_files(folder, state_dict=)`` on the ranks that write.
+    """Gather the weights and call ``write_files(folder, state_dict=)`` on the saving ranks.
 
     Collective: every rank.
 
     Raises:
-        ConfigError: ``save_on_each_node`` with a sharded model.
+        ConfigError: ``save_on_each_node`` is set and the model is sharded.
     """
     state_dict = hooks.accelerator.get_state_dict(hooks.model_wrapped)
     if not hooks.args.should_save:
         return
-    if state_dict is None:  # of a sharded model only rank zero gets it
+    if state_dict is None:  # only rank zero gathers a sharded model
         raise ConfigError(
-            "save_on_each_node=True, and the weights of a sharded model are whole on rank zero only",
+            "save_on_each_node=True does not work with a sharded model: only rank zero gathers its weights",
             where="TrainingArguments.save_on_each_node",
-            do="remove it, and share output_dir between the machines",
+            do="remove save_on_each_node and put output_dir on a file system that all machines share",
         )
     write_files(str(folder), state_dict=state_dict)
 
 
 def write_model_files(hooks: TrainerHooks, folder: Path, state_dict: dict[str, Any] | None) -> None:
-    """Write the files of ``save_model``, on the one rank that writes.
+    """Write the files of ``save_model`` on the saving rank.
 
     Raises:
-        UsageError: no ``state_dict``, where this rank has a part of the model.
+        UsageError: ``state_dict`` is None and the model is sharded.
     """
     if state_dict is None and hooks.accelerator.capabilities.shards_parameters:
         raise UsageError(
-            "_save() on one rank has a part of the sharded model, and the other ranks are not asked for theirs",
-            do="call save_model() on every rank, or give _save() the state_dict that accelerator.get_state_dict() "
-            "returned on rank zero",
+            "_save() without state_dict would write only this rank's shards of the model",
+            do="call save_model() on every rank, or pass the state_dict that accelerator.get_state_dict() returned on "
+            "rank zero to _save()",
         )
     folder.mkdir(parents=True, exist_ok=True)
     model, tokenizer = hooks.model, hooks.processing_class

@@ -1,4 +1,4 @@
-"""The checkpoint that is saved when an error ends a training."""
+"""Saving a checkpoint when an error ends training (``save_on_exception``)."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ __all__ = ["save_after"]
 
 logger = get_logger(__name__)
 
-_PATIENCE = timedelta(seconds=10)  # for the other ranks to fail, too
+_TIMEOUT = timedelta(seconds=10)  # for the other ranks to fail as well
 
 
 def save_after(error: BaseException, loop: TrainingLoop) -> None:
-    """Save the training as it was after its last whole step, if that can be; why it cannot is logged.
+    """Save a checkpoint of the last completed step if possible; otherwise log why not.
 
-    An error on one rank alone cannot be saved after: the others wait in a collective, and do not come here.
+    If only one rank fails, no checkpoint is possible, because the other ranks wait in a collective.
 
-    Collective: every rank that can.
+    Collective: every rank that failed.
     """
     accelerator, step = loop.hooks.accelerator, loop.hooks.state.global_step
     why = None
     if loop.is_stepping:
-        why = "it came while the optimizer was stepping"
+        why = "the error occurred during the optimizer step"
     elif not step or loop.last_saved_step == step:
-        return  # there is nothing to save, or it is saved
+        return  # nothing to save, or already saved
     elif accelerator.num_processes > 1 and not same_on_all_ranks(
-        f"step {step}: {type(error).__name__}", within=_PATIENCE
+        f"step {step}: {type(error).__name__}", within=_TIMEOUT
     ):
-        why = "the other ranks have not met it in the same step, and cannot save"
+        why = "the other ranks did not fail with the same error in this step"
     if why is not None:
-        logger.error("%s: no checkpoint is saved after step %d: %s", type(error).__name__, step, why)
+        logger.error("%s: cannot save a checkpoint of step %d: %s", type(error).__name__, step, why)
         return
     try:
         loop.save_last_step()
-    except Exception as problem:  # noqa: BLE001 - the error that brought us here is the one to raise
-        logger.error("no checkpoint could be saved after step %d: %s", step, problem)
+    except Exception as problem:  # noqa: BLE001 - the caller raises the original error
+        logger.error("saving a checkpoint of step %d failed: %s", step, problem)
     else:
-        logger.error("%s: the training is saved as it was after step %d", type(error).__name__, step)
+        logger.error("%s: saved a checkpoint of step %d", type(error).__name__, step)

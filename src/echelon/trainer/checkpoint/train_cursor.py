@@ -1,4 +1,4 @@
-"""Where a training is in its data and its logs: what a checkpoint holds beside weights, optimizer and schedule."""
+"""The position of a run in its data and logs, which a checkpoint holds beside weights, optimizer and scheduler."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ __all__ = ["TrainCursor"]
 
 @dataclass(kw_only=True)
 class TrainCursor:
-    """The place of a training; an Accelerator saves it as an object that was registered for checkpointing."""
+    """The position of a run; registered for checkpointing, so that ``Accelerator.save_state`` saves it."""
 
     epoch: int = 0
     num_batches: int = 0
-    """Batches of this rank in the epoch that were used; in the exact modes, updates."""
+    """Number of batches of this epoch that this rank has consumed; in the exact modes, number of updates."""
     is_over: bool = False
-    """The epoch is over, with its evaluation."""
+    """Whether the epoch is complete, including its evaluation."""
     is_read: bool = False
-    """Its data have no more batches."""
+    """Whether the data of this epoch is exhausted."""
     has_no_end: bool = False
-    """The data gave far more batches than their length says, and go on: epochs end after those."""
+    """Whether the data yielded far more batches than its length and is not exhausted; epochs then end at this limit."""
     num_steps_beyond: int = 0
-    """Steps of all epochs after as many batches as their length says."""
+    """Number of steps, over all epochs, made with batches beyond the data's length."""
     is_within_update: bool = False
-    """The training was left in the middle of an update, which is to be made again from its beginning."""
+    """Whether training stopped in the middle of an update, which a resumed run repeats from its start."""
     batch_size: int = 0
-    """Samples of such a batch: of one rank; in the exact modes, of all."""
+    """Samples per batch of one rank; in the exact modes, of all ranks."""
     world_size: int = 0
     parity: str = "off"
     canonical_shards: int | None = None
     window: dict[str, Any] = field(default_factory=dict)
-    """Of the losses that are not logged yet."""
+    """State of the losses that are not logged yet."""
     last_logged_step: int = 0
     learning_rate: float = 0.0
     grad_norm: float | None = None
     schedule: dict[str, Any] | None = None
-    """State of a schedule that is none of torch's."""
+    """State of a scheduler that is not a torch ``LRScheduler``."""
     is_within_evaluation: bool = False
-    """The training was left in the middle of the evaluation after this step, which is to be made again."""
+    """Whether training stopped during the evaluation after this step, which a resumed run repeats."""
     saves_after_evaluation: bool = False
-    """And a checkpoint was to be saved after it."""
+    """Whether a checkpoint was due after that evaluation."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is saved."""
+        """Return all fields."""
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what was saved."""
+        """Set the fields in ``state``; keep the others."""
         for item in fields(self):
-            if item.name in state:  # else of an older version
+            if item.name in state:  # missing in checkpoints of older versions
                 setattr(self, item.name, state[item.name])

@@ -1,4 +1,4 @@
-"""A training saved to and loaded from the layout of transformers' Trainer; ``checkpoint/formats/transformers.py`` has its files."""
+"""Saving and loading training state in the layout of transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from echelon.trainer.checkpoint.train_cursor import TrainCursor
 from echelon.trainer.hooks import TrainerHooks
 
 __all__ = [
-    "PLACE_NAMES",
-    "PLACE_OF_RUN",
+    "CURSOR_FIELDS",
+    "LENGTH_FIELDS",
     "load_transformers",
     "save_transformers",
 ]
 
-PLACE_OF_RUN = ("num_steps_beyond", "has_no_end")
-"""Fields of ``TrainCursor`` that a training goes on with."""
-PLACE_NAMES = ("epoch", "num_batches", "is_over", *PLACE_OF_RUN)
-"""Fields of ``TrainCursor`` that are noted in ``ECHELON_DATA``: by its steps alone it is not known where epochs have another length."""
+LENGTH_FIELDS = ("num_steps_beyond", "has_no_end")
+"""Fields of ``TrainCursor`` that describe data whose length is wrong; a resumed run keeps them."""
+CURSOR_FIELDS = ("epoch", "num_batches", "is_over", *LENGTH_FIELDS)
+"""Fields of ``TrainCursor`` saved in ``ECHELON_DATA``; the global step alone is ambiguous if the epoch length changes."""
 
 
 def save_transformers(
@@ -44,25 +44,26 @@ def save_transformers(
     scheduler: Any,
     write_model: Callable[[Path, Any], None],
 ) -> bool:
-    """Write ``folder``; False: the disk did not take it.
+    """Write ``folder`` and return whether the write succeeded.
 
     Collective: every rank.
 
     Raises:
-        UsageError: an engine whose optimizer is not to be had whole.
+        UsageError: the engine does not expose its optimizer state.
     """
     accelerator, args = hooks.accelerator, hooks.args
     if not accelerator.capabilities.exposes_state:
         raise UsageError(
-            f"the engine {accelerator.capabilities.name} keeps its state in files of its own",
+            f"checkpoint_format='transformers' does not work with the engine {accelerator.capabilities.name}, which writes its "
+            "state in its own format",
             where="TrainingArguments.checkpoint_format",
-            do="leave checkpoint_format='transformers' out",
+            do="remove checkpoint_format='transformers'",
         )
     weights = accelerator.get_state_dict(hooks.model_wrapped)
     optimizer = None if args.save_only_model else hooks.optimizer.full_state_dict()
 
     facts = stored_facts(hooks.callback_handler.train_dataloader)
-    places = {name: getattr(cursor, name) for name in PLACE_NAMES}
+    saved_fields = {name: getattr(cursor, name) for name in CURSOR_FIELDS}
 
     def write(aside: Path, is_owner: bool) -> None:
         write_model(aside, weights)
@@ -72,7 +73,7 @@ def save_transformers(
             return
         if args.should_save:
             if facts is not None:
-                write_json(aside / ECHELON_DATA, {**facts, "place": places})
+                write_json(aside / ECHELON_DATA, {**facts, "place": saved_fields})
             scaler = None if accelerator.scaler is None else accelerator.scaler.state_dict()
             write_state(aside, OptimizationState(optimizer=optimizer, scheduler=scheduler.state_dict(), scaler=scaler))
         rank, num_ranks = accelerator.process_index, accelerator.num_processes
@@ -82,20 +83,20 @@ def save_transformers(
 
 
 def load_transformers(hooks: TrainerHooks, folder: Path, scheduler: Any) -> None:
-    """Load the optimizer, the schedule and the loss scaler. Nothing of the files is run.
+    """Load the optimizer, the scheduler and the loss scaler without executing code from the files.
 
-    Collective: where the optimizer's state is sharded.
+    Collective: if the optimizer state is sharded.
 
     Raises:
-        CheckpointError: a file is missing, damaged, or holds code.
+        CheckpointError: a file is missing, damaged or contains code.
     """
     state = read_state(folder)
     found = {OPTIMIZER: state.optimizer, SCHEDULER: state.scheduler}
     missing = [name for name, one in found.items() if one is None]
     if missing:
         raise CheckpointError(
-            f"{folder} has no {' and no '.join(missing)}: a training cannot go on from it",
-            do="load its weights into the model, and begin a new training",
+            f"{folder} has no {' and no '.join(missing)}, so training cannot resume from it",
+            do="load its weights into the model and start a new run",
         )
     hooks.optimizer.load_full_state_dict(state.optimizer)
     scheduler.load_state_dict(state.scheduler)

@@ -1,4 +1,4 @@
-"""``auto_find_batch_size``: when memory runs out, the training begins again with smaller batches and more accumulation."""
+"""``auto_find_batch_size``: restart training with smaller batches and more accumulation when memory runs out."""
 
 from __future__ import annotations
 
@@ -15,42 +15,41 @@ from echelon.base.errors import ConfigError, UsageError
 from echelon.trainer.hooks import TrainerHooks
 from echelon.trainer.results import TrainOutput
 
-__all__ = ["evaluation_ran_out", "smaller_batch_sizes", "train_with_a_batch_that_fits"]
+__all__ = ["evaluation_memory_error", "smaller_batch_sizes", "find_batch_size_and_train"]
 
 
 def smaller_batch_sizes(batch_size: int, *, accumulation: int) -> list[int]:
-    """Return the batch sizes below ``batch_size`` with which accumulation gives the same total, largest first."""
+    """Return the smaller batch sizes that divide the total batch size, largest first."""
     total = batch_size * accumulation
     return [size for size in range(batch_size - 1, 0, -1) if total % size == 0]
 
 
-def train_with_a_batch_that_fits(
+def find_batch_size_and_train(
     hooks: TrainerHooks, attempt: Callable[[int, int], TrainOutput], *, accumulation: int
 ) -> TrainOutput:
-    """Call ``attempt(batch_size, accumulation)`` with smaller and smaller batches until one fits into memory.
+    """Call ``attempt(batch_size, accumulation)`` with decreasing batch sizes until one fits into memory.
 
-    Their product, and so the training, stays the same. Each attempt begins with the weights, the optimizer and the
-    random states of the first.
+    The product of both stays constant. Each attempt starts with the same weights, optimizer and RNG states.
 
-    Collective: every rank; all of them try the same sizes.
+    Collective: every rank; all ranks try the same sizes.
 
     Raises:
         ConfigError: the model is sharded.
-        UsageError: not even a batch of one sample fits.
+        UsageError: even a batch of one sample does not fit.
     """
     args = hooks.args
     if hooks.accelerator.capabilities.shards_parameters:
         raise ConfigError(
-            "auto_find_batch_size is not offered for a model that is sharded",
+            "auto_find_batch_size does not support sharded models",
             where="TrainingArguments.auto_find_batch_size",
-            do="choose per_device_train_batch_size by hand",
+            do="remove it and set per_device_train_batch_size",
         )
     total = args.train_batch_size * accumulation
     sizes = iter([*smaller_batch_sizes(args.train_batch_size, accumulation=accumulation), 0])
     weights = {name: value.detach().cpu().clone() for name, value in hooks.model.state_dict().items()}
-    given = hooks.optimizer, hooks.lr_scheduler
-    states = [None if one is None else copy.deepcopy(one.state_dict()) for one in given]
-    chance = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    initial = hooks.optimizer, hooks.lr_scheduler
+    states = [None if one is None else copy.deepcopy(one.state_dict()) for one in initial]
+    rng_states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     tries = 0
 
     def _try(batch_size: int) -> TrainOutput:
@@ -60,14 +59,14 @@ def train_with_a_batch_that_fits(
             hooks.accelerator.free_memory()
             hooks.model_wrapped = hooks.model
             hooks.model.load_state_dict(weights)
-            hooks.optimizer, hooks.lr_scheduler = given
-            for one, state in zip(given, states):
+            hooks.optimizer, hooks.lr_scheduler = initial
+            for one, state in zip(initial, states):
                 if one is not None and state is not None:
                     one.load_state_dict(state)
             hooks.model.zero_grad()
-            random.setstate(chance[0])
-            np.random.set_state(chance[1])
-            torch.set_rng_state(chance[2])
+            random.setstate(rng_states[0])
+            np.random.set_state(rng_states[1])
+            torch.set_rng_state(rng_states[2])
         return attempt(batch_size, total // batch_size)
 
     search: Any = find_executable_batch_size(
@@ -77,12 +76,12 @@ def train_with_a_batch_that_fits(
     return result
 
 
-def evaluation_ran_out(error: BaseException, *, batch_size: int) -> UsageError | None:
-    """Return the error for an evaluation inside such a training; None when ``error`` is not one of memory."""
+def evaluation_memory_error(error: BaseException, *, batch_size: int) -> UsageError | None:
+    """Return the error to raise if an evaluation ran out of memory, or None if ``error`` has another cause."""
     if not should_reduce_batch_size(error):
         return None
     return UsageError(
-        f"the evaluation ran out of memory with batches of {batch_size}; auto_find_batch_size changes the training's only",
+        f"the evaluation ran out of memory with batches of {batch_size}; auto_find_batch_size changes only training batches",
         where="TrainingArguments.per_device_eval_batch_size",
-        do="make it smaller, or set eval_accumulation_steps so that predictions go to the host sooner",
+        do="reduce it, or set eval_accumulation_steps to move predictions to the host earlier",
     )

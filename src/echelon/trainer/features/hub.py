@@ -1,4 +1,4 @@
-"""Uploading a model to the Hugging Face Hub, and the card (README.md) that describes it."""
+"""Uploading a model and its model card (README.md) to the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ __all__ = ["CARD_FILE", "HubUpload", "model_card", "push", "write_card"]
 logger = get_logger(__name__)
 
 CARD_FILE = "README.md"
-# Of the output folder: checkpoints go by hub_strategy, and what begins with _ is nobody's.
+# Not uploaded from output_dir: private files, and checkpoints, which hub_strategy controls.
 _NOT_UPLOADED = ["_*", "checkpoint-*", ".lock*"]
-# Of a checkpoint: what only a training that goes on needs.
-_OF_TRAINING = re.compile(
+# Files of a checkpoint that only resuming needs.
+_RESUME_FILES = re.compile(
     r"manifest\.json|objects\.json|rank_\d+\.(safetensors|json)|(optimizer|scheduler|scaler)\.pt|rng_state(_\d+)?\.pth"
 )
 _SETTINGS = (
@@ -47,17 +47,17 @@ _SETTINGS = (
 
 
 class HubUpload:
-    """The repository of one Trainer; its methods are called on the rank that writes files."""
+    """The Hub repository of a Trainer; used only on the saving rank."""
 
     def __init__(self, args: TrainingArguments, output_dir: Path) -> None:
         self._args = args
         self._output_dir = output_dir
         self._running: list[Any] = []
         self.repository: str | None = None
-        """Its full name, once it is there."""
+        """Full name of the repository, once it exists."""
 
     def open(self, token: str | None = None) -> str:
-        """Make the repository if there is none, and return its name.
+        """Create the repository if it does not exist, and return its name.
 
         Raises:
             MissingExtraError: huggingface_hub is not installed.
@@ -72,7 +72,7 @@ class HubUpload:
         return self.repository
 
     def upload(self, message: str, *, blocking: bool, token: str | None, revision: str | None) -> Any:
-        """Upload the output folder; return what the library returns: of the commit, or of the upload in the background."""
+        """Upload the output directory, and return the commit or, if not ``blocking``, a future."""
         result = self._send(
             self._output_dir, message, token=token, revision=revision, blocking=blocking, ignore_patterns=_NOT_UPLOADED
         )
@@ -81,16 +81,16 @@ class HubUpload:
         return result
 
     def upload_checkpoint(self, checkpoint: Path, *, step: int) -> bool:
-        """Upload what ``hub_strategy`` says after a checkpoint, in the background; tell whether that was begun.
+        """Start the uploads that ``hub_strategy`` requires after a checkpoint, and return whether one was started.
 
-        While an upload is running, the next one is left out, unless ``hub_always_push``.
+        An upload is skipped while another one is running, unless ``hub_always_push`` is set.
         """
         args = self._args
         self._running = [one for one in self._running if not one.done()]
         if args.hub_strategy == HubStrategy.END or (self._running and not args.hub_always_push):
             return False
         for path in checkpoint.iterdir():
-            if path.is_file() and not _OF_TRAINING.fullmatch(path.name):
+            if path.is_file() and not _RESUME_FILES.fullmatch(path.name):
                 shutil.copy2(path, self._output_dir / path.name)
         message = f"Training in progress, step {step}"
         self.upload(message, blocking=False, token=None, revision=args.hub_revision)
@@ -109,7 +109,7 @@ class HubUpload:
         return True
 
     def wait(self) -> None:
-        """Wait for the uploads in the background; one that failed raises here."""
+        """Wait for the background uploads; raise the error of a failed one."""
         if self._running:
             logger.info("waiting for the upload to %s", self.repository)
         running, self._running = self._running, []
@@ -141,7 +141,7 @@ def push(
     revision: str | None,
     card: Mapping[str, Any],
 ) -> Any:
-    """Do what ``Trainer.push_to_hub`` says; ``card``: the arguments of ``create_model_card``.
+    """Implement ``Trainer.push_to_hub``; ``card`` holds the arguments of ``create_model_card``.
 
     Collective: every rank.
     """
@@ -165,7 +165,7 @@ def push(
 def write_card(
     hooks: TrainerHooks, output_dir: Path, metadata: Mapping[str, Any], *, name: str | None, data: Any
 ) -> None:
-    """Write the card of a model into the output folder."""
+    """Write the model card to the output directory."""
     base, tags = metadata["base_model"], metadata["tags"]
     given = {
         "library_name": "transformers" if hasattr(hooks.model, "push_to_hub") else "pytorch",
@@ -194,8 +194,8 @@ def model_card(
     data: Any,
     versions: Mapping[str, str],
 ) -> str:
-    """Return the text of a card: metadata as YAML, then the results, the settings and the versions."""
-    import yaml  # noqa: PLC0415 - not to be paid for by every start of a Trainer
+    """Return the text of a model card: metadata as YAML, results, settings and versions."""
+    import yaml  # noqa: PLC0415 - slows down imports
 
     head = {key: value for key, value in metadata.items() if value}
     lines = ["---", yaml.safe_dump(head, sort_keys=False, allow_unicode=True).strip() if head else "", "---", ""]

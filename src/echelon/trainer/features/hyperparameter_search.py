@@ -1,4 +1,4 @@
-"""``hyperparameter_search``: train with different settings, and return those that gave the best evaluation."""
+"""``hyperparameter_search``: train with different settings and return the best ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["BestRun", "SearchState", "Trial", "default_compute_objective", "defa
 logger = get_logger(__name__)
 
 _OTHER_BACKENDS = ("ray", "wandb")
-_OF_OPTIMIZE = ("timeout", "n_jobs", "catch", "callbacks", "gc_after_trial", "show_progress_bar")
+_OPTIMIZE_OPTIONS = ("timeout", "n_jobs", "catch", "callbacks", "gc_after_trial", "show_progress_bar")
 
 
 class BestRun(NamedTuple):
@@ -31,16 +31,16 @@ class BestRun(NamedTuple):
 
 
 def default_compute_objective(metrics: Mapping[str, float]) -> float:
-    """Return the evaluation loss where there are no other metrics, else the sum of these, without times and rates."""
-    left_out = ("_runtime", "_per_second", "_model_preparation_time")
-    others = {name: value for name, value in metrics.items() if not name.endswith(left_out)}
+    """Return the evaluation loss, or the sum of the other metrics, except times and rates, if there are any."""
+    ignored = ("_runtime", "_per_second", "_model_preparation_time")
+    others = {name: value for name, value in metrics.items() if not name.endswith(ignored)}
     loss = others.pop("eval_loss", None)
     others.pop("epoch", None)
     return float(sum(others.values()) if others or loss is None else loss)
 
 
 def default_space(trial: Any) -> dict[str, Any]:
-    """Return a choice of learning rate, passes, seed and batch size."""
+    """Suggest learning rate, number of epochs, seed and batch size."""
     return {
         "learning_rate": trial.suggest_float("learning_rate", 1e-6, 1e-4, log=True),
         "num_train_epochs": trial.suggest_int("num_train_epochs", 1, 5),
@@ -50,17 +50,17 @@ def default_space(trial: Any) -> dict[str, Any]:
 
 
 def set_arguments(args: Any, values: Mapping[str, Any]) -> None:
-    """Put ``values`` into the arguments.
+    """Set fields of the arguments.
 
     Raises:
-        ConfigError: there is no such setting.
+        ConfigError: a field does not exist.
     """
     for name, value in values.items():
         if not hasattr(args, name):
             raise ConfigError(
-                f"hp_space gives {name!r}, which is no setting",
+                f"hp_space returned {name!r}, which is not a setting of TrainingArguments",
                 where="Trainer.hyperparameter_search(hp_space=)",
-                do="name the settings of TrainingArguments; what belongs to the model is read in model_init(trial)",
+                do="return only settings of TrainingArguments; read parameters of the model in model_init(trial)",
             )
         old = getattr(args, name)
         setattr(args, name, type(old)(value) if isinstance(old, (Enum, float)) else value)
@@ -78,26 +78,26 @@ def search(
     name_of: Callable[[Any], str] | None,
     options: Mapping[str, Any],
 ) -> BestRun | list[BestRun] | None:
-    """Run the trials, by optuna, and return the best one (of several directions, a list), on every rank.
+    """Run the trials with optuna and return the best run on every rank; a list for several directions.
 
-    The arguments are afterwards what they were before.
+    The training arguments are restored afterwards.
 
     Args:
-        hooks: of a Trainer with ``model_init``.
-        state: where the trial that is running is noted.
-        space: trial -> settings of the trial.
-        objective: metrics -> a number (or one for each direction).
-        num_trials: trainings.
+        hooks: hooks of a Trainer with ``model_init``.
+        state: holds the running trial.
+        space: trial -> settings.
+        objective: metrics -> a number, or one per direction.
+        num_trials: number of trials.
         direction: ``minimize``, ``maximize``, or a list of these.
         backend: ``optuna`` or None.
-        name_of: optuna's trial -> name of its folder; None: run-<number>.
-        options: of ``optuna.create_study`` and of its ``optimize``.
+        name_of: optuna's trial -> name of its directory (default: ``run-<number>``).
+        options: options of ``optuna.create_study`` and of its ``optimize``.
 
     Collective: every rank; rank zero chooses the settings.
 
     Raises:
         UsageError: the Trainer has no ``model_init``.
-        ConfigError: another backend, or trials at the same time.
+        ConfigError: the backend is not supported, or ``n_jobs`` is not 1.
         MissingExtraError: optuna is not installed.
     """
     _check(hooks, backend, options)
@@ -107,12 +107,12 @@ def search(
     try:
         if not hooks.accelerator.is_main_process:
             return ranks.follow()
-        optimize = {name: options[name] for name in _OF_OPTIMIZE if name in options}
+        optimize = {name: options[name] for name in _OPTIMIZE_OPTIONS if name in options}
         several = {"directions": direction} if isinstance(direction, list) else {"direction": direction}
-        study = optuna.create_study(**several, **{k: v for k, v in options.items() if k not in _OF_OPTIMIZE})
+        study = optuna.create_study(**several, **{k: v for k, v in options.items() if k not in _OPTIMIZE_OPTIONS})
         found: BestRun | list[BestRun] | None = None
         try:
-            study.optimize(ranks.leading(space or default_space), n_trials=num_trials, **optimize)
+            study.optimize(ranks.make_objective(space or default_space), n_trials=num_trials, **optimize)
             if isinstance(direction, list):
                 found = [BestRun(str(best.number), best.values, best.params, study) for best in study.best_trials]
             else:
@@ -127,20 +127,20 @@ def search(
 
 
 class Trial:
-    """A trial as the Trainer sees it: its settings, and whether to go on with it after an evaluation."""
+    """A trial of the search: its settings, and its pruning after evaluations."""
 
     def __init__(self, ranks: _Ranks, trial: Any, values: Mapping[str, Any]) -> None:
         self.trial = trial
-        """optuna's; on ranks other than zero, one of the same parameters."""
+        """optuna's trial; on other ranks than zero, a ``FixedTrial`` with the same parameters."""
         self.values = values
         self.name = f"run-{trial.number}"
-        """Of its folder."""
+        """Name of its directory."""
         self.objective: Any = None
-        """Of the last evaluation."""
+        """Objective of the last evaluation."""
         self._ranks = ranks
 
-    def evaluated(self, metrics: dict[str, float], *, step: int) -> None:
-        """Tell optuna the objective; all ranks end the trial where it says that going on is of no use.
+    def report_evaluation(self, metrics: dict[str, float], *, step: int) -> None:
+        """Report the objective to optuna, and end the trial on all ranks if optuna prunes it.
 
         Collective: every rank.
         """
@@ -149,7 +149,7 @@ class Trial:
         if self._ranks.leads and not isinstance(self.objective, (list, tuple)):
             self.trial.report(self.objective, step)
             prunes = self.trial.should_prune()
-        if self._ranks.shared(prunes):
+        if self._ranks.broadcast(prunes):
             raise self._ranks.optuna.TrialPruned()
 
     def of(self, metrics: dict[str, float]) -> Any:
@@ -162,11 +162,11 @@ class SearchState:
     """The search that a Trainer runs."""
 
     trial: Trial | None = None
-    """The trial that is running; None: no search is."""
+    """The running trial; None outside a search."""
 
 
 class _Ranks:
-    """What rank zero decides for all: the settings of a trial, its early end, the end of the search."""
+    """Shares the decisions of rank zero with all ranks: settings, pruning, and the end of the search."""
 
     def __init__(
         self,
@@ -184,50 +184,50 @@ class _Ranks:
         self._state = state
         self._name_of = name_of
 
-    def leading(self, space: Callable[[Any], Mapping[str, Any]]) -> Callable[[Any], Any]:
-        """Return what optuna calls for each trial, on rank zero."""
+    def make_objective(self, space: Callable[[Any], Mapping[str, Any]]) -> Callable[[Any], Any]:
+        """Return the function that optuna calls for each trial on rank zero."""
 
         def _run(trial: Any) -> Any:
             values = dict(space(trial))
-            self.shared(("trial", (trial.number, values, trial.params)))
+            self.broadcast(("trial", (trial.number, values, trial.params)))
             return self._run_trial(Trial(self, trial, values))
 
         return _run
 
     def follow(self) -> BestRun | list[BestRun] | None:
-        """Run the trials of rank zero until it ends, and return what it found; None where it failed."""
-        while (told := self.shared(None))[0] == "trial":
-            number, values, params = told[1]
+        """Run the trials of rank zero, and return its result when the search ends; None if it failed."""
+        while (message := self.broadcast(None))[0] == "trial":
+            number, values, params = message[1]
             trial = self.optuna.trial.FixedTrial(params, number)
             try:
                 self._run_trial(Trial(self, trial, values))
             except self.optuna.TrialPruned:
-                logger.debug("trial %d was ended early", number)
-        found: BestRun | list[BestRun] | None = told[1]
+                logger.debug("trial %d was pruned", number)
+        found: BestRun | list[BestRun] | None = message[1]
         return found
 
     def _run_trial(self, trial: Trial) -> Any:
-        """Train with the settings of ``trial`` and return its objective."""
+        """Train with the settings of ``trial``, and return its objective."""
         hooks = self._hooks
         set_arguments(hooks.args, trial.values)
         if self._name_of is not None:
             trial.name = self._name_of(trial.trial)
         self._state.trial = trial
         hooks.accelerator.free_memory()
-        hooks.create_accelerator_and_postprocess()  # the order of the data, precision and the like may be another one
+        hooks.create_accelerator_and_postprocess()  # precision, seed and other settings may have changed
         hooks.train(trial=trial.trial)
         if trial.objective is None:
             trial.objective = trial.of(hooks.evaluate())
         return trial.objective
 
     def end(self, found: BestRun | list[BestRun] | None) -> None:
-        """Tell the other ranks that there is no further trial, and what was found; optuna's study stays here."""
+        """Send the result of the search, without optuna's study, to the other ranks."""
         if isinstance(found, BestRun):
-            self.shared(("end", BestRun(*found[:3])))
+            self.broadcast(("end", BestRun(*found[:3])))
         else:
-            self.shared(("end", found and [BestRun(*one[:3]) for one in found]))
+            self.broadcast(("end", found and [BestRun(*one[:3]) for one in found]))
 
-    def shared(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Return rank zero's ``value``.
 
         Collective: every rank.
@@ -239,23 +239,23 @@ def _check(hooks: TrainerHooks, backend: Any, options: Mapping[str, Any]) -> Non
     name = str(getattr(backend, "value", backend or "optuna"))
     if name in _OTHER_BACKENDS:
         raise ConfigError(
-            f"backend={name!r} is not offered: it runs trainings in processes of its own",
+            f"backend={name!r} is not supported: it runs trials in separate processes",
             where="Trainer.hyperparameter_search",
-            do=f"let {name} call a function that makes a Trainer and trains, or use backend='optuna'",
+            do=f"use backend='optuna', or let {name} call a function that creates a Trainer and trains",
         )
     if name != "optuna":
         raise ConfigError(
-            f"backend={name!r} is not known", where="Trainer.hyperparameter_search", do="use backend='optuna'"
+            f"backend={name!r} is unknown", where="Trainer.hyperparameter_search", do="use backend='optuna'"
         )
     if options.get("n_jobs", 1) != 1:
         raise ConfigError(
-            f"n_jobs={options['n_jobs']}: one Trainer trains one model at a time",
+            f"n_jobs={options['n_jobs']} is not supported: a Trainer trains one model at a time",
             where="Trainer.hyperparameter_search",
-            do="leave it out; start the program several times with the same storage= and study_name= in place of it",
+            do="remove n_jobs, and start the program several times with the same storage= and study_name=",
         )
     if hooks.model_init is None:
         raise UsageError(
-            "a search trains a new model in each trial, and this Trainer was given one model",
+            "hyperparameter_search needs a new model for each trial, but the Trainer has no model_init",
             where="Trainer.hyperparameter_search",
-            do="give the Trainer model_init=, a function that returns a new model, in place of model=",
+            do="pass model_init=, a function that returns a new model, to the Trainer instead of model=",
         )

@@ -1,4 +1,4 @@
-"""Changes of a model before it is trained: activation checkpointing, and the layers of liger_kernel."""
+"""Changes to a model before training: activation checkpointing and Liger kernels."""
 
 from __future__ import annotations
 
@@ -15,33 +15,34 @@ __all__ = ["apply_liger_kernel", "enable_activation_checkpointing"]
 @runtime_checkable
 class _Enables(Protocol):
     def activation_checkpointing_enable(self, activation_checkpointing_kwargs: Any = None, **more: Any) -> Any:
-        """Switch it on."""
+        """Enable activation checkpointing."""
         ...
 
 
 @runtime_checkable
 class _EnablesByOldName(Protocol):
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None) -> Any:
-        """Switch it on."""
+        """Enable activation checkpointing."""
         ...
 
 
-# Not of torch.utils.checkpoint, but of the method itself.
-_OF_THE_METHOD = ("every_n_layers", "offload")
+# Options of activation_checkpointing_enable, not of torch.utils.checkpoint.
+_METHOD_OPTIONS = ("every_n_layers", "offload")
 
 
 def enable_activation_checkpointing(model: nn.Module, options: Any) -> None:
-    """Switch it on by the model's own method.
+    """Enable activation checkpointing through the model's method.
 
     Args:
-        model: of transformers, or with ``gradient_checkpointing_enable``.
-        options: of ``torch.utils.checkpoint.checkpoint``, and ``every_n_layers`` and ``offload``; None: the model's own.
+        model: a model of transformers, or any model with ``gradient_checkpointing_enable``.
+        options: options of ``torch.utils.checkpoint.checkpoint``, ``every_n_layers`` and ``offload``; None for the
+            model's defaults.
 
     Raises:
-        UsageError: the model has no such method, or an older one without these options.
+        UsageError: the model has no such method, or its method does not support the options.
     """
     given = dict(options or {})
-    more = {name: given.pop(name) for name in _OF_THE_METHOD if name in given}
+    more = {name: given.pop(name) for name in _METHOD_OPTIONS if name in given}
     if isinstance(model, _Enables):
         model.activation_checkpointing_enable(given or None, **more)
         return
@@ -49,18 +50,18 @@ def enable_activation_checkpointing(model: nn.Module, options: Any) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=given or None)
         return
     raise UsageError(
-        f"activation_checkpointing=True, and {type(model).__name__} cannot switch it on"
+        f"activation_checkpointing=True, but {type(model).__name__} does not support it"
         + (f" with {', '.join(more)}" if more else ""),
         where="TrainingArguments.activation_checkpointing",
-        do="wrap the layers with torch.utils.checkpoint in the model, or give it a method gradient_checkpointing_enable",
+        do="use torch.utils.checkpoint in the model, or add a method gradient_checkpointing_enable to it",
     )
 
 
 def apply_liger_kernel(model: nn.Module, options: dict[str, Any] | None) -> None:
-    """Replace layers of ``model`` by those of the package liger_kernel.
+    """Replace layers of ``model`` with those of liger_kernel.
 
     Raises:
-        MissingExtraError: it is not installed.
+        MissingExtraError: liger_kernel is not installed.
     """
     package: Any = require("liger_kernel.transformers", extra="liger", purpose="use_liger_kernel=True")
     package._apply_liger_kernel_to_instance(model=model, **(options or {}))

@@ -1,4 +1,4 @@
-"""NEFTune: uniform noise on the embeddings of a language model while it is trained."""
+"""NEFTune: uniform noise on the embeddings of a language model during training."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ __all__ = ["noisy_embeddings"]
 @runtime_checkable
 class _HasEmbeddings(Protocol):
     def get_input_embeddings(self) -> nn.Module:
-        """Return the module that turns tokens into vectors."""
+        """Return the module that embeds tokens."""
         ...
 
 
 @contextmanager
 def noisy_embeddings(model: nn.Module, alpha: float | None) -> Iterator[None]:
-    """Inside, add noise from [-m, m], m = alpha / sqrt(length * size), to the embeddings; not in evaluation mode.
+    """Add uniform noise from [-m, m], m = alpha / sqrt(length * size), to the embeddings in training mode.
 
     Args:
-        model: it has ``get_input_embeddings``, as those of transformers.
-        alpha: None: no noise.
+        model: a model with ``get_input_embeddings``, as in transformers.
+        alpha: None disables the noise.
 
     Raises:
-        UsageError: the model does not say what its embeddings are.
+        UsageError: the model has no ``get_input_embeddings``.
 
     Source: Jain et al., NEFTune: Noisy Embeddings Improve Instruction Finetuning, algorithm 1.
     """
@@ -40,16 +40,16 @@ def noisy_embeddings(model: nn.Module, alpha: float | None) -> Iterator[None]:
         return
     if not isinstance(model, _HasEmbeddings):
         raise UsageError(
-            f"neftune_noise_alpha={alpha}, but {type(model).__name__} does not say what its embeddings are",
+            f"neftune_noise_alpha={alpha}, but {type(model).__name__} has no method get_input_embeddings()",
             where="TrainingArguments.neftune_noise_alpha",
-            do="give the model a method get_input_embeddings() that returns the module",
+            do="add get_input_embeddings() to the model, which returns the embedding module",
         )
 
     def _add_noise(module: nn.Module, _: Any, output: torch.Tensor) -> torch.Tensor | None:
         if not module.training:
             return None
-        most = alpha / math.sqrt(output.shape[1] * output.shape[2])
-        return output + torch.zeros_like(output).uniform_(-most, most)
+        bound = alpha / math.sqrt(output.shape[1] * output.shape[2])
+        return output + torch.zeros_like(output).uniform_(-bound, bound)
 
     handle = model.get_input_embeddings().register_forward_hook(_add_noise)
     try:
