@@ -32,7 +32,7 @@ def rows(page: str) -> list[tuple[int, list[str], str]]:
 
 def without_torch(page: str) -> set[str]:
     """Return the folders that the page says import without torch."""
-    (listed,) = re.findall(r"^These import without torch[^:]*: (.*?)\.\n\n", page, re.MULTILINE | re.DOTALL)
+    (listed,) = re.findall(r"^These modules import without torch[^:]*: (.*?)\.\n\n", page, re.MULTILINE | re.DOTALL)
     return set(re.findall(r"`(\w+)/`", listed))
 
 

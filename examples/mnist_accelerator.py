@@ -1,6 +1,6 @@
-"""Level 2: MNIST with the Accelerator; the loop is the one-device loop, three lines know of other ranks.
+"""Level 2: MNIST with the Accelerator, in the loop for one device plus a few lines for several ranks.
 
-Run it as one process, as two on this machine, or as two by torch's own launcher:
+Run it as one process, as two processes on this machine, or as two with torch's own launcher:
 
     python examples/mnist_accelerator.py
     echelon launch --cpu --num_processes 2 examples/mnist_accelerator.py
@@ -26,14 +26,14 @@ def main() -> None:
     accelerator = Accelerator()
     print(f"world: {accelerator.world}", flush=True)
 
-    set_seed(0)  # every rank builds the same weights ...
+    set_seed(0)  # the same initial weights on every rank
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     train_set, test_set = mnist(True, args.data, args.limit), mnist(False, args.data, args.limit)
     train_loader = DataLoader(train_set, batch_size=args.batch_size, shuffle=True)
     test_loader = DataLoader(test_set, batch_size=1000)
     model, optimizer, train_loader, test_loader = accelerator.prepare(model, optimizer, train_loader, test_loader)
-    set_seed(0, device_specific=True)  # ... and drops out its own units
+    set_seed(0, device_specific=True)  # different dropout masks on each rank
 
     for epoch in range(args.epochs):
         model.train()
@@ -63,10 +63,10 @@ def main() -> None:
     if args.save:
         accelerator.save(accelerator.get_state_dict(model), args.save)
     accelerator.print(f"test accuracy {accuracy:.2f} %")
-    accelerator.print("next: examples/mnist_trainer.py, the same training without a loop")
+    accelerator.print("next: examples/mnist_trainer.py, the same training run without a loop")
     accelerator.end_training()
     if accuracy < 98.0 and args.limit is None:
-        sys.exit("the accuracy is below 98.0 %: the training went wrong")
+        sys.exit("the accuracy is below 98.0 %: training failed")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The command line of the examples, and MNIST from the IDX files of this repository, or from a folder as torchvision leaves it; no download, no torchvision."""
+"""The command line of the MNIST examples, and the dataset, read from this repository or from a folder of torchvision, without download."""
 
 import argparse
 import gzip
@@ -19,23 +19,23 @@ def parse_args() -> argparse.Namespace:
     """Read the command line, the same for every example."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--batch_size", type=int, default=64, help="samples of one process in one step")
+    parser.add_argument("--batch_size", type=int, default=64, help="samples per process and step")
     parser.add_argument("--data", help="folder with MNIST (default: the repository's own copy)")
-    parser.add_argument("--limit", type=int, help="use the first so many images only")
+    parser.add_argument("--limit", type=int, help="use only the first LIMIT images")
     parser.add_argument("--save", help="file for the trained weights")
     return parser.parse_args()
 
 
 def mnist(train: bool, folder: str | Path | None = None, limit: int | None = None) -> TensorDataset:
-    """Return (image float32 [1, 28, 28] normalised by 0.1307 / 0.3081, label int64) pairs; ``limit``: the first so many."""
+    """Return pairs (image float32 [1, 28, 28] normalized with 0.1307 and 0.3081, label int64), at most ``limit``."""
     images, labels = (_read(_find(Path(folder) if folder else HERE, name)) for name in FILES[train])
     pixels = torch.from_numpy(images[:limit]).float().div_(255).sub_(0.1307).div_(0.3081)
     return TensorDataset(pixels.unsqueeze(1), torch.from_numpy(labels[:limit]).long())
 
 
 def _find(folder: Path, name: str) -> Path:
-    for place in (folder, folder / "raw", folder / "MNIST" / "raw"):  # torchvision: root/MNIST/raw/, unpacked or not
-        for path in (place / name, place / f"{name}.gz"):
+    for parent in (folder, folder / "raw", folder / "MNIST" / "raw"):  # torchvision: root/MNIST/raw/, unpacked or not
+        for path in (parent / name, parent / f"{name}.gz"):
             if path.is_file():
                 return path
     raise SystemExit(

@@ -1,6 +1,6 @@
-"""Level 1: MNIST by hand-written DistributedDataParallel, on echelon.distributed.
+"""Level 1: MNIST with your own DistributedDataParallel loop and echelon.distributed.
 
-Run it as one process, as two on this machine, or as two by torch's own launcher:
+Run it as one process, as two processes on this machine, or as two with torch's own launcher:
 
     python examples/mnist_ddp.py
     echelon launch --cpu --num_processes 2 examples/mnist_ddp.py
@@ -25,15 +25,15 @@ from echelon.distributed import process_group, reduce, shard
 def main() -> None:
     args = parse_args()
 
-    with process_group() as world:  # setup() here, cleanup() at the end, also when something raises
+    with process_group() as world:  # calls setup() here and cleanup() at the end, even after an exception
         print(f"world: {world}", flush=True)
 
-        set_seed(0)  # every rank builds the same weights ...
+        set_seed(0)  # the same initial weights on every rank
         model = DistributedDataParallel(Net().to(world.device))
-        set_seed(0, device_specific=True)  # ... and drops out its own units
+        set_seed(0, device_specific=True)  # different dropout masks on each rank
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-        # Each rank gets its part of every batch; the order changes with each epoch, by itself.
+        # Each rank gets its own batches, in an order that changes with each epoch.
         train_set, test_set = mnist(True, args.data, args.limit), mnist(False, args.data, args.limit)
         train_loader = shard(DataLoader(train_set, batch_size=args.batch_size, shuffle=True))
         test_loader = shard(DataLoader(test_set, batch_size=1000))
@@ -56,7 +56,7 @@ def main() -> None:
                 for images, labels in test_loader:
                     prediction = model(images.to(world.device)).argmax(dim=1)
                     correct += (prediction == labels.to(world.device)).sum()
-            # The sum over the ranks, by the number of all samples: exact, whatever the number of ranks.
+            # The sum over the ranks, divided by the number of samples, is exact on any number of ranks.
             accuracy = 100 * reduce(correct, "sum").item() / len(test_set)
 
         weights = b"".join(value.cpu().numpy().tobytes() for value in model.module.state_dict().values())
@@ -65,9 +65,9 @@ def main() -> None:
             if args.save:
                 torch.save(model.module.state_dict(), args.save)
             print(f"test accuracy {accuracy:.2f} %")
-            print("next: examples/mnist_accelerator.py, the same training with Level 2")
+            print("next: examples/mnist_accelerator.py, the same training run with Level 2")
         if accuracy < 98.0 and args.limit is None:
-            sys.exit("the accuracy is below 98.0 %: the training went wrong")
+            sys.exit("the accuracy is below 98.0 %: training failed")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Level 3: MNIST by the Trainer; the loop, the evaluation and the logs are its business.
+"""Level 3: MNIST with the Trainer, which provides the loop, the evaluation and the logs.
 
-Run it as one process, as two on this machine, or as two by torch's own launcher:
+Run it as one process, as two processes on this machine, or as two with torch's own launcher:
 
     python examples/mnist_trainer.py
     echelon launch --cpu --num_processes 2 examples/mnist_trainer.py
@@ -20,26 +20,26 @@ from echelon import EvalPrediction, Trainer, TrainingArguments
 
 
 class Digits(Trainer):
-    """Net knows nothing of labels: its loss is computed here, in training and in evaluation."""
+    """A Trainer that computes the loss itself, in training and evaluation, because Net takes no labels."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        images, labels = inputs  # on the device already
+        images, labels = inputs  # already on the device
         outputs = model(images)
         loss = F.nll_loss(outputs, labels)
         return (loss, outputs) if return_outputs else loss
 
 
 def accuracy(result: EvalPrediction) -> dict[str, float]:
-    right = result.predictions.argmax(axis=1) == result.label_ids  # of all ranks, each image exactly once
+    right = result.predictions.argmax(axis=1) == result.label_ids  # gathered from all ranks, each image exactly once
     return {"accuracy": 100 * float(right.mean())}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--batch_size", type=int, default=64, help="samples of one process in one step")
+    parser.add_argument("--batch_size", type=int, default=64, help="samples per process and step")
     parser.add_argument("--data", help="folder with MNIST (default: the repository's own copy)")
-    parser.add_argument("--limit", type=int, help="use the first so many images only")
+    parser.add_argument("--limit", type=int, help="use only the first LIMIT images")
     parser.add_argument("--save", help="file for the trained weights")
     options = parser.parse_args()
 
@@ -53,10 +53,10 @@ def main() -> None:
         eval_strategy="epoch",
         save_strategy="no",
         logging_steps=50,
-        log_level="info",  # shows the numbers of the run before it begins
+        log_level="info",  # logs the sizes of the run before it starts
     )
     trainer = Digits(
-        model_init=Net,  # called when the seeds are set: every rank builds the same weights
+        model_init=Net,  # called after seeding, so every rank has the same initial weights
         args=args,
         train_dataset=mnist(True, options.data, options.limit),
         eval_dataset=mnist(False, options.data, options.limit),
@@ -72,7 +72,7 @@ def main() -> None:
     trainer.accelerator.print(f"test accuracy {result:.2f} %")
     trainer.end()  # closes the process group
     if result < 98.0 and options.limit is None:
-        sys.exit("the accuracy is below 98.0 %: the training went wrong")
+        sys.exit("the accuracy is below 98.0 %: training failed")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Chinese reviews with the Accelerator: the plain loop, on any number of processes.
+"""Classify Chinese reviews with the Accelerator: the plain loop on any number of processes.
 
 python examples/reviews_accelerator.py
 echelon launch --cpu --num_processes 2 examples/reviews_accelerator.py

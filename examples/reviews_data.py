@@ -1,4 +1,4 @@
-"""What the examples on Chinese reviews share: the command line, a file of label,review, a character vocabulary, a small BERT."""
+"""Shared parts of the examples on Chinese reviews: command line, data, tokenizer and a small BERT."""
 
 import argparse
 import csv
@@ -29,11 +29,11 @@ def parse_args():
     """Read the command line, the same for every example."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--csv", type=Path, default=HERE, help="file with the columns label (1 good, 0 bad) and review")
-    parser.add_argument("--model", help="folder of a pretrained model with its tokenizer (default: a small new BERT)")
+    parser.add_argument("--model", help="folder of a pretrained model and its tokenizer (default: a small BERT)")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch_size", type=int, default=32, help="reviews of one process in one step")
-    parser.add_argument("--learning_rate", type=float, help="default: 5e-4 for the new BERT, 3e-5 with --model")
-    parser.add_argument("--limit", type=int, help="use so many reviews only")
+    parser.add_argument("--batch_size", type=int, default=32, help="reviews per process and step")
+    parser.add_argument("--learning_rate", type=float, help="default: 5e-4 for the small BERT, 3e-5 with --model")
+    parser.add_argument("--limit", type=int, help="use only LIMIT reviews")
     parser.add_argument("--text", default="房间很干净，服务热情，下次还来。", help="the review to classify at the end")  # noqa: RUF001
     options = parser.parse_args()
     options.learning_rate = options.learning_rate or (3e-5 if options.model else 5e-4)
@@ -41,9 +41,9 @@ def parse_args():
 
 
 def load(options):
-    """Return the training set, the test set (a tenth), the tokenizer, and the model of ``--model`` or a small new BERT.
+    """Return the training set, the test set (a tenth), the tokenizer, and the model of ``--model`` or a small untrained BERT.
 
-    A sample is a dict of input_ids, attention_mask (lists) and labels: ``DataCollatorWithPadding`` makes the batches.
+    A sample is a dict of input_ids, attention_mask (lists) and labels; ``DataCollatorWithPadding`` collates the batches.
     """
     reviews = read_reviews(options.csv)
     random.Random(0).shuffle(reviews)
@@ -68,10 +68,10 @@ def load(options):
 
 
 def read_reviews(path):
-    """Read (label, review) pairs; what cannot be read is an error with its line.
+    """Read (label, review) pairs; an invalid row is an error with its line number.
 
-    The text is UTF-8, with or without a byte order mark, or GB18030 (GBK, GB2312), as Excel writes it in China. Rows without a
-    review are left out, and told.
+    The text is UTF-8, with or without a byte order mark, or GB18030 (GBK, GB2312), as Chinese versions of Excel write it. Rows
+    without a review are skipped with a message.
     """
     if not path.is_file():
         raise SystemExit(f"there is no file {path}: give --csv a file with the columns label and review")
@@ -79,19 +79,19 @@ def read_reviews(path):
     reviews, empty = [], []
     try:
         if not {"label", "review"} <= set(reader.fieldnames or ()):
-            raise SystemExit(f"{path}, line 1: the columns are {reader.fieldnames}, and must be label and review")
+            raise SystemExit(f"{path}, line 1: the columns must be label and review, not {reader.fieldnames}")
         for row in reader:
             place = f"{path}, line {reader.line_num}"
             label, text = (row["label"] or "").strip(), (row["review"] or "").strip()
             if None in row:
-                raise SystemExit(f"{place}: more columns than in line 1; put a review that has commas between quotes")
+                raise SystemExit(f"{place}: more columns than in line 1; put a review that contains commas in quotes")
             if label not in ("0", "1"):
-                raise SystemExit(f"{place}: the label is {label!r}, and must be 1 (good) or 0 (bad)")
+                raise SystemExit(f"{place}: the label must be 1 (good) or 0 (bad), not {label!r}")
             reviews.append((int(label), text)) if text else empty.append(reader.line_num)
     except csv.Error as error:
         raise SystemExit(f"{path}, line {reader.reader.line_num}: {error}") from error
     if empty:
-        print(f"{path}: {len(empty)} rows without a review are left out, the first is line {empty[0]}")
+        print(f"{path}: {len(empty)} rows without a review are skipped; the first is line {empty[0]}")
     if len(reviews) < 10:
         raise SystemExit(f"{path} has {len(reviews)} reviews; at least 10 are needed")
     return reviews
@@ -105,7 +105,7 @@ def _decode(path):
         line = data[: error.start].count(b"\n") + 1
         is_utf8 = any("\u4e00" <= letter <= "\u9fff" for letter in data[: error.start].decode("utf-8"))
     try:
-        if not is_utf8:  # else it is UTF-8 with a damaged place, which GB18030 would read as other characters
+        if not is_utf8:  # otherwise it is damaged UTF-8, which GB18030 would decode to wrong characters
             return data.decode("gb18030")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
@@ -114,7 +114,7 @@ def _decode(path):
 
 def character_tokenizer(texts):
     """Return a tokenizer whose tokens are the characters that occur at least twice in ``texts``."""
-    normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])  # full-width letters are letters
+    normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])  # maps full-width letters
     counts = Counter(letter for text in texts for letter in normalizer.normalize_str(text) if not letter.isspace())
     tokens = [*SPECIAL, *sorted(letter for letter, count in counts.items() if count > 1)]
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -137,12 +137,12 @@ def character_tokenizer(texts):
 
 
 def batches_of(tokenizer):
-    """Return the ``collate_fn`` that pads the samples of a batch to the longest of them."""
+    """Return a ``collate_fn`` that pads the samples of a batch to the longest one."""
     return DataCollatorWithPadding(tokenizer)
 
 
 def classify(model, tokenizer, text):
-    """Return ``text`` with the label that ``model`` gives it, and the probability of that."""
+    """Return ``text`` with the label that ``model`` predicts, and its probability."""
     tokens = tokenizer(text, truncation=True, max_length=128, return_tensors="pt").to(model.device)
     probabilities = model.eval()(**tokens).logits.softmax(dim=1)[0]
     best = int(probabilities.argmax())

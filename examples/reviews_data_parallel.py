@@ -1,9 +1,9 @@
-"""Chinese reviews by torch.nn.DataParallel: one process, all devices of the machine; on a machine without, the plain loop.
+"""Classify Chinese reviews with torch.nn.DataParallel: one process on all devices of the machine, or on the CPU.
 
 python examples/reviews_data_parallel.py
 
-Beside reviews_plain.py: the model is wrapped, its loss is one number for each device, and the batch is that of all devices. What it
-costs, and why the next rung, reviews_accelerator.py, is faster: docs/data_parallel.md.
+Compared with reviews_plain.py, the model is wrapped, returns one loss per device, and the batch is split over the devices.
+docs/data_parallel.md explains why the next example, reviews_accelerator.py, is faster.
 """
 
 import torch
@@ -29,7 +29,7 @@ def main():
         model.train()
         for batch in train_loader:
             optimizer.zero_grad()
-            loss = model(**batch.to(device)).loss.mean()  # of all devices
+            loss = model(**batch.to(device)).loss.mean()  # over the devices
             loss.backward()
             optimizer.step()
 

@@ -1,4 +1,4 @@
-"""Chinese reviews, good or bad, by a plain PyTorch loop on one device.
+"""Classify Chinese reviews as good or bad, with a plain PyTorch loop on one device.
 
 python examples/reviews_plain.py
 python examples/reviews_plain.py --csv my_reviews.csv --model folder/of/a/chinese/bert

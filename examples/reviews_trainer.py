@@ -1,4 +1,4 @@
-"""Chinese reviews with the Trainer; the model that it saves is then used by transformers.pipeline.
+"""Classify Chinese reviews with the Trainer, and use the saved model with transformers.pipeline.
 
 python examples/reviews_trainer.py
 echelon launch --cpu --num_processes 2 examples/reviews_trainer.py
@@ -28,13 +28,13 @@ def main():
     )
     set_seed(0)
     train_set, test_set, tokenizer, model = load(options)
-    model.accepts_loss_kwargs = False  # its loss is a mean: the Trainer does not multiply it by the number of processes
+    model.accepts_loss_kwargs = False  # its loss is a mean: do not multiply it by the number of processes
     trainer = Trainer(
         model,
         args,
         train_dataset=train_set,
         eval_dataset=test_set,
-        processing_class=tokenizer,  # pads the batches, and is saved beside the model
+        processing_class=tokenizer,  # pads the batches, and is saved with the model
         compute_metrics=accuracy,
     )
     trainer.train()

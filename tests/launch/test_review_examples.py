@@ -104,16 +104,16 @@ def test_files_as_chinese_users_have_them_are_read(
     with contextlib.redirect_stdout(told):
         reviews = _data(monkeypatch).read_reviews(path)
     assert reviews == [(1, "很好"), (0, "太差, 再也不来\n真的")] * 5
-    assert told.getvalue() == f"{path}: 2 rows without a review are left out, the first is line 17\n"
+    assert told.getvalue() == f"{path}: 2 rows without a review are skipped; the first is line 17\n"
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("label,review\n1,好\n2,坏\n", "line 3: the label is '2', and must be 1 (good) or 0 (bad)"),
+        ("label,review\n1,好\n2,坏\n", "line 3: the label must be 1 (good) or 0 (bad), not '2'"),
         ("label,review\n1,好\n好极了\n", "line 3: the label is '好极了'"),
         ("label,review\n1,好,很好\n", "line 2: more columns than in line 1"),
-        ("label,text\n1,好\n", "line 1: the columns are ['label', 'text'], and must be label and review"),
+        ("label,text\n1,好\n", "line 1: the columns must be label and review, not ['label', 'text']"),
         ('label,review\n1,好\n0,"坏"了\n', "line 3: ',' expected after"),
         ("", "line 1: the columns are None"),
         ("label,review\n1,好\n", "has 1 reviews; at least 10 are needed"),

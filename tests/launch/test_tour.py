@@ -156,7 +156,7 @@ def test_the_accelerator_stopped_and_resumed_prints_what_the_plain_loop_prints(r
     (plain,) = reader.follow("plain", reader.on_ranks)
     run_on_ranks(_stopped_at_its_first_checkpoint, "resume.py", str(reader.folder), world_size=1, init_group=False)
     (resumed,) = reader.follow("resume", reader.on_ranks)
-    assert "going on after step 100\n" in resumed
+    assert "resuming after step 100\n" in resumed
     assert _epochs(resumed) == _epochs(plain)
     assert len(_epochs(plain)) == 2
 

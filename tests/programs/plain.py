@@ -142,7 +142,7 @@ class _Plain:
         rounds = rounds_of(self.program, layout, self.loader, pass_, epoch=epoch)
         if not self.program.zipped:
             return rounds
-        # One after the other: a prepared loader draws its order with its first batch (docs/parity.md, "What it cannot do").
+        # One after the other: a prepared loader draws its order with its first batch (docs/parity.md, "Limitations").
         others = rounds_of(_zipped(self.program), layout, self.zipped_loader, iter(self.zipped_loader), epoch=epoch)
         if len(rounds) > len(others):
             self._leave_pass()

@@ -305,7 +305,7 @@ def _possible(program: Program) -> Program:
         changes |= {"order": "sampler", "data": "map", "split_batches": False, "dispatches": None, "zipped": 0}
     if program.order == "generator" and program.breaks is not None and program.epochs > 1:
         # A prepared loader is one batch ahead, so near the end of the data its generator may have drawn for what comes
-        # after (docs/parity.md, "What it cannot do").
+        # after (docs/parity.md, "Limitations").
         read = 2 * program.breaks * program.accumulation + 2
         if program.zipped or program.num_samples <= 3 * read * program.batch_size:
             changes["order"] = "shuffle"
