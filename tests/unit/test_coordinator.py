@@ -176,6 +176,28 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
     found.end()
 
 
+class Clock:
+    """The coordinator's time, which a test can move forward."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+        self.num_reads = 0
+
+    def monotonic(self) -> float:
+        self.num_reads += 1
+        return time.monotonic() + self.ahead_s
+
+    def monotonic_ns(self) -> int:
+        return time.monotonic_ns() + int(self.ahead_s * 1e9)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(coordinator_module, "time", found)
+    return found
+
+
 def wait_for(condition: Callable[[], Any]) -> Any:
     deadline = time.monotonic() + _LIMIT_S
     while not (found := condition()):
@@ -346,19 +368,41 @@ def test_mismatches_are_refused_and_missing_machines_named(
     waits.join(_LIMIT_S)
 
 
-def test_an_end_during_the_import_of_torch_is_not_lost(stage: Stage) -> None:
-    stage.open(join=0.2 * SECOND)
+def test_an_end_during_the_import_of_torch_is_not_lost(stage: Stage, clock: Clock) -> None:
+    stage.open()
     head = stage.node("head")
+    clock.ahead_s = 61.0  # over the limit
     assert result(head) == GenerationResult(then="stop", code=1)  # before it waits for a generation
     with pytest.raises(RunOver) as caught:
         head.next_generation()
     assert caught.value.result == GenerationResult(then="stop", code=1)
 
 
-def test_machines_that_import_torch_are_waited_for(stage: Stage) -> None:
-    stage.open(join=0.2 * SECOND)
+def test_a_machine_that_connects_after_the_end_of_the_run_is_told(
+    stage: Stage, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock.ahead_s = -61.0
+    stage.open()
+    clock.ahead_s = 0.0  # nobody has joined in time
+    output = ""
+
+    def is_over() -> bool:
+        nonlocal output
+        output += capsys.readouterr().err
+        return "0 of 2 machines joined" in output
+
+    wait_for(is_over)
+    with pytest.raises(RunOver) as caught:
+        stage.node("late")
+    assert caught.value.result == GenerationResult(then="stop", code=1)
+
+
+def test_machines_that_import_torch_are_waited_for(stage: Stage, clock: Clock) -> None:
+    stage.open()
     head, other = stage.node("head"), stage.node("other")
-    time.sleep(0.5)
+    clock.ahead_s = 61.0
+    num_reads = clock.num_reads
+    wait_for(lambda: clock.num_reads > num_reads + 20)  # it has seen that the time is up
     assert head.result() is None
     assert [found.world_size for found in stage.generations(head, other)] == [4, 4]
 

@@ -56,6 +56,7 @@ _MISSING_AFTER_S = 20.0
 _JOINERS_WAIT_S = 2.0
 """When a machine joins a running generation: how long to wait for others that join with it."""
 _GOODBYE_S = 5.0
+_OVER = "the run is over"
 
 _Event: TypeAlias = tuple[Literal["message", "lost", "new", "close"], Any, str, Mapping[str, Any]]
 
@@ -95,8 +96,9 @@ class Coordinator:
         self._enough_since: float | None = None
         self._num_missing_reports = 0
         self._joiners_since: float | None = None
-        self._is_over = False
-        self._goodbye_deadline = 0.0
+        self._end_of_run: tuple[Then, int] | None = None
+        self._goodbye_deadline: float | None = None
+        """Of the nodes that are still connected when the run is closed."""
         self._goodput = GoodputRecorder(rules.directory / ALL_MACHINES_FILE, began_ns=rules.began_ns)
         self._connections = ConnectionListener(listener, token, on_node=self._on_node, port_of=self._port_of)
         self._thread = threading.Thread(target=self._run, daemon=True, name="echelon-coordinator")
@@ -153,8 +155,9 @@ class Coordinator:
                     self._on_lost(subject, text)
                 else:
                     self._on_message(subject, text, content)
-            if self._is_over:
-                if not self._members or time.monotonic() > self._goodbye_deadline:
+            if self._end_of_run is not None:  # until close(): a launcher that connects now must learn it, too
+                deadline = self._goodbye_deadline
+                if deadline is not None and (not self._members or time.monotonic() > deadline):
                     break
             elif self._generation is None:
                 self._poll_rendezvous()
@@ -164,7 +167,7 @@ class Coordinator:
             member.peer.close()
 
     def _close(self, reason: str, code: int) -> None:
-        if not self._is_over:
+        if self._end_of_run is None:
             for member in self._members:
                 if not self._is_own(member):
                     text = f"{name_of(self._own)}: {reason}; the run ends"
@@ -200,7 +203,10 @@ class Coordinator:
 
     def _handle_message(self, member: NodeMember, kind: str, content: Mapping[str, Any]) -> None:
         generation = self._generation
-        if kind == "hello":
+        if kind == "hello" and self._end_of_run is not None:
+            then, code = self._end_of_run
+            member.peer.send("end", then=then, code=code, text=_OVER)
+        elif kind == "hello":
             self._admit(member, content["info"])
         elif kind in ("leave", "bye") and member.info is None:
             self._drop(member)
@@ -253,7 +259,7 @@ class Coordinator:
         self._drop(member)
         if self._generation is not None and member in self._generation.members:
             self._end_without(self._generation, member, f"lost contact with {member.name}: {reason}", 1)
-        elif member.info is not None and not self._is_over:
+        elif member.info is not None and self._end_of_run is None:
             _print(f"{member.name} has disconnected: {reason}")
 
     def _end_without(self, generation: Generation, member: NodeMember, what: str, code: int) -> None:
@@ -496,11 +502,10 @@ class Coordinator:
             self._finish(then, code)
 
     def _finish(self, then: Then = "stop", code: int = 1) -> None:
-        self._generation, self._is_over = None, True
-        self._goodbye_deadline = time.monotonic() + _GOODBYE_S
+        self._generation, self._end_of_run = None, (then, code)
         for member in self._members:
             if member.is_waiting or member.info is None:
-                member.peer.send("end", then=then, code=code, text="the run is over")
+                member.peer.send("end", then=then, code=code, text=_OVER)
 
 
 def _answers(member: NodeMember) -> bool:
