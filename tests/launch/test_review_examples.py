@@ -111,11 +111,11 @@ def test_files_as_chinese_users_have_them_are_read(
     ("content", "message"),
     [
         ("label,review\n1,好\n2,坏\n", "line 3: the label must be 1 (good) or 0 (bad), not '2'"),
-        ("label,review\n1,好\n好极了\n", "line 3: the label is '好极了'"),
+        ("label,review\n1,好\n好极了\n", "line 3: the label must be 1 (good) or 0 (bad), not '好极了'"),
         ("label,review\n1,好,很好\n", "line 2: more columns than in line 1"),
         ("label,text\n1,好\n", "line 1: the columns must be label and review, not ['label', 'text']"),
         ('label,review\n1,好\n0,"坏"了\n', "line 3: ',' expected after"),
-        ("", "line 1: the columns are None"),
+        ("", "line 1: the columns must be label and review, not None"),
         ("label,review\n1,好\n", "has 1 reviews; at least 10 are needed"),
         ("label,review\n1,好的\n".encode() + b"0,\xe5\xa5\n", "line 3: neither UTF-8 nor GB18030"),  # GB18030 would do
         ("label,review\n1,好\n".encode("utf-16"), "line 1: neither UTF-8 nor GB18030"),
