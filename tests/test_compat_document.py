@@ -1,4 +1,4 @@
-"""docs/accelerate_compat.md says what the data say, and the data name every public name and tests that are there."""
+"""docs/accelerate_compat.md is up to date, and its data lists every public name with existing tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_every_name_is_listed_with_a_test_that_mentions_it() -> None:
     assert list(compat.problems(compat.rows(), compat.differences())) == []
 
 
-def test_a_row_that_is_wrong_is_seen() -> None:
+def test_a_wrong_row_is_reported() -> None:
     rows = compat.rows()
     row = next(row for row in rows if row.names == ("set_seed",))
     later = next(row for row in rows if "save_fsdp_model" in row.names)
@@ -27,8 +27,8 @@ def test_a_row_that_is_wrong_is_seen() -> None:
             replace(row, where="unit/test_import_cost.py::test_an_unknown_name_is_an_attribute_error"),
             "do not mention set_seed",
         ),
-        (replace(row, where="later: checkpoints"), "set_seed is offered"),
-        (replace(later, where=row.where), "save_fsdp_model is not offered"),
+        (replace(row, where="later: checkpoints"), "set_seed is supported"),
+        (replace(later, where=row.where), "save_fsdp_model is not supported"),
         (replace(row, mark="X"), "no mark 'X'"),
     ):
         found = list(compat.problems([wrong if known.names == wrong.names else known for known in rows], []))
