@@ -1,4 +1,4 @@
-"""The plain loop that tests compare with: which samples an update has, by formula, and one process of plain PyTorch.
+"""What tests compare with: the samples of each update by formula, one process of plain PyTorch, shared models and datasets.
 
 Nothing here imports echelon. A *round* is what all ranks do in one iteration of the loop: a list of indices for each rank
 (Accelerate's meaning), or one list, the whole batch, where the update does not depend on the ranks (exact parity).
@@ -6,25 +6,36 @@ Nothing here imports echelon. A *round* is what all ranks do in one iteration of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle, islice
+from itertools import cycle, islice, pairwise
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
 
 __all__ = [
+    "EmbeddingSum",
+    "EpochStream",
+    "NumberStream",
+    "Numbers",
     "PlainLoop",
     "PlainTraining",
     "Round",
     "cut_batches",
     "dealt_batches",
     "dispatched_batches",
+    "dropout_net",
+    "gaussian",
+    "mean_square",
     "permutation",
+    "regression_data",
     "sharded_order",
     "streamed_batches",
+    "tanh_net",
     "train_plainly",
+    "train_updates",
     "warmup_then_linear",
 ]
 
@@ -208,18 +219,78 @@ def warmup_then_linear(peak: float, *, warmup: int, total: int) -> Callable[[int
 
 @dataclass
 class PlainTraining:
-    """What ``train_plainly`` found in each update, and the model that it trained."""
+    """What a plain loop found in each update, and the model that it trained."""
 
     model: nn.Module
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     batches: list[list[int]] = field(default_factory=list)
+    gradients: list[list[torch.Tensor]] = field(default_factory=list)
+    """The gradients of each update, after clipping."""
 
     @property
     def weights(self) -> list[torch.Tensor]:
         """Return the parameters."""
         return [parameter.detach() for parameter in self.model.parameters()]
+
+    @property
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return the parameters and buffers by name."""
+        return {name: value.detach() for name, value in self.model.state_dict().items()}
+
+
+def train_updates(
+    model: nn.Module,
+    loss_of: Callable[[Any], torch.Tensor | None],
+    updates: Iterable[Sequence[Any]],
+    optimizer: torch.optim.Optimizer,
+    *,
+    rate: Callable[[int], float] | None = None,
+    schedule: Any = None,
+    clip: Callable[[Iterator[nn.Parameter]], Any] | None = None,
+    before: Callable[[int], None] | None = None,
+) -> PlainTraining:
+    """Train in one process; each update takes the mean of ``loss_of`` over its micro-batches.
+
+    Args:
+        model: trained in place.
+        loss_of: the mean loss of a micro-batch; None: the micro-batch has no items, and its gradient is zero.
+        updates: the micro-batches of each update, over all ranks and micro-steps.
+        optimizer: of the parameters of ``model``.
+        rate: the learning rate of each step; None: that of ``optimizer``.
+        schedule: a learning rate schedule that advances after each step.
+        clip: clips the gradients before each step, and returns their norm.
+        before: is called with the number of each update before it begins.
+    """
+    found = PlainTraining(model)
+    for number, window in enumerate(updates):
+        if before is not None:
+            before(number)
+        optimizer.zero_grad()
+        total, is_trained = 0.0, False
+        for batch in window:
+            loss = loss_of(batch)
+            if loss is not None:
+                loss = loss / len(window)
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += loss.item()
+                is_trained = True
+        if not is_trained:
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        if rate is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = rate(number)
+        if clip is not None:
+            found.norms.append(float(clip(model.parameters())))
+        found.gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        optimizer.step()
+        found.losses.append(total)
+        found.rates.append(float(optimizer.param_groups[0]["lr"]))
+        if schedule is not None:
+            schedule.step()
+    return found
 
 
 def train_plainly(
@@ -233,8 +304,7 @@ def train_plainly(
     seed: int | None = None,
     accumulation: int = 1,
     drop_last: bool = False,
-    rate: Callable[[int], float] | None = None,
-    clip: Callable[[Iterator[nn.Parameter]], Any] | None = None,
+    **options: Any,
 ) -> PlainTraining:
     """Train in one process over batches of the samples ``0 ... num_samples - 1``.
 
@@ -248,35 +318,115 @@ def train_plainly(
         seed: each epoch has the order ``permutation(seed, epoch)``; None: in sequence.
         accumulation: batches of an update, whose loss is the mean over them.
         drop_last: leave out a short last batch.
-        rate: the learning rate of each step; None: that of ``optimizer``.
-        clip: clips the gradients before each step, and returns their norm.
+        **options: of ``train_updates``.
     """
-    found = PlainTraining(model)
-    for epoch in range(epochs):
-        torch.empty((), dtype=torch.int64).random_()  # a DataLoader draws the seed of its workers
-        order = range(num_samples) if seed is None else permutation(num_samples, seed=seed, epoch=epoch)
-        batches = batches_of(order, batch_size, drop_last=drop_last)
-        for start in range(0, len(batches), accumulation):
-            window = batches[start : start + accumulation]
-            optimizer.zero_grad()
-            total, is_trained = 0.0, False
-            for batch in window:
-                loss = loss_of(batch)
-                if loss is not None:
-                    loss = loss / len(window)
-                    loss.backward()  # type: ignore[no-untyped-call]
-                    total += loss.item()
-                    is_trained = True
-            if not is_trained:
-                for parameter in model.parameters():
-                    parameter.grad = torch.zeros_like(parameter)
-            if rate is not None:
-                for group in optimizer.param_groups:
-                    group["lr"] = rate(len(found.losses))
-            if clip is not None:
-                found.norms.append(float(clip(model.parameters())))
-            optimizer.step()
-            found.losses.append(total)
-            found.rates.append(float(optimizer.param_groups[0]["lr"]))
-            found.batches.append([index for batch in window for index in batch])
+    made: list[list[int]] = []
+
+    def updates() -> Iterator[list[list[int]]]:
+        for epoch in range(epochs):
+            torch.empty((), dtype=torch.int64).random_()  # a DataLoader draws the seed of its workers
+            order = range(num_samples) if seed is None else permutation(num_samples, seed=seed, epoch=epoch)
+            batches = batches_of(order, batch_size, drop_last=drop_last)
+            for start in range(0, len(batches), accumulation):
+                window = batches[start : start + accumulation]
+                made.append([index for batch in window for index in batch])
+                yield window
+
+    found = train_updates(model, loss_of, updates(), optimizer, **options)
+    found.batches = made
     return found
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+def tanh_net(*widths: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    """Return linear layers of the given widths with ``Tanh`` between them."""
+    torch.manual_seed(seed)
+    layers = [layer for sizes in pairwise(widths) for layer in (nn.Linear(*sizes), nn.Tanh())]
+    return nn.Sequential(*layers[:-1]).to(dtype)
+
+
+def dropout_net(
+    inputs: int, hidden: int, outputs: int, *, p: float = 0.3, dtype: torch.dtype = torch.float32
+) -> nn.Sequential:
+    """Return two linear layers with dropout between them, from the random state of the caller."""
+    return nn.Sequential(nn.Linear(inputs, hidden), nn.Dropout(p), nn.Linear(hidden, outputs)).to(dtype)
+
+
+class EmbeddingSum(nn.Module):
+    """A linear layer plus an embedding with sparse gradients; returns the mean square, in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(2, 3, dtype=torch.float64)
+        self.embedding = nn.Embedding(5, 3, sparse=True, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return mean_square(self.layer(x) + self.embedding(ids))
+
+    @staticmethod
+    def batch(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the inputs of ``rank``."""
+        generator = torch.Generator().manual_seed(rank)
+        return torch.randn(4, 2, generator=generator, dtype=torch.float64), torch.randint(5, (4,), generator=generator)
+
+
+def mean_square(outputs: torch.Tensor) -> torch.Tensor:
+    """Return a loss without labels."""
+    return outputs.square().mean()
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+def gaussian(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Return normally distributed numbers, the same in every process."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def regression_data(n: int, inputs: int, outputs: int, *, seed: int = 1) -> TensorDataset:
+    """Return ``n`` samples of inputs and targets in float64."""
+    return TensorDataset(*gaussian(n, inputs + outputs, seed=seed).split([inputs, outputs], dim=1))
+
+
+class Numbers(Dataset[torch.Tensor]):
+    """0 ... n - 1 by index; ``read`` lists the samples read in this process."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.read.append(int(index))
+        return torch.tensor(index)
+
+
+class NumberStream(IterableDataset[torch.Tensor]):
+    """0 ... n - 1 in sequence; each loader worker reads its own part, and ``num_read`` counts the samples read."""
+
+    epoch = 0
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.num_read = 0
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info = get_worker_info()
+        for i in range(self.n) if info is None else range(info.id, self.n, info.num_workers):
+            self.num_read += 1
+            yield torch.tensor(i + 100 * self.epoch)
+
+
+class EpochStream(NumberStream):
+    """A ``NumberStream`` plus 100 times the epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch

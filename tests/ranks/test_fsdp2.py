@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from echelon import Accelerator, FullyShardedDataParallelPlugin
-from echelon.base.errors import DesyncError, UsageError
+from echelon.base.errors import UsageError
 from echelon.base.warnings import EchelonWarning
 from echelon.engines.fsdp.fsdp2 import FSDP2Engine
 from echelon.engines.fsdp.options import ShardingOptions
 from echelon.world.world import World
 from tests.harness import RanksFailed, run_on_ranks
+from tests.prepared_loop import share_of, train_prepared
+from tests.reference import PlainTraining, mean_square, tanh_net, train_plainly, train_updates
 
 
 class _Block(nn.Module):
@@ -88,18 +90,13 @@ def _accelerator(kind: str, **settings: Any) -> Accelerator:
     return Accelerator(engine=FSDP2Engine(World.current(), options=_OPTIONS[kind]), **settings)
 
 
-def _reference(optimizer: str) -> tuple[dict[str, torch.Tensor], list[float], list[list[torch.Tensor]]]:
+def _plain(optimizer: str, **options: Any) -> PlainTraining:
     model = _net()
-    stepper = _optimizer(optimizer, model)
-    norms, gradients = [], []
-    for window in _ids():
-        for ids in window:
-            (_loss(model, ids) / 2).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.05)))
-        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-        stepper.step()
-        stepper.zero_grad()
-    return model.state_dict(), norms, gradients
+    return train_updates(model, partial(_loss, model), _ids(), _optimizer(optimizer, model), **options)
+
+
+def _clip(parameters: Any) -> torch.Tensor:
+    return nn.utils.clip_grad_norm_(parameters, 0.05)
 
 
 def _optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -109,11 +106,6 @@ def _optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     rest = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=1e-2)
-
-
-def _mine(ids: torch.Tensor) -> torch.Tensor:
-    share = len(ids) // dist.get_world_size()
-    return ids[dist.get_rank() * share : (dist.get_rank() + 1) * share]
 
 
 def _train(
@@ -127,7 +119,7 @@ def _train(
     sharded = all(isinstance(p, DTensor) for p in model.parameters())
     norms, gradients = [], []
     for window in _ids():
-        for ids in map(_mine, window):
+        for ids in map(share_of, window):
             with accelerator.accumulate(model):
                 accelerator.backward(_loss(model, ids), num_items=len(ids) if weighted else None)
                 if accelerator.sync_gradients:
@@ -143,26 +135,26 @@ def _train(
 @pytest.mark.parametrize(("kind", "world_size"), _RUNS)
 def test_it_trains_like_one_process(kind: str, world_size: int) -> None:
     for optimizer, weighted in (("sgd", False), ("adamw", True)):
-        weights, norms, gradients = _reference(optimizer)
+        plain = _plain(optimizer, clip=_clip)
         results = run_on_ranks(_train, kind, optimizer, weighted, world_size=world_size)
         # Sums in another order: 1e-12 relative in float64; Adam divides by a gradient's size: 1e-9 for its weights.
         rtol = 1e-12 if optimizer == "sgd" else 1e-9
-        for rank, (found, my_norms, my_gradients, sharded) in enumerate(results):
+        for rank, (found, norms, gradients, sharded) in enumerate(results):
             assert sharded == (kind != "ignored")
-            torch.testing.assert_close(my_norms, norms, rtol=1e-11 if optimizer == "sgd" else 1e-9, atol=0)
-            torch.testing.assert_close(my_gradients, gradients, rtol=rtol * 10, atol=1e-13)
+            torch.testing.assert_close(norms, plain.norms, rtol=1e-11 if optimizer == "sgd" else 1e-9, atol=0)
+            torch.testing.assert_close(gradients, plain.gradients, rtol=rtol * 10, atol=1e-13)
             if rank == 0:
-                assert list(found) == list(weights)
-                torch.testing.assert_close(found, dict(weights), rtol=rtol, atol=1e-13)
+                assert list(found) == list(plain.state)
+                torch.testing.assert_close(found, plain.state, rtol=rtol, atol=1e-13)
             else:
                 assert found is None
 
 
 def test_rank_zero_alone_needs_the_values() -> None:
-    weights, norms, _ = _reference("sgd")
-    (found, my_norms, _, _), *_ = run_on_ranks(_train, "stage 3", "sgd", False, on_meta=True, world_size=3)
-    assert my_norms == pytest.approx(norms, rel=1e-11)
-    torch.testing.assert_close(found, dict(weights), rtol=1e-12, atol=1e-13)
+    plain = _plain("sgd", clip=_clip)
+    (found, norms, _, _), *_ = run_on_ranks(_train, "stage 3", "sgd", False, on_meta=True, world_size=3)
+    assert norms == pytest.approx(plain.norms, rel=1e-11)
+    torch.testing.assert_close(found, plain.state, rtol=1e-12, atol=1e-13)
 
 
 def _no_values() -> str:
@@ -204,41 +196,18 @@ def _exact(folder: Path) -> Any:
 
 
 def test_exact_parity_holds_with_shards(tmp_path: Path) -> None:
-    model = _net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for epoch in range(2):
-        order = torch.randperm(11, generator=torch.Generator().manual_seed(4 + epoch))
-        for indices in order.split(5):
-            _loss(model, _ids()[0, 0, :11][indices]).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
+    model, samples = _net(), _ids()[0, 0]
+    plain = train_plainly(
+        model,
+        lambda batch: _loss(model, samples[batch]),
+        num_samples=11,
+        batch_size=5,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        epochs=2,
+        seed=4,
+    )
     found, *_ = run_on_ranks(_exact, tmp_path, world_size=2)  # updates of 5, 5 and 1: one rank without any
-    torch.testing.assert_close(found, dict(model.state_dict()), rtol=1e-12, atol=1e-13)
-
-
-def _step_without_sync() -> tuple[Any, Any, int]:
-    weights = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for local in (True, False):
-            accelerator = _accelerator("stage 3")
-            model: Any = _net()
-            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
-            with accelerator.no_sync(model) if local else nullcontext():
-                accelerator.backward(_loss(model, _mine(_ids()[0, 0])))
-                assert accelerator.session.engine.reduced(model) is not local
-                optimizer.step()
-            optimizer.zero_grad()
-            accelerator.backward(_loss(model, _mine(_ids()[0, 1])))  # torch's machinery goes on
-            optimizer.step()
-            weights.append(accelerator.get_state_dict(model))
-    return weights[0], weights[1], sum("was not synchronized" in str(w.message) for w in caught)
-
-
-def test_a_step_without_synchronisation_is_synchronised() -> None:
-    (guarded, plain, warned), (*_, on_other) = run_on_ranks(_step_without_sync, world_size=2)
-    assert (warned, on_other) == (1, 0)
-    torch.testing.assert_close(guarded, plain, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(found, plain.state, rtol=1e-12, atol=1e-13)
 
 
 def _save(folder: Path, kind: str | None, load: bool) -> Any:
@@ -249,10 +218,8 @@ def _save(folder: Path, kind: str | None, load: bool) -> Any:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".* has random states of . processes", category=EchelonWarning)
             accelerator.load_state(folder)
-    for ids in _ids()[2 if load else 0 : None if load else 2, 0]:
-        accelerator.backward(_loss(model, _mine(ids)))
-        optimizer.step()
-        optimizer.zero_grad()
+    batches = map(share_of, _ids()[2 if load else 0 : None if load else 2, 0])
+    train_prepared(accelerator, model, optimizer, batches, loss_of=partial(_loss, model))
     if not load:
         accelerator.save_state(folder)
     state = accelerator.get_state_dict(model)
@@ -262,39 +229,10 @@ def _save(folder: Path, kind: str | None, load: bool) -> Any:
 @pytest.mark.parametrize(("one", "other"), [("stage 3", "stage 2"), ("stage 3", None), (None, "stage 3")])
 def test_its_state_goes_on_elsewhere(tmp_path: Path, one: str | None, other: str | None) -> None:
     model = _net()
-    optimizer = _optimizer("adamw", model)
-    for ids in _ids()[:, 0]:
-        _loss(model, ids).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    plain = train_updates(model, partial(_loss, model), _ids()[:, :1], _optimizer("adamw", model))
     run_on_ranks(_save, tmp_path / "state", one, False, world_size=2)
     found, *_ = run_on_ranks(_save, tmp_path / "state", other, True, world_size=3 if other else 2)
-    torch.testing.assert_close(found, dict(model.state_dict()), rtol=1e-9, atol=1e-12)
-
-
-def _runs_out(rank_with_less: int) -> str:
-    accelerator = _accelerator("stage 3")
-    model: Any = _net()
-    model, optimizer, loader = accelerator.prepare(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        torch.utils.data.DataLoader(_ids()[0, 0, :5], batch_size=1),  # type: ignore[arg-type]
-    )
-    try:
-        with accelerator.join_uneven_inputs([model], even_batches=False):
-            for ids in loader:
-                accelerator.backward(_loss(model, ids))
-                optimizer.step()
-                optimizer.zero_grad()
-    except DesyncError as error:
-        return str(error)
-    return "ended" if dist.get_rank() == rank_with_less else "no error"
-
-
-def test_uneven_ends_name_the_rank_that_ended_first() -> None:
-    first, second = run_on_ranks(_runs_out, 1, world_size=2)  # 3 batches and 2
-    assert second == "ended"
-    assert "the forward pass in step 3 of this pass, and rank 1 ended after at most 2 batches" in first
+    torch.testing.assert_close(found, plain.state, rtol=1e-9, atol=1e-12)
 
 
 def _on_a_backend_that_adds_for_mean(can_sum: bool) -> float:
@@ -336,8 +274,7 @@ def test_a_torch_that_cannot_average_gradients_is_refused() -> None:
 
 def _norms_of_few_rows() -> tuple[float, float]:
     """The model has two rows: of three ranks, one has none of any parameter."""
-    torch.manual_seed(0)
-    model: Any = nn.Linear(4, 2).double()
+    model: Any = tanh_net(4, 2)
     accelerator = Accelerator(engine="fsdp2")
     model = accelerator.prepare(model)
     model(torch.ones(1, 4, dtype=torch.float64)).square().sum().backward()
@@ -346,8 +283,7 @@ def _norms_of_few_rows() -> tuple[float, float]:
 
 
 def test_a_rank_without_any_part_of_the_model_has_part_in_its_norm() -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 2).double()
+    model = tanh_net(4, 2)
     model(torch.ones(1, 4, dtype=torch.float64)).square().sum().backward()
     gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     for norm, largest in run_on_ranks(_norms_of_few_rows, world_size=3):
@@ -355,9 +291,16 @@ def test_a_rank_without_any_part_of_the_model_has_part_in_its_norm() -> None:
         assert largest == pytest.approx(float(gradients.abs().max()), rel=1e-12)
 
 
+def _step_of_ones(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """Take a plain step with a batch of ones; the gradients stay."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    mean_square(model(torch.ones(2, 3, dtype=torch.float64))).backward()
+    optimizer.step()
+    return optimizer
+
+
 def _in_calls_of_their_own(order: str) -> torch.Tensor:
-    torch.manual_seed(0)
-    model: Any = nn.Linear(3, 4).double()
+    model: Any = tanh_net(3, 4)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     accelerator = Accelerator(engine="fsdp2")
     if order == "optimizer first":
@@ -366,20 +309,16 @@ def _in_calls_of_their_own(order: str) -> torch.Tensor:
     else:
         model = accelerator.prepare(model)
         optimizer = accelerator.prepare(optimizer)
-    accelerator.backward(model(torch.ones(2, 3, dtype=torch.float64)).square().mean())
-    optimizer.step()
-    return model.weight.detach().full_tensor()  # type: ignore[no-any-return]
+    train_prepared(accelerator, model, optimizer, [torch.ones(2, 3, dtype=torch.float64)])
+    return model[0].weight.detach().full_tensor()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
 def test_an_optimizer_that_was_prepared_in_a_call_of_its_own_trains_the_shards(order: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(3, 4).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(torch.ones(2, 3, dtype=torch.float64)).square().mean().backward()
-    optimizer.step()
+    model = tanh_net(3, 4)
+    _step_of_ones(model, lr=0.1)
     for weight in run_on_ranks(_in_calls_of_their_own, order, world_size=2):
-        torch.testing.assert_close(weight, model.weight.detach(), rtol=1e-12, atol=1e-14)  # float64
+        torch.testing.assert_close(weight, model[0].weight.detach(), rtol=1e-12, atol=1e-14)  # float64
 
 
 def _sparse() -> None:
@@ -396,8 +335,7 @@ def test_sparse_gradients_are_refused_by_the_layer_s_name() -> None:
 
 def _looked_at_before_the_step(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Between backward and step the model is run once more, as a loop does that logs or evaluates there."""
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+    model: Any = tanh_net(3, 4, 2)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=kind == "stage 3")
     model, optimizer = Accelerator(engine="fsdp2", fsdp_plugin=plugin).prepare(model, optimizer)
@@ -415,12 +353,8 @@ def _looked_at_before_the_step(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["stage 3", "stage 2"])
 def test_a_forward_pass_before_the_step_does_not_keep_the_weights_of_before_it(kind: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    x = torch.ones(2, 3, dtype=torch.float64)
-    model(x).square().mean().backward()
-    optimizer.step()
+    model, x = tanh_net(3, 4, 2), torch.ones(2, 3, dtype=torch.float64)
+    optimizer = _step_of_ones(model, lr=0.5)
     once = model(x).detach()
     optimizer.step()
     for first, second in run_on_ranks(_looked_at_before_the_step, kind, world_size=2):
@@ -429,8 +363,7 @@ def test_a_forward_pass_before_the_step_does_not_keep_the_weights_of_before_it(k
 
 
 def _changed_after_an_evaluation() -> tuple[list[torch.Tensor], bool]:
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+    model: Any = tanh_net(3, 4, 2)
     model[0].requires_grad_(False)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False)
     model = Accelerator(engine="fsdp2", fsdp_plugin=plugin).prepare(model)
@@ -445,8 +378,7 @@ def _changed_after_an_evaluation() -> tuple[list[torch.Tensor], bool]:
 
 
 def test_what_is_done_to_parameters_after_an_evaluation_is_done_to_the_shards() -> None:
-    torch.manual_seed(0)
-    expected = [2 * p.detach() for p in nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double().parameters()]
+    expected = [2 * p.detach() for p in tanh_net(3, 4, 2).parameters()]
     for weights, is_trained in run_on_ranks(_changed_after_an_evaluation, world_size=2):
         assert all(map(torch.equal, weights, expected))
         assert is_trained

@@ -1,0 +1,60 @@
+"""The loop of a training script under an Accelerator, as most tests of several ranks run it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon import Accelerator
+from tests.reference import mean_square
+
+__all__ = ["share_of", "train_prepared", "weights_of"]
+
+
+def train_prepared(
+    accelerator: Accelerator,
+    model: Any,
+    optimizer: Any,
+    batches: Iterable[Any],
+    *,
+    loss_of: Callable[[Any], torch.Tensor] | None = None,
+    schedule: Any = None,
+    max_norm: float | None = None,
+    counts_items: bool = False,
+) -> list[float]:
+    """Train on this rank's micro-batches and return the norm of each update's gradients.
+
+    Args:
+        accelerator: prepared ``model``, ``optimizer`` and ``schedule``.
+        batches: micro-batches of this rank.
+        loss_of: the mean loss of a micro-batch; None: the mean square of the outputs.
+        max_norm: the gradients are clipped to it; None: not clipped, and no norms are returned.
+        counts_items: pass the length of a micro-batch as ``num_items``.
+    """
+    norms = []
+    for x in batches:
+        with accelerator.accumulate(model):
+            loss = mean_square(model(x)) if loss_of is None else loss_of(x)
+            accelerator.backward(loss, num_items=len(x) if counts_items else None)
+            if max_norm is not None and accelerator.sync_gradients:
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), max_norm)))
+            optimizer.step()
+            if schedule is not None:
+                schedule.step()
+            optimizer.zero_grad()
+    return norms
+
+
+def weights_of(accelerator: Accelerator, model: Any) -> list[torch.Tensor]:
+    """Return copies of the parameters of a model whose parameters are whole on each rank."""
+    bare: nn.Module = accelerator.unwrap_model(model)
+    return [p.detach().clone() for p in bare.parameters()]
+
+
+def share_of(batch: torch.Tensor) -> torch.Tensor:
+    """Return this rank's contiguous part of a batch that the number of ranks divides."""
+    return batch.chunk(dist.get_world_size())[dist.get_rank()]
