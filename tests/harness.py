@@ -35,7 +35,16 @@ from tests import rank_worker
 from tests.quiet import QuietTime, with_children
 from tests.rank_nursery import Nursery
 
-__all__ = ["RankDied", "RanksFailed", "RanksHung", "import_ahead", "rendezvous", "run_on_ranks", "shut_down"]
+__all__ = [
+    "RankDied",
+    "RanksFailed",
+    "RanksHung",
+    "errors_on_ranks",
+    "import_ahead",
+    "rendezvous",
+    "run_on_ranks",
+    "shut_down",
+]
 
 ROOT = Path(__file__).resolve().parent.parent
 START_LIMIT_S = 180.0  # a cold `import torch` on a busy machine; not part of any test's timeout
@@ -130,6 +139,24 @@ def run_on_ranks(
     if silent_too_long:
         _raise_hung(stacks, silent, world_size=world_size, timeout=timeout)
     return [pickle.loads(answers[rank].value) for rank in range(world_size)]
+
+
+def errors_on_ranks(
+    kind: type[BaseException], fn: Callable[..., Any], *args: Any, num_errors: int | None = None, **options: Any
+) -> list[str]:
+    """Call ``run_on_ranks(fn, *args, **options)``, which must fail with errors of ``kind``, and return their texts.
+
+    Args:
+        num_errors: the number of ranks that must raise; None: one or more.
+    """
+    import pytest  # tests/side_by_side/run.py uses this module without it
+
+    with pytest.raises(RanksFailed) as caught:
+        run_on_ranks(fn, *args, **options)
+    errors = caught.value.errors
+    assert all(isinstance(error, kind) for error in errors.values()), caught.value
+    assert len(errors) == (num_errors or len(errors)), caught.value
+    return [str(errors[rank]) for rank in sorted(errors)]
 
 
 def shut_down(*, for_good: bool = False) -> None:

@@ -27,7 +27,7 @@ from echelon.base.errors import DesyncError
 from echelon.data_loader import DataLoaderDispatcher, DataLoaderShard, SkipBatchSampler, SkipDataLoader
 from echelon.optimizer import AcceleratedOptimizer
 from echelon.scheduler import AcceleratedScheduler
-from tests.harness import RanksFailed, run_on_ranks
+from tests.harness import RanksFailed, errors_on_ranks, run_on_ranks
 
 
 def _facts(kind: str) -> list[Any]:
@@ -105,13 +105,17 @@ def test_what_the_processes_say_together() -> None:
     assert first == second == {"flags": [False, True, False], "gather": [1.0, 2.0], "sum": 3.0, "mean": 15.0}
 
 
-def _uneven_join() -> tuple[int, float]:
-    accelerator = Accelerator()
+def _prepared(accelerator: Accelerator, *sizes: tuple[int, int]) -> tuple[Any, ...]:
+    """Return a prepared weight of zero, its optimizer, and loaders of ones with (samples, batch size)."""
     inner = nn.Linear(1, 1, bias=False)
     inner.weight.data.fill_(0.0)
-    model, optimizer, loader = accelerator.prepare(
-        inner, torch.optim.SGD(inner.parameters(), lr=1.0), DataLoader(torch.ones(6, 1), batch_size=2)
-    )
+    loaders = [DataLoader(torch.ones(n, 1), batch_size=batch_size) for n, batch_size in sizes]  # type: ignore[arg-type]
+    return accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=1.0), *loaders)
+
+
+def _uneven_join() -> tuple[int, float]:
+    accelerator = Accelerator()
+    model, optimizer, loader = _prepared(accelerator, (6, 2))
     steps = 0
     with accelerator.join_uneven_inputs([model], even_batches=False):
         for batch in loader:
@@ -120,7 +124,7 @@ def _uneven_join() -> tuple[int, float]:
             optimizer.step()
             steps += 1
     assert accelerator.even_batches is True
-    return steps, inner.weight.item()
+    return steps, accelerator.unwrap_model(model).weight.item()
 
 
 def test_processes_may_run_out_of_batches_on_the_cpu_too() -> None:
@@ -133,10 +137,7 @@ def _short_window(joins: bool) -> None:
     # Three batches for two ranks: the window of 3 ends with the second batch of rank 0 and the first one of rank 1.
     options = DataLoaderConfiguration(even_batches=False)
     accelerator = Accelerator(dataloader_config=options, gradient_accumulation_steps=3)
-    inner = nn.Linear(1, 1, bias=False)
-    model, optimizer, loader = accelerator.prepare(
-        inner, torch.optim.SGD(inner.parameters(), lr=1.0), DataLoader(torch.ones(8, 1), batch_size=3)
-    )
+    model, optimizer, loader = _prepared(accelerator, (8, 3))
     with accelerator.join_uneven_inputs([model]) if joins else nullcontext():
         for batch in loader:
             with accelerator.accumulate(model):
@@ -188,14 +189,7 @@ def test_a_rank_that_goes_on_alone_is_an_error_before_its_forward_pass(num_steps
 def _two_together(own_first: bool, joins: bool) -> tuple[int, float]:
     # One batch for two ranks, read together with two: rank 1 is given none, whatever the other loader has.
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))
-    inner = nn.Linear(1, 1, bias=False)
-    inner.weight.data.fill_(0.0)
-    model, optimizer, short, whole = accelerator.prepare(
-        inner,
-        torch.optim.SGD(inner.parameters(), lr=1.0),
-        DataLoader(torch.ones(1, 1), batch_size=1),
-        DataLoader(torch.ones(2, 1), batch_size=1),
-    )
+    model, optimizer, short, whole = _prepared(accelerator, (1, 1), (2, 1))
     steps = 0
     with accelerator.join_uneven_inputs([model]) if joins else nullcontext():
         for first, second in zip(short, whole) if own_first else zip(whole, short):
@@ -204,15 +198,13 @@ def _two_together(own_first: bool, joins: bool) -> tuple[int, float]:
             steps += 1
     # A collective of another kind, with which the reduction of rank 0 would be mistaken.
     accelerator.gather(torch.zeros(3))
-    return steps, inner.weight.item()
+    return steps, accelerator.unwrap_model(model).weight.item()
 
 
 @pytest.mark.parametrize("own_first", [False, True])
 def test_a_rank_that_is_given_no_batch_by_one_of_two_loaders_is_an_error(own_first: bool) -> None:
-    with pytest.raises(RanksFailed) as failed:
-        run_on_ranks(_two_together, own_first, False, timeout=15)
-    assert isinstance(failed.value.errors[0], DesyncError)
-    assert "in step 1 of this pass, and rank 1 ended after at most 0 batches" in str(failed.value.errors[0])
+    (text, *_) = errors_on_ranks(DesyncError, _two_together, own_first, False, timeout=15)
+    assert "in step 1 of this pass, and rank 1 ended after at most 0 batches" in text
 
 
 def test_ranks_that_join_may_read_two_loaders_together() -> None:
@@ -240,11 +232,7 @@ def test_a_pass_that_has_ended_says_nothing_about_the_next_loop() -> None:
 def _whole_windows() -> tuple[int, float]:
     options = DataLoaderConfiguration(even_batches=False)
     accelerator = Accelerator(dataloader_config=options, gradient_accumulation_steps=2)
-    inner = nn.Linear(1, 1, bias=False)
-    inner.weight.data.fill_(0.0)
-    model, optimizer, loader = accelerator.prepare(
-        inner, torch.optim.SGD(inner.parameters(), lr=1.0), DataLoader(torch.ones(5, 1), batch_size=1)
-    )
+    model, optimizer, loader = _prepared(accelerator, (5, 1))
     steps = 0
     with accelerator.join_uneven_inputs([model]):
         for batch in loader:
@@ -253,7 +241,7 @@ def _whole_windows() -> tuple[int, float]:
                 optimizer.step()
                 optimizer.zero_grad()
             steps += 1
-    return steps, inner.weight.item()
+    return steps, accelerator.unwrap_model(model).weight.item()
 
 
 def test_a_rank_may_end_where_a_window_of_all_does() -> None:

@@ -71,27 +71,23 @@ def _deal(n: int, batch: int, world: int, **choices: Any) -> list[list[list[int]
     return result
 
 
-def test_whole_batches_go_to_the_ranks_in_turn() -> None:
-    assert _deal(12, 2, 3) == [[[0, 1], [6, 7]], [[2, 3], [8, 9]], [[4, 5], [10, 11]]]
-
-
-def test_the_last_round_is_filled_from_the_beginning() -> None:
-    # As accelerate 1.15 deals: the short batch first, then whole ones, the samples running on.
-    assert _deal(9, 2, 3) == [[[0, 1], [6, 7]], [[2, 3], [8, 0]], [[4, 5], [1, 2]]]
-    assert _deal(1, 2, 2) == [[[0, 0]], [[0, 0]]]
-
-
-def test_uneven_batches_leave_the_last_ranks_without() -> None:
-    assert _deal(9, 2, 3, even=False) == [[[0, 1], [6, 7]], [[2, 3], [8]], [[4, 5]]]
-
-
-def test_drop_last_drops_the_last_round() -> None:
-    assert _deal(9, 2, 3, drop_last=True) == [[[0, 1]], [[2, 3]], [[4, 5]]]
-
-
-def test_split_batches_are_cut() -> None:
-    assert _deal(10, 4, 2, split=True) == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [0, 1]]]
-    assert _deal(11, 4, 2, split=True, even=False) == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10]]]
+@pytest.mark.parametrize(
+    ("n", "batch", "world", "choices", "expected"),
+    [
+        (12, 2, 3, {}, [[[0, 1], [6, 7]], [[2, 3], [8, 9]], [[4, 5], [10, 11]]]),
+        # As accelerate 1.15 fills the last round: the short batch first, then whole ones, the samples running on.
+        (9, 2, 3, {}, [[[0, 1], [6, 7]], [[2, 3], [8, 0]], [[4, 5], [1, 2]]]),
+        (1, 2, 2, {}, [[[0, 0]], [[0, 0]]]),
+        (9, 2, 3, {"even": False}, [[[0, 1], [6, 7]], [[2, 3], [8]], [[4, 5]]]),
+        (9, 2, 3, {"drop_last": True}, [[[0, 1]], [[2, 3]], [[4, 5]]]),
+        (10, 4, 2, {"split": True}, [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [0, 1]]]),
+        (11, 4, 2, {"split": True, "even": False}, [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10]]]),
+    ],
+)
+def test_batches_go_to_the_ranks_in_turn_or_are_cut(
+    n: int, batch: int, world: int, choices: dict[str, Any], expected: list[list[list[int]]]
+) -> None:
+    assert _deal(n, batch, world, **choices) == expected
 
 
 def _orders(kind: str) -> tuple[list[int], list[int], Any]:

@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Accelerator, DataLoaderConfiguration, set_seed
 from tests.harness import run_on_ranks
+from tests.prepared_loop import weights_of
+from tests.reference import PlainTraining, gaussian, mean_square, tanh_net, train_plainly, train_updates
 
 
 def _small() -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]]:
@@ -69,40 +71,25 @@ N, BATCH, FEATURES = 53, 8, 6  # 53 = 6 * 8 + 5
 
 def _exact_setup(kind: str) -> tuple[nn.Module, torch.optim.Optimizer, TensorDataset]:
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+    model = tanh_net(FEATURES, 16, 3)
     make = torch.optim.AdamW if kind == "adamw" else torch.optim.SGD
     optimizer = make(model.parameters(), lr=1e-2)
     data = TensorDataset(torch.randn(N, FEATURES, dtype=torch.float64), torch.randint(0, 3, (N,)))
     return model, optimizer, data
 
 
-Record = list[dict[str, Any]]
+def _clip(parameters: Any) -> torch.Tensor:
+    return nn.utils.clip_grad_norm_(parameters, 0.1)
 
 
-def _big_batch_loop(kind: str, accumulation: int) -> tuple[Record, list[torch.Tensor]]:
-    """Plain PyTorch on one process: every update is one batch of accumulation * BATCH samples, the last one shorter."""
-    model, optimizer, data = _exact_setup(kind)
-    record: Record = []
-    for _ in range(3):
-        for x, y in DataLoader(data, batch_size=BATCH * accumulation):
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(x), y)
-            loss.backward()
-            gradients = [p.grad.clone() for p in model.parameters()]
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-            record.append({"loss": loss.detach(), "gradients": gradients, "norm": norm})
-    return record, [p.detach() for p in model.parameters()]
-
-
-def _level2(kind: str, accumulation: int) -> tuple[Record, list[torch.Tensor]]:
+def _level2(kind: str, accumulation: int) -> PlainTraining:
     model, optimizer, data = _exact_setup(kind)
     accelerator = Accelerator(
         gradient_accumulation_steps=accumulation,
         dataloader_config=DataLoaderConfiguration(split_batches=True, even_batches=False),
     )
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=BATCH))
-    record: Record = []
+    found = PlainTraining(accelerator.unwrap_model(model))
     window: list[torch.Tensor] = []
     for _ in range(3):
         for x, y in loader:
@@ -113,41 +100,46 @@ def _level2(kind: str, accumulation: int) -> tuple[Record, list[torch.Tensor]]:
                 if accelerator.sync_gradients:
                     total, count = accelerator.reduce(torch.stack(window).sum(0), "sum")
                     window = []
-                    gradients = [p.grad.clone() for p in model.parameters()]
-                    norm = accelerator.clip_grad_norm_(model.parameters(), 0.1)
-                    record.append({"loss": total / count, "gradients": gradients, "norm": norm})
+                    found.losses.append(float(total / count))
+                    found.norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.1)))
+                    found.gradients.append([p.grad.clone() for p in model.parameters()])
                 optimizer.step()
                 optimizer.zero_grad()
-    return record, [p.detach() for p in accelerator.unwrap_model(model).parameters()]
+    return found
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_update_is_that_of_one_big_batch(kind: str, accumulation: int, world_size: int) -> None:
-    expected, weights = _big_batch_loop(kind, accumulation)
-    for record, final in run_on_ranks(_level2, kind, accumulation, world_size=world_size):
-        assert len(record) == len(expected)
+    model, optimizer, data = _exact_setup(kind)
+    x, y = data.tensors
+    plain = train_plainly(
+        model,
+        lambda batch: nn.functional.cross_entropy(model(x[batch]), y[batch]),
+        num_samples=N,
+        batch_size=BATCH * accumulation,
+        optimizer=optimizer,
+        epochs=3,
+        clip=_clip,
+    )
+    for found in run_on_ranks(_level2, kind, accumulation, world_size=world_size):
         # float64: sums in another order differ by a few ulp (2e-16) per addition. Adam divides by the root of the second
         # moment, which turns such noise in a gradient near zero into a visible step: 1e-9 on its weights.
         tolerance = 1e-12 if kind == "sgd" else 1e-9
-        for mine, theirs in zip(record, expected):
-            assert mine["loss"].item() == pytest.approx(theirs["loss"].item(), rel=tolerance)
-            assert mine["norm"].item() == pytest.approx(theirs["norm"].item(), rel=tolerance)
-            for g, h in zip(mine["gradients"], theirs["gradients"]):
-                assert (g - h).norm() <= tolerance * h.norm()
-        for p, q in zip(final, weights):
-            assert (p - q).norm() <= tolerance * q.norm()
+        assert found.losses == pytest.approx(plain.losses, rel=tolerance)
+        assert found.norms == pytest.approx(plain.norms, rel=tolerance)
+        for mine, expected in zip([*found.gradients, found.weights], [*plain.gradients, plain.weights], strict=True):
+            for p, q in zip(mine, expected, strict=True):
+                assert (p - q).norm() <= tolerance * q.norm()
 
 
 def _tokens(counts: list[list[int]], accumulation: int) -> list[torch.Tensor]:
     """One update; ``counts[micro_step][rank]`` tokens, possibly none; returns the gradients."""
-    torch.manual_seed(2)
-    model = nn.Linear(4, 2).double()
     accelerator = Accelerator(gradient_accumulation_steps=accumulation)
-    model = accelerator.prepare(model)
+    model = accelerator.prepare(tanh_net(4, 2))
     rank = dist.get_rank()
-    everything = torch.randn(sum(map(sum, counts)), 4, dtype=torch.float64)
+    everything = gaussian(sum(map(sum, counts)), 4)
     start = 0
     for step_counts in counts:
         first = start + sum(step_counts[:rank])
@@ -164,21 +156,17 @@ def _tokens(counts: list[list[int]], accumulation: int) -> list[torch.Tensor]:
     [[[1, 2]], [[2, 10]], [[0, 5]], [[3, 4], [5, 1]], [[0, 3], [2, 0], [1, 1]], [[7, 0], [0, 0]], [[0, 0], [4, 2]]],
 )
 def test_unequal_and_missing_tokens_weigh_what_they_are(counts: list[list[int]]) -> None:
-    torch.manual_seed(2)
-    model = nn.Linear(4, 2).double()
-    everything = torch.randn(sum(map(sum, counts)), 4, dtype=torch.float64)
-    model(everything).square().mean().backward()
+    model = tanh_net(4, 2)
+    mean_square(model(gaussian(sum(map(sum, counts)), 4))).backward()
+    expected = [p.grad for p in model.parameters()]
     for gradients in run_on_ranks(_tokens, counts, len(counts), world_size=2):
-        for g, p in zip(gradients, model.parameters()):
-            assert torch.allclose(g, p.grad, rtol=1e-13, atol=1e-15)  # float64, a handful of additions
+        torch.testing.assert_close(gradients, expected, rtol=1e-13, atol=1e-15)  # float64, a handful of additions
 
 
 def _two_losses(accumulation: int) -> list[torch.Tensor]:
-    torch.manual_seed(3)
-    model = nn.Linear(4, 2).double()
     accelerator = Accelerator(gradient_accumulation_steps=accumulation)
-    model = accelerator.prepare(model)
-    data = torch.randn(accumulation, 2, 3, 4, dtype=torch.float64)
+    model = accelerator.prepare(tanh_net(4, 2))
+    data = gaussian(accumulation, 2, 3, 4)
     for step in range(accumulation):
         x = data[step, dist.get_rank()][: 2 + dist.get_rank()]
         with accelerator.accumulate(model):
@@ -189,14 +177,12 @@ def _two_losses(accumulation: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_two_losses_in_one_micro_step_are_divided_once(accumulation: int) -> None:
-    torch.manual_seed(3)
-    model = nn.Linear(4, 2).double()
-    data = torch.randn(accumulation, 2, 3, 4, dtype=torch.float64)
+    model, data = tanh_net(4, 2), gaussian(accumulation, 2, 3, 4)
     x = torch.cat([data[step, rank][: 2 + rank] for step in range(accumulation) for rank in range(2)])
     (model(x).square().mean() + model(x).abs().mean()).backward()
+    expected = [p.grad for p in model.parameters()]
     for gradients in run_on_ranks(_two_losses, accumulation, world_size=2):
-        for g, p in zip(gradients, model.parameters()):
-            assert torch.allclose(g, p.grad, rtol=1e-13, atol=1e-15)
+        torch.testing.assert_close(gradients, expected, rtol=1e-13, atol=1e-15)
 
 
 def test_a_reference_that_is_no_count_in_sight_does_not_change_the_bits() -> None:
@@ -216,10 +202,9 @@ def test_a_reference_that_is_no_count_in_sight_does_not_change_the_bits() -> Non
 
 def _guarded(clears_first: bool) -> torch.Tensor:
     """The loop asks ``sync_gradients`` before it steps, and clears the gradients first or last."""
-    torch.manual_seed(2)
-    model: Any = nn.Linear(4, 2).double()
+    model: Any = tanh_net(4, 2)
     accelerator = Accelerator(gradient_accumulation_steps=3)
-    data = TensorDataset(torch.randn(14, 4, dtype=torch.float64))
+    data = TensorDataset(gaussian(14, 4))
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=2))
     for (x,) in loader:
@@ -231,7 +216,7 @@ def _guarded(clears_first: bool) -> torch.Tensor:
                 optimizer.step()
                 if not clears_first:
                     optimizer.zero_grad()
-    return accelerator.unwrap_model(model).weight.detach().clone()  # type: ignore[no-any-return]
+    return weights_of(accelerator, model)[0]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -239,51 +224,9 @@ def test_zero_grad_before_the_loss_keeps_the_micro_steps_also_where_only_the_las
     for first, last in zip(*(run_on_ranks(_guarded, first, world_size=world_size) for first in (True, False))):
         torch.testing.assert_close(first, last, rtol=0, atol=0)
     if world_size == 1:
-        torch.manual_seed(2)
-        model = nn.Linear(4, 2).double()
-        data = torch.randn(14, 4, dtype=torch.float64)
+        model = tanh_net(4, 2)
+        windows = zip(gaussian(14, 4).split(6))  # type: ignore[no-untyped-call]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for window in data.split(6):
-            optimizer.zero_grad()
-            model(window).square().mean().backward()
-            optimizer.step()
-        torch.testing.assert_close(
-            first, model.weight.detach(), rtol=1e-12, atol=1e-14
-        )  # float64, sums in another order
-
-
-class _Added(nn.Module):
-    """An embedding with sparse gradients, added to what a layer gives: both get the same gradient in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 3)
-        self.embedding = nn.Embedding(5, 3, sparse=True)
-
-    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = (self.layer(x) + self.embedding(ids)).square()
-        return out
-
-
-def _sparse_batch(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    g = torch.Generator().manual_seed(rank)
-    return torch.randn(4, 2, generator=g, dtype=torch.float64), torch.randint(0, 5, (4,), generator=g)
-
-
-def _sparse_gradients(engine: str) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    model: Any = Accelerator(engine=engine).prepare(_Added().double())
-    model(*_sparse_batch(dist.get_rank())).mean().backward()
-    return [p.grad.to_dense() for p in model.parameters()]
-
-
-@pytest.mark.parametrize("engine", ["ddp", "zero1"])
-def test_sparse_gradients_do_not_scale_those_of_other_layers(engine: str) -> None:
-    torch.manual_seed(0)
-    model = _Added().double()
-    for rank in range(2):
-        (model(*_sparse_batch(rank)).mean() / 2).backward()
-    for found in run_on_ranks(_sparse_gradients, engine, world_size=2):
-        for gradient, parameter in zip(found, model.parameters()):
-            assert parameter.grad is not None
-            torch.testing.assert_close(gradient, parameter.grad.to_dense(), rtol=1e-12, atol=1e-14)  # float64
+        plain = train_updates(model, lambda x: mean_square(model(x)), windows, optimizer)
+        # float64, sums in another order
+        torch.testing.assert_close(first, plain.weights[0], rtol=1e-12, atol=1e-14)

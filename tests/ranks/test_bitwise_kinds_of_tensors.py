@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -12,12 +13,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Accelerator
 from echelon.base.errors import UsageError
-from tests.harness import RanksFailed, run_on_ranks
+from tests.harness import errors_on_ranks, run_on_ranks
+from tests.reference import gaussian, mean_square, train_updates
 
 
 class _Complex(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.matrix = nn.Parameter(torch.view_as_complex(torch.arange(24.0).reshape(3, 4, 2) / 24))
         self.vector = nn.Parameter(torch.view_as_complex(torch.arange(6.0).reshape(3, 2) / 6))
         self.real = nn.Linear(3, 1)
@@ -27,81 +30,64 @@ class _Complex(nn.Module):
         return out
 
 
-def _model() -> nn.Module:
-    torch.manual_seed(0)
-    return _Complex()
-
-
 def _samples() -> torch.Tensor:
-    return torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
+    return gaussian(24, 4, dtype=torch.float32)
 
 
 def _train(engine: str, parity: str) -> tuple[list[list[float]] | None, list[float]]:
     accelerator = Accelerator(cpu=True, parity=parity, engine=engine, seed=0, canonical_shards=4)
-    model: Any = _model()
+    model: Any = _Complex()
     loader: Any = DataLoader(TensorDataset(_samples()), batch_size=8)
     model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
     norms = []
     for (x,) in loader:
-        accelerator.backward(model(x).square().mean())
+        accelerator.backward(mean_square(model(x)))
         norm = float(accelerator.clip_grad_norm_(model.parameters(), 0.5))
         norms += [norm] if accelerator.sync_gradients else []
         optimizer.step()
         optimizer.zero_grad()
     whole = accelerator.get_state_dict(model)
-    if whole is None:
-        return None, norms
-    return [
-        torch.view_as_real(v.resolve_conj()).flatten().tolist() if v.is_complex() else v.flatten().tolist()
-        for v in whole.values()
-    ], norms
+    return None if whole is None else _flat(whole.values()), norms
 
 
-def _plain() -> tuple[list[torch.Tensor], list[float]]:
-    model = _model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    norms = []
-    for x in _samples().split(8):
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        optimizer.step()
-    return [p.detach() for p in model.parameters()], norms
+def _flat(weights: Iterable[torch.Tensor]) -> list[list[float]]:
+    return [(torch.view_as_real(v.resolve_conj()) if v.is_complex() else v).flatten().tolist() for v in weights]
+
+
+def _require_plain(found: list[list[float]] | None, norms: list[float]) -> None:
+    """Compare with the plain loop: float32, 1e-5."""
+
+    def clip(parameters: Any) -> torch.Tensor:
+        return nn.utils.clip_grad_norm_(parameters, 0.5)
+
+    model = _Complex()
+    batches = _samples().view(3, 1, 8, 4)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = train_updates(model, lambda x: mean_square(model(x)), batches, sgd, clip=clip)
+    assert found is not None
+    for mine, expected in zip(found, _flat(plain.weights), strict=True):
+        torch.testing.assert_close(torch.tensor(mine), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+    assert norms == pytest.approx(plain.norms, rel=1e-5)
 
 
 def test_complex_parameters_train_with_clipping_to_the_same_bits() -> None:
-    """Against the plain loop: float32, 1e-5."""
-    weights, expected_norms = _plain()
     one, norms = run_on_ranks(_train, "ddp", "bitwise", world_size=1)[0]
-    assert one is not None
-    for found, right in zip(one, weights):
-        flat = torch.view_as_real(right) if right.is_complex() else right
-        torch.testing.assert_close(torch.tensor(found), flat.flatten(), rtol=1e-5, atol=1e-6)
-    assert norms == pytest.approx(expected_norms, rel=1e-5)
+    _require_plain(one, norms)
     for world_size in (2, 3):
         (whole, also), *_ = run_on_ranks(_train, "ddp", "bitwise", world_size=world_size)
         assert (whole, also) == (one, norms)
 
 
 def test_complex_parameters_are_clipped_by_their_norm_with_exact_parity() -> None:
-    """Against the plain loop: float32, 1e-5."""
-    weights, expected_norms = _plain()
-    (whole, norms), *_ = run_on_ranks(_train, "ddp", "exact", world_size=2)
-    assert whole is not None
-    for found, right in zip(whole, weights):
-        flat = torch.view_as_real(right) if right.is_complex() else right
-        torch.testing.assert_close(torch.tensor(found), flat.flatten(), rtol=1e-5, atol=1e-6)
-    assert norms == pytest.approx(expected_norms, rel=1e-5)
+    whole, norms = run_on_ranks(_train, "ddp", "exact", world_size=2)[0]
+    _require_plain(whole, norms)
 
 
 @pytest.mark.parametrize(("engine", "name"), [("zero1", "SGD"), ("fsdp2", "matrix (torch.complex64)")])
 def test_engines_that_cannot_mix_them_with_real_ones_say_so(engine: str, name: str) -> None:
-    with pytest.raises(RanksFailed) as failed:
-        run_on_ranks(_train, engine, "bitwise", world_size=2)
-    for error in failed.value.errors.values():
-        assert isinstance(error, UsageError)
-        assert name in str(error)
-        assert "ddp" in str(error)
+    for text in errors_on_ranks(UsageError, _train, engine, "bitwise", world_size=2):
+        assert name in text
+        assert "ddp" in text
 
 
 class _AllComplex(nn.Module):
@@ -118,7 +104,7 @@ def _train_sharded() -> tuple[torch.Tensor | None, float, torch.dtype]:
     accelerator = Accelerator(cpu=True, engine="fsdp2")
     bare = _AllComplex()
     model, optimizer = accelerator.prepare(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
-    accelerator.backward(model(_samples()).square().mean())
+    accelerator.backward(mean_square(model(_samples())))
     norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
     assert norm is not None
     optimizer.step()
@@ -129,7 +115,7 @@ def _train_sharded() -> tuple[torch.Tensor | None, float, torch.dtype]:
 def test_complex_shards_are_clipped_by_their_norm() -> None:
     """Against a plain step: float32, 1e-5. The norm is a real number."""
     model = _AllComplex()
-    model(_samples()).square().mean().backward()
+    mean_square(model(_samples())).backward()
     expected = float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     (whole, norm, dtype), (_, other, _) = run_on_ranks(_train_sharded, world_size=2)
@@ -160,7 +146,7 @@ def _sparse(kind: str) -> None:
     model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
     assert kind == "functional", "prepare() took it"
     for (x,) in loader:
-        accelerator.backward(model(x).square().mean())
+        accelerator.backward(mean_square(model(x)))
         optimizer.step()
 
 
@@ -169,10 +155,7 @@ def _sparse(kind: str) -> None:
     ("kind", "name"), [("Embedding", "0 (Embedding)"), ("EmbeddingBag", "0 (EmbeddingBag)"), ("functional", "0.table")]
 )
 def test_sparse_gradients_are_refused_by_name(kind: str, name: str, world_size: int) -> None:
-    with pytest.raises(RanksFailed) as failed:
-        run_on_ranks(_sparse, kind, world_size=world_size)
-    for error in failed.value.errors.values():
-        assert isinstance(error, UsageError)
-        assert name in str(error)
-        assert "sparse" in str(error)
-        assert "parity='exact'" in str(error)
+    for text in errors_on_ranks(UsageError, _sparse, kind, world_size=world_size):
+        assert name in text
+        assert "sparse" in text
+        assert "parity='exact'" in text

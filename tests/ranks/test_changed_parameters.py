@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,27 +14,27 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from echelon import Accelerator
+from echelon import Accelerator, DistributedDataParallelKwargs
 from echelon.base.errors import DesyncError
 from echelon.base.warnings import EchelonWarning
-from tests.harness import RanksFailed, run_on_ranks
+from tests.harness import RanksFailed, errors_on_ranks, run_on_ranks
+from tests.prepared_loop import train_prepared
+from tests.reference import gaussian, mean_square, tanh_net, train_updates
 
 STEPS = 6
 
 
 def _model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    return tanh_net(6, 5, 5, 1)
 
 
 def _batches(world_size: int) -> torch.Tensor:
     """Of all ranks: [steps, ranks, samples, features]."""
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(STEPS, world_size, 4, 6, generator=generator, dtype=torch.float64)
+    return gaussian(STEPS, world_size, 4, 6)
 
 
-def _loss(outputs: torch.Tensor) -> torch.Tensor:
-    return outputs.square().mean()
+def _mine() -> Iterator[torch.Tensor]:
+    return (shares[dist.get_rank()] for shares in _batches(dist.get_world_size()))
 
 
 def _change(form: str, model: Any, step: int) -> None:
@@ -53,48 +54,31 @@ def _change(form: str, model: Any, step: int) -> None:
 FORMS = ["unfrozen", "frozen", "both", "one after the other"]
 
 
-def _train_plainly(
-    model: Any,
-    loss_of: Callable[[torch.Tensor], torch.Tensor],
-    world_size: int,
-    optimizer: torch.optim.Optimizer,
-    before: Callable[[int], None] = lambda step: None,
-    max_norm: float | None = None,
-) -> dict[str, torch.Tensor]:
-    """One process: each update has the mean of ``loss_of`` over the shares of the ranks."""
-    for step, shares in enumerate(_batches(world_size)):
-        before(step)
-        torch.stack([loss_of(x) for x in shares]).mean().backward()  # type: ignore[no-untyped-call]
-        if max_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: value.detach() for name, value in model.state_dict().items()}
-
-
-def _plain(form: str, world_size: int) -> dict[str, torch.Tensor]:
+def _plain(form: str) -> dict[str, torch.Tensor]:
     model = _model()
     _change(form, model, 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    return _train_plainly(
-        model, lambda x: _loss(model(x)), world_size, optimizer, before=lambda step: _change(form, model, step)
-    )
+    before = partial(_change, form, model)
+    return train_updates(model, lambda x: mean_square(model(x)), _batches(2), optimizer, before=before).state
+
+
+def _require_close(found: dict[str, torch.Tensor] | None, expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    for name, weight in (found or {}).items():
+        torch.testing.assert_close(weight, expected[name], rtol=tolerance, atol=tolerance)
+
+
+def _train_changing(accelerator: Accelerator, form: str, bare: nn.Module) -> dict[str, torch.Tensor] | None:
+    _change(form, bare, 0)
+    model, optimizer = accelerator.prepare(bare, torch.optim.AdamW(bare.parameters(), lr=0.1))
+    for step, x in enumerate(_mine()):
+        _change(form, bare, step)
+        train_prepared(accelerator, model, optimizer, [x])
+    return accelerator.get_state_dict(model)
 
 
 def _changed(engine: str, form: str, options: dict[str, Any]) -> dict[str, torch.Tensor] | None:
-    from echelon.utils import DistributedDataParallelKwargs
-
     handlers: list[Any] = [DistributedDataParallelKwargs(**options)] if options else []
-    accelerator = Accelerator(engine=engine, kwargs_handlers=handlers)
-    bare = _model()
-    _change(form, bare, 0)
-    model, optimizer = accelerator.prepare(bare, torch.optim.AdamW(bare.parameters(), lr=0.1))
-    for step, shares in enumerate(_batches(dist.get_world_size())):
-        _change(form, accelerator.unwrap_model(model), step)
-        accelerator.backward(_loss(model(shares[dist.get_rank()])))
-        optimizer.step()
-        optimizer.zero_grad()
-    return accelerator.get_state_dict(model)
+    return _train_changing(Accelerator(engine=engine, kwargs_handlers=handlers), form, _model())
 
 
 @pytest.mark.parametrize(
@@ -111,10 +95,9 @@ def _changed(engine: str, form: str, options: dict[str, Any]) -> dict[str, torch
 @pytest.mark.parametrize("form", FORMS)
 def test_layers_may_be_frozen_and_unfrozen(engine: str, options: dict[str, Any], form: str) -> None:
     """float64, AdamW, whose division enlarges rounding: 1e-9."""
-    expected = _plain(form, 2)
+    expected = _plain(form)
     for weights in run_on_ranks(_changed, engine, form, options, world_size=2):
-        for name, weight in (weights or {}).items():
-            torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-9)
+        _require_close(weights, expected, 1e-9)
 
 
 # ---- parameters that are added and replaced ---------------------------------------------------------------------------
@@ -135,7 +118,7 @@ def _rebuild(form: str, model: Any, optimizer: Any) -> None:
     optimizer.add_param_group({"params": list(new.parameters())})
 
 
-def _plain_rebuilt(form: str, world_size: int) -> dict[str, torch.Tensor]:
+def _plain_rebuilt(form: str) -> dict[str, torch.Tensor]:
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 
@@ -144,7 +127,7 @@ def _plain_rebuilt(form: str, world_size: int) -> dict[str, torch.Tensor]:
             torch.manual_seed(100)
             _rebuild(form, model, optimizer)
 
-    return _train_plainly(model, lambda x: _loss(model(x)), world_size, optimizer, before=before)
+    return train_updates(model, lambda x: mean_square(model(x)), _batches(2), optimizer, before=before).state
 
 
 def _rebuilt(engine: str, form: str, parity: str) -> tuple[dict[str, torch.Tensor] | None, list[str]]:
@@ -163,9 +146,7 @@ def _rebuilt(engine: str, form: str, parity: str) -> tuple[dict[str, torch.Tenso
                 torch.manual_seed(100 + rank)  # the ranks make other values; rank zero's count
                 _rebuild(form, accelerator.unwrap_model(model), optimizer)
                 count += 1
-            accelerator.backward(_loss(model(x)))
-            optimizer.step()
-            optimizer.zero_grad()
+            train_prepared(accelerator, model, optimizer, [x])
             count += accelerator.sync_gradients
         said = [str(w.message) for w in caught]
     return accelerator.get_state_dict(model), said
@@ -176,12 +157,11 @@ def _rebuilt(engine: str, form: str, parity: str) -> tuple[dict[str, torch.Tenso
 @pytest.mark.parametrize("form", ["replaced", "added"])
 def test_layers_may_be_added_and_replaced(engine: str, form: str, parity: str) -> None:
     """float64, AdamW: 1e-9."""
-    expected = _plain_rebuilt(form, 2)
+    expected = _plain_rebuilt(form)
     results = run_on_ranks(_rebuilt, engine, form, parity, world_size=2)
     for weights, said in results:
         assert (said == []) or engine == "fsdp2"
-        for name, weight in (weights or {}).items():
-            torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-9)
+        _require_close(weights, expected, 1e-9)
 
 
 def _whole_frozen_model(engine: str, max_norm: float) -> tuple[list[torch.Tensor], list[str]]:
@@ -194,8 +174,8 @@ def _whole_frozen_model(engine: str, max_norm: float) -> tuple[list[torch.Tensor
     accelerator.unwrap_model(second).requires_grad_(True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for shares in _batches(dist.get_world_size()):
-            accelerator.backward(_loss(first(second(shares[dist.get_rank()]))))
+        for x in _mine():
+            accelerator.backward(mean_square(first(second(x))))
             accelerator.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], max_norm)
             optimizer.step()
             optimizer.zero_grad()
@@ -203,13 +183,13 @@ def _whole_frozen_model(engine: str, max_norm: float) -> tuple[list[torch.Tensor
     return [w.full_tensor() if engine == "fsdp2" else w for w in weights], [str(w.message) for w in caught]
 
 
-def _plain_frozen_model(max_norm: float, world_size: int) -> list[torch.Tensor]:
+def _plain_frozen_model(max_norm: float) -> list[torch.Tensor]:
     torch.manual_seed(0)
     head, body = nn.Linear(6, 1).double(), nn.Linear(6, 6).double()
     both = nn.ModuleList([head, body])
     optimizer = torch.optim.SGD(both.parameters(), lr=0.1)
-    _train_plainly(both, lambda x: _loss(head(body(x))), world_size, optimizer, max_norm=max_norm)
-    return [p.detach() for p in both.parameters()]
+    clip = partial(nn.utils.clip_grad_norm_, max_norm=max_norm)
+    return train_updates(both, lambda x: mean_square(head(body(x))), _batches(2), optimizer, clip=clip).weights
 
 
 @pytest.mark.parametrize(("engine", "max_norm"), [("ddp", 0.01), ("zero1", 0.01), ("fsdp2", 0.01)])
@@ -217,8 +197,7 @@ def test_a_model_that_was_prepared_frozen_may_be_unfrozen(engine: str, max_norm:
     """float64, SGD: 1e-12; the ranks equal to the bit, also where their own gradients would be clipped by another norm."""
     (first, said), (second, silent) = run_on_ranks(_whole_frozen_model, engine, max_norm, world_size=2)
     assert all(map(torch.equal, first, second))
-    for weight, right in zip(first, _plain_frozen_model(max_norm, 2)):
-        torch.testing.assert_close(weight, right, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(first, _plain_frozen_model(max_norm), rtol=1e-12, atol=1e-12)
     if engine == "fsdp2":
         assert said == []
     else:
@@ -235,16 +214,12 @@ def _only_one_rank_unfreezes() -> None:
     bare[2].requires_grad_(False)
     if dist.get_rank() == 1:
         bare[0].requires_grad_(True)
-    accelerator.backward(_loss(model(_batches(2)[0, dist.get_rank()])))
-    optimizer.step()
+    train_prepared(accelerator, model, optimizer, [next(_mine())])
 
 
 def test_ranks_that_change_other_parameters_are_named() -> None:
-    with pytest.raises(RanksFailed) as failed:
-        run_on_ranks(_only_one_rank_unfreezes, world_size=2)
-    for error in failed.value.errors.values():
-        assert isinstance(error, DesyncError)
-        assert "rank 1 has 0.weight [5, 6] torch.float64, which trains" in str(error)
+    for text in errors_on_ranks(DesyncError, _only_one_rank_unfreezes, world_size=2):
+        assert "rank 1 has 0.weight [5, 6] torch.float64, which trains" in text
 
 
 # ---- passes -------------------------------------------------------------------------------------------------------------
@@ -256,34 +231,35 @@ def _passes(engine: str, form: str, native: bool) -> tuple[dict[str, torch.Tenso
     model, optimizer = accelerator.prepare(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for shares in _batches(dist.get_world_size()):
-            x = shares[dist.get_rank()]
+        for x in _mine():
 
             def backward(loss: torch.Tensor, **options: Any) -> None:
                 loss.backward(**options) if native else accelerator.backward(loss, **options)
 
             if form == "two forward passes, one backward pass":
-                backward(_loss(model(x[:2])) + _loss(model(x[2:])))
+                backward(mean_square(model(x[:2])) + mean_square(model(x[2:])))
             elif form == "two forward passes, then two backward passes":
-                first, second = _loss(model(x[:2])), _loss(model(x[2:]))
+                first, second = mean_square(model(x[:2])), mean_square(model(x[2:]))
                 backward(first)
                 backward(second)
             elif form == "two backward passes of one forward pass":
                 out = model(x)
-                backward(_loss(out[:2]), retain_graph=True)
-                backward(_loss(out[2:]))
+                backward(mean_square(out[:2]), retain_graph=True)
+                backward(mean_square(out[2:]))
             else:
                 out = checkpoint(model, x[:2].requires_grad_(), use_reentrant=True)
-                backward(_loss(out) + _loss(model(x[2:])))
+                backward(mean_square(out) + mean_square(model(x[2:])))
             optimizer.step()
             optimizer.zero_grad()
     return accelerator.get_state_dict(model), len([w for w in caught if w.category is EchelonWarning])
 
 
-def _plain_passes(world_size: int) -> dict[str, torch.Tensor]:
+def _plain_passes() -> dict[str, torch.Tensor]:
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return _train_plainly(model, lambda x: _loss(model(x[:2])) + _loss(model(x[2:])), world_size, optimizer)
+    return train_updates(
+        model, lambda x: mean_square(model(x[:2])) + mean_square(model(x[2:])), _batches(2), optimizer
+    ).state
 
 
 @pytest.mark.parametrize("native", [False, True])
@@ -298,36 +274,26 @@ def _plain_passes(world_size: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_passes_may_come_in_any_order(engine: str, form: str, native: bool) -> None:
     """float64, SGD: 1e-12. DDP reduces one backward pass for a forward pass; the guard sees the others, and says so."""
-    expected = _plain_passes(2)
+    expected = _plain_passes()
     for weights, num_said in run_on_ranks(_passes, engine, form, native, world_size=2):
-        for name, weight in (weights or {}).items():
-            torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-12)
+        _require_close(weights, expected, 1e-12)
         assert num_said <= 1
         assert not num_said or "one backward" not in form
 
 
-def _changed_compiled(form: str) -> dict[str, torch.Tensor]:
-    accelerator = Accelerator(dynamo_backend="eager")
-    bare = _model()
-    _change(form, bare, 0)
-    model, optimizer = accelerator.prepare(bare, torch.optim.AdamW(bare.parameters(), lr=0.1))
+def _changed_compiled(form: str) -> dict[str, torch.Tensor] | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the step after the change is the guard's, which says so; torch's own, too
-        for step, shares in enumerate(_batches(dist.get_world_size())):
-            _change(form, bare, step)
-            accelerator.backward(_loss(model(shares[dist.get_rank()])))
-            optimizer.step()
-            optimizer.zero_grad()
-    return bare.state_dict()
+        return _train_changing(Accelerator(dynamo_backend="eager"), form, _model())
 
 
 @pytest.mark.soak
 def test_layers_of_a_compiled_model_may_be_unfrozen_and_not_frozen() -> None:
     """float64, AdamW: 1e-9."""
-    expected = _plain("unfrozen", 2)
+    expected = _plain("unfrozen")
     for weights in run_on_ranks(_changed_compiled, "unfrozen", world_size=2):
-        for name, weight in weights.items():
-            torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-9)
+        assert weights is not None
+        _require_close(weights, expected, 1e-9)
     # torch stops in the backward pass, before a step is taken; else the guard does.
     with pytest.raises(RanksFailed, match=r"mark a variable ready only once|changed in a compiled model"):
         run_on_ranks(_changed_compiled, "frozen", world_size=2)

@@ -1,4 +1,4 @@
-"""Checkpoints of real ranks: sharded by torch, read by another number of ranks, and written in the background."""
+"""Checkpoints of real ranks: tensors of every placement, and saves in the background."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from echelon.base.errors import CheckpointError
@@ -21,67 +19,7 @@ from echelon.checkpoint.read import open_verified
 from echelon.checkpoint.save import Content, begin_save, save
 from echelon.checkpoint.storage import LocalStorage
 from echelon.world.world import World
-from tests.checkpoint_ranks import no_code_and_no_other_files
 from tests.harness import run_on_ranks
-
-Whole = dict[str, torch.Tensor]
-
-
-def _trained(shape: tuple[int, ...]) -> tuple[nn.Module, torch.optim.Optimizer, Whole]:
-    """Return a sharded model after two steps (sizes that no number of ranks divides), and its state by name."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 13), nn.Tanh(), nn.Linear(13, 7), nn.Linear(7, 2)).double()
-    if len(shape) == 1:
-        mesh = init_device_mesh("cpu", shape)
-    else:
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for _ in range(2):
-        model(torch.ones(3, 5, dtype=torch.float64)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    tensors: Whole = dict(model.state_dict())
-    for name, parameter in model.named_parameters():
-        tensors |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}
-    return model, optimizer, tensors
-
-
-def _whole(tensors: Whole) -> Whole:
-    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in tensors.items()}
-
-
-def _save(folder: str, shape: tuple[int, ...]) -> Whole:
-    _, _, tensors = _trained(shape)
-    with no_code_and_no_other_files(Path(folder)):
-        save(Path(folder) / "c", Content(tensors=tensors, objects={"shape": shape}), world=World.current())
-    return _whole(tensors)
-
-
-def _load(folder: str, shape: tuple[int, ...]) -> Whole:
-    _, _, tensors = _trained(shape)
-    with torch.no_grad():
-        for tensor in tensors.values():
-            tensor.fill_(-1)
-    with no_code_and_no_other_files(Path(folder)):
-        open_verified(Path(folder) / "c", world=World.current()).read_into(tensors)
-    return _whole(tensors)
-
-
-@pytest.mark.parametrize(
-    "saved", [pytest.param((1,), marks=pytest.mark.soak), pytest.param((3,), marks=pytest.mark.soak), (2, 2)], ids=str
-)
-def test_what_some_ranks_have_saved_is_read_by_others(saved: tuple[int, ...], tmp_path: Path) -> None:
-    def size(shape: tuple[int, ...]) -> int:
-        return shape[0] * (shape[1] if len(shape) == 2 else 1)
-
-    wholes = run_on_ranks(_save, str(tmp_path), saved, world_size=size(saved))
-    assert len(wholes[0]) == 6 + 18
-    for loaded in [(1,), (2,), (4,), (2, 2)]:
-        for found in run_on_ranks(_load, str(tmp_path), loaded, world_size=size(loaded)):
-            assert found.keys() == wholes[0].keys()
-            for name, tensor in found.items():
-                assert torch.equal(tensor, wholes[0][name]), (loaded, name)
 
 
 def _placed(folder: str) -> list[int]:

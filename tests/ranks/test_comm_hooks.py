@@ -12,13 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 from echelon.base.errors import ConfigError
 from echelon.engines.comm_hooks import register_comm_hook
 from tests.harness import run_on_ranks
+from tests.reference import tanh_net
 
 STEPS = 12
 
 
 def _model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+    return tanh_net(32, 64, 64, 8, dtype=torch.float32)
 
 
 def _weights(model: nn.Module) -> torch.Tensor:

@@ -22,6 +22,8 @@ from echelon.utils import (
     is_compiled_module,
 )
 from tests.harness import run_on_ranks
+from tests.prepared_loop import train_prepared
+from tests.reference import PlainTraining, gaussian, mean_square, train_updates
 
 KINDS = ["own", "own in place", "regions", "whole"]
 NAMES = ["blocks.0.weight", "blocks.0.bias", "blocks.1.weight", "blocks.1.bias", "head.weight", "head.bias"]
@@ -55,20 +57,14 @@ def _model() -> _Net:
 
 
 def _batches(rank: int) -> torch.Tensor:
-    return torch.randn(6, 5, 6, generator=torch.Generator().manual_seed(10 + rank))
+    return gaussian(6, 5, 6, seed=10 + rank, dtype=torch.float32)
 
 
-def _plain(world_size: int) -> list[torch.Tensor]:
-    """One process, nothing compiled: updates of two micro-batches of every rank."""
+def _plain() -> PlainTraining:
+    """One process, nothing compiled: updates of two micro-batches of each of two ranks."""
     model = _model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for step in range(0, 6, 2):
-        for rank in range(world_size):
-            for x in _batches(rank)[step : step + 2]:
-                (model(x).square().mean() / (2 * world_size)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [p.detach() for p in model.parameters()]
+    windows = torch.cat([_batches(rank).view(3, 2, 5, 6) for rank in range(2)], dim=1)
+    return train_updates(model, lambda x: mean_square(model(x)), windows, torch.optim.SGD(model.parameters(), lr=0.5))
 
 
 def _setup(kind: str, **more: Any) -> tuple[Accelerator, _Net, nn.Module]:
@@ -92,10 +88,7 @@ def _train(kind: str) -> tuple[list[torch.Tensor], list[str], int, list[str]]:
         warnings.simplefilter("always")
         prepared, optimizer = accelerator.prepare(given, torch.optim.SGD(model.parameters(), lr=0.5))
         for x in _batches(accelerator.process_index):
-            with accelerator.accumulate(prepared):
-                accelerator.backward(prepared(x).square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
+            train_prepared(accelerator, prepared, optimizer, [x])
             extract_model_from_parallel(prepared)  # looking inside changes nothing
             accelerator.unwrap_model(prepared)
     return (
@@ -109,7 +102,7 @@ def _train(kind: str) -> tuple[list[torch.Tensor], list[str], int, list[str]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_train_like_one_that_compiles_nothing(kind: str) -> None:
     for parameters, names, graphs, warned in run_on_ranks(_train, kind, world_size=2, timeout=120):
-        torch.testing.assert_close(parameters, _plain(2), rtol=1e-5, atol=1e-6)  # float32, another order of sums
+        torch.testing.assert_close(parameters, _plain().weights, rtol=1e-5, atol=1e-6)  # float32, another order of sums
         assert names == NAMES
         assert graphs == (
             3 if kind == "regions" else 1
@@ -130,11 +123,7 @@ def _train_sharded(kind: str) -> tuple[dict[str, torch.Tensor] | None, int]:
     accelerator, model, given = _setup(kind, fsdp_plugin=plugin)
     _ignore_what_tracing_warns_of()
     prepared, optimizer = accelerator.prepare(given, torch.optim.SGD(model.parameters(), lr=0.5))
-    for x in _batches(accelerator.process_index):
-        with accelerator.accumulate(prepared):
-            accelerator.backward(prepared(x).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
+    train_prepared(accelerator, prepared, optimizer, _batches(accelerator.process_index))
     return accelerator.get_state_dict(prepared), torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
@@ -144,7 +133,7 @@ def test_sharded_blocks_train_like_one_process_that_compiles_nothing(kind: str) 
     assert weights is not None
     assert list(weights) == NAMES
     torch.testing.assert_close(
-        list(weights.values()), _plain(2), rtol=1e-5, atol=1e-6
+        list(weights.values()), _plain().weights, rtol=1e-5, atol=1e-6
     )  # float32, another order of sums
     assert graphs > 0
 

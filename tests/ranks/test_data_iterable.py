@@ -10,38 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from echelon.accelerator.metrics import gather_samples
 from echelon.accelerator.prepare.data_loaders import prepare_data_loader
 from echelon.base.errors import DesyncError, UsageError
 from echelon.data.loader import DispatchedLoader, PreparedLoader
-from tests.harness import RanksFailed, run_on_ranks
+from tests.harness import errors_on_ranks, run_on_ranks
+from tests.reference import EpochStream
 
 Pair = namedtuple("Pair", ["x", "name"])
-
-
-class Numbers(IterableDataset[Any]):
-    """0 .. n - 1 (plus 100 * epoch); each loader worker reads its own part."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-        self.epoch = 0
-        self.num_read = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
-        parts = range(self.n) if info is None else range(info.id, self.n, info.num_workers)
-        assert info is None or isinstance(info.dataset, Numbers)
-        for i in parts:
-            self.num_read += 1
-            yield torch.tensor(i + 100 * self.epoch)
 
 
 class Shards(IterableDataset[Any]):
@@ -77,50 +55,56 @@ def _prepare(loader: DataLoader[Any], **choices: Any) -> Any:
 # ---- dealt -------------------------------------------------------------------------------------------------------------
 
 
-def _deal_all(split: bool, drop_last: bool, even: bool, sizes: list[int]) -> list[Any]:
-    """Return the (n, batch) where the pass was wrong."""
-    world, wrong = dist.get_world_size(), []
+def _read_all(dispatches: bool, split: bool, drop_last: bool, even: bool, sizes: list[int]) -> list[Any]:
+    """Return the (n, batch) where the pass was wrong; if dispatched, rank zero alone has the data."""
+    world, rank, wrong = dist.get_world_size(), dist.get_rank(), []
     for n, batch in itertools.product(sizes, range(1, 5)):
         if split and batch % world:
             continue
-        plain = DataLoader(Numbers(n), batch_size=batch, drop_last=drop_last)
-        loader = _prepare(plain, split_batches=split, even_batches=even)
+        data = EpochStream(0 if dispatches and rank else n)
+        loader = _prepare(
+            DataLoader(data, batch_size=batch, drop_last=drop_last),
+            split_batches=split,
+            even_batches=even,
+            put_on_device=dispatches,
+        )
+        assert (type(loader) is DispatchedLoader) == (dispatches and world > 1)
         whole = batch if split else batch * world
-        expected = list(range(n - n % whole if drop_last else n))
-        idle = not even and not drop_last and 0 < n % whole < world
-        gathered, steps, mine = [], 0, []
+        rest = 0 if drop_last else n % whole
+        leaves_ranks_idle = 0 < rest < world and not even
+        expected = list(range(n - n % whole if drop_last or leaves_ranks_idle else n))
+        num_steps = n // whole + bool(rest and not (leaves_ranks_idle and rank >= rest))
+        length = n // whole + bool(rest) if dispatches else num_steps
+        gathered, mine = [], []
         for x in loader:
-            steps += 1
             mine.append(x.tolist())
             if loader.last_step is None or min(loader.last_step.sizes) > 0:
                 gathered += gather_samples(x, loader.last_step).tolist()
-        if idle:
-            expected = expected[: n - n % whole]
-        rest = n % whole and not drop_last and (even or dist.get_rank() < n % whole)
-        num_steps = n // whole + bool(rest)
-        full = world > 1 and (even or drop_last or n % whole == 0)
-        if full and any(len(x) != whole // world for x in mine):
+        is_full = world > 1 and not dispatches and (even or not rest)
+        if is_full and any(len(x) != whole // world for x in mine):
             wrong.append((n, batch, "sizes", mine))
-        if gathered != expected or steps != num_steps or len(loader) != num_steps:
-            wrong.append((n, batch, gathered, steps, len(loader)))
+        if gathered != expected or len(mine) != num_steps or len(loader) != length:
+            wrong.append((n, batch, gathered, len(mine), len(loader)))
+        if dispatches and (data.num_read != (0 if rank else n) or loader.total_dataset_length != n):
+            wrong.append((n, batch, "read", data.num_read))
     return wrong
 
 
+CHOICES = [choices for choices in itertools.product([False, True], repeat=3) if choices[1:] != (True, False)]
+"""split_batches, drop_last, even_batches."""
 SIZES = [pytest.param([*range(21)], id="all", marks=pytest.mark.soak), pytest.param([0, 1, 2, 7, 12, 17], id="some")]
 
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_dealt_samples_come_exactly_once(world_size: int, sizes: list[int]) -> None:
-    for split, drop_last, even in itertools.product([False, True], repeat=3):
-        if drop_last and not even:
-            continue
-        assert run_on_ranks(_deal_all, split, drop_last, even, sizes, world_size=world_size) == [[]] * world_size
+    for choices in CHOICES:
+        assert run_on_ranks(_read_all, False, *choices, sizes, world_size=world_size) == [[]] * world_size
 
 
 def _first_pieces() -> list[Any]:
     """As accelerate deals: slices of global batches; the rest completed from the first."""
-    return [x.tolist() for x in _prepare(DataLoader(Numbers(10), batch_size=3))]
+    return [x.tolist() for x in _prepare(DataLoader(EpochStream(10), batch_size=3))]
 
 
 def test_pieces_are_slices_of_global_batches() -> None:
@@ -128,7 +112,7 @@ def test_pieces_are_slices_of_global_batches() -> None:
 
 
 def _with_workers(even: bool) -> Any:
-    loader = _prepare(DataLoader(Numbers(23), batch_size=2, num_workers=2), even_batches=even)
+    loader = _prepare(DataLoader(EpochStream(23), batch_size=2, num_workers=2), even_batches=even)
     epochs = []
     for _ in range(2):
         epochs.append(_once(loader))
@@ -224,50 +208,18 @@ def test_a_dataset_in_shards_gives_each_rank_its_own() -> None:
 
 
 def test_a_rank_without_any_sample_is_named() -> None:
-    with pytest.raises(RanksFailed) as failed:
-        run_on_ranks(_read_shards, [[0, 1], []])
-    assert all(isinstance(error, UsageError) for error in failed.value.errors.values())
-    assert "rank 1 has no samples at all in its shards" in str(failed.value)
+    for text in errors_on_ranks(UsageError, _read_shards, [[0, 1], []]):
+        assert "rank 1 has no samples at all in its shards" in text
 
 
 # ---- dispatched --------------------------------------------------------------------------------------------------------
 
 
-def _dispatch_all(split: bool, drop_last: bool, even: bool, sizes: list[int]) -> list[Any]:
-    world, rank, wrong = dist.get_world_size(), dist.get_rank(), []
-    for n, batch in itertools.product(sizes, range(1, 5)):
-        if split and batch % world:
-            continue
-        data = Numbers(n) if rank == 0 else Numbers(0)  # rank 0 alone has the data
-        plain = DataLoader(data, batch_size=batch, drop_last=drop_last)
-        loader = _prepare(plain, split_batches=split, even_batches=even, put_on_device=True)
-        assert type(loader) is DispatchedLoader or world == 1
-        whole = batch if split else batch * world
-        expected = list(range(n - n % whole if drop_last else n))
-        steps, gathered = 0, []
-        for x in loader:
-            steps += 1
-            if loader.last_step is None or min(loader.last_step.sizes) > 0:
-                gathered += gather_samples(x, loader.last_step).tolist()
-        idle = 0 < n % whole < world and not drop_last and not even
-        if idle:
-            expected = expected[: n - n % whole]
-        num_steps = len(range(0, n, whole)) if not drop_last else n // whole
-        if gathered != expected or steps != num_steps - (idle and rank >= n % whole) or len(loader) != num_steps:
-            wrong.append((n, batch, gathered, steps, len(loader)))
-        if data.num_read != (n if rank == 0 else 0) or loader.total_dataset_length != n:
-            wrong.append((n, batch, "read", data.num_read))
-    return wrong
-
-
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_dispatched_samples_come_exactly_once_and_rank_zero_alone_reads(world_size: int, sizes: list[int]) -> None:
-    for split, drop_last, even in itertools.product([False, True], repeat=3):
-        if drop_last and not even:
-            continue
-        found = run_on_ranks(_dispatch_all, split, drop_last, even, sizes, world_size=world_size, timeout=30)
-        assert found == [[]] * world_size
+    for choices in CHOICES:
+        assert run_on_ranks(_read_all, True, *choices, sizes, world_size=world_size, timeout=30) == [[]] * world_size
 
 
 def _dispatch_map(shuffle: bool) -> Any:
@@ -341,7 +293,7 @@ def _own_slices() -> Any:
         return batch[part] * 10 + process_index
 
     loader = _prepare(
-        DataLoader(Numbers(4), batch_size=2),
+        DataLoader(EpochStream(4), batch_size=2),
         dispatch_batches=True,
         put_on_device=True,
         slice_fn_for_dispatch=cut,
@@ -398,7 +350,7 @@ def test_batches_that_cannot_be_joined_are_shown() -> None:
 
 def _no_split() -> str:
     with pytest.raises(UsageError) as caught:
-        _prepare(DataLoader(Numbers(4), batch_size=3), split_batches=True, put_on_device=True)
+        _prepare(DataLoader(EpochStream(4), batch_size=3), split_batches=True, put_on_device=True)
     return str(caught.value)
 
 
@@ -407,7 +359,7 @@ def test_a_batch_that_does_not_divide_is_refused_before_the_first_step() -> None
 
 
 def _epochs(dispatch: bool) -> Any:
-    loader = _prepare(DataLoader(Numbers(2), batch_size=1), dispatch_batches=dispatch, put_on_device=True)
+    loader = _prepare(DataLoader(EpochStream(2), batch_size=1), dispatch_batches=dispatch, put_on_device=True)
     seen = [[x.tolist() for x in loader] for _ in range(2)]
     for _ in loader:
         break  # not a whole pass: the epoch does not count

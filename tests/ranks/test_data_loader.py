@@ -27,32 +27,8 @@ from echelon.base.errors import DesyncError, UsageError
 from echelon.data import rebuild_loader as rebuild
 from echelon.data.rng.host_rng import synchronize_rng_states
 from echelon.data.sharding.sample_order import SeedableRandomSampler
-from tests.harness import RanksFailed, run_on_ranks
-
-
-class Counted(torch.utils.data.Dataset[Any]):
-    """0 .. n - 1, and which of them were read."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-        self.read: list[int] = []
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, index: int) -> Any:
-        self.read.append(int(index))
-        return torch.tensor(index)
-
-
-class Stream(IterableDataset[Any]):
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __iter__(self) -> Iterator[Any]:
-        info = torch.utils.data.get_worker_info()
-        yield from (torch.tensor(i) for i in range(self.n) if info is None or i % info.num_workers == info.id)
-
+from tests.harness import errors_on_ranks, run_on_ranks
+from tests.reference import Numbers, NumberStream
 
 # ---- skip_first_batches ------------------------------------------------------------------------------------------------
 
@@ -61,7 +37,7 @@ def _skip_all(world_matters: bool) -> list[Any]:
     wrong: list[Any] = []
     kinds = ["map", "stream", "dispatch", "dispatch map"]
     for kind, n, batch, drop_last, skip in itertools.product(kinds, [0, 1, 7, 12], [1, 3], [False, True], [0, 1, 2, 9]):
-        data: Any = Counted(n) if kind.endswith("map") else Stream(n)
+        data: Any = Numbers(n) if kind.endswith("map") else NumberStream(n)
         plain = DataLoader(data, batch_size=batch, drop_last=drop_last)
         loader = prepare_data_loader(plain, dispatch_batches=kind.startswith("dispatch"), put_on_device=True)
         whole = _all_ranks(loader)
@@ -104,7 +80,7 @@ def test_the_first_batches_of_a_prepared_loader_are_skipped_unread(world_size: i
 
 
 def test_the_first_batches_of_a_plain_loader_are_skipped_unread() -> None:
-    data = Counted(10)
+    data = Numbers(10)
     plain = DataLoader(data, batch_size=3, drop_last=True, collate_fn=lambda x: sum(x))
     skipping = skip_first_batches(plain, 1)
     assert [int(x) for x in skipping] == [3 + 4 + 5, 6 + 7 + 8]
@@ -116,16 +92,16 @@ def test_the_first_batches_of_a_plain_loader_are_skipped_unread() -> None:
         plain.collate_fn,
     )
     assert [int(x) for x in skip_first_batches(skipping, 1)] == [21]
-    stream = skip_first_batches(DataLoader(Stream(5), batch_size=2), 1)
+    stream = skip_first_batches(DataLoader(NumberStream(5), batch_size=2), 1)
     assert [x.tolist() for x in stream] == [[2, 3], [4]]
     assert [x.tolist() for x in skip_first_batches(stream, 1)] == [[4]]
     assert [x.tolist() for x in stream] == [[2, 3], [4]]
-    assert [int(x) for x in skip_first_batches(DataLoader(Counted(3), batch_size=None), 1)] == [1, 2]
+    assert [int(x) for x in skip_first_batches(DataLoader(Numbers(3), batch_size=None), 1)] == [1, 2]
 
 
 def test_a_shuffled_order_is_that_of_the_whole_pass() -> None:
     def loader() -> DataLoader[Any]:
-        return DataLoader(Counted(8), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(5))
+        return DataLoader(Numbers(8), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(5))
 
     whole = [x.tolist() for x in loader()]
     assert [x.tolist() for x in skip_first_batches(loader(), 3)] == whole[3:]
@@ -139,7 +115,7 @@ def _plain(kind: str, num_workers: int) -> DataLoader[Any]:
     data = TensorDataset(torch.arange(22))
     common: dict[str, Any] = {"batch_size": 2, "num_workers": num_workers}
     if kind == "stream":
-        return DataLoader(Stream(22), **common)
+        return DataLoader(NumberStream(22), **common)
     if kind == "subset":
         return DataLoader(data, sampler=SubsetRandomSampler(range(22)), **common)
     if kind == "generator":
@@ -216,7 +192,7 @@ def test_a_missing_torchdata_is_told_with_the_command(monkeypatch: pytest.Monkey
 
 
 def test_a_loader_that_was_not_made_for_saving_says_so() -> None:
-    loader = prepare_data_loader(DataLoader(Counted(3)))
+    loader = prepare_data_loader(DataLoader(Numbers(3)))
     with pytest.raises(UsageError, match="use_stateful_dataloader=True"):
         loader.state_dict()
 
@@ -225,7 +201,7 @@ def test_a_loader_that_was_not_made_for_saving_says_so() -> None:
 
 
 def _uneven(joined: bool) -> list[int]:
-    loader = prepare_data_loader(DataLoader(Counted(5), batch_size=1), even_batches=False)
+    loader = prepare_data_loader(DataLoader(Numbers(5), batch_size=1), even_batches=False)
     loader.active.joined = joined
     given = []
     for x in loader:
@@ -235,12 +211,9 @@ def _uneven(joined: bool) -> list[int]:
 
 
 def test_a_rank_that_goes_on_alone_is_told_who_ended_and_when() -> None:
-    with pytest.raises(RanksFailed) as failed:
-        run_on_ranks(_uneven, False)
-    (error,) = failed.value.errors.values()
-    assert isinstance(error, DesyncError)
-    assert "backward() in step 3 of this pass, and rank 1 ended after at most 2 batches" in str(error)
-    assert "join_uneven_inputs" in str(error)
+    (text,) = errors_on_ranks(DesyncError, _uneven, False)
+    assert "backward() in step 3 of this pass, and rank 1 ended after at most 2 batches" in text
+    assert "join_uneven_inputs" in text
     assert run_on_ranks(_uneven, True) == [[0, 2, 4], [1, 3]]
 
 
@@ -260,16 +233,16 @@ class Parted(IterableDataset[Any]):
 
 
 UNEVEN: dict[str, Callable[[], tuple[DataLoader[Any], dict[str, Any]]]] = {
-    "indexed": lambda: (DataLoader(Counted(8), batch_size=3), {}),
-    "loader workers": lambda: (DataLoader(Counted(8), batch_size=3, num_workers=1), {}),
-    "split": lambda: (DataLoader(Counted(5), batch_size=4), {"split_batches": True}),
-    "batch sampler": lambda: (DataLoader(Counted(6), batch_sampler=[[0, 1], [2], [3, 4, 5]]), {}),
-    "stream": lambda: (DataLoader(Stream(5), batch_size=2), {}),
-    "stream, loader worker": lambda: (DataLoader(Stream(5), batch_size=2, num_workers=1), {}),
-    "stream of ready batches": lambda: (DataLoader(Stream(5), batch_size=None), {}),
-    "dispatched": lambda: (DataLoader(Stream(5), batch_size=2), {"dispatch_batches": True}),
+    "indexed": lambda: (DataLoader(Numbers(8), batch_size=3), {}),
+    "loader workers": lambda: (DataLoader(Numbers(8), batch_size=3, num_workers=1), {}),
+    "split": lambda: (DataLoader(Numbers(5), batch_size=4), {"split_batches": True}),
+    "batch sampler": lambda: (DataLoader(Numbers(6), batch_sampler=[[0, 1], [2], [3, 4, 5]]), {}),
+    "stream": lambda: (DataLoader(NumberStream(5), batch_size=2), {}),
+    "stream, loader worker": lambda: (DataLoader(NumberStream(5), batch_size=2, num_workers=1), {}),
+    "stream of ready batches": lambda: (DataLoader(NumberStream(5), batch_size=None), {}),
+    "dispatched": lambda: (DataLoader(NumberStream(5), batch_size=2), {"dispatch_batches": True}),
     "own shards": lambda: (DataLoader(Parted(), batch_size=2), {}),
-    "sharded already": lambda: (DataLoader(Counted(7), batch_size=1, sampler=Own(7)), {"already_sharded": True}),
+    "sharded already": lambda: (DataLoader(Numbers(7), batch_size=1, sampler=Own(7)), {"already_sharded": True}),
 }
 
 
@@ -310,7 +283,7 @@ def test_a_rank_knows_in_its_last_batch_that_others_have_more(kind: str) -> None
 
 
 def _even_again() -> Any:
-    loader = prepare_data_loader(DataLoader(Counted(5), batch_size=1))
+    loader = prepare_data_loader(DataLoader(Numbers(5), batch_size=1))
     lengths = []
     for even in (False, True):
         loader.even_batches = even
@@ -333,7 +306,7 @@ def _rng() -> Any:
     synchronize_rng_states(["torch", "generator"], generator)
     after = (torch.rand(()).item(), torch.rand((), generator=generator).item())
     torch.manual_seed(rank)
-    loader = prepare_data_loader(DataLoader(Counted(2), batch_size=1), rng_types=["torch", "generator"])
+    loader = prepare_data_loader(DataLoader(Numbers(2), batch_size=1), rng_types=["torch", "generator"])
     in_pass = [torch.rand(()).item() for _ in loader]
     with pytest.raises(UsageError, match="nonsense"):
         synchronize_rng_states(["nonsense"])

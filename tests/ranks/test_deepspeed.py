@@ -6,7 +6,7 @@ import copy
 import io
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,9 @@ from echelon.utils import (
     GatheredParameters,
     map_pytorch_optim_to_deepspeed,
 )
-from tests.harness import RanksFailed, run_on_ranks
+from tests.harness import errors_on_ranks, run_on_ranks
+from tests.prepared_loop import share_of, train_prepared
+from tests.reference import PlainTraining, gaussian, mean_square, tanh_net, train_updates
 from tests.sharded_already import cut_loader
 
 pytest.importorskip("deepspeed")
@@ -52,8 +54,7 @@ def _accelerator(stage: int, offload: str = "none", **more: Any) -> Accelerator:
 
 
 def _model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    return tanh_net(5, 8, 3, dtype=torch.float32)
 
 
 def _adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -62,25 +63,15 @@ def _adam(model: nn.Module) -> torch.optim.Optimizer:
 
 def _data() -> torch.Tensor:
     """Return [updates, micro-steps, samples of all ranks, features]."""
-    return torch.randn(6, 2, 12, 5, generator=torch.Generator().manual_seed(1))
+    return gaussian(6, 2, 12, 5, dtype=torch.float32)
 
 
-def _mine(x: torch.Tensor) -> torch.Tensor:
-    share = len(x) // dist.get_world_size()
-    return x[dist.get_rank() * share : (dist.get_rank() + 1) * share]
+def _plain() -> PlainTraining:
+    def clip(parameters: Any) -> torch.Tensor:
+        return nn.utils.clip_grad_norm_(parameters, 0.05)
 
-
-def _reference(updates: int = 6, max_norm: float = 0.05) -> tuple[dict[str, torch.Tensor], list[float]]:
     model = _model()
-    optimizer = _adam(model)
-    norms = []
-    for window in _data()[:updates]:
-        optimizer.zero_grad()
-        for x in window:
-            (model(x).square().mean() / 2).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
-        optimizer.step()
-    return dict(model.state_dict()), norms
+    return train_updates(model, lambda x: mean_square(model(x)), _data(), _adam(model), clip=clip)
 
 
 def _assert_like(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -112,19 +103,17 @@ def test_the_contract(stage: int, check: engine_contract.Check) -> None:
     run_on_ranks(_check, check, stage, world_size=2)
 
 
-def _train(stage: int, offload: str, weighted: bool) -> tuple[dict[str, torch.Tensor] | None, list[float], str]:
-    accelerator = _accelerator(stage, offload, gradient_accumulation_steps=2)
+def _train(accelerator: Accelerator, counts_items: bool) -> tuple[Any, Any, list[float]]:
     model = _model()
     model, optimizer = accelerator.prepare(model, _adam(model))
-    norms = []
-    for window in _data():
-        for x in map(_mine, window):
-            with accelerator.accumulate(model):
-                accelerator.backward(model(x).square().mean(), num_items=len(x) if weighted else None)
-                if accelerator.sync_gradients:
-                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.05)))
-                optimizer.step()
-                optimizer.zero_grad()
+    batches = map(share_of, _data().flatten(0, 1))
+    norms = train_prepared(accelerator, model, optimizer, batches, max_norm=0.05, counts_items=counts_items)
+    return model, optimizer, norms
+
+
+def _on_the_host(stage: int) -> tuple[dict[str, torch.Tensor] | None, list[float], str]:
+    accelerator = _accelerator(stage, "cpu", gradient_accumulation_steps=2)
+    model, _, norms = _train(accelerator, counts_items=True)
     assert isinstance(accelerator.unwrap_model(model), nn.Sequential)
     assert accelerator.capabilities.shards_optimizer_state == (stage > 0)
     return accelerator.get_state_dict(model), norms, str(accelerator.distributed_type)
@@ -132,14 +121,14 @@ def _train(stage: int, offload: str, weighted: bool) -> tuple[dict[str, torch.Te
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_it_trains_like_one_process_with_the_state_on_the_host(stage: int) -> None:
-    weights, norms = _reference()
-    results = run_on_ranks(_train, stage, "cpu", True, world_size=2)
+    plain = _plain()
+    results = run_on_ranks(_on_the_host, stage, world_size=2)
     assert [state is None for state, _, _ in results] == [False, stage == 3]
-    for state, my_norms, kind in results:
+    for state, norms, kind in results:
         assert kind == "DistributedType.DEEPSPEED"
-        assert my_norms == pytest.approx(norms, rel=1e-5)
+        assert norms == pytest.approx(plain.norms, rel=1e-5)
         if state is not None:
-            _assert_like(state, weights)
+            _assert_like(state, plain.state)
 
 
 def _odd_loops(stage: int, offload: str) -> tuple[dict[str, torch.Tensor] | None, float]:
@@ -149,9 +138,9 @@ def _odd_loops(stage: int, offload: str) -> tuple[dict[str, torch.Tensor] | None
     model, optimizer = accelerator.prepare(model, _adam(model))
     optimizer.step()  # without gradients it does nothing, as in torch
     for window in _data():
-        accelerator.backward(model(_mine(window[1]) * 3).square().mean())
+        accelerator.backward(model(share_of(window[1]) * 3).square().mean())
         optimizer.zero_grad()  # thrown away
-        losses = [model(_mine(x)).square().mean() for x in window]  # both forward passes come first
+        losses = [model(share_of(x)).square().mean() for x in window]  # both forward passes come first
         for loss in losses:
             accelerator.backward(loss / 2)
         accelerator.clip_grad_norm_(model.parameters(), 0.05)
@@ -159,11 +148,11 @@ def _odd_loops(stage: int, offload: str) -> tuple[dict[str, torch.Tensor] | None
     with (
         pytest.raises(UsageError, match="backward\\(\\) was called between clipping and the step")
         if stage
-        else _nothing()
+        else nullcontext()
     ):
-        accelerator.backward(model(_mine(_data()[0, 0])).square().mean())
+        accelerator.backward(model(share_of(_data()[0, 0])).square().mean())
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        accelerator.backward(model(_mine(_data()[0, 0])).square().mean())
+        accelerator.backward(model(share_of(_data()[0, 0])).square().mean())
     optimizer.zero_grad()
     with GatheredParameters(model.parameters()):
         assert [tuple(p.shape) for p in model.parameters()] == [(8, 5), (8,), (3, 8), (3,)]
@@ -173,29 +162,14 @@ def _odd_loops(stage: int, offload: str) -> tuple[dict[str, torch.Tensor] | None
     return accelerator.get_state_dict(model), output
 
 
-class _nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
 @pytest.mark.parametrize(("stage", "offload"), LAYOUTS)
 def test_loops_as_people_write_them(stage: int, offload: str) -> None:
-    weights, _ = _reference()
-    plain = _model()
-    plain.load_state_dict(weights)
+    plain = _plain()
     results = run_on_ranks(_odd_loops, stage, offload, world_size=2)
     assert results[0][0] is not None
-    _assert_like(results[0][0], weights)
+    _assert_like(results[0][0], plain.state)
     for _, output in results:
-        assert output == pytest.approx(plain(_data()[0, 0]).sum().item(), rel=1e-4)
-
-
-def _steps(accelerator: Accelerator, model: nn.Module, optimizer: Any, windows: torch.Tensor) -> None:
-    for window in windows:
-        accelerator.backward(model(_mine(window[0])).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+        assert output == pytest.approx(plain.model(_data()[0, 0]).sum().item(), rel=1e-4)
 
 
 def _state(stage: int, offload: str, precision: str, folder: Path) -> list[bool]:
@@ -214,7 +188,7 @@ def _continued(stage: int, offload: str, precision: str, folder: Path) -> list[b
         model, optimizer = accelerator.prepare(model, _adam(model))
         engine = accelerator.session.engine
         if kind == "first":
-            _steps(accelerator, model, optimizer, _data()[:3])
+            train_prepared(accelerator, model, optimizer, map(share_of, _data()[:3, 0]))
             part = io.BytesIO()
             torch.save(engine.sharded_state(model, [optimizer.optimizer]), part)
             weights = accelerator.get_state_dict(model)
@@ -231,7 +205,7 @@ def _continued(stage: int, offload: str, precision: str, folder: Path) -> list[b
             engine.load_full_optimizer_state(optimizer.optimizer, copy.deepcopy(kept[2]))
         else:
             accelerator.load_state(folder)
-        _steps(accelerator, model, optimizer, _data()[3:])
+        train_prepared(accelerator, model, optimizer, map(share_of, _data()[3:, 0]))
         ends.append(accelerator.get_state_dict(model))
         accelerator.free_memory()
         if dist.get_rank() == 0:
@@ -381,15 +355,7 @@ def _compiled(folder: Path) -> tuple[dict[str, torch.Tensor] | None, str, list[s
     with environ.patch({"TORCH_EXTENSIONS_DIR": str(folder)}):
         plugin = _plugin(2, "cpu", zero_force_ds_cpu_optimizer=True)
         accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=2)
-        model = _model()
-        model, optimizer = accelerator.prepare(model, _adam(model))
-        for window in _data():
-            for x in map(_mine, window):
-                with accelerator.accumulate(model):
-                    accelerator.backward(model(x).square().mean())
-                    accelerator.clip_grad_norm_(model.parameters(), 0.05)
-                    optimizer.step()
-                    optimizer.zero_grad()
+        model, optimizer, _ = _train(accelerator, counts_items=False)
         assert type(map_pytorch_optim_to_deepspeed(_adam(_model()))).__name__ == "DeepSpeedCPUAdam"
     logging.getLogger("echelon").removeHandler(handler)
     return accelerator.get_state_dict(model), type(optimizer.optimizer).__name__, said
@@ -399,7 +365,7 @@ def _compiled(folder: Path) -> tuple[dict[str, torch.Tensor] | None, str, list[s
 def test_deepspeed_compiles_its_own_optimizers(tmp_path: Path) -> None:
     state, kind, said = run_on_ranks(_compiled, tmp_path, world_size=2, timeout=600)[0]
     assert state is not None
-    _assert_like(state, _reference()[0])
+    _assert_like(state, _plain().state)
     assert kind == "DeepSpeedCPUAdam"
     assert any(
         f"DeepSpeed is compiling cpu_adam, which takes minutes; the result is cached in {tmp_path}" in line
@@ -438,11 +404,7 @@ def _other_parameters(stage: int, form: str) -> dict[str, torch.Tensor] | None:
             bare[0].more = torch.nn.Parameter(torch.ones(1))
         elif update == 2:
             bare[0].requires_grad_(form == "unfrozen")
-        for x in window:
-            with accelerator.accumulate(model):
-                accelerator.backward(model(_mine(x)).square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
+        train_prepared(accelerator, model, optimizer, map(share_of, window))
     return accelerator.get_state_dict(model)
 
 
@@ -450,26 +412,24 @@ def _other_parameters(stage: int, form: str) -> dict[str, torch.Tensor] | None:
     ("stage", "form"), [(1, "unfrozen"), (2, "frozen"), (3, "unfrozen"), (0, "added"), (3, "added")]
 )
 def test_other_parameters_than_those_it_was_given_are_refused_by_name(stage: int, form: str) -> None:
-    with pytest.raises(RanksFailed) as failed:
-        run_on_ranks(_other_parameters, stage, form, world_size=2)
-    for error in failed.value.errors.values():
-        assert isinstance(error, UsageError)
-        assert ("0.more" if form == "added" else "0.weight") in str(error)
+    for text in errors_on_ranks(UsageError, _other_parameters, stage, form, world_size=2):
+        assert ("0.more" if form == "added" else "0.weight") in text
 
 
 def test_stage_0_follows_what_is_unfrozen() -> None:
     """Against a plain loop: float32, AdamW."""
     model: Any = _model()
-    optimizer = _adam(model)
     model[0].requires_grad_(False)
-    for update, window in enumerate(_data()):
-        model[0].requires_grad_(update >= 2)
-        (sum(model(x).square().mean() for x in window) / len(window)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    plain = train_updates(
+        model,
+        lambda x: mean_square(model(x)),
+        _data(),
+        _adam(model),
+        before=lambda update: model[0].requires_grad_(update >= 2),
+    )
     whole, *_ = run_on_ranks(_other_parameters, 0, "unfrozen", world_size=2)
     assert whole is not None
-    _assert_like(whole, model.state_dict())
+    _assert_like(whole, plain.state)
 
 
 def _read_what_is_cut(name: str) -> list[list[float]]:

@@ -15,7 +15,9 @@ from torch import nn
 from echelon import Accelerator
 from echelon.base.errors import UsageError
 from echelon.base.warnings import EchelonWarning
-from tests.harness import RanksFailed, run_on_ranks
+from tests.harness import errors_on_ranks, run_on_ranks
+from tests.prepared_loop import train_prepared
+from tests.reference import gaussian, mean_square, train_updates
 
 
 class _Scaled(nn.Module):
@@ -36,42 +38,31 @@ def _model() -> _Scaled:
 
 def _batches(world_size: int) -> torch.Tensor:
     """Of all ranks: [steps, ranks, samples, features]."""
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(4, world_size, 5, 4, generator=generator, dtype=torch.float64)
-
-
-def _loss(outputs: torch.Tensor) -> torch.Tensor:
-    return outputs.square().mean()
+    return gaussian(4, world_size, 5, 4)
 
 
 def _trained(max_norm: float) -> tuple[dict[str, torch.Tensor] | None, list[float]]:
     accelerator = Accelerator(engine="fsdp2")
     bare = _model()
     model, optimizer = accelerator.prepare(bare, torch.optim.AdamW(bare.parameters(), lr=0.1))
-    norms = []
-    for shares in _batches(dist.get_world_size()):
-        accelerator.backward(_loss(model(shares[dist.get_rank()])))
-        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), max_norm)))
-        optimizer.step()
-        optimizer.zero_grad()
+    mine = _batches(dist.get_world_size())[:, dist.get_rank()]
+    norms = train_prepared(accelerator, model, optimizer, mine, max_norm=max_norm)
     return accelerator.get_state_dict(model), norms
 
 
 def test_parameters_without_a_dim_train() -> None:
     """Against plain PyTorch: float64, AdamW: 1e-9."""
     model = _model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    expected = []
-    for shares in _batches(2):
-        optimizer.zero_grad()
-        (sum(_loss(model(x)) for x in shares) / 2).backward()  # type: ignore[union-attr]
-        expected.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
-        optimizer.step()
+    plain = train_updates(
+        model,
+        lambda x: mean_square(model(x)),
+        _batches(2),
+        torch.optim.AdamW(model.parameters(), lr=0.1),
+        clip=lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.1),
+    )
     (whole, norms), *_ = run_on_ranks(_trained, 0.1, world_size=2)
-    assert norms == pytest.approx(expected, rel=1e-9)
-    assert whole is not None
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(whole[name], value, rtol=1e-9, atol=1e-9)
+    assert norms == pytest.approx(plain.norms, rel=1e-9)
+    torch.testing.assert_close(whole, plain.state, rtol=1e-9, atol=1e-9)
 
 
 # ---- numbers -------------------------------------------------------------------------------------------------------------
@@ -81,7 +72,7 @@ def _numbers() -> tuple[list[tuple[str, str]], list[float]]:
     accelerator = Accelerator(engine="fsdp2")
     bare = _model()
     model = accelerator.prepare(bare)
-    accelerator.backward(_loss(model(torch.ones(2, 4, dtype=torch.float64))))
+    accelerator.backward(mean_square(model(torch.ones(2, 4, dtype=torch.float64))))
     gradient = bare.layer.weight.grad
     assert gradient is not None
     found = []
@@ -119,7 +110,7 @@ def _loaded(form: str) -> dict[str, torch.Tensor] | None:
     whole = {name: value + 1 for name, value in copy.deepcopy(bare.state_dict()).items()}
     before = dict(whole)
     model, optimizer = accelerator.prepare(bare, torch.optim.SGD(bare.parameters(), lr=0.0))
-    accelerator.backward(_loss(model(torch.ones(2, 4, dtype=torch.float64))))
+    accelerator.backward(mean_square(model(torch.ones(2, 4, dtype=torch.float64))))
     optimizer.step()
     if form == "a part":
         model.layer.load_state_dict({name.removeprefix("layer."): v for name, v in whole.items() if "layer" in name})
@@ -130,7 +121,7 @@ def _loaded(form: str) -> dict[str, torch.Tensor] | None:
     assert all(whole[name] is value for name, value in before.items())
     with pytest.raises(RuntimeError, match=r"size mismatch for layer\.bias"):
         model.load_state_dict({**whole, "layer.bias": torch.ones(7)})
-    accelerator.backward(_loss(model(torch.ones(2, 4, dtype=torch.float64))))
+    accelerator.backward(mean_square(model(torch.ones(2, 4, dtype=torch.float64))))
     optimizer.step()
     return accelerator.get_state_dict(model)
 
@@ -191,9 +182,6 @@ def _refused(form: str) -> None:
 def test_what_shards_cannot_do_is_an_error_with_a_way_out(form: str, said: str) -> None:
     if not hasattr(torch.optim, "Muon") and form == "Muon":
         pytest.skip("this torch has none")
-    with pytest.raises(RanksFailed) as failed:
-        run_on_ranks(_refused, form, world_size=2)
-    for error in failed.value.errors.values():
-        assert isinstance(error, UsageError)
-        assert said in str(error)
-        assert "ddp" in str(error) or "zero1" in str(error)
+    for text in errors_on_ranks(UsageError, _refused, form, world_size=2):
+        assert said in text
+        assert "ddp" in text or "zero1" in text

@@ -12,19 +12,18 @@ from torch import nn
 from echelon import Accelerator
 from echelon.accelerator.update.local_sgd import LocalSGD
 from tests.harness import run_on_ranks
+from tests.reference import gaussian, tanh_net
 
 STEPS = 7  # no multiple of the period: the average on leaving counts
 PERIOD = 3
 
 
 def _model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    return tanh_net(4, 8, 1)
 
 
 def _batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 * rank + step)
-    inputs = torch.randn(5, 4, generator=generator, dtype=torch.float64)
+    inputs = gaussian(5, 4, seed=100 * rank + step)
     return inputs, inputs.sum(1, keepdim=True)
 
 

@@ -20,9 +20,10 @@ from echelon.base.errors import UsageError
 from echelon.base.warnings import EchelonWarning
 from echelon.testing.model_outputs import OUTPUT_KINDS, PlainObject, Returning, items_of
 from tests.harness import run_on_ranks
+from tests.prepared_loop import share_of, train_prepared
+from tests.reference import gaussian, mean_square, tanh_net, train_updates
 
 _KINDS: dict[str, Callable[..., Any]] = {**OUTPUT_KINDS, "plain object": PlainObject}
-_STEPS = 3
 
 
 class _Outer(nn.Module):
@@ -39,29 +40,24 @@ class _Outer(nn.Module):
 
 
 def _model(make: Callable[..., Any], *, has_head: bool, is_block: bool) -> nn.Module:
-    torch.manual_seed(0)
-    inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    inner = tanh_net(4, 4, 3)
     model = Returning(inner, make, nn.Linear(4, 3) if has_head else None).double()
     return _Outer(model) if is_block else model
 
 
 def _data() -> torch.Tensor:
-    return torch.randn(_STEPS, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return gaussian(3, 4, 4)
 
 
 def _loss(output: Any) -> torch.Tensor:
     logits = output if isinstance(output, torch.Tensor) else items_of(output)["logits"]
-    return logits.square().mean()
+    return mean_square(logits)
 
 
 def _plain(**shape: bool) -> dict[str, torch.Tensor]:
     model = _model(dict, **shape)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for x in _data():
-        optimizer.zero_grad()
-        _loss(model(x)).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    return dict(model.state_dict())
+    return train_updates(model, lambda x: _loss(model(x)), zip(_data()), optimizer).state
 
 
 def _weights(kind: str, engine: str, options: dict[str, Any], shape: dict[str, bool]) -> Any:
@@ -73,10 +69,7 @@ def _weights(kind: str, engine: str, options: dict[str, Any], shape: dict[str, b
     accelerator = Accelerator(engine=engine, cpu=True, **settings)
     model: Any = _model(_KINDS[kind], **shape)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
-    for x in _data():
-        accelerator.backward(_loss(model(x.chunk(2)[accelerator.process_index])))
-        optimizer.step()
-        optimizer.zero_grad()
+    train_prepared(accelerator, model, optimizer, map(share_of, _data()), loss_of=lambda x: _loss(model(x)))
     return accelerator.get_state_dict(model)
 
 
@@ -179,15 +172,9 @@ def _transformers(kind: str, precision: str, engine: str) -> tuple[list[float], 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_models_of_transformers_train_in_every_precision(kind: str, precision: str) -> None:
     model = _language_model(kind).eval()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ids = torch.arange(64).view(4, 16).remainder(32)
-    expected = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = train_updates(model, lambda ids: model(input_ids=ids, labels=ids).loss, 3 * [[ids]], optimizer).losses
     assert expected[-1] < expected[0] - 0.01
     engines = [("single", 1), ("ddp", 2)] if precision == "fp16" else [("single", 1), ("ddp", 2), ("fsdp2", 2)]
     for engine, world_size in engines:

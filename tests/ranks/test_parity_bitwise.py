@@ -28,6 +28,7 @@ from echelon.engines.fsdp.fsdp2 import FSDP2Engine
 from echelon.engines.fsdp.options import ShardingOptions
 from echelon.world.world import World
 from tests.harness import RanksFailed, run_on_ranks
+from tests.reference import evenly, mean_square, tanh_net, train_plainly
 
 STEPS = 20
 BATCH = 24  # shards of 3; 5 * 24 + 5 samples: the last update of a pass has empty shards
@@ -174,32 +175,27 @@ def test_weights_losses_and_norms_have_the_same_bits_on_any_number_of_processes(
 
 
 def _plain(weighted: bool) -> list[torch.Tensor]:
-    """The whole batches in plain PyTorch, without dropout; a sample weighs what its shard says."""
-    torch.manual_seed(0)
+    """Train on whole batches, without dropout; a sample weighs what its shard says."""
     model = _smooth()
+    x, y = _data().tensors
+
+    def loss_of(batch: list[int]) -> torch.Tensor:
+        shards = [shard for shard in evenly(batch, 8) if shard]
+        counts = [len(shard) + int(y[shard[0]]) if weighted else len(shard) for shard in shards]
+        losses = [nn.functional.cross_entropy(model(x[shard].double()), y[shard]) for shard in shards]
+        return torch.stack([n * loss for n, loss in zip(counts, losses)]).sum() / sum(counts)
+
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    data = _data()
-    for epoch in range(2):
-        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(3 + epoch))
-        for batch in order.split(BATCH):
-            size, extra = divmod(len(batch), 8)
-            shards = batch.split([size + (i < extra) for i in range(8)])
-            x, y = data.tensors
-            pairs = [(x[i].double(), y[i]) for i in shards if len(i)]
-            counts = [len(labels) + int(labels[0]) if weighted else len(labels) for _, labels in pairs]
-            losses = [nn.functional.cross_entropy(model(inputs), labels) for inputs, labels in pairs]
-            optimizer.zero_grad()
-            (sum(n * loss for n, loss in zip(counts, losses)) / sum(counts)).backward()
-            optimizer.step()
-    return [p.detach() for p in model.parameters()]
+    return train_plainly(
+        model, loss_of, num_samples=len(y), batch_size=BATCH, optimizer=optimizer, epochs=2, seed=3
+    ).weights
 
 
 def _smooth() -> nn.Module:
-    return nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+    return tanh_net(64, 16, 4)
 
 
 def _weighted(weighted: bool, form: str, num_shards: int = 8, layout: str | None = None) -> list[torch.Tensor]:
-    torch.manual_seed(0)
     model: Any = _smooth()
     accelerator = _accelerator("mlp", layout, canonical_shards=num_shards)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -342,7 +338,7 @@ def _dispatched(dispatch: bool) -> list[torch.Tensor]:
         accelerator.backward(nn.functional.cross_entropy(model(x), y))
         optimizer.step()
         optimizer.zero_grad()
-    return [p.detach().clone() for p in accelerator.unwrap_model(model).parameters()]
+    return _weights(accelerator, model)
 
 
 @pytest.mark.parametrize("dispatch", [True, False])
@@ -527,31 +523,6 @@ def test_the_number_of_threads_is_that_of_the_environment() -> None:
     assert run_on_ranks(_threads, world_size=2) == [1, 1]  # OMP_NUM_THREADS of the ranks of tests
 
 
-def _cleared(layout: str | None, first: bool) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    model: Any = nn.Linear(64, 4)
-    accelerator = Accelerator(parity="bitwise", engine=layout, seed=3)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(_data(), batch_size=BATCH))
-    for x, y in loader:
-        with accelerator.accumulate(model):
-            if first:
-                optimizer.zero_grad()
-            accelerator.backward(nn.functional.cross_entropy(model(x), y))
-            optimizer.step()
-            if not first:
-                optimizer.zero_grad()
-    return _weights(accelerator, model)
-
-
-@pytest.mark.parametrize(("layout", "world_size"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
-def test_gradients_may_be_cleared_before_the_backward_pass(layout: str, world_size: int) -> None:
-    """As most tutorials write it: the gradients of the update before are gone then."""
-    (expected,) = run_on_ranks(_cleared, None, False, world_size=1)
-    for found in run_on_ranks(_cleared, layout, True, world_size=world_size):
-        assert all(map(torch.equal, found, expected))
-
-
 def _uncleared(layout: str, num_samples: int) -> list[torch.Tensor]:
     """Return the weights after updates whose gradients nobody clears, of two optimizers that take every other layer."""
     torch.manual_seed(0)
@@ -575,9 +546,8 @@ def test_gradients_that_nobody_clears_stay_with_their_parameters_where_modules_s
     plain = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4))).double()
     sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
     for _ in range(3):
-        plain(torch.eye(4, dtype=torch.float64)).square().mean().backward()
+        mean_square(plain(torch.eye(4, dtype=torch.float64))).backward()
         sgd.step()
     for found in run_on_ranks(_uncleared, "fsdp2 stage 2", 12, world_size=world_size):
-        for mine, expected in zip(found, plain.parameters()):
-            # sums of few float64 numbers in another order
-            torch.testing.assert_close(mine, expected.detach(), rtol=1e-12, atol=1e-15)
+        # sums of few float64 numbers in another order
+        torch.testing.assert_close(found, [p.detach() for p in plain.parameters()], rtol=1e-12, atol=1e-15)

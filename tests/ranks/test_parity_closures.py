@@ -17,19 +17,18 @@ from echelon.accelerator.update.optimizer import AcceleratedOptimizer
 from echelon.base.errors import UsageError
 from echelon.base.warnings import EchelonWarning
 from tests.harness import run_on_ranks
+from tests.prepared_loop import train_prepared
+from tests.reference import regression_data, tanh_net, train_updates
 
 _N, _BATCH, _EPOCHS = 22, 8, 2  # batches of 8, 8 and 6
-_LAST = 6
 
 
 def _model() -> nn.Module:
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    return tanh_net(5, 6, 2, seed=5)
 
 
 def _data() -> TensorDataset:
-    g = torch.Generator().manual_seed(3)
-    return TensorDataset(torch.randn(_N, 5, generator=g).double(), torch.randn(_N, 2, generator=g).double())
+    return regression_data(_N, 5, 2)
 
 
 _OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -37,6 +36,8 @@ _OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=0.02),
     "lbfgs": lambda m: torch.optim.LBFGS(m.parameters(), lr=0.5, max_iter=4),
     "lbfgs, line search": lambda m: torch.optim.LBFGS(m.parameters(), max_iter=3, line_search_fn="strong_wolfe"),
+    "deaf": lambda m: _Deaf(m.parameters(), lr=0.1),
+    "restless": lambda m: _Restless(m.parameters(), lr=0.1),
     "lbfgs, one evaluation": lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=1),
 }
 
@@ -48,8 +49,7 @@ def _plain(optimizer_of: str) -> tuple[dict[str, torch.Tensor], list[float], lis
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
     losses, rates = [], []
     for _ in range(_EPOCHS):
-        parts: Any = [torch.split(t, _BATCH) for t in data.tensors]
-        for x, y in zip(*parts):
+        for x, y in DataLoader(data, _BATCH):
 
             def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> Any:
                 optimizer.zero_grad()
@@ -178,20 +178,17 @@ def test_the_bits_do_not_depend_on_the_number_of_ranks() -> None:
 def test_without_parity_micro_steps_count_alike() -> None:
     """Batches of 4 for each of two ranks, in windows of two micro-steps and, at the end of the data, of one."""
     model, (x, y) = _model(), _data().tensors
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     # Rank r has every second batch; the last one is filled with samples of the beginning.
     rounds = [range(8), range(8, 16), [16, 17, 18, 19, 20, 21, 0, 1]]
-    losses = []
-    for _ in range(_EPOCHS):
-        for window in (rounds[:2], rounds[2:]):
-            optimizer.zero_grad()
-            loss: Any = sum((model(x[list(r)]) - y[list(r)]).square().mean() for r in window) / len(window)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+    plain = train_updates(
+        model,
+        lambda r: (model(x[list(r)]) - y[list(r)]).square().mean(),
+        _EPOCHS * [rounds[:2], rounds[2:]],
+        torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9),
+    )
     for one in run_on_ranks(_off):
-        assert one["losses"] == pytest.approx(losses, rel=1e-12)
-        for name, value in model.state_dict().items():
+        assert one["losses"] == pytest.approx(plain.losses, rel=1e-12)
+        for name, value in plain.state.items():
             assert (one["weights"][name] - value).norm() <= 1e-12 * value.norm()
 
 
@@ -221,11 +218,11 @@ def _off() -> dict[str, Any]:
 # ---- refused by name -------------------------------------------------------------------------------------------------
 
 
-def _refusal(body: Callable[..., None], **settings: Any) -> str:
+def _refusal(body: Callable[..., None], optimizer_of: str = "sgd", **settings: Any) -> str:
     handlers = [GradScalerKwargs(init_scale=4.0)] if settings.get("mixed_precision") == "fp16" else []
     accelerator = Accelerator(cpu=True, kwargs_handlers=handlers, **settings)  # type: ignore[arg-type]
     model: Any = _model().float() if handlers else _model()
-    optimizer: Any = _REFUSED.get(body, _sgd)(model)
+    optimizer: Any = _OPTIMIZERS[optimizer_of](model)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(_data(), batch_size=_BATCH))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EchelonWarning)
@@ -238,10 +235,6 @@ def _refusal(body: Callable[..., None], **settings: Any) -> str:
     return "nothing was refused"
 
 
-def _sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
 def _closure(accelerator: Any, model: Any, x: Any, y: Any) -> Callable[[], torch.Tensor]:
     def closure() -> torch.Tensor:
         loss: torch.Tensor = (model(x) - y).square().mean()
@@ -251,7 +244,7 @@ def _closure(accelerator: Any, model: Any, x: Any, y: Any) -> Callable[[], torch
     return closure
 
 
-def _evaluates_again(accelerator: Any, model: Any, optimizer: Any, x: Any, y: Any) -> None:
+def _once(accelerator: Any, model: Any, optimizer: Any, x: Any, y: Any) -> None:
     optimizer.step(_closure(accelerator, model, x, y))
 
 
@@ -268,24 +261,12 @@ def _twice(accelerator: Any, model: Any, optimizer: Any, x: Any, y: Any) -> None
 def _of_two_optimizers(accelerator: Any, model: Any, optimizer: Any, x: Any, y: Any) -> None:
     optimizer.step(_closure(accelerator, model, x, y))
     if len(accelerator._optimizers) == 1:
-        accelerator.prepare(_sgd(model))
+        accelerator.prepare(_OPTIMIZERS["sgd"](model))
     accelerator._optimizers[1].step(_closure(accelerator, model, x, y))
 
 
 def _after_a_backward(accelerator: Any, model: Any, optimizer: Any, x: Any, y: Any) -> None:
     accelerator.backward((model(x) - y).square().mean())
-    optimizer.step(_closure(accelerator, model, x, y))
-
-
-def _in_every_micro_step(accelerator: Any, model: Any, optimizer: Any, x: Any, y: Any) -> None:
-    optimizer.step(_closure(accelerator, model, x, y))
-
-
-def _left_alone(accelerator: Any, model: Any, optimizer: Any, x: Any, y: Any) -> None:
-    optimizer.step(_closure(accelerator, model, x, y))
-
-
-def _moved_before(accelerator: Any, model: Any, optimizer: Any, x: Any, y: Any) -> None:
     optimizer.step(_closure(accelerator, model, x, y))
 
 
@@ -301,42 +282,33 @@ class _Restless(torch.optim.SGD):
         return super().step(closure)
 
 
-_REFUSED: dict[Any, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    _evaluates_again: lambda model: torch.optim.LBFGS(model.parameters()),
-    _left_alone: lambda model: _Deaf(model.parameters(), lr=0.1),
-    _moved_before: lambda model: _Restless(model.parameters(), lr=0.1),
-}
-_REFUSALS: list[tuple[Callable[..., None], dict[str, Any], str]] = [
-    (_evaluates_again, {"parity": "exact", "max_micro_batch_size": 2}, "LBFGS evaluates its closure again"),
-    (_evaluates_again, {"gradient_accumulation_steps": 2}, "LBFGS evaluates its closure again"),
-    (_evaluates_again, {"parity": "bitwise", "canonical_shards": 1, "seed": 1}, "LBFGS evaluates its closure again"),
-    (
-        _only_in_the_last,
-        {"parity": "exact", "max_micro_batch_size": 2},
-        "in micro-step 4 of an update, and in 0 of the 3 before",
-    ),
-    (_only_in_the_last, {"gradient_accumulation_steps": 2}, "in micro-step 2 of an update, and in 0 of the 1 before"),
-    (_twice, {"parity": "exact", "max_micro_batch_size": 2}, "a second time in micro-step 1"),
-    (
-        _of_two_optimizers,
-        {"parity": "exact", "max_micro_batch_size": 2},
-        "another optimizer has evaluated closures, too",
-    ),
-    (_of_two_optimizers, {"gradient_accumulation_steps": 2}, "another optimizer has evaluated closures, too"),
-    (_after_a_backward, {"parity": "exact", "max_micro_batch_size": 2}, "backpropagates the batch a second time"),
-    (_left_alone, {"gradient_accumulation_steps": 2}, "_Deaf does not evaluate its closure"),
-    (_moved_before, {"gradient_accumulation_steps": 2}, "_Restless changes the parameters before it evaluates"),
-    (_in_every_micro_step, {"mixed_precision": "fp16"}, "the loss scaling of fp16"),
+_CUT = {"parity": "exact", "max_micro_batch_size": 2}
+_WINDOW = {"gradient_accumulation_steps": 2}
+_REFUSALS: list[tuple[Callable[..., None], str, dict[str, Any], str]] = [
+    (_once, "lbfgs", _CUT, "LBFGS evaluates its closure again"),
+    (_once, "lbfgs", _WINDOW, "LBFGS evaluates its closure again"),
+    (_once, "lbfgs", {"parity": "bitwise", "canonical_shards": 1, "seed": 1}, "LBFGS evaluates its closure again"),
+    (_only_in_the_last, "sgd", _CUT, "in micro-step 4 of an update, and in 0 of the 3 before"),
+    (_only_in_the_last, "sgd", _WINDOW, "in micro-step 2 of an update, and in 0 of the 1 before"),
+    (_twice, "sgd", _CUT, "a second time in micro-step 1"),
+    (_of_two_optimizers, "sgd", _CUT, "another optimizer has evaluated closures, too"),
+    (_of_two_optimizers, "sgd", _WINDOW, "another optimizer has evaluated closures, too"),
+    (_after_a_backward, "sgd", _CUT, "backpropagates the batch a second time"),
+    (_once, "deaf", _WINDOW, "_Deaf does not evaluate its closure"),
+    (_once, "restless", _WINDOW, "_Restless changes the parameters before it evaluates"),
+    (_once, "sgd", {"mixed_precision": "fp16"}, "the loss scaling of fp16"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("body", "settings", "text"), _REFUSALS, ids=[f"{one[0].__name__}-{'-'.join(one[1])}" for one in _REFUSALS]
+    ("body", "optimizer", "settings", "text"),
+    _REFUSALS,
+    ids=[f"{body.__name__}-{optimizer}-{'-'.join(settings)}" for body, optimizer, settings, _ in _REFUSALS],
 )
 def test_what_cannot_be_defined_is_refused_by_name(
-    body: Callable[..., None], settings: dict[str, Any], text: str
+    body: Callable[..., None], optimizer: str, settings: dict[str, Any], text: str
 ) -> None:
-    said = _refusal(body, **settings)
+    said = _refusal(body, optimizer, **settings)
     assert text in said
     assert "do:" in said
 
@@ -404,8 +376,7 @@ def _sam(by_closure: bool, settings: dict[str, Any]) -> Any:
 def test_an_optimizer_of_two_steps_in_one_micro_step_is_that_of_a_plain_loop() -> None:
     model, data = _model(), _data()
     optimizer = _SAM(model.parameters(), lr=0.1)
-    parts: Any = [torch.split(t, _BATCH) for t in data.tensors]
-    for x, y in zip(*parts):
+    for x, y in DataLoader(data, _BATCH):
 
         def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> Any:
             loss: Any = (model(x) - y).square().mean()
@@ -427,12 +398,9 @@ def test_steps_that_the_accelerator_does_not_see_are_refused_by_name() -> None:
 def _changes(settings: dict[str, Any]) -> None:
     accelerator = Accelerator(cpu=True, **settings)
     model: Any = _model()
-    model, optimizer, loader = accelerator.prepare(model, _sgd(model), DataLoader(_data(), batch_size=_BATCH))
+    model, optimizer, loader = accelerator.prepare(model, _OPTIMIZERS["sgd"](model), DataLoader(_data(), _BATCH))
     for x, y in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward((model(x) - y).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
+        train_prepared(accelerator, model, optimizer, [x], loss_of=lambda x, y=y: (model(x) - y).square().mean())
         with torch.no_grad():
             for p in model.parameters():
                 p.clamp_(-0.5, 0.5)

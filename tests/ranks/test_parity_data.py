@@ -18,60 +18,23 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
-    IterableDataset,
     RandomSampler,
     Sampler,
     Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
-    get_worker_info,
 )
 
 from echelon import Accelerator, DataLoaderConfiguration
 from echelon.base.errors import DesyncError, UsageError
 from echelon.base.warnings import EchelonWarning
 from tests.harness import run_on_ranks
+from tests.reference import EpochStream, Numbers, batches_of, permutation
 
 _SEED = 11
 
 
-class Numbers(Dataset[Any]):
-    """0 .. n - 1 with an index; it notes what is read."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-        self.read: list[int] = []
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, i: int) -> torch.Tensor:
-        self.read.append(i)
-        return torch.tensor(i)
-
-
-class Stream(IterableDataset[Any]):
-    """0 .. n - 1, plus 100 * epoch; each loader worker reads its own part, and what is read is counted."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-        self.epoch = 0
-        self.num_read = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
-        for i in range(self.n) if info is None else range(info.id, self.n, info.num_workers):
-            self.num_read += 1
-            yield torch.tensor(i + 100 * self.epoch)
-
-
-class StreamWithState(Stream):
+class StreamWithState(EpochStream):
     """Knows how far it is, and can go there without reading."""
 
     def __init__(self, n: int) -> None:
@@ -143,9 +106,7 @@ def _joined(ranks: list[list[list[Any]]]) -> list[list[Any]]:
 
 
 def _shuffled(n: int, batch_size: int, epoch: int, *, drop_last: bool = False) -> list[list[int]]:
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(_SEED + epoch)).tolist()
-    batches = [order[i : i + batch_size] for i in range(0, n, batch_size)]
-    return [batch for batch in batches if not drop_last or len(batch) == batch_size]
+    return batches_of(permutation(n, seed=_SEED, epoch=epoch), batch_size, drop_last=drop_last)
 
 
 # ---- streams, and data that rank zero gives out ------------------------------------------------------------------------
@@ -189,7 +150,7 @@ def _cases(seed: int) -> list[_Case]:
 
 
 def _loader(case: _Case, n: int) -> DataLoader[Any]:
-    data: Any = Numbers(n) if case.has_index else Stream(n)
+    data: Any = Numbers(n) if case.has_index else EpochStream(n)
     return DataLoader(
         data,
         batch_size=case.batch_size,
@@ -227,7 +188,7 @@ def test_updates_are_the_batches_of_a_plain_loader(world_size: int) -> None:
         num_samples = 0
         for epoch in range(2):
             plain = _loader(case, case.n)
-            if isinstance(plain.dataset, Stream):
+            if isinstance(plain.dataset, EpochStream):
                 plain.dataset.set_epoch(epoch)
             expected = [batch.tolist() for batch in plain]
             num_samples = sum(map(len, expected))
@@ -269,7 +230,7 @@ def _go_on(folder: Path, kind: Any, num_workers: int, dispatches: bool) -> dict[
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".* has random states of . processes", category=EchelonWarning)
         for path in sorted(folder.iterdir()):
-            accelerator = _accelerator(accumulation=2, dispatch_batches=dispatches, replay_iterable=kind is Stream)
+            accelerator = _accelerator(accumulation=2, dispatch_batches=dispatches, replay_iterable=kind is EpochStream)
             data = kind(10)
             loader: Any = accelerator.prepare(DataLoader(data, batch_size=4, num_workers=num_workers))
             accelerator.load_state(path)
@@ -284,8 +245,8 @@ def _go_on(folder: Path, kind: Any, num_workers: int, dispatches: bool) -> dict[
     [
         (StreamWithState, 0, False),
         (NoisyStream, 0, True),
-        (Stream, 2, False),
-        (Stream, 1, True),
+        (EpochStream, 2, False),
+        (EpochStream, 1, True),
     ],
 )
 def test_a_stream_goes_on_where_it_was_saved_on_any_number_of_ranks(
@@ -312,19 +273,19 @@ def test_a_stream_goes_on_where_it_was_saved_on_any_number_of_ranks(
             continue
         assert set(epochs) == {1}
         assert _joined(list(updates)) == whole[done:], name
-        if kind is not Stream:  # nothing is read again
+        if kind is not EpochStream:  # nothing is read again
             left = 10 - 4 * done
             assert list(num_read) == [left] + [0 if dispatches else left] * 2, name
 
 
 def _refused(folder: Path, dispatches: bool) -> str:
     accelerator = _accelerator(dispatch_batches=dispatches)
-    loader: Any = accelerator.prepare(DataLoader(Stream(9), batch_size=4))
+    loader: Any = accelerator.prepare(DataLoader(EpochStream(9), batch_size=4))
     for _ in loader:
         accelerator.save_state(folder)
         break
     accelerator = _accelerator(dispatch_batches=dispatches)
-    loader = accelerator.prepare(DataLoader(Stream(9), batch_size=4))
+    loader = accelerator.prepare(DataLoader(EpochStream(9), batch_size=4))
     accelerator.load_state(folder)
     with pytest.raises((UsageError, DesyncError)) as error:
         next(iter(loader))
@@ -509,7 +470,7 @@ def _bad_samplers() -> list[str]:
         with pytest.raises(UsageError) as error:
             list(loader)
         texts.append(str(error.value))
-    for plain in (DataLoader(Numbers(5), batch_size=None), DataLoader(Stream(5), batch_size=None)):
+    for plain in (DataLoader(Numbers(5), batch_size=None), DataLoader(EpochStream(5), batch_size=None)):
         with pytest.raises(UsageError) as error:
             _accelerator(dispatch_batches=False).prepare(plain)
         texts.append(str(error.value))
@@ -593,7 +554,7 @@ def test_passes_have_the_order_of_their_epoch(num_workers: int) -> None:
 
 def _skip_in_a_stream(dispatches: bool) -> Any:
     accelerator = _accelerator(accumulation=2, dispatch_batches=dispatches)
-    loader: Any = accelerator.prepare(DataLoader(Stream(10), batch_size=4))
+    loader: Any = accelerator.prepare(DataLoader(EpochStream(10), batch_size=4))
     with pytest.raises(UsageError, match="first 1 micro-steps"):
         _read_pass(accelerator, accelerator.skip_first_batches(loader, 1))
     return [_read_pass(accelerator, accelerator.skip_first_batches(loader, number)) for number in (2, 4, 5)]

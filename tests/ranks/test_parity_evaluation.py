@@ -12,49 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    Sampler,
-    get_worker_info,
-)
+from torch.utils.data import DataLoader, Sampler
 
 from echelon import Accelerator, DataLoaderConfiguration
 from echelon.base.errors import UsageError
 from tests.harness import run_on_ranks
+from tests.reference import Numbers, NumberStream
 
 
-class Numbers(Dataset[Any]):
-    """0 .. n - 1 with an index."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, i: int) -> int:
-        return i
-
-
-class Stream(IterableDataset[Any]):
-    """0 .. n - 1; each loader worker reads its own part."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
-        yield from range(self.n) if info is None else range(info.id, self.n, info.num_workers)
-
-
-def _collate(samples: list[int]) -> dict[str, Any]:
-    x = torch.tensor(samples)
-    return {"x": x, "nested": (x.double()[:, None] * 2, [x % 3 == 0]), "names": [f"n{i}" for i in samples]}
+def _collate(samples: list[torch.Tensor]) -> dict[str, Any]:
+    x = torch.stack(samples)
+    return {"x": x, "nested": (x.double()[:, None] * 2, [x % 3 == 0]), "names": [f"n{i}" for i in x.tolist()]}
 
 
 class Accuracy:
@@ -96,7 +64,7 @@ def _evaluate_all(kind: str, max_micro: int | None) -> list[Any]:
         torch.manual_seed(0)
         model: Any = accelerator.prepare(nn.Linear(1, 1)) if n == 3 else None
         has_data = not dispatches or accelerator.is_main_process
-        data: Any = (Stream if kind.endswith("stream") else Numbers)(n if has_data else 0)
+        data: Any = (NumberStream if kind.endswith("stream") else Numbers)(n if has_data else 0)
         plain = DataLoader(data, batch_size=batch_size, collate_fn=_collate)
         loader: Any = accelerator.prepare(plain)
         if model is not None:
@@ -261,7 +229,7 @@ def _with_workers() -> Any:
         dataloader_config=DataLoaderConfiguration(dispatch_batches=False),
     )
     loader: Any = accelerator.prepare(
-        DataLoader(Stream(11), batch_size=3, num_workers=2, persistent_workers=True, prefetch_factor=4)
+        DataLoader(NumberStream(11), batch_size=3, num_workers=2, persistent_workers=True, prefetch_factor=4)
     )
     steps = sum(1 for _ in loader)
     found = []

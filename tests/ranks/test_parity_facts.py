@@ -1,91 +1,26 @@
 """What was measured to go wrong elsewhere, and is right here under ``parity="exact"``: the reference is a plain loop.
 
-The facts: accumulation divides the last window by the full count (M1), ranks with unequal items count the same (M2), a
-schedule advances once for each process (M3), all ranks drop the same units (M4), metrics of a stream count samples twice
-(M5), and a resume on another number of processes loses or repeats samples (M11).
+A schedule advances once for each process (M3), all ranks drop the same units (M4), metrics of a stream count samples twice
+(M5). Elsewhere: short windows (M1) and unequal items (M2) in test_accelerator_exact.py and test_parity_rules.py, a resume on
+another number of processes (M11) in test_resume.py.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Accelerator, DataLoaderConfiguration, set_seed
 from echelon.base.errors import UsageError
 from echelon.base.warnings import EchelonWarning
 from tests.harness import run_on_ranks
-
-# ---- M1, M2 ----------------------------------------------------------------------------------------------------------
-
-
-def _ten_samples() -> tuple[Any, Any, TensorDataset]:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 2).double()
-    return model, torch.optim.SGD(model.parameters(), lr=0.5), TensorDataset(torch.randn(10, 4, dtype=torch.float64))
-
-
-def _split(parity: str, accumulation: int) -> list[torch.Tensor]:
-    """Two updates, of 8 and 2 samples."""
-    accelerator = Accelerator(parity=parity, gradient_accumulation_steps=accumulation)
-    model, optimizer, data = _ten_samples()
-    loader: Any = DataLoader(data, batch_size=8 if parity == "exact" else 8 // accumulation)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for (x,) in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(model(x).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-    return [p.detach().clone() for p in accelerator.unwrap_model(model).parameters()]
-
-
-def test_m1_the_update_is_that_of_the_global_batch_however_it_is_accumulated() -> None:
-    model, optimizer, data = _ten_samples()
-    for (x,) in DataLoader(data, batch_size=8):
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-    expected = [p.detach() for p in model.parameters()]
-    for accumulation in (1, 2, 4, 8):
-        found = [_split("off", accumulation), _split("exact", accumulation)]
-        found += run_on_ranks(_split, "exact", accumulation, world_size=2)
-        for weights in found:
-            torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-14)  # float64, sums in another order
-
-
-def _unequal(parity: str) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    accelerator = Accelerator(parity=parity)
-    model: Any = nn.Linear(3, 1).double()
-    x, valid = _two_and_ten_items()
-    batch_size = 2 if parity == "exact" else 1
-    model, loader = accelerator.prepare(model, DataLoader(TensorDataset(x, valid), batch_size=batch_size))
-    for rows, mask in loader:
-        loss = (model(rows)[..., 0].square() * mask).sum() / mask.sum()
-        accelerator.backward(loss, num_items=int(mask.sum()))
-    return [p.grad for p in model.parameters()]
-
-
-def _two_and_ten_items() -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(2, 10, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return x, (torch.arange(10)[None] < torch.tensor([[2], [10]])).double()
-
-
-@pytest.mark.parametrize("parity", ["exact", "off"])
-def test_m2_a_rank_with_two_items_weighs_a_fifth_of_one_with_ten(parity: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(3, 1).double()
-    x, valid = _two_and_ten_items()
-    (model(x)[..., 0][valid.bool()]).square().mean().backward()
-    for gradients in run_on_ranks(_unequal, parity):
-        torch.testing.assert_close(gradients, [p.grad for p in model.parameters()], rtol=1e-12, atol=0)
-
+from tests.reference import NumberStream, mean_square, train_updates
 
 # ---- M3: learning rates ----------------------------------------------------------------------------------------------
 
@@ -113,18 +48,19 @@ def _parts(name: str) -> tuple[Any, Any, Any, Any]:
 
 def _plain_rates(name: str) -> list[float]:
     """Return the learning rate of each update, and the one at the end; the cosine is stepped once an epoch."""
-    model, optimizer, loader, scheduler = _parts(name)
+    model, optimizer, loader, schedule = _parts(name)
     rates = []
     for _ in range(_EPOCHS):
-        for (x,) in loader:
-            model(x).square().mean().backward()
-            rates.append(optimizer.param_groups[0]["lr"])
-            optimizer.step()
-            if name != "cosine":
-                scheduler.step()
-            optimizer.zero_grad()
+        plain = train_updates(
+            model,
+            lambda batch: mean_square(model(batch[0])),
+            zip(loader),
+            optimizer,
+            schedule=None if name == "cosine" else schedule,
+        )
+        rates += plain.rates
         if name == "cosine":
-            scheduler.step()
+            schedule.step()
     return [*rates, optimizer.param_groups[0]["lr"]]
 
 
@@ -211,17 +147,9 @@ def test_m4_ranks_that_the_user_seeded_keep_their_streams() -> None:
 # ---- M5: metrics of a stream -----------------------------------------------------------------------------------------
 
 
-class _Stream(IterableDataset[int]):
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __iter__(self) -> Iterator[int]:
-        yield from range(self.n)
-
-
 def _gathered(parity: str, n: int) -> list[int]:
     accelerator = Accelerator(parity=parity, dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
-    loader = accelerator.prepare(DataLoader(_Stream(n), batch_size=4))
+    loader = accelerator.prepare(DataLoader(NumberStream(n), batch_size=4))
     with torch.no_grad():
         return [number for batch in loader for number in accelerator.gather_for_metrics(batch).tolist()]
 
@@ -230,33 +158,6 @@ def _gathered(parity: str, n: int) -> list[int]:
 def test_m5_metrics_of_a_stream_count_each_sample_once(parity: str) -> None:
     for n in (7, 10, 13):
         assert run_on_ranks(_gathered, parity, n) == [list(range(n))] * 2
-
-
-# ---- M11: another number of processes in mid-epoch -------------------------------------------------------------------
-
-
-def _updates(skip: int, stop: int | None) -> list[list[int]]:
-    """Return the samples of the updates from ``skip`` to ``stop`` of one epoch."""
-    accelerator = Accelerator(parity="exact", dataloader_config=DataLoaderConfiguration(data_seed=3))
-    data = TensorDataset(torch.arange(26))
-    loader: Any = accelerator.prepare(DataLoader(data, batch_size=4, shuffle=True))
-    found: list[list[int]] = []
-    for (batch,) in accelerator.skip_first_batches(loader, skip):
-        found.append(sorted(accelerator.gather_for_metrics(batch).tolist()))
-        if skip + len(found) == stop:
-            break
-    return found
-
-
-def test_m11_each_sample_is_seen_once_when_the_number_of_processes_changes() -> None:
-    order = torch.randperm(26, generator=torch.Generator().manual_seed(3))
-    expected = [sorted(part.tolist()) for part in order.split(4)]
-    for before, after in ((1, 2), (4, 2), (2, 1)):
-        for stop in (2, 5):
-            first = run_on_ranks(_updates, 0, stop, world_size=before)
-            second = run_on_ranks(_updates, stop, None, world_size=after)
-            assert [first[0] + second[0]] * max(before, after) == [first[-1] + second[-1]] * max(before, after)
-            assert first[0] + second[0] == expected
 
 
 # ---- BatchNorm -------------------------------------------------------------------------------------------------------

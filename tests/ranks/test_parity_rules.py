@@ -20,7 +20,8 @@ from echelon.accelerator.plugins.kwargs_handlers import DistributedDataParallelK
 from echelon.base.errors import UsageError
 from echelon.base.warnings import EchelonWarning
 from tests.harness import run_on_ranks
-from tests.reference import train_plainly
+from tests.prepared_loop import weights_of
+from tests.reference import dropout_net, mean_square, tanh_net, train_plainly
 
 _SEED = 11
 _EPOCHS = 2
@@ -85,9 +86,14 @@ class _Branches(nn.Module):
 
 
 def _model(loop: _Loop) -> nn.Module:
+    if loop.model == "mlp":
+        return tanh_net(5, 8, 3, dtype=_dtype(loop))
     torch.manual_seed(5)
-    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)) if loop.model == "mlp" else _Branches()
-    return model.double() if loop.precision == "no" else model
+    return _Branches().to(_dtype(loop))
+
+
+def _dtype(loop: _Loop) -> torch.dtype:
+    return torch.float64 if loop.precision == "no" else torch.float32
 
 
 def _optimizer(loop: _Loop, model: nn.Module) -> torch.optim.Optimizer:
@@ -98,7 +104,7 @@ def _optimizer(loop: _Loop, model: nn.Module) -> torch.optim.Optimizer:
 
 def _data(loop: _Loop) -> TensorDataset:
     g = torch.Generator().manual_seed(loop.n)
-    dtype = torch.float64 if loop.precision == "no" else torch.float32
+    dtype = _dtype(loop)
     x, y = torch.randn(loop.n, 5, generator=g, dtype=dtype), torch.randn(loop.n, 3, generator=g, dtype=dtype)
     return TensorDataset(x, y, (torch.rand(loop.n, 3, generator=g) < 0.3).to(dtype), torch.arange(loop.n))
 
@@ -124,7 +130,6 @@ def _autocast(loop: _Loop) -> Any:
 def _plain(loop: _Loop) -> _Found:
     model, data = _model(loop), _data(loop)
     optimizer = _optimizer(loop, model)
-    gradients = []
 
     def loss_of(batch: list[int]) -> torch.Tensor | None:
         with _autocast(loop):
@@ -132,13 +137,11 @@ def _plain(loop: _Loop) -> _Found:
         return sum(losses[1:], losses[0]) if items else None
 
     def clip(parameters: Any) -> Any:
-        parameters, norm = list(parameters), 0.0
         if loop.clips in ("norm", "always"):
-            norm = nn.utils.clip_grad_norm_(parameters, _MAX_NORM)
-        elif loop.clips == "value":
+            return nn.utils.clip_grad_norm_(parameters, _MAX_NORM)
+        if loop.clips == "value":
             nn.utils.clip_grad_value_(parameters, 0.02)
-        gradients.append([p.grad.clone() for p in parameters if p.grad is not None])
-        return norm
+        return 0.0
 
     plain = train_plainly(
         model,
@@ -151,9 +154,13 @@ def _plain(loop: _Loop) -> _Found:
         drop_last=loop.drop_last,
         clip=clip,
     )
-    batches = [sorted(batch) for batch in plain.batches]
-    found = {"losses": plain.losses, "norms": plain.norms, "gradients": gradients, "batches": batches}
-    return {**found, **_end(model, optimizer)}
+    return {
+        "losses": plain.losses,
+        "norms": plain.norms,
+        "gradients": plain.gradients,
+        "batches": [sorted(batch) for batch in plain.batches],
+        **_end(model, optimizer),
+    }
 
 
 def _end(model: nn.Module, optimizer: Any) -> _Found:
@@ -287,8 +294,7 @@ def _compare(loop: _Loop, found: _Found, expected: _Found, *, why: str) -> None:
 
 
 def _pair() -> tuple[list[nn.Module], list[Any]]:
-    torch.manual_seed(6)
-    models = [nn.Sequential(nn.Linear(k, 6), nn.Tanh(), nn.Linear(6, m)).double() for k, m in ((3, 5), (5, 1))]
+    models: list[nn.Module] = [tanh_net(3, 6, 5), tanh_net(5, 6, 1, seed=1)]
     return models, [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
 
 
@@ -314,7 +320,7 @@ def _adversarial(n: int, batch_size: int, accumulation: int = 1) -> list[torch.T
             optimizers[0].zero_grad()
             accelerator.backward((critic(generator(batch[1])) - 1).square().mean())
             optimizers[0].step()
-    return [p.detach().clone() for model in models for p in accelerator.unwrap_model(model).parameters()]
+    return [weight for model in models for weight in weights_of(accelerator, model)]
 
 
 def _plain_adversarial(n: int, batch_size: int) -> list[torch.Tensor]:
@@ -350,17 +356,21 @@ def _separate(clears_first: bool) -> list[torch.Tensor]:
                     optimizer.step()
                     if not clears_first:
                         optimizer.zero_grad()
-    return [p.detach().clone() for model in models for p in accelerator.unwrap_model(model).parameters()]
+    return [weight for model in models for weight in weights_of(accelerator, model)]
 
 
 def _plain_separate() -> list[torch.Tensor]:
     models, optimizers = _pair()
-    for _ in range(_EPOCHS):
-        for x, y, *_ in DataLoader(_data(_Loop(n=9)), batch_size=4):
-            for model, optimizer, inputs in zip(models, optimizers, (y, x)):
-                optimizer.zero_grad()
-                model(inputs).square().mean().backward()
-                optimizer.step()
+    x, y, *_ = _data(_Loop(n=9)).tensors
+    for model, optimizer, inputs in zip(models, optimizers, (y, x)):
+        train_plainly(
+            model,
+            lambda batch, model=model, inputs=inputs: mean_square(model(inputs[batch])),  # type: ignore[misc]
+            num_samples=9,
+            batch_size=4,
+            optimizer=optimizer,
+            epochs=_EPOCHS,
+        )
     return [p.detach() for model in models for p in model.parameters()]
 
 
@@ -419,11 +429,8 @@ def test_a_rank_without_items_leaves_the_gradient_to_the_others() -> None:
 
 def _small(kind: str) -> tuple[Any, Any, Any, TensorDataset]:
     set_seed(3)
-    model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.3), nn.Linear(8, 3))
-    if kind == "adamw":
-        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    else:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model = dropout_net(5, 8, 3)
+    optimizer = _optimizer(_Loop(optimizer=kind), model)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, epochs=_EPOCHS, steps_per_epoch=3)
     return model, optimizer, scheduler, TensorDataset(torch.randn(21, 5), torch.randn(21, 3))
 
@@ -431,36 +438,35 @@ def _small(kind: str) -> tuple[Any, Any, Any, TensorDataset]:
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_one_rank_with_one_micro_batch_has_plain_pytorch_s_bits(kind: str) -> None:
     model, optimizer, scheduler, data = _small(kind)
-    expected: dict[str, list[Any]] = {"losses": [], "norms": [], "rates": []}
-    for epoch in range(_EPOCHS):
-        order = torch.randperm(21, generator=torch.Generator().manual_seed(3 + epoch))
-        for x, y in DataLoader(data, batch_sampler=[part.tolist() for part in order.split(8)]):
-            loss = (model(x) - y).square().mean()
-            loss.backward()
-            expected["losses"].append(loss.item())
-            expected["norms"].append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
-            expected["rates"].append(scheduler.get_last_lr()[0])
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
+    expected = train_plainly(
+        model,
+        lambda batch: (model(data[batch][0]) - data[batch][1]).square().mean(),
+        num_samples=21,
+        batch_size=8,
+        optimizer=optimizer,
+        epochs=_EPOCHS,
+        seed=3,
+        schedule=scheduler,
+        clip=lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.5),
+    )
     weights = _end(model, optimizer)
 
     model, optimizer, scheduler, data = _small(kind)
     accelerator = Accelerator(parity="exact")
     loader: Any = DataLoader(data, batch_size=8, shuffle=True)
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
-    found: dict[str, list[Any]] = {"losses": [], "norms": [], "rates": []}
+    losses, norms, rates = [], [], []
     for _ in range(_EPOCHS):
         for x, y in loader:
             loss = (model(x) - y).square().mean()
             accelerator.backward(loss)
-            found["losses"].append(accelerator.update_loss())
-            found["norms"].append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
-            found["rates"].append(scheduler.get_last_lr()[0])
+            losses.append(accelerator.update_loss())
+            norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+            rates.append(scheduler.get_last_lr()[0])
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-    assert found == expected
+    assert (losses, norms, rates) == (expected.losses, expected.norms, expected.rates)
     for name, values in _end(model, optimizer).items():
         assert len(values) == len(weights[name])
         assert all(map(torch.equal, values, weights[name])), name
@@ -529,12 +535,16 @@ def _tagger() -> tuple[Any, Any, Any]:
 def _plain_tagger(num_sequences: int, batch_size: int) -> list[torch.Tensor]:
     """In float32, without scaling."""
     model, optimizer, scheduler = _tagger()
-    for x, y in DataLoader(_sequences(num_sequences), batch_size=batch_size):
-        (model(x)[..., 0] - y).square().mean().backward()
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-    return [p.detach() for p in model.parameters()]
+    x, y = _sequences(num_sequences).tensors
+    plain = train_plainly(
+        model,
+        lambda batch: (model(x[batch])[..., 0] - y[batch]).square().mean(),
+        num_samples=num_sequences,
+        batch_size=batch_size,
+        optimizer=optimizer,
+        schedule=scheduler,
+    )
+    return plain.weights
 
 
 def _half_tagger(num_sequences: int, batch_size: int, accumulation: int, overflows_at: int | None) -> dict[str, Any]:
@@ -558,9 +568,8 @@ def _half_tagger(num_sequences: int, batch_size: int, accumulation: int, overflo
                 norms.append(norm.item())
                 rates.append(scheduler.get_last_lr()[0])
                 skipped.append(accelerator.optimizer_step_was_skipped)
-    weights = [p.detach().clone() for p in accelerator.unwrap_model(model).parameters()]
     return {
-        "weights": weights, "rates": rates, "skipped": skipped, "norms": norms,
+        "weights": weights_of(accelerator, model), "rates": rates, "skipped": skipped, "norms": norms,
         "scale": accelerator.scaler.get_scale(), "steps": accelerator.progress.step,
     }  # fmt: skip
 

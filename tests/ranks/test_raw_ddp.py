@@ -363,45 +363,6 @@ def test_nor_with_a_static_graph_or_a_communication_hook() -> None:
     assert run_on_ranks(_static_and_hooked, init_group=False) == [[], []]
 
 
-class _Added(nn.Module):
-    """An embedding with sparse gradients, added to what a layer gives: both get the same gradient in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(2, 3, dtype=torch.float64)
-        self.embedding = nn.Embedding(5, 3, sparse=True, dtype=torch.float64)
-
-    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = (self.layer(x) + self.embedding(ids)).square().mean()
-        return loss
-
-
-def _sparse_loss(model: nn.Module, rank: int) -> torch.Tensor:
-    g = torch.Generator().manual_seed(rank)
-    x = torch.randn(4, 2, generator=g, dtype=torch.float64)
-    loss: torch.Tensor = model(x, torch.randint(0, 5, (4,), generator=g))
-    return loss
-
-
-def _sparse_gradients() -> list[torch.Tensor]:
-    with process_group():
-        model = _Added()
-        ddp = DistributedDataParallel(model)  # kept until the backward pass is over
-        _sparse_loss(ddp, dist.get_rank()).backward()
-        return [p.grad.to_dense() for p in model.parameters() if p.grad is not None]
-
-
-def test_sparse_gradients_do_not_scale_those_of_other_layers() -> None:
-    model = _Added()
-    for rank in range(2):
-        (_sparse_loss(model, rank) / 2).backward()
-    for found in run_on_ranks(_sparse_gradients, init_group=False):
-        for gradient, parameter in zip(found, model.parameters(), strict=True):
-            assert parameter.grad is not None
-            torch.testing.assert_close(gradient, parameter.grad.to_dense(), rtol=1e-12, atol=1e-14)  # float64
-
-
 def _after_the_group() -> tuple[bool, list[str]]:
     before = DistributedDataParallel.__init__
     with process_group():

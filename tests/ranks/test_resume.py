@@ -24,6 +24,8 @@ from echelon.base.errors import CheckpointError, DesyncError
 from echelon.base.warnings import EchelonWarning
 from echelon.utils import ProjectConfiguration
 from tests.harness import run_on_ranks
+from tests.prepared_loop import train_prepared, weights_of
+from tests.reference import Numbers, PlainTraining, dropout_net, mean_square, tanh_net, train_plainly
 
 _EPOCHS = 2
 _BATCH = 4
@@ -37,6 +39,9 @@ class _Case:
     noise: float = 0.0
     n: int = 18
     draws: str = "torch"
+    epochs: int = _EPOCHS
+    has_generator: bool = False
+    """The loader has its own generator."""
 
 
 class _Samples(Dataset[torch.Tensor]):
@@ -61,14 +66,15 @@ class _Samples(Dataset[torch.Tensor]):
         return self.x[i] + self.noise * drawn
 
 
-def _objects(case: _Case, batch_size: int) -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[torch.Tensor]]:
-    torch.manual_seed(3)
-    random.seed(3)
-    np.random.seed(3)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 2))
+def _objects(case: _Case, seed: int = 3) -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[torch.Tensor]]:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    model = dropout_net(6, 8, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30)
-    loader = DataLoader(_Samples(case), batch_size=batch_size, shuffle=True, num_workers=case.num_workers)
+    generator = torch.Generator().manual_seed(5) if case.has_generator else None
+    loader = DataLoader(_Samples(case), _BATCH, shuffle=True, num_workers=case.num_workers, generator=generator)
     return model, optimizer, schedule, loader
 
 
@@ -88,9 +94,9 @@ Result = tuple[list[torch.Tensor], list[float], float]
 def _plain(case: _Case) -> Result:
     """Train by torch alone, on this rank's share of the batches. In the exact modes the order is a formula."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    model, optimizer, schedule, loader = _objects(case, _BATCH)
+    model, optimizer, schedule, loader = _objects(case)
     wrapped: Any = DistributedDataParallel(model) if world_size > 1 else model
-    for epoch in range(_EPOCHS):
+    for epoch in range(case.epochs):
         if case.parity == "exact":
             order = torch.randperm(case.n, generator=torch.Generator().manual_seed(3 + epoch))
             torch.empty((), dtype=torch.int64).random_()  # the seed of its workers, that a DataLoader draws
@@ -120,7 +126,7 @@ def _plain(case: _Case) -> Result:
 
 def _train(case: _Case, *, resume: Path | None = None, save_to: Path | None = None) -> tuple[Result, list[int], int]:
     """Return what was trained, which samples this process read, and the optimizer steps of the whole run."""
-    model, optimizer, schedule, loader = _objects(case, _BATCH)
+    model, optimizer, schedule, loader = _objects(case)
     accelerator = Accelerator(parity=case.parity, gradient_accumulation_steps=case.accumulation)
     data: Any = loader.dataset
     model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
@@ -134,16 +140,11 @@ def _train(case: _Case, *, resume: Path | None = None, save_to: Path | None = No
     for epoch in accelerator.epochs(_EPOCHS):
         for x in loader:
             assert accelerator.progress.epoch == epoch
-            with accelerator.accumulate(model):
-                accelerator.backward(model(x).square().mean())
-                optimizer.step()
-                schedule.step()
-                optimizer.zero_grad()
+            train_prepared(accelerator, model, optimizer, [x], schedule=schedule)
             steps += 1
             if save_to is not None:
                 accelerator.save_state(save_to / f"{steps}")
-    parameters = [p.detach().clone() for p in accelerator.unwrap_model(model).parameters()]
-    result = parameters, schedule.get_last_lr(), torch.rand(()).item()
+    result = weights_of(accelerator, model), schedule.get_last_lr(), torch.rand(()).item()
     return result, data.read, accelerator.progress.step
 
 
@@ -181,6 +182,7 @@ _CASES = {
     "exact-workers": (_Case("exact", num_workers=2, noise=0.1, n=12, draws="all"), 1),
     "exact-2": (_EXACT, 2),
     "exact-2-accumulation": (_Case("exact", accumulation=2), 2),
+    "exact-2-augmentation-accumulation": (_Case("exact", accumulation=2, noise=0.1, n=11, draws="all"), 2),
     "bitwise-2": (_Case("bitwise", n=9), 2),
 }
 
@@ -196,40 +198,50 @@ def test_a_run_resumed_after_any_step_goes_on_bit_for_bit(name: str, tmp_path: P
     for same, _ in results:
         assert len(same) >= 4
         assert same == dict.fromkeys(same, True)
-    if name == "off":  # nothing before the place is read again: 5 batches of 4, 4, 4, 4, 2 samples
+    if name in ("off", "exact", "exact-2"):  # nothing before the place is read again: batches of 4, 4, 4, 4, 2 samples
         left = {k: 36 - 18 * (k // 5) - 4 * (k % 5) for k in range(1, 11)}
-        assert {k: len(read) for k, read in results[0][1].items()} == left
+        assert {k: sum(len(read[k]) for _, read in results) for k in results[0][1]} == left
 
 
 # ---- another number of processes -------------------------------------------------------------------------------------
 
 
-def _part(
-    parity: str, num_samples: int, project: Path, stop_after: int
-) -> tuple[list[torch.Tensor], list[tuple[int, list[int]]], int]:
-    """Go on for some updates and save. Returns the weights, (epoch, samples) of each update, and those evaluated."""
-    torch.manual_seed(5)
+class _Drawn(Numbers):
+    """Each sample comes with random draws."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index), torch.rand(()) + random.random()
+
+
+_Updates = list[tuple[int, list[tuple[int, float]]]]
+"""The epoch of each update, and its samples with their draws."""
+
+
+def _objects_of_a_part() -> tuple[Any, Any, Any]:
+    model = tanh_net(4, 6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+def _part(parity: str, num_samples: int, project: Path, stop_after: int) -> tuple[list[torch.Tensor], _Updates, int]:
+    """Train for some updates and save. Return the weights, the updates, and the number of samples evaluated."""
     config = ProjectConfiguration(project, automatic_checkpoint_naming=True, total_limit=2)
     shards = {"canonical_shards": 4} if parity == "bitwise" else {}
-    accelerator = Accelerator(parity=parity, project_config=config, max_micro_batch_size=4, **shards)
-    model: Any = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    schedule: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    loader: Any = DataLoader(range(num_samples), batch_size=6, shuffle=True)  # type: ignore[arg-type]
-    evaluation: Any = DataLoader(range(8), batch_size=4)  # type: ignore[arg-type]
-    model, optimizer, schedule, loader, evaluation = accelerator.prepare(model, optimizer, schedule, loader, evaluation)
+    accelerator = Accelerator(parity=parity, project_config=config, max_micro_batch_size=4, seed=5, **shards)
+    loaders = DataLoader(_Drawn(num_samples), batch_size=6, shuffle=True), DataLoader(Numbers(8), batch_size=4)
+    model, optimizer, schedule, loader, evaluation = accelerator.prepare(*_objects_of_a_part(), *loaders)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".* has random states of . processes", category=EchelonWarning)
         accelerator.resume()
-    updates: list[tuple[int, list[int]]] = []
-    seen: list[int] = []
+    updates: _Updates = []
+    seen: list[tuple[int, float]] = []
     num_evaluated = 0
     for epoch in accelerator.epochs(3):
         model.train()
-        for i in loader:
+        for i, drawn in loader:
             with accelerator.accumulate(model):
-                accelerator.backward(model(_features(i)).square().mean())
-                seen += accelerator.gather_for_metrics(i).tolist()
+                accelerator.backward(mean_square(model(_features(i))))
+                seen += zip(*(one.tolist() for one in accelerator.gather_for_metrics((i, drawn))))
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
@@ -238,50 +250,49 @@ def _part(
                 seen = []
                 if len(updates) == stop_after:
                     accelerator.save_state()
-                    return [p.detach().clone() for p in accelerator.unwrap_model(model).parameters()], updates, 0
+                    return weights_of(accelerator, model), updates, 0
         model.eval()
         for i in evaluation:
             num_evaluated += len(accelerator.gather_for_metrics(i))
-    return [p.detach().clone() for p in accelerator.unwrap_model(model).parameters()], updates, num_evaluated
+    return weights_of(accelerator, model), updates, num_evaluated
 
 
 def _features(indices: torch.Tensor) -> torch.Tensor:
     return torch.stack([indices, indices**2, indices * 0 + 1, indices.sin()], dim=1).double() / 26
 
 
-def _plain_part(num_samples: int) -> tuple[list[torch.Tensor], list[tuple[int, list[int]]]]:
-    torch.manual_seed(5)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    updates = []
-    for epoch in range(3):
-        for i in torch.randperm(num_samples, generator=torch.Generator().manual_seed(5 + epoch)).split(6):
-            model(_features(i)).square().mean().backward()
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            updates.append((epoch, sorted(i.tolist())))
-    return [p.detach().clone() for p in model.parameters()], updates
+def _plain_part(num_samples: int) -> PlainTraining:
+    model, optimizer, schedule = _objects_of_a_part()
+    return train_plainly(
+        model,
+        lambda batch: mean_square(model(_features(torch.tensor(batch)))),
+        num_samples=num_samples,
+        batch_size=6,
+        optimizer=optimizer,
+        epochs=3,
+        seed=5,
+        schedule=schedule,
+    )
 
 
 @pytest.mark.parametrize(("parity", "num_samples"), [("exact", 26), ("bitwise", 30)])
 def test_the_number_of_processes_may_change_wherever_the_run_was_stopped(
     parity: str, num_samples: int, tmp_path: Path
 ) -> None:
-    whole, _, num_evaluated = run_on_ranks(_part, parity, num_samples, tmp_path / "whole", 99, world_size=1)[0]
-    updates: list[tuple[int, list[int]]] = []
+    whole, of_whole, num_evaluated = run_on_ranks(_part, parity, num_samples, tmp_path / "whole", 99, world_size=1)[0]
+    updates: _Updates = []
     # In the middle of an epoch, at its end (5 updates are one), after a single update.
     for world_size, stop_after in [(1, 2), (3, 3), (2, 1), (1, 99)]:
         results = run_on_ranks(_part, parity, num_samples, tmp_path / "parts", stop_after, world_size=world_size)
         weights, made, _ = results[0]
         updates += made
         assert all(other[1] == made for other in results)
-    expected, in_order = _plain_part(num_samples)
-    assert updates == in_order
+    expected = _plain_part(num_samples)
+    assert updates == of_whole  # with the same draws
+    assert [[i for i, _ in samples] for _, samples in updates] == [sorted(batch) for batch in expected.batches]
     assert num_evaluated == 3 * 8
     assert sorted(p.name for p in (tmp_path / "parts" / "checkpoints").glob("c*")) == ["checkpoint_1", "checkpoint_2"]
-    torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-14)  # sums in another order
+    torch.testing.assert_close(weights, expected.weights, rtol=1e-12, atol=1e-14)  # sums in another order
     if parity == "bitwise":
         assert all(map(torch.equal, weights, whole))
 

@@ -15,6 +15,7 @@ from echelon import Accelerator, FullyShardedDataParallelPlugin, ParallelismConf
 from echelon.accelerator import DistributedType
 from echelon.base import environ
 from tests.harness import run_on_ranks
+from tests.reference import gaussian, tanh_net
 
 _SETTINGS: dict[str, tuple[dict[str, Any], dict[str, int] | None, tuple[int, int]]] = {
     # arguments of the plugin, sizes, (copies of the model, parts of each)
@@ -30,8 +31,7 @@ def _trained(name: str) -> dict[str, Any]:
         fsdp_plugin=FullyShardedDataParallelPlugin(auto_wrap_policy=lambda m: isinstance(m, nn.Linear), **plugin),
         parallelism_config=None if sizes is None else ParallelismConfig(**sizes),
     )
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    model = tanh_net(8, 4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     model, optimizer = accelerator.prepare(model, optimizer)
     accelerator.backward(model(_rows()[accelerator.process_index]).mean())
@@ -57,13 +57,12 @@ def _trained(name: str) -> dict[str, Any]:
 
 
 def _rows() -> torch.Tensor:
-    return torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return gaussian(4, 3, 8)
 
 
 @pytest.mark.parametrize("name", _SETTINGS)
 def test_the_model_is_where_the_settings_say_and_trains_as_on_one_process(name: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    model = tanh_net(8, 4, 1)
     model(_rows()).mean().backward()
     with torch.no_grad():
         expected = {key: p - 0.5 * p.grad for key, p in model.named_parameters() if p.grad is not None}

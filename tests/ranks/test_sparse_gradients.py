@@ -1,4 +1,4 @@
-"""Sparse gradients where the ranks do not all have them."""
+"""Sparse gradients, also if some ranks have none."""
 
 from __future__ import annotations
 
@@ -9,44 +9,27 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from echelon import Accelerator
 from echelon.base.errors import UsageError
 from echelon.base.warnings import EchelonWarning
-from tests.harness import RanksFailed, run_on_ranks
-
-
-class _Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 3)
-        self.embedding = nn.Embedding(5, 3, sparse=True)
-
-    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return (self.layer(x) + self.embedding(ids)).square().mean()  # type: ignore[no-any-return]
-
-
-def _net() -> Any:
-    torch.manual_seed(0)
-    return _Net().double()
-
-
-def _batch(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    g = torch.Generator().manual_seed(rank)
-    return torch.randn(4, 2, generator=g, dtype=torch.float64), torch.randint(0, 5, (4,), generator=g)
+from echelon.distributed import process_group
+from tests.harness import errors_on_ranks, run_on_ranks
+from tests.reference import EmbeddingSum
 
 
 def _of_rank_zero(factor: float) -> list[torch.Tensor]:
     """Return the parameters after a plain step by ``factor`` of the loss of rank zero's batch."""
-    model = _net()
-    (model(*_batch(0)) * factor).backward()
+    model = EmbeddingSum()
+    (model(*model.batch(0)) * factor).backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     return [p.detach() for p in model.parameters()]
 
 
 def _prepared(engine: str) -> tuple[Accelerator, Any, Any]:
     accelerator = Accelerator(cpu=True, engine=engine)
-    model = _net()
+    model = EmbeddingSum()
     return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -54,7 +37,7 @@ def _unseen(engine: str) -> list[torch.Tensor]:
     accelerator, model, optimizer = _prepared(engine)
     with accelerator.no_sync(model):
         inner = accelerator.unwrap_model(model)
-        accelerator.backward(model(*_batch(0)) if dist.get_rank() == 0 else inner.layer.weight.sum() * 0.0)
+        accelerator.backward(model(*EmbeddingSum.batch(0)) if dist.get_rank() == 0 else inner.layer.weight.sum() * 0.0)
         with pytest.warns(EchelonWarning, match="was not synchronized") if dist.get_rank() == 0 else nullcontext():
             optimizer.step()
     return [p.detach() for p in inner.parameters()]
@@ -62,11 +45,32 @@ def _unseen(engine: str) -> list[torch.Tensor]:
 
 def _without_items(engine: str) -> list[torch.Tensor]:
     accelerator, model, optimizer = _prepared(engine)
-    loss = model(*_batch(0))
+    loss = model(*EmbeddingSum.batch(0))
     is_first = dist.get_rank() == 0
     accelerator.backward(loss if is_first else torch.zeros((), requires_grad=True), num_items=4.0 if is_first else 0.0)
     optimizer.step()
     return [p.detach() for p in accelerator.unwrap_model(model).parameters()]
+
+
+def _gradients(engine: str | None) -> list[torch.Tensor]:
+    """Return the gradients of the mean over the ranks; without an engine, of torch's DDP in a process group of level 1."""
+    model = EmbeddingSum()
+    with process_group() if engine is None else nullcontext():
+        # Kept until the backward pass is over.
+        wrapped = DistributedDataParallel(model) if engine is None else Accelerator(engine=engine).prepare(model)
+        wrapped(*model.batch(dist.get_rank())).backward()
+        return [p.grad.to_dense() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero1", None])
+def test_sparse_gradients_do_not_scale_those_of_other_layers(engine: str | None) -> None:
+    """The layer and the embedding get the same gradient in backward."""
+    model = EmbeddingSum()
+    for rank in range(2):
+        (model(*model.batch(rank)) / 2).backward()
+    expected = [p.grad.to_dense() for p in model.parameters() if p.grad is not None]
+    for found in run_on_ranks(_gradients, engine, world_size=2, init_group=engine is not None):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)  # float64
 
 
 @pytest.mark.parametrize("engine", ["ddp", "zero1"])
@@ -74,8 +78,7 @@ def _without_items(engine: str) -> list[torch.Tensor]:
 def test_a_rank_without_sparse_gradients_brings_zeros(program: Any, factor: float, engine: str) -> None:
     expected = _of_rank_zero(factor)
     for found in run_on_ranks(program, engine, timeout=20):
-        for mine, wanted in zip(found, expected):
-            torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-14)  # float64
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)  # float64
 
 
 def _mixed() -> list[float]:
@@ -85,7 +88,7 @@ def _mixed() -> list[float]:
     mine = accelerator.prepare(torch.optim.SGD([table], lr=1.0))
     is_first = dist.get_rank() == 0
     picked = nn.functional.embedding(torch.tensor([1, 1]), table, sparse=True).sum() if is_first else table.sum()
-    accelerator.backward(model(*_batch(0)) + picked)
+    accelerator.backward(model(*EmbeddingSum.batch(0)) + picked)
     with pytest.warns(EchelonWarning, match="belong to no prepared model") if is_first else nullcontext():
         mine.step()
     return table[:, 0].tolist()
@@ -105,9 +108,6 @@ def _join(engine: str) -> None:
 
 @pytest.mark.parametrize("engine", ["ddp", "zero1"])
 def test_sparse_gradients_cannot_be_joined_and_are_refused_by_the_layer_s_name(engine: str) -> None:
-    with pytest.raises(RanksFailed) as failed:
-        run_on_ranks(_join, engine, timeout=20)
-    for rank in range(2):
-        assert isinstance(failed.value.errors[rank], UsageError)
-        assert "embedding is an embedding with sparse=True" in str(failed.value.errors[rank])
-        assert "even_batches=True" in str(failed.value.errors[rank])
+    for text in errors_on_ranks(UsageError, _join, engine, timeout=20, num_errors=2):
+        assert "embedding is an embedding with sparse=True" in text
+        assert "even_batches=True" in text

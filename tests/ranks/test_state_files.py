@@ -15,14 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from echelon import Accelerator, DataLoaderConfiguration, GradScalerKwargs, set_seed
+from echelon import Accelerator, DataLoaderConfiguration, GradScalerKwargs
 from echelon.base.errors import CheckpointError, DesyncError, UsageError
 from echelon.base.warnings import EchelonWarning
 from echelon.checkpointing import (
@@ -33,6 +31,8 @@ from echelon.checkpointing import (
 )
 from echelon.utils import ProjectConfiguration, load, load_state_dict
 from tests.harness import RanksFailed, run_on_ranks
+from tests.prepared_loop import train_prepared, weights_of
+from tests.ranks.test_resume import Result, _Case, _objects, _plain
 
 ROOT = Path(__file__).resolve().parents[2]
 WRITTEN_BY_ACCELERATE = ROOT / "tests" / "data" / "accelerate_state"
@@ -44,53 +44,18 @@ def accelerates_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ECHELON_CHECKPOINT_FORMAT", "accelerate")
 
 
-def _objects(seed: int, *, generator: bool = False) -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]]:
-    data = TensorDataset(torch.randn(32, 6, generator=torch.Generator().manual_seed(7)))
-    own = torch.Generator().manual_seed(5) if generator else None
-    set_seed(seed)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 2))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30)
-    return model, optimizer, scheduler, DataLoader(data, batch_size=4, shuffle=True, generator=own)
-
-
-Result = tuple[list[torch.Tensor], list[float], float]
-
-
-def _plain(epochs: int, generator: bool) -> Result:
-    """Train by torch alone, on this rank's share of the batches."""
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    model, optimizer, scheduler, loader = _objects(1, generator=generator)
-    wrapped = DistributedDataParallel(model) if world_size > 1 else model
-    for _ in range(epochs):
-        for i, (x,) in enumerate(loader):
-            if i % world_size == rank:
-                wrapped(x).square().mean().backward()
-                optimizer.step()
-                for _ in range(world_size):
-                    scheduler.step()
-                optimizer.zero_grad()
-    return [p.detach().clone() for p in model.parameters()], scheduler.get_last_lr(), torch.rand(()).item()
-
-
-def _interrupted(folder: str, epochs: int, stop: tuple[int, int], generator: bool, stateful: bool) -> Result:
+def _interrupted(folder: str, case: _Case, stop: tuple[int, int], stateful: bool) -> Result:
     """Train to step ``stop[1]`` of epoch ``stop[0]``, save; build everything anew, load, train to the end."""
     config = DataLoaderConfiguration(use_stateful_dataloader=stateful)
 
     def prepared(seed: int) -> tuple[Accelerator, Any, Any, Any, Any]:
         accelerator = Accelerator(dataloader_config=config)
-        return accelerator, *accelerator.prepare(*_objects(seed, generator=generator))
+        return accelerator, *accelerator.prepare(*_objects(case, seed))
 
-    def step(accelerator: Accelerator, model: Any, optimizer: Any, scheduler: Any, x: torch.Tensor) -> None:
-        accelerator.backward(model(x).square().mean())
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-
-    accelerator, model, optimizer, scheduler, loader = prepared(1)
+    accelerator, model, optimizer, scheduler, loader = prepared(3)
     for epoch in range(stop[0] + 1):
-        for i, (x,) in enumerate(loader):
-            step(accelerator, model, optimizer, scheduler, x)
+        for i, x in enumerate(loader):
+            train_prepared(accelerator, model, optimizer, [x], schedule=scheduler)
             if (epoch, i + 1) == stop:
                 accelerator.save_state(folder)
                 break
@@ -98,18 +63,17 @@ def _interrupted(folder: str, epochs: int, stop: tuple[int, int], generator: boo
     accelerator, model, optimizer, scheduler, loader = prepared(99)
     accelerator.load_state(folder)
     skipped = stop[1] % len(loader)
-    for epoch in range(stop[0] + (skipped == 0), epochs):
+    for epoch in range(stop[0] + (skipped == 0), case.epochs):
         again = loader
         if epoch == stop[0] and not stateful:
             again = accelerator.skip_first_batches(loader, skipped)
-        for (x,) in again:
-            step(accelerator, model, optimizer, scheduler, x)
-    parameters = [p.detach().clone() for p in accelerator.unwrap_model(model).parameters()]
-    return parameters, scheduler.get_last_lr(), torch.rand(()).item()
+        train_prepared(accelerator, model, optimizer, again, schedule=scheduler)
+    return weights_of(accelerator, model), scheduler.get_last_lr(), torch.rand(()).item()
 
 
 def _both(folder: str, stop: tuple[int, int], generator: bool, stateful: bool) -> tuple[Result, Result]:
-    return _plain(3, generator), _interrupted(folder, 3, stop, generator, stateful)
+    case = _Case(n=32, epochs=3, has_generator=generator)
+    return _plain(case), _interrupted(folder, case, stop, stateful)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -439,24 +403,6 @@ def test_a_missing_or_damaged_file_is_named_and_nothing_is_loaded_from_beside_a_
         accelerator.load_state(tmp_path / "elsewhere")
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
-    _, _, folder = _saved(tmp_path)
-    accelerator = Accelerator()
-    accelerator.prepare(nn.Sequential(nn.Linear(2, 1)))
-    with pytest.raises(
-        CheckpointError, match=r"another model than the Sequential here: missing 0.weight, 0.bias; unknown bias, weight"
-    ):
-        accelerator.load_state(folder)
-    accelerator.load_state(folder, strict=False)
-    accelerator = Accelerator()
-    accelerator.prepare(nn.Linear(3, 1))
-    with pytest.raises(
-        CheckpointError,
-        match=r"another model than the Linear here: of another shape weight: \[1, 2\] there, \[1, 3\] here",
-    ):
-        accelerator.load_state(folder)
-
-
 @pytest.mark.parametrize("safe", [True, False])
 def test_the_files_have_accelerates_names(safe: bool, tmp_path: Path) -> None:
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
@@ -514,35 +460,6 @@ def test_a_folder_that_cannot_be_replaced_is_refused(tmp_path: Path, monkeypatch
         accelerator.save_state()
     with pytest.raises(UsageError, match="was given tag, which the engine single does not know"):
         accelerator.save_state("x", tag=3)
-
-
-def test_hooks_take_out_what_they_save_and_load_themselves(tmp_path: Path) -> None:
-    accelerator = Accelerator()
-    one, two = accelerator.prepare(nn.Linear(1, 1), nn.Linear(2, 1))
-
-    def save_second(models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
-        assert models == [one, two]
-        assert Path(output_dir) != tmp_path / "s"  # what fails from here on leaves nothing there
-        torch.save(weights.pop()["weight"], os.path.join(output_dir, "mine.pt"))
-
-    def load_second(models: list[nn.Module], input_dir: str) -> None:
-        weight = torch.load(os.path.join(input_dir, "mine.pt"))
-        with torch.no_grad():
-            models.pop().weight.copy_(weight)  # type: ignore[operator,union-attr]
-
-    save_handle = accelerator.register_save_state_pre_hook(save_second)
-    load_handle = accelerator.register_load_state_pre_hook(load_second)
-    folder = accelerator.save_state(tmp_path / "s")
-    assert sorted(p.name for p in folder.iterdir()) == ["mine.pt", "model.safetensors", "random_states_0.pkl"]
-    saved = two.weight.tolist()
-    with torch.no_grad():
-        two.weight.zero_()
-    accelerator.load_state(folder)
-    assert two.weight.tolist() == saved
-    save_handle.remove()
-    load_handle.remove()
-    assert (accelerator.save_state(tmp_path / "t") / "model_1.safetensors").exists()
-    accelerator.load_state(tmp_path / "t")
 
 
 class _Holds(_Counter):

@@ -260,13 +260,5 @@ def test_an_error_before_the_results_were_shared_is_all_that_is_told() -> None:
     assert run_on_ranks(_failed, init_group=False) == [[], []]
 
 
-def _alone() -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with process_group():
-            _divided_after(_plain())
-    return [str(one.message) for one in caught]
-
-
 def test_one_process_has_all_the_data() -> None:
-    assert run_on_ranks(_alone, world_size=1, init_group=False) == [[]]
+    assert run_on_ranks(_said, _divided_after, _plain, world_size=1, init_group=False) == [[]]

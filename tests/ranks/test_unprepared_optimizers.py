@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +17,35 @@ from echelon import Accelerator
 from echelon.base.errors import UsageError
 from echelon.base.warnings import EchelonWarning
 from tests.harness import run_on_ranks
+from tests.reference import gaussian, mean_square, tanh_net, train_updates
 
 STEPS, MICRO = 4, 2
 Said = list[tuple[str, str]]
 
 
 def _model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    return tanh_net(6, 5, 1)
 
 
 def _batches(world_size: int) -> torch.Tensor:
     """Of all ranks: [steps, micro-steps, ranks, samples, features]."""
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(STEPS, MICRO, world_size, 4, 6, generator=generator, dtype=torch.float64)
+    return gaussian(STEPS, MICRO, world_size, 4, 6)
 
 
-def _loss(outputs: torch.Tensor) -> torch.Tensor:
-    return outputs.square().mean()
+def _mine() -> torch.Tensor:
+    """Of this rank: [steps, micro-steps, samples, features]."""
+    return _batches(dist.get_world_size())[:, :, dist.get_rank()]
 
 
-def _stepped_in_each_micro_step(world_size: int, lr: float = 0.1) -> list[torch.Tensor]:
-    """Plain PyTorch in one process: what an optimizer does that steps in each micro-step with the ranks' mean gradient."""
+def _plain(updates: Any, optimizer_of: Callable[..., torch.optim.Optimizer], factor: float = 1.0) -> list[torch.Tensor]:
     model = _model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    for window in _batches(world_size):
-        for shares in window:
-            (sum(_loss(model(x)) for x in shares) / (world_size * MICRO)).backward()  # type: ignore[union-attr]
-            optimizer.step()
-            optimizer.zero_grad()
-    return [p.detach() for p in model.parameters()]
+    optimizer = optimizer_of(model.parameters(), lr=0.1)
+    return train_updates(model, lambda x: mean_square(model(x)) * factor, updates, optimizer).weights
+
+
+def _stepped_in_each_micro_step(world_size: int) -> list[torch.Tensor]:
+    """What an optimizer does that steps in each micro-step with the ranks' mean gradient."""
+    return _plain(_batches(world_size).flatten(0, 1), torch.optim.AdamW, factor=1 / MICRO)
 
 
 def _ours(caught: list[warnings.WarningMessage]) -> Said:
@@ -77,12 +77,11 @@ def _never_prepared(engine: str, form: str) -> tuple[list[torch.Tensor] | None, 
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for window in _batches(dist.get_world_size()):
-            for shares in window:
-                with accelerator.accumulate(model):
-                    accelerator.backward(_loss(model(shares[dist.get_rank()])))
-                    optimizer.step()  # LINE
-                    optimizer.zero_grad()
+        for x in _mine().flatten(0, 1):
+            with accelerator.accumulate(model):
+                accelerator.backward(mean_square(model(x)))
+                optimizer.step()  # LINE
+                optimizer.zero_grad()
     return _weights(accelerator, model), _ours(caught)
 
 
@@ -125,25 +124,22 @@ def _that_got_more_parameters() -> list[torch.Tensor]:
     bare, other = _model(), _model()
     accelerator.prepare(bare)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    first, second = _batches(dist.get_world_size())[0, :, dist.get_rank()]
-    _loss(other(first)).backward()
+    first, second = _mine()[0]
+    mean_square(other(first)).backward()
     optimizer.step()
     optimizer.add_param_group({"params": list(bare.parameters())})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EchelonWarning)
-        _loss(bare(second)).backward()
+        mean_square(bare(second)).backward()
         optimizer.step()
     return [p.detach() for p in bare.parameters()]
 
 
 def test_one_that_got_parameters_of_a_prepared_model_later_is_seen() -> None:
     """One step of SGD with the mean gradient; float64: 1e-12."""
-    model = _model()
-    (sum(_loss(model(x)) for x in _batches(2)[0, 1]) / 2).backward()  # type: ignore[union-attr]
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    expected = _plain(_batches(2)[0, 1:], torch.optim.SGD)
     for weights in run_on_ranks(_that_got_more_parameters, world_size=2):
-        for weight, right in zip(weights, model.parameters()):
-            torch.testing.assert_close(weight, right.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-12)
 
 
 # ---- where it cannot be made right ----------------------------------------------------------------------------------
@@ -169,7 +165,7 @@ def _refused(form: str) -> str:
     loader: Any = accelerator.prepare(DataLoader(torch.ones(32, 6), batch_size=8))  # type: ignore[arg-type]
     for x in loader:
         try:
-            accelerator.backward(_loss(model(x)))
+            accelerator.backward(mean_square(model(x)))
             optimizer.step()  # REFUSED
         except UsageError as error:
             return str(error)
@@ -210,32 +206,31 @@ def _silent(form: str) -> int:
     optimizer = torch.optim.SGD(other.parameters() if form == "another model" else bare.parameters(), lr=0.1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for shares in _batches(dist.get_world_size()).float().flatten(0, 1):
-            x = shares[dist.get_rank()]
+        for x in _mine().float().flatten(0, 1):
             if form == "another model":
                 with accelerator.no_sync(model):
-                    _loss(other(x)).backward()
+                    mean_square(other(x)).backward()
                     optimizer.step()
                 optimizer.zero_grad()
             elif form == "on purpose":
                 with accelerator.no_sync(model, unsynced=True):
-                    accelerator.backward(_loss(model(x)))
+                    accelerator.backward(mean_square(model(x)))
                     optimizer.step()
                 optimizer.zero_grad()
             elif form == "fp16, by its scaler":
                 assert accelerator.scaler is not None
-                accelerator.backward(_loss(model(x)))
+                accelerator.backward(mean_square(model(x)))
                 accelerator.scaler.step(optimizer)
                 accelerator.scaler.update()
                 optimizer.zero_grad()
             elif form == "two Accelerators":
                 second = Accelerator(gradient_accumulation_steps=2)
                 with second.accumulate():
-                    accelerator.backward(_loss(model(x)))
+                    accelerator.backward(mean_square(model(x)))
                     prepared.step()
                     prepared.zero_grad()
             else:
-                accelerator.backward(_loss(model(x)))
+                accelerator.backward(mean_square(model(x)))
                 optimizer.step()
                 optimizer.zero_grad()
     weights = torch.cat([p.detach().flatten() for p in bare.parameters()])
@@ -263,11 +258,11 @@ def _closure(prepared: bool) -> list[torch.Tensor]:
         optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EchelonWarning)
-        for shares in _batches(dist.get_world_size()).flatten(0, 1):
+        for x in _mine().flatten(0, 1):
 
-            def closure(shares: torch.Tensor = shares) -> torch.Tensor:
+            def closure(x: torch.Tensor = x) -> torch.Tensor:
                 optimizer.zero_grad()
-                loss = _loss(bare(shares[dist.get_rank()]))
+                loss = mean_square(bare(x))
                 accelerator.backward(loss)
                 return loss
 
@@ -278,15 +273,9 @@ def _closure(prepared: bool) -> list[torch.Tensor]:
 @pytest.mark.parametrize("prepared", [False, True])
 def test_gradients_that_a_closure_makes_are_averaged(prepared: bool) -> None:
     """float64, SGD: 1e-12."""
-    model = _model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for shares in _batches(2).flatten(0, 1):
-        optimizer.zero_grad()
-        (sum(_loss(model(x)) for x in shares) / 2).backward()  # type: ignore[union-attr]
-        optimizer.step()
+    expected = _plain(_batches(2).flatten(0, 1), torch.optim.SGD)
     for weights in run_on_ranks(_closure, prepared, world_size=2):
-        for weight, right in zip(weights, model.parameters()):
-            torch.testing.assert_close(weight, right.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-12)
 
 
 def _lbfgs(prepared: bool) -> tuple[list[torch.Tensor], int]:
@@ -295,12 +284,12 @@ def _lbfgs(prepared: bool) -> tuple[list[torch.Tensor], int]:
     given = torch.optim.LBFGS(bare.parameters(), lr=0.5, line_search_fn="strong_wolfe")
     model, stepped = accelerator.prepare(bare, given)
     optimizer: Any = stepped if prepared else given
-    x = _batches(dist.get_world_size())[0, 0, dist.get_rank()]
+    x = _mine()[0, 0]
     calls = []
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = _loss(model(x))
+        loss = mean_square(model(x))
         accelerator.backward(loss)
         calls.append(loss)
         return loss
@@ -319,7 +308,7 @@ def test_an_optimizer_that_looks_at_the_loss_decides_alike_on_all_ranks(prepared
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = torch.stack([_loss(model(x)) for x in _batches(2)[0, 0]]).mean()
+        loss = torch.stack([mean_square(model(x)) for x in _batches(2)[0, 0]]).mean()
         loss.backward()
         calls.append(loss)
         return loss
@@ -328,8 +317,7 @@ def test_an_optimizer_that_looks_at_the_loss_decides_alike_on_all_ranks(prepared
         optimizer.step(closure)  # type: ignore[arg-type]
     for weights, num_calls in run_on_ranks(_lbfgs, prepared, world_size=2):
         assert num_calls == len(calls)
-        for weight, right in zip(weights, model.parameters()):
-            torch.testing.assert_close(weight, right.detach(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(weights, [p.detach() for p in model.parameters()], rtol=1e-6, atol=1e-6)
 
 
 # ---- gradients that are cleared in the middle of an update ----------------------------------------------------------------
@@ -347,7 +335,7 @@ def _cleared(parity: str, form: str) -> tuple[list[torch.Tensor], str]:
                 model.zero_grad()
             elif form == "optimizer.zero_grad() first":
                 optimizer.zero_grad()
-            accelerator.backward(_loss(model(x)))
+            accelerator.backward(mean_square(model(x)))
             if form == "torch's clipping":
                 nn.utils.clip_grad_norm_(model.parameters(), 0.01)
             optimizer.step()
@@ -367,17 +355,11 @@ def _cleared(parity: str, form: str) -> tuple[list[torch.Tensor], str]:
 )
 def test_gradients_of_earlier_micro_steps_are_kept_or_their_loss_is_an_error(parity: str, form: str) -> None:
     """Against a plain loop: float64, SGD: 1e-12."""
-    model = _model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x in _batches(2).flatten(0, 3).split(8):  # type: ignore[no-untyped-call]
-        optimizer.zero_grad()
-        _loss(model(x)).backward()
-        optimizer.step()
+    expected = _plain(_batches(2).flatten(0, 3).view(-1, 1, 8, 6), torch.optim.SGD)
     for weights, text in run_on_ranks(_cleared, parity, form, world_size=2):
         assert weights or "of earlier micro-steps were cleared" in text
         assert ("optimizer" in form or form == "plain") <= bool(weights)
-        for weight, right in zip(weights, model.parameters()):
-            torch.testing.assert_close(weight, right.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(weights, expected if weights else [], rtol=1e-12, atol=1e-12)
 
 
 # ---- a model that was not prepared ----------------------------------------------------------------------------------
@@ -392,8 +374,8 @@ def _without_prepare(form: str) -> Said:
         model = accelerator.prepare(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for shares in _batches(dist.get_world_size())[0]:
-            accelerator.backward(_loss(model(shares[dist.get_rank()])))  # BARE
+        for x in _mine()[0]:
+            accelerator.backward(mean_square(model(x)))  # BARE
     return _ours(caught)
 
 

@@ -16,6 +16,7 @@ from torch.optim import lr_scheduler
 from echelon import Accelerator, GradScalerKwargs
 from echelon.base.errors import UsageError
 from tests.harness import RanksFailed, run_on_ranks
+from tests.prepared_loop import train_prepared, weights_of
 
 
 def _model() -> nn.Module:
@@ -38,17 +39,6 @@ def _weights(model: nn.Module) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-def _steps(accelerator: Any, model: Any, optimizer: Any, *, number: int, scheduler: Any = None) -> None:
-    for x in _batches(number):
-        with accelerator.accumulate(model):
-            accelerator.backward(model(x).square().mean(), num_items=len(x))
-            accelerator.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-            if scheduler is not None:
-                scheduler.step()
-            optimizer.zero_grad()
-
-
 # ---- bit-equal to ddp ------------------------------------------------------------------------------------------------
 
 
@@ -62,9 +52,9 @@ def _twenty_steps(engine: str) -> list[torch.Tensor]:
         milestones=[10],
     )
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    _steps(accelerator, model, optimizer, number=40, scheduler=scheduler)
+    train_prepared(accelerator, model, optimizer, _batches(40), schedule=scheduler, max_norm=0.1, counts_items=True)
     assert scheduler.get_last_lr()[0] < 0.05
-    return _weights(accelerator.unwrap_model(model))
+    return weights_of(accelerator, model)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -120,13 +110,10 @@ def _each_kind(engine: str) -> dict[str, list[torch.Tensor]]:
             optimizer.zero_grad()
         accelerator = Accelerator(engine=engine)
         prepared, prepared_optimizer = accelerator.prepare(model, optimizer)
-        for x in _batches(3):
-            accelerator.backward(prepared(x).square().mean())
-            prepared_optimizer.step()
-            prepared_optimizer.zero_grad()
+        batches = _batches(3)
+        train_prepared(accelerator, prepared, prepared_optimizer, batches)
         optimizer.param_groups[0]["lr"] *= 0.0  # as scripts do that keep the object that they made
-        accelerator.backward(prepared(x).square().mean())
-        prepared_optimizer.step()
+        train_prepared(accelerator, prepared, prepared_optimizer, batches[-1:])
         found[name] = _weights(model)
     return found
 
@@ -153,10 +140,7 @@ def _scheduled(engine: str) -> list[list[float]]:
         scheduler = accelerator.prepare(scheduler)
         rates = []
         for x in _batches(3):
-            accelerator.backward(model(x).square().mean())
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
+            train_prepared(accelerator, model, optimizer, [x], schedule=scheduler)
             rates.append(optimizer.param_groups[0]["lr"])
         seen.append([*rates, *(p.sum().item() for p in model.parameters())])
     return seen
@@ -173,7 +157,7 @@ def _trained(engine: str) -> tuple[Accelerator, Any, Any]:
     accelerator = Accelerator(engine=engine)
     model = _model()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(_groups(model), lr=0.05))
-    _steps(accelerator, model, optimizer, number=4)
+    train_prepared(accelerator, model, optimizer, _batches(4), max_norm=0.1, counts_items=True)
     return accelerator, model, optimizer
 
 
@@ -188,7 +172,7 @@ def _whole_state(engine: str) -> tuple[Any, list[torch.Tensor], int]:
             patch.setattr(module, name, _refuse)
         state = accelerator.session.engine.full_optimizer_state(optimizer.optimizer)
     kept = sum(len(values) for values in optimizer.state.values())
-    return state, _weights(accelerator.unwrap_model(model)), kept
+    return state, weights_of(accelerator, model), kept
 
 
 def _go_on(engine: str, state: Any, weights: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -202,8 +186,8 @@ def _go_on(engine: str, state: Any, weights: list[torch.Tensor]) -> list[torch.T
     accelerator.session.engine.load_full_optimizer_state(optimizer.optimizer, state)
     assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.05]
     assert engine != "zero1" or optimizer.param_groups is groups  # who holds them still sets them
-    _steps(accelerator, model, optimizer, number=3)
-    return _weights(accelerator.unwrap_model(model))
+    train_prepared(accelerator, model, optimizer, _batches(3), max_norm=0.1, counts_items=True)
+    return weights_of(accelerator, model)
 
 
 def test_the_whole_state_goes_from_ddp_and_back_and_to_other_numbers_of_ranks() -> None:
@@ -220,25 +204,6 @@ def test_the_whole_state_goes_from_ddp_and_back_and_to_other_numbers_of_ranks() 
     for world_size in (2, 3):
         after = [run_on_ranks(_go_on, e, state, weights, world_size=world_size) for e in ("ddp", "zero1")]
         assert all(all(map(torch.equal, one, after[0][0])) for ranks in after for one in ranks)
-
-
-def _checkpoint(engine: str, folder: str, save: bool) -> list[torch.Tensor]:
-    accelerator, model, optimizer = _trained(engine)
-    if save:
-        accelerator.save_state(folder)
-    else:
-        _steps(accelerator, model, optimizer, number=1)  # somewhere else than the checkpoint
-        accelerator.load_state(folder)
-    _steps(accelerator, model, optimizer, number=2)
-    return _weights(accelerator.unwrap_model(model))
-
-
-def test_a_checkpoint_of_zero1_goes_on_in_ddp_and_the_other_way(tmp_path: Any) -> None:
-    for saves, loads in (("zero1", "ddp"), ("ddp", "zero1")):
-        folder = str(tmp_path / saves)
-        expected = run_on_ranks(_checkpoint, saves, folder, True)[0]
-        for weights in run_on_ranks(_checkpoint, loads, folder, False):
-            assert all(map(torch.equal, weights, expected))
 
 
 def _own_part() -> tuple[list[str], bool]:
@@ -292,9 +257,9 @@ def _uneven(engine: str, precision: str | None, steps: int) -> tuple[list[torch.
 
     with accelerator.join_uneven_inputs([model]):
         train(steps * (2 * dist.get_rank() + 1))
-    after = _weights(accelerator.unwrap_model(model))
+    after = weights_of(accelerator, model)
     train(2 * steps)
-    return after, _weights(accelerator.unwrap_model(model))
+    return after, weights_of(accelerator, model)
 
 
 @pytest.mark.parametrize(("precision", "steps", "world_size"), [(None, 1, 3), (None, 2, 2), ("fp16", 1, 2)])
@@ -375,7 +340,7 @@ def _group_added(engine: str) -> list[torch.Tensor]:
     optimizer.register_step_post_hook(lambda *_: calls.append(1))  # before prepare
     model, optimizer = accelerator.prepare(model, optimizer)
     optimizer.add_param_group({"params": list(model.parameters())[2:], "lr": 0.01})
-    _steps(accelerator, model, optimizer, number=3)
+    train_prepared(accelerator, model, optimizer, _batches(3))
     assert len(calls) == 3
     return _weights(model)
 
