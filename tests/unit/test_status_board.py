@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from echelon.base import environ
-from echelon.status import board as layout, call_site, notes as status_notes, reporter
+from echelon.status import board as layout, call_site, notes as status_notes, stack_reporter as reporter
 from echelon.status.board import Board, Doing, Phase, Slot, StatusNote, Watch
 
 WATCH = Watch(5, 77, 2**63 + 1, 12, Doing.COMMUNICATES | Doing.DUMPS, 3, 41, "/home/me/train.py")
