@@ -341,7 +341,9 @@ def test_another_model_is_blamed_on_the_model_and_not_on_the_optimizer(
     if why == "unknown 0.bias":
         other = Accelerator(cpu=True, project_config=ProjectConfiguration(checkpoint_format=kind))
         other.prepare(here)
-        other.load_state(tmp_path / "s", strict=False, allow_missing=["optimizer"])
+        other.load_state(
+            tmp_path / "s", strict=False, **({"allow_missing": ["optimizer"]} if kind == "echelon" else {})
+        )
         assert torch.equal(here[0].weight, original[0].weight)  # type: ignore[index]
 
 
