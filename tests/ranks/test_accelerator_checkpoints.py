@@ -221,12 +221,12 @@ def test_groups_that_differ_and_objects_that_are_missing_are_named(tmp_path: Pat
     model = nn.Linear(2, 1)
     groups = [{"params": [model.weight]}, {"params": [model.bias]}]
     accelerator.prepare(model, torch.optim.SGD(groups, lr=0.1))
-    with pytest.raises(CheckpointError, match=r"has groups of \[2\] parameters, and here they are of \[1, 1\]"):
+    with pytest.raises(CheckpointError, match=r"has groups of \[2\] parameters, but this run has groups of \[1, 1\]"):
         accelerator.load_state(tmp_path / "s")
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(nn.Linear(2, 1))
     with pytest.raises(
-        CheckpointError, match=r"holds 1 optimizers, and 0 are here(.|\n)*allow_missing=\('optimizer\[0\]',\)"
+        CheckpointError, match=r"holds 1 optimizers, but this run has 0(.|\n)*allow_missing=\('optimizer\[0\]',\)"
     ):
         accelerator.load_state(tmp_path / "s")
     accelerator.load_state(tmp_path / "s", allow_missing=["optimizer"])
@@ -284,10 +284,10 @@ def test_a_missing_piece_is_an_error_that_names_the_way_out(tmp_path: Path) -> N
     everything = make("head", "scheduler", "loader")
     everything[0].save_state(tmp_path / "large")
     for saved, here, allowed, why in [
-        ("small", ["scheduler"], "scheduler[0]", "holds 0 schedulers, and 1 are here"),
-        ("small", ["loader"], "loader", "holds 0 loaders, and 1 are here"),
+        ("small", ["scheduler"], "scheduler[0]", "holds 0 schedulers, but this run has 1"),
+        ("small", ["loader"], "loader", "holds 0 loaders, but this run has 1"),
         ("small", ["head"], "model[0].head", "another model than the ModuleDict here: missing head"),
-        ("large", ["head", "loader"], "scheduler", "holds 1 schedulers, and 0 are here"),
+        ("large", ["head", "loader"], "scheduler", "holds 1 schedulers, but this run has 0"),
         ("large", ["scheduler"], "model", "unknown head.bias, head.weight"),
     ]:
         accelerator, model = make(*here)
@@ -297,7 +297,7 @@ def test_a_missing_piece_is_an_error_that_names_the_way_out(tmp_path: Path) -> N
         assert not torch.equal(model["body"].weight, weight)  # type: ignore[index]
         accelerator.load_state(tmp_path / saved, allow_missing=(allowed,))
         assert torch.equal(model["body"].weight, weight)  # type: ignore[index]
-    with pytest.raises(UsageError, match="'shedulers' names no piece of a checkpoint"):
+    with pytest.raises(UsageError, match="'shedulers' is not the name of a checkpoint entry"):
         everything[0].load_state(tmp_path / "large", allow_missing=("shedulers",))
 
 
@@ -402,7 +402,7 @@ def test_registered_objects_come_back_and_what_cannot_be_saved_is_refused_at_onc
     assert torch.equal(holders[0].value[1][1], torch.arange(3))
     assert holders[1].value == Path("a")
     accelerator.register_for_checkpointing(_Holds(1))
-    with pytest.raises(CheckpointError, match="holds 2 objects registered for checkpointing, and 3 are here"):
+    with pytest.raises(CheckpointError, match="holds 2 objects registered for checkpointing, but this run has 3"):
         accelerator.load_state(tmp_path / "s")
 
 

@@ -91,7 +91,7 @@ def test_unequal_shapes_are_listed_for_each_rank() -> None:
 @pytest.mark.parametrize(
     ("loss", "text"),
     [
-        (torch.zeros(3, requires_grad=True) * 2, "one number, and the loss has the shape [3]"),
+        (torch.zeros(3, requires_grad=True) * 2, "scalar loss, but the loss has the shape [3]"),
         (0.5, "was given float, not a tensor"),
         ({"loss": torch.zeros(())}, "was given dict, not a tensor"),
         (torch.zeros(()), "a loss without a graph"),
@@ -127,7 +127,7 @@ def test_device_placement_for_another_number_of_arguments() -> None:
 
 @pytest.mark.parametrize("items", [-1, float("nan"), float("inf")])
 def test_items_that_are_no_count(items: float) -> None:
-    with pytest.raises(UsageError, match="is no count"):
+    with pytest.raises(UsageError, match="is not a valid count"):
         Accelerator().backward(torch.ones((), requires_grad=True) * 2, num_items=items)
 
 

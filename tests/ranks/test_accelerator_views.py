@@ -76,8 +76,8 @@ def _joined() -> tuple[str, bool]:
 def test_joining_what_was_not_prepared_is_an_error() -> None:
     for text, entered in run_on_ranks(_joined):
         assert entered
-        assert "join_uneven_inputs() was given what this Accelerator has not prepared: Linear" in text
-        assert "do:    give it the models that prepare() returned" in text
+        assert "join_uneven_inputs() received objects that this Accelerator has not prepared: Linear" in text
+        assert "do:    pass the models that prepare() returned" in text
 
 
 class _Count(IterableDataset[int]):
@@ -126,7 +126,7 @@ def test_ranks_that_name_other_folders_share_that_of_the_first_rank(tmp_path: Pa
     assert (folders, difference, other) == (["0"], 0.0, 0.0)
     assert [text.split(" was given")[0] for text in told] == ["save_state()", "load_state()"]
     assert (
-        f"on ranks 1 than on the first rank of their machine. A checkpoint is one folder for all ranks: they use {tmp_path}/0"
+        f"on ranks 1 than on the first rank of their machine. All ranks must share one checkpoint folder; these ranks use {tmp_path}/0"
         in told[0]
     )
     assert silent == []

@@ -182,7 +182,7 @@ def _exact(folder: Path) -> Any:
         torch.optim.SGD(model.parameters(), lr=0.5),
         torch.utils.data.DataLoader(_ids()[0, 0, :11], batch_size=5, shuffle=True),  # type: ignore[arg-type]
     )
-    warnings.filterwarnings("ignore", "a loop was left within an update")
+    warnings.filterwarnings("ignore", "a loop ended inside an update")
     for _ in range(2):
         for stop in (True, False):  # half an update, left and made again
             for ids in loader:

@@ -481,7 +481,7 @@ def _groups_of_ranks() -> None:
 
 
 REFUSED: list[tuple[Any, type[Exception], str]] = [
-    (_turns, UsageError, "came after an optimizer's step"),
+    (_turns, UsageError, "was computed after an optimizer's step"),
     (_outside, UsageError, "outside the loop of a prepared DataLoader"),
     (_norms_that_train_later, UsageError, "1 (BatchNorm1d): a BatchNorm in training mode"),
     (_fractions, UsageError, "num_items=2.5 is not a whole number"),
@@ -498,7 +498,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (
         partial(_prepared, _mlp(), kwargs_handlers=[DistributedDataParallelKwargs(comm_hook="fp16")]),
         ConfigError,
-        "here DDP sends no gradients",
+        "with parity='bitwise' DDP sends no gradients",
     ),
 ]
 

@@ -288,15 +288,15 @@ _REFUSALS: list[tuple[Callable[..., None], str, dict[str, Any], str]] = [
     (_once, "lbfgs", _CUT, "LBFGS evaluates its closure again"),
     (_once, "lbfgs", _WINDOW, "LBFGS evaluates its closure again"),
     (_once, "lbfgs", {"parity": "bitwise", "canonical_shards": 1, "seed": 1}, "LBFGS evaluates its closure again"),
-    (_only_in_the_last, "sgd", _CUT, "in micro-step 4 of an update, and in 0 of the 3 before"),
-    (_only_in_the_last, "sgd", _WINDOW, "in micro-step 2 of an update, and in 0 of the 1 before"),
+    (_only_in_the_last, "sgd", _CUT, "in micro-step 4 of an update but was called in only 0 of the 3 micro-steps before it"),
+    (_only_in_the_last, "sgd", _WINDOW, "in micro-step 2 of an update but was called in only 0 of the 1 micro-steps before it"),
     (_twice, "sgd", _CUT, "a second time in micro-step 1"),
-    (_of_two_optimizers, "sgd", _CUT, "another optimizer has evaluated closures, too"),
-    (_of_two_optimizers, "sgd", _WINDOW, "another optimizer has evaluated closures, too"),
+    (_of_two_optimizers, "sgd", _CUT, "another optimizer has also evaluated closures"),
+    (_of_two_optimizers, "sgd", _WINDOW, "another optimizer has also evaluated closures"),
     (_after_a_backward, "sgd", _CUT, "backpropagates the batch a second time"),
     (_once, "deaf", _WINDOW, "_Deaf does not evaluate its closure"),
     (_once, "restless", _WINDOW, "_Restless changes the parameters before it evaluates"),
-    (_once, "sgd", {"mixed_precision": "fp16"}, "the loss scaling of fp16"),
+    (_once, "sgd", {"mixed_precision": "fp16"}, "with fp16 loss scaling"),
 ]
 
 
@@ -391,7 +391,7 @@ def test_an_optimizer_of_two_steps_in_one_micro_step_is_that_of_a_plain_loop() -
 
 
 def test_steps_that_the_accelerator_does_not_see_are_refused_by_name() -> None:
-    with pytest.raises(UsageError, match=r"_SAM was stepped itself|gradients of earlier micro-steps were cleared"):
+    with pytest.raises(UsageError, match=r"_SAM was stepped directly|gradients of earlier micro-steps were cleared"):
         _sam(False, {"parity": "exact", "max_micro_batch_size": 2})
 
 
@@ -407,10 +407,10 @@ def _changes(settings: dict[str, Any]) -> None:
 
 
 def test_parameters_that_change_between_the_micro_steps_of_an_update_are_told() -> None:
-    with pytest.warns(EchelonWarning, match="changed between two micro-steps of an update"):
+    with pytest.warns(EchelonWarning, match="changed between two micro-steps of one update"):
         _changes({"parity": "exact", "max_micro_batch_size": 2})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _changes({"parity": "exact"})  # an update is one micro-step
-    with pytest.raises(UsageError, match="changed between two micro-steps of an update"):
+    with pytest.raises(UsageError, match="changed between two micro-steps of one update"):
         _changes({"parity": "bitwise", "canonical_shards": 4, "seed": 1})

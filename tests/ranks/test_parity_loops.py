@@ -236,7 +236,7 @@ def test_loaders_may_take_turns_where_an_update_is_one_micro_step(
 
 
 _PIECES = "do not correspond"
-_WITHIN = "within an update of another one"
+_WITHIN = "inside an update of another loader"
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ _WITHIN = "within an update of another one"
         ("_nested", _EVEN, "max_micro_batch_size", _WITHIN),
         ("_zip", (28, 14, 8, 4), "ranks and accumulation", _PIECES),  # two samples have no two pieces for two ranks
         ("_zip", (16, 15, 4, 4), "ranks", _PIECES),
-        ("_nested", (10, 7, 4, 3), "ranks and accumulation", "A loop within a loop needs updates of one micro-step"),
+        ("_nested", (10, 7, 4, 3), "ranks and accumulation", "Nested loops need updates of one micro-step"),
         ("_nested_after", _EVEN, "max_micro_batch_size", _WITHIN),
         ("_nested_after", _EVEN, "ranks and accumulation", _WITHIN),
         ("_alternating", _EVEN, "max_micro_batch_size", _WITHIN),
@@ -257,7 +257,7 @@ _WITHIN = "within an update of another one"
             "_nested",
             _EVEN,
             "bitwise, a shard each",
-            "with fewer processes a loop within the loop would be run several times",
+            "with fewer processes a nested loop would run several times",
         ),
     ],
 )
@@ -278,7 +278,7 @@ def test_a_loop_that_is_left_within_an_update_is_told() -> None:
     assert not isinstance(found, str), found
     _, num_steps, said = found
     assert num_steps == 1 + 4
-    assert any("left within an update of several micro-steps" in text for text in said), said
+    assert any("ended inside an update of several micro-steps" in text for text in said), said
 
 
 def test_a_cycled_loader_whose_batches_no_longer_fit_is_told() -> None:

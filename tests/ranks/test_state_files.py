@@ -110,16 +110,12 @@ def test_a_position_in_accelerates_form_is_taken_and_one_of_other_numbers_of_pro
             folder = accelerator.save_state(tmp_path / "s")
             break
     assert [x.tolist() for (x,) in prepared()[1]][:1] == [[0, 1]]
-    with pytest.raises(
-        CheckpointError, match="holds the positions of 1 processes in their data, and this is rank 1 of 1"
-    ):
+    with pytest.raises(CheckpointError, match="stores the data positions of 1 processes, but this is rank 1 of 1"):
         load_accelerator_state(folder, [], [], [], [prepared()[1]], 1)
     position = load(folder / "dl_state_dict.bin")
     position["echelon"]["inner_of_others"] = [None]
     torch.save(position, folder / "dl_state_dict.bin")
-    with pytest.raises(
-        CheckpointError, match="holds the positions of 2 processes in their data, and this is rank 0 of 1"
-    ):
+    with pytest.raises(CheckpointError, match="stores the data positions of 2 processes, but this is rank 0 of 1"):
         prepared()[0].load_state(folder)
     for file in ("dl_state_dict.bin", "random_states_0.pkl"):
         content = load(folder / file)
@@ -456,7 +452,7 @@ def test_a_folder_that_cannot_be_replaced_is_refused(tmp_path: Path, monkeypatch
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="exists and is a file, not a directory"):
         accelerator.save_state(tmp_path / "file")
-    with pytest.raises(UsageError, match="was given no folder"):
+    with pytest.raises(UsageError, match="was called without a folder"):
         accelerator.save_state()
     with pytest.raises(UsageError, match="was given tag, which the engine single does not know"):
         accelerator.save_state("x", tag=3)

@@ -100,7 +100,7 @@ def test_its_gradients_are_averaged_first_and_its_line_is_named_once(engine: str
     assert (more, silent) == ([], [])
     text, line = said
     is_inside = form == "the one inside" or (form == "the one that was given" and engine == "ddp")
-    assert ("was stepped itself" if is_inside else "AdamW was not prepared") in text
+    assert ("was stepped directly" if is_inside else "AdamW was not prepared") in text
     assert "window of 2 micro-steps" in text
     assert "averages" in text
     assert ("save_state() does not save its state" in text) is not is_inside
@@ -113,7 +113,7 @@ def test_a_step_within_an_update_of_one_process_is_told() -> None:
     for weight, right in zip(weights or (), _stepped_in_each_micro_step(1)):
         torch.testing.assert_close(weight, right, rtol=1e-9, atol=1e-9)
     ((text, line),) = said
-    assert "its step() is not left to the end of the accumulation window of 2 micro-steps" in text
+    assert "its step() is not postponed to the end of the accumulation window of 2 micro-steps" in text
     assert "averaged" not in text
     assert line in _lines()
 
@@ -177,7 +177,7 @@ def _refused(form: str) -> str:
     [
         ("exact", 1, "not counted, and not saved"),
         ("exact", 2, "not counted, and not saved"),
-        ("bitwise", 2, "not left to the end of an update"),
+        ("bitwise", 2, "not postponed to the end of an update"),
         ("fp16", 1, "multiplied by the fp16 loss scale (65536)"),
         ("fp16", 2, "multiplied by the fp16 loss scale (65536)"),
         ("in the backward pass", 2, "steps inside the backward pass"),

@@ -453,7 +453,7 @@ def test_a_checkpoint_that_is_none_any_more_is_passed_over(layout: str, damage: 
             last.rmdir()
             last.write_text("mine")
     run = _Run(tmp_path, layout)
-    with pytest.warns(EchelonWarning, match="(?s)newer ones are not whole and were passed over.*checkpoint_1: "):
+    with pytest.warns(EchelonWarning, match="(?s)newer checkpoints are incomplete and were skipped.*checkpoint_1: "):
         assert run.accelerator.resume()
     assert run.value == 1.0
     assert run.accelerator.save_state().name == "checkpoint_2"

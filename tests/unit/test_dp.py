@@ -63,7 +63,7 @@ def test_a_loss_of_each_device_is_averaged_whatever_the_samples_of_each() -> Non
 def test_a_loss_of_each_sample_is_still_refused() -> None:
     with cpu_devices(2):
         accelerator, model, _ = _prepared(2)
-        with pytest.raises(UsageError, match="needs one number"):
+        with pytest.raises(UsageError, match="needs a scalar loss"):
             accelerator.backward(model.module.layer(torch.ones(3, 4, dtype=torch.float64)).squeeze(1))
 
 

@@ -93,7 +93,7 @@ def test_threads_that_change_in_the_run_are_an_error() -> None:
     with environ.patch({"OMP_NUM_THREADS": "1"}):
         _, _, loader = _prepared()
     torch.set_num_threads(2)
-    with pytest.raises(UsageError, match="there are 2 threads now, and the run began with 1"):
+    with pytest.raises(UsageError, match="torch now uses 2 threads, but the run started with 1"):
         next(iter(loader))
 
 

@@ -145,7 +145,7 @@ def test_an_evaluation_that_takes_longer_than_half_the_grace_is_left(
 def test_where_nothing_can_be_saved_it_ends_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(preemption.Preempted):
         train(accelerator(None), signal_at(3, "train"), resume=None)
-    assert "the run ends after step 3 with exit code 143, and nothing is saved" in caplog.text
+    assert "the run ends after step 3 with exit code 143 without saving" in caplog.text
 
 
 def test_without_resume_a_folder_of_the_project_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

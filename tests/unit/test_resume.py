@@ -55,7 +55,7 @@ def test_without_a_checkpoint_it_is_a_new_run_and_the_loop_is_range(parity: str,
     assert list(run.accelerator.epochs(3)) == []  # they are made
     assert list(run.accelerator.epochs(5)) == [3, 4]
     assert Accelerator(cpu=True).resume(tmp_path / "nothing") is False
-    with pytest.raises(UsageError, match=r"resume\(\) was given no folder"):
+    with pytest.raises(UsageError, match=r"resume\(\) was called without a folder"):
         Accelerator(cpu=True).resume()
 
 
@@ -338,7 +338,7 @@ def test_it_says_what_is_passed_over_and_numbers_on_after_it(tmp_path: Path) -> 
     assert names == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
     for name in names:
         (tmp_path / "checkpoints" / name / "manifest.json").write_bytes(b"{}")
-    with pytest.raises(CheckpointError, match="holds no whole checkpoint"):  # not a new run
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):  # not a new run
         make(1)
 
 

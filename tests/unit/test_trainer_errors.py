@@ -163,7 +163,7 @@ def test_nothing_to_go_on_from(tmp_path: Path) -> None:
     _says(error.value, what=str(tmp_path), where="resume_from_checkpoint=True", do="'auto', which starts from scratch")
     with pytest.raises(UsageError, match="there is no folder"):
         train(str(tmp_path / "nowhere"))
-    with pytest.raises(CheckpointError, match=r"neither a manifest nor a trainer_state\.json"):
+    with pytest.raises(CheckpointError, match=r"neither a manifest, nor a trainer_state\.json"):
         train(str(tmp_path))
     train("auto")
     train(False)

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from echelon.accelerator import process, unsupported
 from echelon.accelerator.checkpoint.checkpoints import Checkpoints
+from echelon.accelerator.checkpoint.registry import CheckpointRegistry
 from echelon.accelerator.current import note_accelerator
 from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.metrics import gather_samples, trim_for_metrics
@@ -394,7 +395,7 @@ class Accelerator:
     _optimizers: list[AcceleratedOptimizer] = view("session.objects.optimizers", "The prepared optimizers.")
     _schedulers: list[AcceleratedScheduler] = view("session.objects.schedulers", "The prepared schedulers.")
     _dataloaders: list[PreparedLoader] = view("session.objects.loaders", "The prepared loaders.")
-    _custom_objects: list[Any] = view("checkpoints.custom_objects", "What was registered for checkpointing.")
+    _custom_objects: list[Any] = view("checkpoints.registry.custom_objects", "Objects registered for checkpointing.")
 
     def allow_unsharded(self, loader: DataLoader[T]) -> DataLoader[T]:
         """Let every process read all of ``loader``, on purpose; returns it."""
@@ -547,9 +548,9 @@ class Accelerator:
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     save_model = delegate(Checkpoints.save_model, "checkpoints")
-    register_for_checkpointing = delegate(Checkpoints.register_for_checkpointing, "checkpoints")
-    register_save_state_pre_hook = delegate(Checkpoints.register_save_state_pre_hook, "checkpoints")
-    register_load_state_pre_hook = delegate(Checkpoints.register_load_state_pre_hook, "checkpoints")
+    register_for_checkpointing = delegate(CheckpointRegistry.register_for_checkpointing, "checkpoints.registry")
+    register_save_state_pre_hook = delegate(CheckpointRegistry.register_save_state_pre_hook, "checkpoints.registry")
+    register_load_state_pre_hook = delegate(CheckpointRegistry.register_load_state_pre_hook, "checkpoints.registry")
     save_state = delegate(Checkpoints.save_state, "checkpoints")
     load_state = delegate(Checkpoints.load_state, "checkpoints")
     resume = delegate(Checkpoints.resume, "checkpoints")

@@ -1,4 +1,4 @@
-"""Is this micro-batch the last of its update? One object for the accelerator, its optimizers, schedulers and loaders."""
+"""The gradient accumulation state, shared by the accelerator, its optimizers, schedulers and loaders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["GradientState"]
 
 
 class _SharedState:
-    """The dict that Accelerate's states share: here a copy of what the current one holds, empty without an Accelerator."""
+    """Accelerate's shared dict: a copy of the current state's attributes, or empty without an Accelerator."""
 
     def __get__(self, state: object, kind: type[GradientState]) -> dict[str, Any]:
         return dict(vars(kind())) if has_accelerator() else {}
@@ -22,11 +22,11 @@ class _SharedState:
 class GradientState:
     """The counters of the accumulation window, under Accelerate's names.
 
-    Each Accelerator has its own: two of them in one process do not touch each other.
+    Each Accelerator has its own state, so several in one process do not interfere.
 
     Args:
-        gradient_accumulation_plugin: of a new state; None: a view of the state of the Accelerator built last (a new
-            state where there is none).
+        gradient_accumulation_plugin: plugin of a new state; None: share the state of the Accelerator built last (create a
+            new state if there is none).
     """
 
     _shared_state = _SharedState()
@@ -35,15 +35,15 @@ class GradientState:
     reading: ActiveLoaders[PreparedLoader]
     sync_gradients: bool
     micro_step: int
-    """The number of the ``accumulate()`` that we are in, in its window, from 1; 0: in none that ends one."""
+    """Number of the current ``accumulate()`` in its window, from 1; 0 after the one that ends a window."""
     has_loss: bool
-    """Was a loss of this micro-step backpropagated, outside the closures of optimizers?"""
+    """Whether a loss of this micro-step was backpropagated outside optimizer closures."""
     in_closure: bool
-    """Are we in such a closure?"""
+    """Whether an optimizer closure is running."""
     has_loss_in_closure: bool
-    """Did the last one backpropagate?"""
+    """Whether the last optimizer closure backpropagated a loss."""
     closures_waiting: object | None
-    """Whose closures were evaluated in the update, whose steps are still to come; None: nobody's."""
+    """The ``Closures`` with evaluations in this update whose optimizer has not stepped; None if there are none."""
 
     def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
         if gradient_accumulation_plugin is None and has_accelerator():
@@ -58,16 +58,16 @@ class GradientState:
 
     @property
     def initialized(self) -> bool:
-        """Always: a state is made whole."""
+        """Always True: the constructor builds the complete state."""
         return True
 
     @staticmethod
     def _reset_state() -> None:
-        """Do nothing: the next Accelerator has a state of its own without it."""
+        """Do nothing, because the next Accelerator has its own state."""
 
     @property
     def num_steps(self) -> int:
-        """Micro-batches in one update."""
+        """Micro-batches per update."""
         return self.plugin.num_steps or 1
 
     @num_steps.setter
@@ -81,7 +81,7 @@ class GradientState:
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """End the window with the loader."""
+        """Whether the end of a loader ends the window."""
         return self.plugin.sync_with_dataloader
 
     @property
@@ -91,28 +91,28 @@ class GradientState:
 
     @property
     def active_dataloader(self) -> PreparedLoader | None:
-        """The loader whose loop is the innermost one now."""
+        """Loader of the innermost loop."""
         return self.reading.innermost
 
     @property
     def dataloader_references(self) -> list[PreparedLoader | None]:
-        """The loaders that are being read, after a None (as Accelerate keeps them)."""
+        """Loaders being read, preceded by None as in Accelerate."""
         return [None, *self.reading.loaders]
 
     @property
     def in_dataloader(self) -> bool:
-        """Is a prepared loader being read?"""
+        """Whether a prepared loader is being read."""
         return bool(self.reading.loaders)
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Is the batch in hand the last one of its loader?"""
+        """Whether the current batch is the last one of its loader."""
         loader = self.reading.innermost
         return loader is not None and loader.end_of_dataloader
 
     @property
     def remainder(self) -> int:
-        """New samples of all ranks in the last step of the loader; 0 when all are, -1 when nobody knows."""
+        """Samples of all ranks in the last step without repeated ones; 0: no sample is repeated; -1: unknown."""
         loader = self.reading.innermost
         return -1 if loader is None else loader.remainder
 

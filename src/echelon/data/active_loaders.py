@@ -50,8 +50,8 @@ class PassDriver(ABC, Generic[Loader]):
     """Makes updates of the batches of loaders, in the exact modes."""
 
     @abstractmethod
-    def plan_pass(self, beginning: Loader | None = None) -> PassPlan:
-        """Return the plan of a pass that would start now; ``beginning``: the loader whose pass does start."""
+    def plan_pass(self, starting: Loader | None = None) -> PassPlan:
+        """Return the plan of a pass that would start now; ``starting``: the loader whose pass starts."""
 
     @abstractmethod
     def end_pass(self, loader: Loader, *, is_over: bool) -> None:

@@ -1,1 +1,1 @@
-"""The state of a training: saved, loaded, and brought to and from the layouts of other libraries."""
+"""Training state: saving, loading, and conversion to and from the layouts of other libraries."""

@@ -1,4 +1,4 @@
-"""The state of what was prepared, saved to and loaded from Accelerate's layout; ``checkpoint/formats/accelerate.py`` has its files."""
+"""The state of prepared objects in Accelerate's layout; ``checkpoint/formats/accelerate.py`` defines its files."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def collect_state(
     progress: dict[str, Any] | None = None,
     random_states: dict[str, Any] | None = None,
 ) -> TrainingState:
-    """Return the state of these objects and of the random number generators of this process (of now, unless given).
+    """Return the state of these objects and the random states of this process (the current ones by default).
 
     Collective: every rank, with the same objects in the same order.
     """
@@ -97,7 +97,7 @@ def save_accelerator_state(
     save_on_each_node: bool = False,
     safe_serialization: bool = True,
 ) -> Path:
-    """Write the files of this rank into a folder that exists; ``Accelerator.save_state`` does it so that it can fail.
+    """Write the files of this rank into an existing folder; ``Accelerator.save_state`` also handles failures.
 
     Collective: every rank.
     """
@@ -133,28 +133,27 @@ def load_accelerator_state(
     data: DataPolicy | None = None,
     **load_model_func_kwargs: Any,
 ) -> dict[str, Any]:
-    """Load the files of this rank, Accelerate's or ours; nothing in them is run. Returns ``step`` and ``progress``.
+    """Load the files of this rank, written by Accelerate or echelon, without running code. Returns ``step`` and ``progress``.
 
     Args:
-        input_dir: the folder.
+        input_dir: checkpoint folder.
         models: prepared or not.
-        optimizers: as ``models``.
-        schedulers: as ``models``.
-        dataloaders: as ``models``.
-        process_index: the rank.
-        scaler: the loss scaler, if there is one.
-        map_location: ``cpu`` (as None), or ``on_device``: where tensors are read to, before they are copied.
-        load_kwargs: of ``torch.load``, for everything but the models.
-        data: what a change of the data means; None: in the middle of an epoch, an error.
-        load_model_func_kwargs: ``strict``, and others of ``load_state_dict``, for the models.
+        optimizers: prepared or not.
+        schedulers: prepared or not.
+        dataloaders: prepared or not.
+        process_index: rank of this process.
+        scaler: loss scaler, if any.
+        map_location: device to which tensors are read before they are copied: ``cpu`` (default) or ``on_device``.
+        load_kwargs: options of ``torch.load``, for everything but the models.
+        data: how changed data is treated; None: a change in the middle of an epoch is an error.
+        load_model_func_kwargs: ``strict`` and other options of ``load_state_dict``, for the models.
 
     Raises:
-        CheckpointError: a file is missing, damaged, holds code, or does not fit; before anything is loaded when it is
-            missing.
+        CheckpointError: a file is missing (raised before anything is loaded), damaged, holds code, or does not match.
     """
     folder = Path(input_dir)
     if map_location not in (None, "cpu", "on_device"):
-        raise UsageError(f"map_location={map_location!r} is not one of None, 'cpu', 'on_device'", do="give one of them")
+        raise UsageError(f"map_location={map_location!r} is not one of None, 'cpu', 'on_device'", do="pass one of them")
     place = World.current().device if map_location == "on_device" else torch.device("cpu")
     options = {"map_location": place, **(load_kwargs or {})}
     missing = missing_files(
@@ -193,14 +192,14 @@ def save_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0, sa
     """Write the state of ``obj`` to ``custom_checkpoint_{index}.pkl`` in the folder ``path``, on rank zero.
 
     Raises:
-        CheckpointError: its state holds what would be refused when it is read.
+        CheckpointError: its state holds objects that loading would refuse.
     """
     if _is_writer(save_on_each_node):
         write_plain(obj.state_dict(), custom_path(Path(path), index))
 
 
 def load_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0) -> None:
-    """Load the state of ``obj`` from ``custom_checkpoint_{index}.pkl`` in the folder ``path``; nothing in it is run.
+    """Load the state of ``obj`` from ``custom_checkpoint_{index}.pkl`` in the folder ``path`` without running code.
 
     Raises:
         CheckpointError: the file is missing, damaged, or holds code.
@@ -211,7 +210,7 @@ def load_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0) ->
 
 
 def require_custom_states(folder: Path, num_objects: int) -> None:
-    """Raise unless ``folder`` holds the states of ``num_objects`` registered objects.
+    """Raise unless ``folder`` holds the states of exactly ``num_objects`` registered objects.
 
     Raises:
         CheckpointError: it holds more or fewer.
@@ -219,17 +218,17 @@ def require_custom_states(folder: Path, num_objects: int) -> None:
     found = [path.name for path in custom_paths(folder)]
     if len(found) != num_objects:
         raise CheckpointError(
-            f"{folder} holds the states of {len(found)} registered objects ({', '.join(found) or 'none'}), and "
-            f"{num_objects} are registered",
-            do="register the same objects, in the same order, as when it was saved: register_for_checkpointing",
+            f"{folder} holds the states of {len(found)} registered objects ({', '.join(found) or 'none'}), but {num_objects} are "
+            "registered",
+            do="call register_for_checkpointing with the same objects in the same order as in the saved run",
         )
 
 
 def require_plain(obj: Any) -> None:
-    """Raise when the state of ``obj`` could be written, but would be refused when it is read.
+    """Raise if the state of ``obj`` could be written, but loading would refuse it.
 
     Raises:
-        UsageError: what it holds is named.
+        UsageError: the state is not plain data; the message names the types.
     """
     buffer = io.BytesIO()
     torch.save(_without_data(obj.state_dict()), buffer)
@@ -237,14 +236,14 @@ def require_plain(obj: Any) -> None:
     refused = refused_in(buffer)
     if refused:
         raise UsageError(
-            f"the state of {type(obj).__name__} holds {', '.join(refused)}, which is not plain data: it could not be loaded "
-            "again without running code",
+            f"the state of {type(obj).__name__} holds {', '.join(refused)}, which is not plain data: loading it again would "
+            "require running code",
             do=f"in its state_dict(), {PLAIN_DATA}",
         )
 
 
 def _without_data(value: Any) -> Any:
-    """Return ``value`` with small tensors in the place of its tensors: looking at a state must not copy it."""
+    """Return ``value`` with empty tensors in place of its tensors, so that checking a state does not copy it."""
     if isinstance(value, torch.Tensor):
         return torch.empty(0, dtype=value.dtype) if type(value) in (torch.Tensor, nn.Parameter) else value
     if type(value) in (list, tuple):
@@ -267,7 +266,7 @@ def _require(folder: Path, missing: Sequence[str]) -> None:
     if missing:
         raise CheckpointError(
             f"{folder} has no {', '.join(missing)}",
-            do="load a whole checkpoint, saved with as many models, optimizers and schedulers as were prepared here",
+            do="load a complete checkpoint, saved with the same number of models, optimizers and schedulers as prepared here",
         )
 
 
@@ -281,7 +280,7 @@ def _read_orders(
     load_kwargs: dict[str, Any],
     policy: DataPolicy,
 ) -> tuple[Sequence[Mapping[str, Any]], frozenset[int]]:
-    """Return the orders that the checkpoint has, for the data of now, and which loaders have other data; Accelerate writes none."""
+    """Return the saved orders for the current data, and the loaders whose data changed; Accelerate saves no orders."""
     loaders = [loader for loader in dataloaders if isinstance(loader, PreparedLoader)]
     files = [state_path(folder, SAMPLER_NAME, i) for i in range(min(len(loaders), (ours or {}).get("orders", 0)))]
     _require_files(folder, files)
@@ -305,7 +304,7 @@ def _load_loaders(
     orders: Sequence[Mapping[str, Any]],
     changed: Collection[int],
 ) -> None:
-    """Restore the orders, and the positions that the checkpoint has."""
+    """Restore the orders and the saved positions."""
     known = {"positions": [], **(ours or {})}
     for i, loader in enumerate(loader for loader in dataloaders if isinstance(loader, PreparedLoader)):
         position = state_path(folder, POSITION_NAME, i)
@@ -320,10 +319,12 @@ def _load_loaders(
 def _read_position(path: Path, rank: int, loader: PreparedLoader, load_kwargs: dict[str, Any]) -> dict[str, Any]:
     file = load(path, **load_kwargs)
     num_saved, num_processes = num_ranks_in_position(file), World.current().world_size
-    if num_saved is not None and not rank < num_saved <= num_processes:  # with fewer, samples would come twice
+    if (
+        num_saved is not None and not rank < num_saved <= num_processes
+    ):  # with fewer processes samples would be repeated
         raise CheckpointError(
-            f"{path} holds the positions of {num_saved} processes in their data, and this is rank {rank} of {num_processes}",
-            do="resume on as many processes, or without use_stateful_dataloader",
+            f"{path} stores the data positions of {num_saved} processes, but this is rank {rank} of {num_processes}",
+            do="resume with the same number of processes, or without use_stateful_dataloader",
         )
     return position_on_rank(file, rank, iteration=loader.iteration)
 
@@ -332,10 +333,10 @@ def _read_position(path: Path, rank: int, loader: PreparedLoader, load_kwargs: d
 
 
 def _read_random_states(folder: Path, rank: int) -> dict[str, Any]:
-    """Return the file of ``rank``; of a rank that the saved run did not have, what is one for all.
+    """Return the file of ``rank``; for a rank that the saved run did not have, only the shared entries.
 
     Raises:
-        CheckpointError: it is missing, and should not be.
+        CheckpointError: the file is missing although the saved run had this rank.
     """
     path, first = random_path(folder, rank), random_path(folder, 0)
     _require_files(folder, [first])
@@ -346,6 +347,6 @@ def _read_random_states(folder: Path, rank: int) -> dict[str, Any]:
         _require_files(folder, [path])
     if World.current().world_size > num_processes:
         warn(
-            f"{folder} has random states of {num_processes} processes: those of the other ranks go on from where they are"
+            f"{folder} has random states of {num_processes} processes; the other ranks keep their current random states"
         )
     return states if path.exists() else {key: states[key] for key in ("step", OURS) if key in states}

@@ -1,4 +1,4 @@
-"""Whether the data of a run that is resumed are those of the checkpoint, and how it goes on where they are not."""
+"""Compares the data of a resumed run with the data of the checkpoint, and decides where the run continues if they differ."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
     "changed_data_error",
     "changes_since",
     "read_facts",
-    "read_noted",
+    "read_optional_json",
     "reconcile_data",
     "stored_facts",
 ]
@@ -33,14 +33,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataPolicy:
-    """What a change of the data means to the one who resumes."""
+    """How a resumed run treats changes of its data."""
 
     allows_changes: bool = False
-    """In the middle of an epoch, too."""
+    """Accept changes in the middle of an epoch."""
     is_at_boundary: bool = False
-    """No place in an epoch is gone on from, whatever the loaders say."""
+    """The run resumes at an epoch boundary, whatever the loaders recorded."""
     finds_batches: bool = False
-    """Another batch size is no change: the place is found in samples."""
+    """Accept another batch size, because positions are counted in samples."""
 
 
 def reconcile_data(
@@ -52,26 +52,26 @@ def reconcile_data(
     num_ranks: int,
     policy: DataPolicy,
 ) -> tuple[list[Mapping[str, Any]], frozenset[int]]:
-    """Return the ``order_state`` of each loader for the data of now, and which of them have changed in the middle of a pass.
+    """Return the ``order_state`` of each loader for the current data, and the indices of loaders that changed in mid-pass.
 
-    A change between two epochs is told.
+    Warns about a change between two epochs.
 
     Args:
-        loaders: of now.
-        states: as they were saved; older checkpoints have no facts in them, and nothing is compared then.
+        loaders: current loaders.
+        states: saved states; older checkpoints hold no data facts and are not compared.
         source: the checkpoint, for messages.
-        num_saved: processes of the saved run.
-        num_ranks: of this one.
-        policy: what a change means.
+        num_saved: number of processes in the saved run.
+        num_ranks: number of processes in this run.
+        policy: how changes are treated.
 
     Raises:
-        CheckpointError: the data have changed in the middle of an epoch, and that is not allowed.
+        CheckpointError: the data changed in the middle of an epoch and ``policy`` does not allow it.
     """
     found: list[Mapping[str, Any]] = list(states)
-    changed, wrong, places, told = set(), [], [], []
+    changed, mid_epoch, positions, at_boundary = set(), [], [], []
     for i, (loader, state) in enumerate(zip(loaders, states)):
         stored = state.get("data")
-        # Of another parity a place means nothing; and evaluations begin at their beginning.
+        # A position saved in another parity mode has no meaning here, and evaluations always start over.
         if stored is None or is_of_evaluation(state) or ("exact" in state) is not loader.is_exact:
             continue
         saved, here = DataFacts.from_json(stored), loader.data_facts()
@@ -79,53 +79,54 @@ def reconcile_data(
         changes = [change for change in changes if not (policy.finds_batches and change.fact == "batches")]
         if not changes:
             continue
-        words = f"loader[{i}]: {'; '.join(change.what for change in changes)}"
+        description = f"loader[{i}]: {'; '.join(change.what for change in changes)}"
         if policy.is_at_boundary or not is_within_training_pass(state):
-            told.append(words)
+            at_boundary.append(description)
             continue
-        found[i], place = moved_position(state, saved, here, changes, num_ranks=num_ranks)
+        found[i], position = moved_position(state, saved, here, changes, num_ranks=num_ranks)
         changed.add(i)
-        wrong.append(words)
-        places.append(f"loader[{i}] goes on {place}")
-    if wrong and not policy.allows_changes:
-        raise changed_data_error(source, wrong, places)
-    if wrong:
-        warn(f"{source} is of the middle of an epoch over other data ({'; '.join(wrong)}): {'; '.join(places)}")
-    if told:
-        warn(f"{source} was saved with other data, and the next epoch is over those of now: {'; '.join(told)}")
+        mid_epoch.append(description)
+        positions.append(f"loader[{i}] continues {position}")
+    if mid_epoch and not policy.allows_changes:
+        raise changed_data_error(source, mid_epoch, positions)
+    if mid_epoch:
+        changes_text, positions_text = "; ".join(mid_epoch), "; ".join(positions)
+        warn(f"{source} was saved in the middle of an epoch over different data ({changes_text}): {positions_text}")
+    if at_boundary:
+        warn(f"{source} was saved with different data; the next epoch uses the current data: {'; '.join(at_boundary)}")
     return found, frozenset(changed)
 
 
-def changed_data_error(source: object, changes: Sequence[str], places: Sequence[str]) -> CheckpointError:
-    """Return the error of data that have changed in the middle of an epoch."""
+def changed_data_error(source: object, changes: Sequence[str], positions: Sequence[str]) -> CheckpointError:
+    """Return the error for data that changed in the middle of an epoch."""
     return CheckpointError(
-        f"{source} is of the middle of an epoch, and its data are others now: {'; '.join(changes)}. Samples would come twice, "
-        "or never",
-        do="resume with the data, the batch size and the order that it was saved with, or from a checkpoint of the end of an "
-        f"epoch; or give allow_changed_data=True (echelon launch --allow_changed_data): then {'; '.join(places)}",
+        f"{source} was saved in the middle of an epoch, and its data has changed since: {'; '.join(changes)}. Samples would be "
+        "repeated or skipped",
+        do="resume with the data, batch size and order it was saved with, or from a checkpoint saved at the end of an epoch; or "
+        f"pass allow_changed_data=True (echelon launch --allow_changed_data): then {'; '.join(positions)}",
     )
 
 
-# ---- for layouts that have no place for it --------------------------------------------------------------------------------
+# ---- checkpoint layouts of other libraries --------------------------------------------------------------------------------
 
 
 def stored_facts(loader: Any) -> dict[str, Any] | None:
-    """Return what a place in a pass of ``loader`` depends on, as plain data; None for a loader that was not prepared."""
+    """Return the data facts of ``loader`` as plain data; None for a loader that was not prepared."""
     return loader.data_facts().to_json() if isinstance(loader, PreparedLoader) else None
 
 
-def read_noted(path: Path) -> Mapping[str, Any]:
-    """Return what is in a file of JSON beside another library's; nothing where there is none."""
+def read_optional_json(path: Path) -> Mapping[str, Any]:
+    """Return the content of a JSON file; empty if the file does not exist."""
     return read_json(path) if path.is_file() else {}
 
 
 def read_facts(path: Path) -> DataFacts | None:
-    """Return what ``stored_facts`` gave, from a file of JSON; None where there is none."""
+    """Return the facts that ``stored_facts`` produced from a JSON file; None if it does not exist."""
     return DataFacts.from_json(read_json(path)) if path.is_file() else None
 
 
 def changes_since(saved: DataFacts | None, loader: Any, *, num_saved: int, num_ranks: int) -> Sequence[DataChange]:
-    """Return what is not as it was saved for ``loader``; nothing where nothing is known."""
+    """Return the changes since ``saved``; empty if nothing is known about the data."""
     if saved is None or not isinstance(loader, PreparedLoader):
         return []
     return changes_between(saved, loader.data_facts(), num_ranks_saved=num_saved, num_ranks=num_ranks)

@@ -1,4 +1,4 @@
-"""The folders of a run's checkpoints: locked, numbered, written whole or not at all, and deleted."""
+"""The checkpoint folders of a run: locking, numbering, atomic writing and deletion."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from echelon.distributed.small_messages import gather_bytes
 __all__ = ["PREFIX", "CheckpointStore"]
 
 PREFIX = "checkpoint_"
-"""Of automatically named checkpoints; a number follows."""
+"""Name prefix of automatically named checkpoints, followed by a number."""
 
 
 class CheckpointStore:
-    """The folders that a run writes checkpoints to, of the layouts of this library and of others."""
+    """The folders to which a run writes checkpoints, in the layouts of this library and others."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -37,29 +37,29 @@ class CheckpointStore:
         self.background = BackgroundSaver()
         self.failures = SaveFailures(self._project.max_failed_saves)
         self._lock: RunLock | None = None
-        self._place: Path | None = None  # where this run alone may write, during a block of ``alone_in``
+        self._place: Path | None = None  # folder locked by the active ``alone_in`` block
 
     @property
     def is_on_each_node(self) -> bool:
-        """Does each machine have a whole checkpoint? What is gathered is on rank zero alone."""
+        """Whether each machine stores a complete checkpoint. Gathered state exists only on rank zero."""
         return self._project.save_on_each_node and self._session.capabilities.exposes_state
 
     @property
     def saves(self) -> bool:
-        """Does this process make folders?"""
+        """Whether this process creates folders."""
         world = self._session.world
         return world.is_rank_zero or (self.is_on_each_node and world.is_local_rank_zero)
 
     @property
     def is_saved(self) -> bool:
-        """Did the disk take what was saved last?"""
+        """Whether the last save succeeded."""
         return self.failures.in_a_row == 0
 
     def wait(self) -> None:
-        """Return when no checkpoint is being written; one that the disk did not take is reported.
+        """Wait until no checkpoint is being written; report a failed save.
 
         Raises:
-            TooManyFailedSavesError: it was the last that is borne.
+            TooManyFailedSavesError: ``max_failed_saves`` consecutive saves have failed.
         """
         if self.background.is_idle:
             return
@@ -72,19 +72,19 @@ class CheckpointStore:
 
     @property
     def fence(self) -> Callable[[], None] | None:
-        """What raises when another run has taken the place of this one; None: nothing is locked by this process."""
+        """Function that raises if another run has taken over the lock; None if this process holds no lock."""
         return None if self._lock is None else self._lock.require
 
     @contextmanager
     def alone_in(self, folder: Path, *, prefix: str) -> Iterator[None]:
-        """Keep other runs from writing checkpoints ``prefix`` + number to ``folder`` in the block.
+        """Prevent other runs from writing checkpoints ``prefix`` + number to ``folder`` inside the block.
 
-        What killed saves left there is removed. In a block that is already in ``folder``, nothing is locked again.
+        Remains of interrupted saves in it are removed. A nested block for the same folder does not lock again.
 
         Collective: every rank, on entering.
 
         Raises:
-            CheckpointError: another run has it, and which.
+            CheckpointError: another run holds the lock; the message names it.
         """
 
         def belongs(name: str) -> bool:
@@ -109,19 +109,19 @@ class CheckpointStore:
             self._lock, self._place = lock, place
 
     def close(self) -> None:
-        """Wait for what is being written, and let other runs write here."""
+        """Wait for the pending save, and release the lock."""
         self.wait()
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
     def lock_numbered(self, target: Path, *, is_first: bool, is_foreign: bool) -> None:
-        """Keep other runs out of the folder of numbered checkpoints; what killed saves left there is removed.
+        """Lock the folder of numbered checkpoints and remove the remains of interrupted saves.
 
         Args:
             target: the next checkpoint.
-            is_first: does this process make the folder?
-            is_foreign: the checkpoint is in Accelerate's layout.
+            is_first: whether this process creates the folder.
+            is_foreign: whether the checkpoint uses Accelerate's layout.
 
         Collective: every rank.
         """
@@ -134,10 +134,10 @@ class CheckpointStore:
                 self._lock = RunLock(_lock_beside(folder) if is_foreign else _lock_inside(folder))
                 clean(storage, folder, belongs=_is_numbered)
 
-        run_on_all_ranks("locking the folder of the checkpoints", as_save_failure(lock, target), gather_bytes)
+        run_on_all_ranks("locking the checkpoint folder", as_save_failure(lock, target), gather_bytes)
 
     def rotate(self, target: Path, is_first: bool) -> None:
-        """Delete the checkpoints that ``total_limit`` does not keep, now that there is ``target``."""
+        """Delete the checkpoints beyond ``total_limit`` after ``target`` was written."""
         limit = self._project.total_limit
         if not (is_first and self._project.automatic_checkpoint_naming and limit is not None):
             return
@@ -157,7 +157,7 @@ class CheckpointStore:
         return next(iter(self._best(self.folder(), 1)), None)
 
     def _best(self, folder: Path, number: int | None = None) -> list[Path]:
-        """Return the checkpoints in ``folder`` with the best metrics, the best first; of equal ones the newer."""
+        """Return the checkpoints in ``folder`` with the best metrics, best first; ties are won by the newer one."""
         number = self._project.keep_best if number is None else number
         if not number:
             return []
@@ -170,76 +170,76 @@ class CheckpointStore:
         return [path for _, _, path in sorted(measured, key=lambda one: (-sign * one[0], -one[1]))[:number]]
 
     def next_folder(self, output_dir: Any) -> Path:
-        """Return where the next checkpoint goes."""
+        """Return the path of the next checkpoint."""
         if not self._project.automatic_checkpoint_naming:
             if output_dir is None:
                 raise UsageError(
-                    "save_state() was given no folder",
-                    do="give output_dir, or use ProjectConfiguration(automatic_checkpoint_naming=True)",
+                    "save_state() was called without a folder",
+                    do="pass output_dir, or set ProjectConfiguration(automatic_checkpoint_naming=True)",
                 )
             return Path(output_dir).expanduser()
         target = self.folder() / f"{PREFIX}{self._project.iteration}"
         if place_of(LocalStorage(), target).exists():
             raise UsageError(
-                f"the checkpoint {target} is there already",
-                do="set accelerator.project_configuration.iteration to the number that comes next (after load_state: the "
-                "one after the number that was loaded), or use another project_dir",
+                f"the checkpoint {target} already exists",
+                do="set accelerator.project_configuration.iteration to the next free number (after load_state: one more than "
+                "the number of the loaded checkpoint), or use another project_dir",
             )
         return target
 
     def numbered(self) -> list[Path]:
-        """Return the automatically named checkpoints, the oldest first."""
+        """Return the automatically named checkpoints, oldest first."""
         return numbered(self.folder(), prefix=PREFIX)
 
     def folder(self) -> Path:
         """Return the folder of automatically named checkpoints."""
         if self._project.project_dir is None:
             raise UsageError(
-                "automatic_checkpoint_naming needs a project_dir",
-                do="use Accelerator(project_dir=...), or give it to the configuration",
+                "automatic_checkpoint_naming requires a project_dir",
+                do="pass Accelerator(project_dir=...) or ProjectConfiguration(project_dir=...)",
             )
         return Path(os.fspath(self._project.project_dir)) / "checkpoints"
 
     def save_files(self, target: Path, write: Callable[[Path], None]) -> bool:
-        """Make ``target`` a checkpoint of echelon's own format that holds the files which ``write(folder)`` makes.
+        """Write a checkpoint in echelon's own format from the files that ``write(folder)`` creates.
 
-        They are synced, listed with their checksums, and there together or not at all. ``False``: the disk did not take them,
-        which was reported (``max_failed_saves``).
+        The files are synced, listed with their checksums, and committed atomically. Returns False if the disk failed, which
+        is reported (``max_failed_saves``).
 
         Collective: every rank; ``write`` must not communicate.
 
         Raises:
-            TooManyFailedSavesError: the disk refused ``max_failed_saves`` checkpoints in a row.
+            TooManyFailedSavesError: ``max_failed_saves`` consecutive saves have failed.
         """
         world, each = self._session.world, self._project.save_on_each_node
 
         def save() -> None:
             content = Content(progress=self._session.progress.to_json())
-            begun = begin_save(target, content, world=world, fence=self.fence, on_each_node=each)
+            pending = begin_save(target, content, world=world, fence=self.fence, on_each_node=each)
             try:
                 run_on_all_ranks(
-                    f"writing {target}", as_save_failure(lambda: write(begun.folder), target), gather_bytes
+                    f"writing {target}", as_save_failure(lambda: write(pending.folder), target), gather_bytes
                 )
             except BaseException:
-                begun.give_up()
+                pending.give_up()
                 raise
-            begun.finish()
+            pending.finish()
 
         return self.count_failures(save)
 
     def write_files(self, target: Path, write: Callable[[Path, bool], None], *, is_part: Callable[[str], bool]) -> bool:
-        """Make ``target`` a checkpoint of another layout: the files which ``write(folder, is_owner)`` makes, without a manifest.
+        """Write a checkpoint of another layout from the files that ``write(folder, is_owner)`` creates, without a manifest.
 
         Args:
-            target: it is there whole or not at all; one that was there is replaced, and what others have put into it is kept.
-            write: called on every rank; ``is_owner`` on the one of each folder that writes what is one for all. It must not
+            target: written atomically; an existing checkpoint is replaced, and files of other programs in it are kept.
+            write: called on every rank; ``is_owner`` is true on the one rank per folder that writes shared files. It must not
                 communicate.
-            is_part: tells by its name whether a file in the old folder was a part of what is replaced.
+            is_part: returns whether a file name in the old folder belongs to the replaced checkpoint.
 
         Collective: every rank.
 
         Raises:
-            TooManyFailedSavesError: the disk refused ``max_failed_saves`` checkpoints in a row.
+            TooManyFailedSavesError: ``max_failed_saves`` consecutive saves have failed.
         """
 
         def save() -> None:
@@ -248,10 +248,10 @@ class CheckpointStore:
         return self.count_failures(save)
 
     def count_failures(self, save: Callable[[], None]) -> bool:
-        """Call ``save``; return False where the disk refused it, which is reported.
+        """Call ``save``; report a failure and return False.
 
         Raises:
-            TooManyFailedSavesError: the disk refused ``max_failed_saves`` checkpoints in a row.
+            TooManyFailedSavesError: ``max_failed_saves`` consecutive saves have failed.
         """
         try:
             save()
@@ -263,7 +263,7 @@ class CheckpointStore:
 
 
 def _metric_of(folder: Path) -> float | None:
-    """Return how good a checkpoint is; None when nobody said, or it cannot be read."""
+    """Return the metric of a checkpoint; None if it has none or cannot be read."""
     try:
         metric = Checkpoint(folder).objects().get("accelerator", {}).get("metric")
     except (CheckpointError, OSError):
@@ -280,5 +280,5 @@ def _lock_inside(folder: Path) -> Path:
 
 
 def _lock_beside(folder: Path) -> Path:
-    """Accelerate's load_state, and scripts written for it, take whatever is in the folder for a numbered checkpoint."""
+    """Return a path outside the folder, because Accelerate's load_state treats every entry as a numbered checkpoint."""
     return folder.parent / f".{folder.name}.lock"

@@ -1,4 +1,4 @@
-"""Folders of checkpoints whose files the caller names: found, verified, written whole or not at all, deleted."""
+"""Checkpoint folders: finding, verifying, reading and deleting them."""
 
 from __future__ import annotations
 
@@ -41,51 +41,51 @@ __all__ = [
     "same_on_all_ranks",
 ]
 
-_ARCHIVES = ("*.pt", "*.pth", "*.bin", "*.pkl")  # what torch.save wrote: zip files, whose directory is at their end
-_CUT_OFF = "checkpoint-is-incomplete.txt"  # what transformers leaves of a save that was killed
+_ARCHIVES = ("*.pt", "*.pth", "*.bin", "*.pkl")  # written by torch.save: zip files, whose directory is at the end
+_CUT_OFF = "checkpoint-is-incomplete.txt"  # left by transformers if a save is killed
 
 
 # ---- finding ---------------------------------------------------------------------------------------------------------
 
 
 def checkpoints_in(folder: Path, *, prefix: str) -> list[Path]:
-    """Return the folders ``prefix`` + number in ``folder``, lowest number first; what a killed save left does not count."""
+    """Return the folders ``prefix`` + number in ``folder``, in ascending order, without the remains of killed saves."""
     return numbered(folder, prefix=prefix)
 
 
 def folder_of(folder: Path) -> Path:
-    """Return where a checkpoint is: a crash between two renames leaves it under another name."""
+    """Return the current path of a checkpoint, which a crash between two renames leaves under another name."""
     return place_of(LocalStorage(), folder)
 
 
 def is_own_format(folder: Path) -> bool:
-    """Tell whether ``folder`` was written in echelon's own format, with checksums."""
+    """Return whether ``folder`` uses echelon's own format, with checksums."""
     return layout_of(folder) == "echelon"
 
 
 def holds_training(folder: Path) -> bool:
-    """Tell whether a checkpoint that is whole has more than weights: an optimizer or a schedule to go on with."""
+    """Return whether a complete checkpoint can resume training, because it holds an optimizer or a scheduler."""
     if is_own_format(folder):
         return "accelerator" in Checkpoint(folder).objects()
     return (place_of(LocalStorage(), folder) / SCHEDULER).is_file()
 
 
 def holds_model(folder: Path) -> bool:
-    """Tell whether a checkpoint of echelon's own format has weights beside those in files of other programs' formats."""
+    """Return whether a checkpoint in echelon's own format stores weights itself, not only in files of other formats."""
     prefix = model_prefix(0)
     return any(name.startswith(prefix) for name in Checkpoint(folder).names())
 
 
 def registered_state(folder: Path, index: int) -> Any:
-    """Return the state of an object that was registered for checkpointing, from a checkpoint of echelon's own format."""
+    """Return the state of a registered object from a checkpoint in echelon's own format."""
     return Checkpoint(folder).objects()[f"custom.{index}"]
 
 
 def require_folder(path: Path, *, makes: bool) -> None:
-    """Raise where ``path`` is there and is no folder; where it is not there and this rank ``makes`` it, make it.
+    """Raise if ``path`` is not a directory; if it does not exist and ``makes`` is set, create it.
 
     Raises:
-        UsageError: it is a file, or a symbolic link that leads nowhere.
+        UsageError: it is a file or a broken symbolic link.
     """
     storage = LocalStorage()
     require_folder_or_nothing(storage, path)
@@ -94,10 +94,10 @@ def require_folder(path: Path, *, makes: bool) -> None:
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Tell whether something was saved in ``folder``, whatever is left of it; a folder that is empty was only made.
+    """Return whether ``folder`` holds anything; an empty folder has only been created.
 
     Raises:
-        UsageError: it is a file, or a symbolic link that leads nowhere.
+        UsageError: it is a file or a broken symbolic link.
     """
     storage = LocalStorage()
     require_folder_or_nothing(storage, folder)
@@ -108,23 +108,23 @@ def has_checkpoint(folder: Path) -> bool:
 def newest_whole(
     world: World, folder: Path, *, prefix: str, usable: Callable[[Path], str | None] = lambda _: None
 ) -> tuple[Path | None, Sequence[tuple[Path, str]]]:
-    """Return the newest checkpoint in ``folder``, of any layout, that every machine has whole, and what was passed over.
+    """Return the newest checkpoint in ``folder``, of any layout, that is complete on every machine, and the skipped ones.
 
     Args:
-        world: of this process.
-        folder: of checkpoints ``prefix`` + number.
-        prefix: the same.
-        usable: returns why a whole checkpoint is not wanted all the same, or None; the same on all ranks.
+        world: this process.
+        folder: folder of the checkpoints.
+        prefix: name prefix, which a number follows.
+        usable: returns the reason why a complete checkpoint cannot be used, or None; equal on all ranks.
 
     Collective: every rank.
 
     Raises:
-        UsageError: ``folder`` is a file, or a symbolic link that leads nowhere.
+        UsageError: ``folder`` is a file or a broken symbolic link.
     """
     require_folder_or_nothing(LocalStorage(), folder)
     candidates = {path.name: path for path in checkpoints_in(folder, prefix=prefix)}
     names = sorted(
-        {name for told in _gathered(list(candidates)) for name in told},
+        {name for found in _gathered(list(candidates)) for name in found},
         key=lambda name: int(name.removeprefix(prefix)),
         reverse=True,
     )
@@ -139,22 +139,22 @@ def newest_whole(
 
 
 def require_whole(world: World, folder: Path) -> None:
-    """Raise unless every machine has the checkpoint ``folder``, whole.
+    """Raise unless the checkpoint ``folder`` is complete on every machine.
 
     Collective: every rank.
 
     Raises:
-        UsageError: there is no such folder.
-        CheckpointError: it is damaged, and how.
+        UsageError: the folder does not exist.
+        CheckpointError: it is damaged; the message names the problem.
     """
     storage = LocalStorage()
     require_folder_or_nothing(storage, folder)
     if not all(_gathered(place_of(storage, folder).is_dir())):
-        raise UsageError(f"there is no folder {folder}", do="give the folder of a checkpoint")
+        raise UsageError(f"{folder} does not exist", do="pass the folder of a checkpoint")
     problem = _problem_on_any(world, folder)
     if problem is not None:
         raise CheckpointError(
-            f"{folder} cannot be loaded: {problem}", do="load another checkpoint; nothing of this one was used"
+            f"{folder} cannot be loaded: {problem}", do="load another checkpoint; nothing was loaded from this one"
         )
 
 
@@ -162,19 +162,19 @@ def _problem_on_any(world: World, folder: Path) -> str | None:
     if all(_gathered(is_own_format(folder))):
         return try_open(folder, world=world)[1]
     problems = problems_in(folder) if world.is_local_rank_zero else []
-    return next((problem for told in _gathered(problems) for problem in told), None)
+    return next((problem for found in _gathered(problems) for problem in found), None)
 
 
 def _gathered(value: Any) -> list[Any]:
-    """Return plain data of each rank. Collective."""
-    return [json.loads(told) for told in gather_bytes(json.dumps(value).encode())]
+    """Gather plain data from every rank. Collective."""
+    return [json.loads(payload) for payload in gather_bytes(json.dumps(value).encode())]
 
 
 def problems_in(folder: Path) -> list[str]:
-    """Return what is wrong with a checkpoint of any layout, naming the files; empty: it is whole.
+    """Return the problems of a checkpoint of any layout, naming the files; empty if it is complete.
 
-    In echelon's own format every file is read and compared with its checksum. The others have none: files that are cut off
-    or missing are found, changed bytes are not.
+    In echelon's own format every file is compared with its checksum. Other layouts have no checksums: missing and truncated
+    files are found, changed bytes are not.
     """
     storage = LocalStorage()
     try:
@@ -188,10 +188,10 @@ def problems_in(folder: Path) -> list[str]:
                 f"{folder} was written by torch.distributed.checkpoint, whose parts can only be found by unpickling"
             ]
         if layout is None:
-            what = f"neither a manifest nor a {TRAINER_STATE}, nor files of Accelerate's names"
-            return [f"{folder} has {what}" if folder.is_dir() else f"{folder} is no folder"]
+            what = f"neither a manifest, nor a {TRAINER_STATE}, nor files with Accelerate's names"
+            return [f"{folder} has {what}" if folder.is_dir() else f"{folder} is not a directory"]
         if (folder / _CUT_OFF).exists():
-            return [f"{folder / _CUT_OFF} says that its save was cut off"]
+            return [f"{folder / _CUT_OFF} marks an interrupted save"]
         if layout == "transformers":
             read_json(folder / TRAINER_STATE)
         weights = weight_files(folder)
@@ -214,33 +214,33 @@ def problems_in(folder: Path) -> list[str]:
 
 
 def _require_whole_archive(path: Path) -> None:
-    """Raise where a file that torch.save wrote is cut off: the directory of a zip file is at its end."""
+    """Raise if a file written by torch.save is truncated: the directory of a zip file is at its end."""
     with path.open("rb") as file:
         start = file.read(2)
     if not start:
         raise CheckpointError(f"{path} is empty", do="use another checkpoint")
-    if start == b"PK":  # else of an older torch, which wrote no zip files
+    if start == b"PK":  # older versions of torch did not write zip files
         try:
             with zipfile.ZipFile(path):
                 return
         except zipfile.BadZipFile as error:
-            raise CheckpointError(f"{path} is cut off: {error}", do="use another checkpoint") from error
+            raise CheckpointError(f"{path} is truncated: {error}", do="use another checkpoint") from error
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
+# ---- agreement -------------------------------------------------------------------------------------------------------
 
 
-def same_on_all_ranks(told: str, *, within: timedelta) -> bool:
-    """Tell whether every rank comes here with the text ``told`` in time; for ranks that may be anywhere, or gone.
+def same_on_all_ranks(text: str, *, within: timedelta) -> bool:
+    """Return whether every rank calls this with the same ``text`` in time; other ranks may hang or have ended.
 
-    Nothing but the store of the process group is used, so a collective that another rank waits in is not disturbed.
+    It uses only the store of the process group, so it does not disturb a collective in which another rank waits.
 
     Collective: every rank that can.
     """
-    payload = told.encode()
+    payload = text.encode()
     try:
-        return all(other == payload for other in store_gather(told, timeout=within)(payload))
-    except (CheckpointError, RuntimeError):  # it did not come, or the store has ended with rank zero
+        return all(other == payload for other in store_gather(text, timeout=within)(payload))
+    except (CheckpointError, RuntimeError):  # a rank did not call in time, or the store ended with rank zero
         return False
 
 
@@ -250,11 +250,11 @@ def same_on_all_ranks(told: str, *, within: timedelta) -> bool:
 def read_model_files(folder: Path) -> dict[str, Any]:
     """Return the tensors of the model in a checkpoint, also under their further names (tied weights).
 
-    They are in the files that transformers writes, or, in echelon's own format, among its own.
+    They are read from transformers' files or from echelon's own format.
 
     Raises:
-        UsageError: there are none.
-        CheckpointError: one is damaged, or holds code.
+        UsageError: the checkpoint has no model weights.
+        CheckpointError: a file is damaged or holds code.
     """
     if is_own_format(folder) and holds_model(folder):
         checkpoint, prefix = Checkpoint(folder), model_prefix(0)
@@ -262,7 +262,7 @@ def read_model_files(folder: Path) -> dict[str, Any]:
         return {name.removeprefix(prefix): checkpoint.read(name) for name in names}
     files = weight_files(place_of(LocalStorage(), folder))
     if not files:
-        raise UsageError(f"{folder} holds no weights of a model", do="give the folder of a whole checkpoint")
+        raise UsageError(f"{folder} holds no model weights", do="pass the folder of a complete checkpoint")
     return read_model(files)
 
 
@@ -270,5 +270,5 @@ def read_model_files(folder: Path) -> dict[str, Any]:
 
 
 def remove_checkpoints(folder: Path, *, prefix: str, limit: int, keep: Collection[Path]) -> list[Path]:
-    """Delete the lowest numbers until ``limit`` are left, never ``keep``; return what is gone. On one rank."""
+    """Delete the lowest-numbered checkpoints beyond ``limit``, never ``keep``; return the deleted ones. Call on one rank."""
     return remove_oldest(folder, prefix=prefix, limit=limit, keep=keep)

@@ -1,4 +1,4 @@
-"""The state of engines that keep it in a form of their own: gathered whole for a checkpoint, and given back piece by piece."""
+"""State that an engine keeps in its own form: gathered in full for a checkpoint, and restored piece by piece."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from echelon.engines.state_dicts import load_plain_state_dict, plain_name, plain
 __all__ = ["gathered_optimizer_state", "load_gathered_model", "load_gathered_optimizer"]
 
 _AT_ONCE_BYTES = 1 << 30
-"""The weights of one module or more that the host holds beside its own state, on loading."""
+"""Size of the weights that loading holds on the host at once, in addition to one module."""
 
 
 def gathered_optimizer_state(
     optimizer: NamedOptimizer, engine: Engine
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Return the whole state of an optimizer by the names of its parameters, and what else belongs to it.
+    """Return an optimizer's full state by parameter name, and its remaining entries.
 
-    Where the state is sharded, both are empty on ranks but zero.
+    If the state is sharded, both are empty except on rank zero.
 
-    Collective: where the state is sharded.
+    Collective: if the state is sharded.
     """
     whole = engine.full_optimizer_state(optimizer.inner) or {"state": {}}
     by_name = {optimizer.parameters[number][0]: dict(entries) for number, entries in whole["state"].items()}
@@ -48,12 +48,12 @@ def load_gathered_model(
     strict: bool,
     allowed: Allowed,
 ) -> None:
-    """Load a model through ``load_state_dict``, which its engine follows, a part of the weights at a time.
+    """Load a model through ``load_state_dict``, which its engine supports, in parts of bounded size.
 
-    Collective: where parameters are sharded.
+    Collective: if parameters are sharded.
 
     Raises:
-        CheckpointError: something is missing, too much, or of another shape; before anything is loaded.
+        CheckpointError: an entry is missing, unexpected, or has a different shape; raised before anything is loaded.
     """
     prefix = model_prefix(index)
     parameters = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
@@ -72,7 +72,7 @@ def load_gathered_model(
 
 
 def _in_parts(names: Sequence[str], checkpoint: Checkpoint, prefix: str) -> Iterator[list[str]]:
-    """Cut ``names`` between modules into parts of bounded size."""
+    """Split ``names`` at module boundaries into parts of bounded size."""
     part: list[str] = []
     num_bytes, module = 0, ""
     for name in names:
@@ -95,16 +95,16 @@ def load_gathered_optimizer(
     *,
     engine: Engine,
 ) -> None:
-    """Load the state of an optimizer, and what else belongs to it, if the checkpoint has that.
+    """Load an optimizer's state and its remaining entries, if the checkpoint has any.
 
-    Collective: where the state is sharded.
+    Collective: if the state is sharded.
     """
     states = _SavedStates(checkpoint, [name for name, _ in optimizer.parameters], index)
     engine.load_full_optimizer_state(optimizer.inner, {**rest, "state": states, "param_groups": list(groups)})
 
 
 class _SavedStates(Mapping[int, Mapping[str, Any]]):
-    """The states of an optimizer's parameters by their numbers; each is read when it is asked for."""
+    """States of an optimizer's parameters by number, each read from the checkpoint on access."""
 
     def __init__(self, checkpoint: Checkpoint, names: Sequence[str], index: int) -> None:
         self._checkpoint, self._names, self._index = checkpoint, names, index

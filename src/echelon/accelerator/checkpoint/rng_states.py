@@ -1,4 +1,4 @@
-"""The states of every random number generator that training code uses."""
+"""The states of all random number generators that training code uses."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from echelon.world.world import World
 
 __all__ = ["RandomStates", "current_random_states", "restore_random_states"]
 
-_RANDOM: Any = np.random  # its stubs leave out what is in its documentation
-_MT19937 = ctypes.c_char * (625 * 4)  # 624 numbers and the place in them: ``mt19937_state`` of numpy
+_RANDOM: Any = np.random  # numpy's stubs lack get_bit_generator
+_MT19937 = ctypes.c_char * (625 * 4)  # 624 numbers and the position in them: numpy's ``mt19937_state``
 
 
 def current_random_states() -> dict[str, Any]:
@@ -25,23 +25,23 @@ def current_random_states() -> dict[str, Any]:
 
 
 class RandomStates:
-    """``current_random_states`` for every step: what takes long is done once.
+    """Computes ``current_random_states`` at every step, and caches the slow part.
 
-    numpy copies the 624 numbers of its generator one by one (50 us, more than all the rest). They are compared where they
-    lie, and copied if they have changed since the last time. The spare number of a pair of Gaussian ones lies elsewhere: while
-    there is one, they are always copied. (So what is missed is a program that brings back a state with a spare number after
-    it was used, with nothing else drawn in between, over the beginning of an update.)
+    numpy copies the 624 numbers of its generator one by one (50 us, longer than everything else). They are compared in place
+    and copied only if they have changed. The spare number of a Gaussian pair is stored elsewhere, so while there is one, they
+    are always copied. (One case is missed: a program that restores a state with a spare number after the number was used,
+    draws nothing else in between, and does so across the start of an update.)
     """
 
     def __init__(self) -> None:
         self._kind = World.current().device.type
         self._generator: Any = None
-        self._memory: Any = None  # of the generator
+        self._memory: Any = None  # state memory of the generator
         self._numbers = b""
         self._numpy: Any = None
 
     def now(self) -> dict[str, Any]:
-        """Return the states of now."""
+        """Return the current states."""
         states = {
             "random_state": random.getstate(),
             "numpy_random_seed": self._numpy_state(),
@@ -61,20 +61,20 @@ class RandomStates:
         return self._numpy
 
     def _watch(self, generator: Any) -> None:
-        is_numpys = isinstance(generator, np.random.MT19937)  # else somebody's own
+        is_numpys = isinstance(generator, np.random.MT19937)  # else a custom one
         self._generator, self._numbers = generator, b""
         self._memory = _MT19937.from_address(generator.ctypes.state_address) if is_numpys else None
 
 
 def _device_states(kind: str) -> dict[str, Any]:
     module: Any = torch.get_device_module(kind)
-    # mps has one device, and no function for all.
+    # mps has a single device and no function for all devices.
     states = module.get_rng_state_all() if hasattr(module, "get_rng_state_all") else [module.get_rng_state()]
     return {_device_key(kind): states}
 
 
 def restore_random_states(states: Mapping[str, Any]) -> None:
-    """Go on with random numbers from ``states``; those of an accelerator that it does not have stay, with a warning."""
+    """Restore ``states``; an accelerator without a saved state keeps its own, with a warning."""
     random.setstate(states["random_state"])
     np.random.set_state(states["numpy_random_seed"])
     torch.set_rng_state(states["torch_manual_seed"].cpu())
@@ -84,7 +84,7 @@ def restore_random_states(states: Mapping[str, Any]) -> None:
     own = device.index or 0
     saved = states.get(_device_key(device.type), [])
     if own >= len(saved):
-        warn(f"the checkpoint has no random state of {device}: its numbers go on from where they are")
+        warn(f"the checkpoint has no random state for {device}, which keeps its current one")
         return
     torch.get_device_module(device.type).set_rng_state(saved[own].cpu())  # of the current device: this rank's own
 

@@ -1,4 +1,4 @@
-"""What the pieces of a training are called in a checkpoint, and which of them may be missing."""
+"""Names of the entries of a training state in a checkpoint, and which of them may be missing."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _PIECE = re.compile(r"(model|optimizer|scheduler|loader|custom|scaler)(\[\d+\](\
 
 
 class Allowed:
-    """The pieces that a checkpoint and this run need not both have.
+    """The entries that may be missing from a checkpoint or from this run.
 
     Args:
-        names: ``"scheduler"`` (all of them), ``"loader[0]"``, ``"model[0].head"`` (the weights whose names begin so), ...
+        names: ``"scheduler"`` (all of them), ``"loader[0]"``, ``"model[0].head"`` (weights with this prefix), ...
 
     Raises:
-        UsageError: a name that is none.
+        UsageError: a name is invalid.
     """
 
     def __init__(self, names: Collection[str] = ()) -> None:
@@ -44,8 +44,8 @@ class Allowed:
         wrong = [name for name in names if not _PIECE.fullmatch(name)]
         if wrong:
             raise UsageError(
-                f"allow_missing={wrong[0]!r} names no piece of a checkpoint",
-                do="give names as 'model[0].head', 'optimizer[1]', 'scheduler', 'loader[0]', 'custom[0]', 'scaler'",
+                f"allow_missing={wrong[0]!r} is not the name of a checkpoint entry",
+                do="use names such as 'model[0].head', 'optimizer[1]', 'scheduler', 'loader[0]', 'custom[0]', 'scaler'",
             )
         self._names = tuple(names)
 
@@ -53,12 +53,12 @@ class Allowed:
         return bool(self._names)
 
     def covers(self, piece: str) -> bool:
-        """Tell whether ``piece`` (``"loader[0]"``, ``"model[0].head.weight"``) may be missing."""
+        """Return whether ``piece`` (``"loader[0]"``, ``"model[0].head.weight"``) may be missing."""
         return any(piece == name or piece.startswith((f"{name}[", f"{name}.")) for name in self._names)
 
 
 def names_of(models: Sequence[nn.Module]) -> dict[int, str]:
-    """Return the name of each parameter of all models, by its identity."""
+    """Return the name of each parameter of all models, keyed by its id."""
     return {
         id(parameter): f"{model_prefix(i)}{name}"
         for i, model in enumerate(models)
@@ -67,7 +67,7 @@ def names_of(models: Sequence[nn.Module]) -> dict[int, str]:
 
 
 def frozen_names(models: Sequence[nn.Module]) -> set[str]:
-    """Return the names of the parameters that do not train."""
+    """Return the names of the parameters that do not require gradients."""
     return {
         f"{model_prefix(i)}{name}"
         for i, model in enumerate(models)
@@ -78,17 +78,17 @@ def frozen_names(models: Sequence[nn.Module]) -> set[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedOptimizer:
-    """An optimizer, and what its parameters are called; those of no model are called by their place."""
+    """An optimizer with named parameters; a parameter of no model is named by its position."""
 
     inner: Any
     parameters: Sequence[tuple[str, torch.Tensor]]
-    """In the order of the groups, which is that of the numbers in torch's state dicts."""
+    """Parameters in the order of the groups, which defines the numbers in torch's state dicts."""
     groups: Sequence[dict[str, Any]]
-    """With names in the place of parameters."""
+    """Parameter groups with names in place of parameters."""
 
     @staticmethod
     def of(optimizer: Any, names: Mapping[int, str], engine: Engine) -> NamedOptimizer:
-        """Name the parameters of ``optimizer``, prepared or not, by ``names_of``."""
+        """Name the parameters of ``optimizer``, prepared or not, with the result of ``names_of``."""
         inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
         by_group = engine.parameter_groups(inner)
         flat = [parameter for group in by_group for parameter in group]
@@ -102,9 +102,9 @@ class NamedOptimizer:
     def matching(
         self, saved: Sequence[dict[str, Any]], frozen: Collection[str], index: int, checkpoint: Checkpoint
     ) -> list[dict[str, Any]]:
-        """Return the saved group for each group; both must hold the same parameters, in whatever order.
+        """Return the saved group for each group; both must hold the same parameters, in any order.
 
-        Parameters that do not train count for nothing: some engines leave them out of the groups.
+        Frozen parameters are ignored, because some engines leave them out of the groups.
 
         Raises:
             CheckpointError: the groups differ.
@@ -116,11 +116,11 @@ class NamedOptimizer:
         ours, theirs = trained(self.groups), trained(saved)
         if [names for names in ours if names] != [names for names in theirs if names]:
             sizes = [[len(names) for names in groups] for groups in (theirs, ours)]
-            differing = sorted(set().union(*ours) ^ set().union(*theirs)) or ["the same parameters, in other groups"]
+            differing = sorted(set().union(*ours) ^ set().union(*theirs)) or ["the same parameters in different groups"]
             raise CheckpointError(
-                f"optimizer {index} of {checkpoint.folder} has groups of {sizes[0]} parameters, and here they are of "
+                f"optimizer {index} of {checkpoint.folder} has groups of {sizes[0]} parameters, but this run has groups of "
                 f"{sizes[1]}; they differ in {', '.join(differing[:3])}",
-                do="make the optimizer with the parameter groups that it had when it was saved",
+                do="create the optimizer with the parameter groups of the saved run",
             )
         settings = iter([group for group, names in zip(saved, theirs) if names])
         return [next(settings) if names else group for group, names in zip(self.groups, ours)]
@@ -135,10 +135,10 @@ def optional_names(
     strict: bool,
     allowed: Allowed,
 ) -> list[str]:
-    """Return which of the weights ``names`` of a model the checkpoint need not have, as it names them."""
+    """Return which of a model's weights ``names`` the checkpoint may lack, with the names used in the checkpoint."""
     prefix, piece = model_prefix(index), f"model[{index}]."
     saved = {name.removeprefix(prefix) for name in checkpoint.names() if name.startswith(prefix)}
-    # Tied weights are there under one of their names alone where another program wrote them.
+    # Other programs store tied weights under only one of their names.
     parameters = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
     there = {id(parameters[name]) for name in saved if name in parameters}
     return [

@@ -1,4 +1,4 @@
-"""The state of a training in echelon's own checkpoint format: by parameter names, so that any layout reads any other."""
+"""Training state in echelon's own checkpoint format, keyed by parameter names so that any layout can read any other."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ _KERNELS = ("foreach", "fused")
 
 
 @runtime_checkable
-class _SharesOut(Protocol):
-    """An optimizer of which each rank keeps the state of its own parameters."""
+class _ShardsState(Protocol):
+    """An optimizer that shards its state by parameter (ZeRO-1)."""
 
     rank: int
 
     def owner(self, parameter: torch.Tensor) -> int:
-        """Return the rank that keeps the state of ``parameter``."""
+        """Return the rank that holds the state of ``parameter``."""
         ...
 
 
@@ -60,16 +60,16 @@ def content_of(
     random_states: Any,
     metric: float | None = None,
 ) -> Content:
-    """Return what this rank brings to a checkpoint.
+    """Return the checkpoint content of this rank.
 
     Args:
-        session: whose objects are saved.
-        models: the user's own, as they were prepared.
-        custom_objects: registered for checkpointing.
-        random_states: of this process; None: those of now.
-        metric: how good the state is.
+        session: session whose objects are saved.
+        models: the user's own models, in the order of preparation.
+        custom_objects: objects registered for checkpointing.
+        random_states: random states of this process; None: the current ones.
+        metric: quality of the state.
 
-    Collective: where the engine has to gather its state.
+    Collective: if the engine gathers its state.
     """
     engine, is_gathered = session.engine, not session.capabilities.exposes_state
     tensors: dict[str, Any] = {}
@@ -139,22 +139,22 @@ def load_content(
     allowed: Allowed | None = None,
     data: DataPolicy | None = None,
 ) -> dict[str, Any]:
-    """Load ``checkpoint``, which was verified, and return ``step`` and ``progress``.
+    """Load the verified ``checkpoint``; return ``step`` and ``progress``.
 
     Args:
-        session: whose objects are loaded.
-        checkpoint: of any engine and number of ranks.
-        models: the user's own.
-        loaded: those whose weights a hook has loaded.
-        custom_objects: registered for checkpointing.
-        strict: the model has every weight of the checkpoint, and the other way round.
-        allowed: what may be missing.
-        data: what a change of the data means; None: in the middle of an epoch, an error.
+        session: session whose objects are loaded.
+        checkpoint: may come from any engine and number of ranks.
+        models: the user's own models.
+        loaded: models whose weights a hook has loaded.
+        custom_objects: objects registered for checkpointing.
+        strict: require the model and the checkpoint to have the same weights.
+        allowed: entries that may be missing.
+        data: how changed data is treated; None: a change in the middle of an epoch is an error.
 
-    Collective: where the engine shards parameters.
+    Collective: if the engine shards parameters.
 
     Raises:
-        CheckpointError: something is missing, too much, or of another shape.
+        CheckpointError: an entry is missing, unexpected, or has a different shape.
     """
     allowed = allowed or Allowed()
     objects = checkpoint.objects()
@@ -185,8 +185,8 @@ def load_content(
         restore_random_states(own["random"])
     if session.world.world_size > checkpoint.manifest.world_size:
         warn(
-            f"{checkpoint.folder} has random states of {checkpoint.manifest.world_size} processes: those of the other "
-            "ranks go on from where they are"
+            f"{checkpoint.folder} has random states of {checkpoint.manifest.world_size} processes; the other ranks keep their "
+            "current random states"
         )
     return {"step": objects["accelerator"]["step"], "progress": checkpoint.manifest.progress}
 
@@ -201,14 +201,14 @@ def _load_models_and_optimizers(
     strict: bool,
     allowed: Allowed,
 ) -> None:
-    """Load them, once all are known to fit."""
+    """Load models and optimizers after checking that all of them match."""
     engine, is_gathered = session.engine, not session.capabilities.exposes_state
     ours = [
         (i, model)
         for i, model in enumerate(models[: objects["accelerator"]["num_models"]])
         if not any(model is one for one in loaded)
     ]
-    for i, model in ours:  # before the optimizers, whose groups another model's differ from, too
+    for i, model in ours:  # checked first, because a different model also has different optimizer groups
         require_model_of_checkpoint(checkpoint, model, i, engine=engine, strict=strict, allowed=allowed)
     names, frozen = names_of(models), frozen_names(models)
     optimizers = [
@@ -241,14 +241,14 @@ def _require_pieces(
     loaders: Sequence[PreparedLoader],
     allowed: Allowed,
 ) -> None:
-    """Raise unless the checkpoint has what is here, and nothing else (but loaders), or that is allowed."""
+    """Raise unless the checkpoint has the entries of this run and no others (except loaders), or ``allowed`` covers them."""
     facts = objects["accelerator"]
     has_scaler = objects["scaler"] is not None
     counts = [
         ("model", "models", facts["num_models"], len(session.objects.models)),
         ("optimizer", "optimizers", len(objects["optimizer_groups"]), len(session.objects.optimizers)),
         ("scheduler", "schedulers", len(objects["schedulers"]), len(session.objects.schedulers)),
-        # What was imported does not know of all loaders; and a script may prepare more of them as it goes on.
+        # An imported checkpoint does not record all loaders, and a script may prepare more of them later.
         ("loader", "loaders", min(facts.get("num_loaders", len(loaders)), len(loaders)), len(loaders)),
         (
             "custom",
@@ -262,15 +262,15 @@ def _require_pieces(
         missing = [f"{kind}[{i}]" for i in range(min(saved, here), max(saved, here))]
         missing = [piece for piece in missing if not allowed.covers(piece)]
         if missing:
-            wrong.append(f"{saved} {what}, and {here} are here")
+            wrong.append(f"{saved} {what}, but this run has {here}")
             pieces += missing
     if session.update.scaler is not None and not has_scaler and "num_loaders" in facts and not allowed.covers("scaler"):
-        wrong.append("no state of a loss scaler, and there is one here")
+        wrong.append("no loss scaler state, but this run has a loss scaler")
         pieces.append("scaler")
     if wrong:
         raise CheckpointError(
             f"{checkpoint.folder} holds {'; '.join(wrong)}",
-            do="prepare and register the same objects, in the same order, as when it was saved, or load the rest by "
+            do="prepare and register the same objects in the same order as in the saved run, or load without them: "
             f"allow_missing=({', '.join(map(repr, pieces))},)",
         )
 
@@ -293,16 +293,16 @@ def _load_model(
     on_meta = [name for name, value in targets.items() if value.is_meta]
     if on_meta:
         raise CheckpointError(
-            f"{on_meta[0]} is on the meta device: there is nothing to load into",
-            do="prepare the model first, or give it values by to_empty()",
+            f"{on_meta[0]} is on the meta device and has no storage to load into",
+            do="prepare the model first, or allocate storage with to_empty()",
         )
     names = [name.removeprefix(prefix) for name in targets]
     optional = optional_names(checkpoint, model, names, index, strict=strict, allowed=allowed)
     own = {_address(value) for value in (*model.parameters(), *model.buffers())}
     if all(_address(value) in own for value in targets.values()) and not extras:
-        checkpoint.read_into(targets, optional=optional)  # in place: nothing is there twice
+        checkpoint.read_into(targets, optional=optional)  # in place, without a second copy
         return
-    # A module that gives copies in its state dict, or more than tensors, takes them back by load_state_dict.
+    # A module whose state dict holds copies or non-tensors is restored with load_state_dict.
     copies = {name: torch.empty_like(value) for name, value in targets.items()}
     missing = set(checkpoint.read_into(copies, optional=optional))
     read = {name.removeprefix(prefix): value for name, value in copies.items() if name not in missing}
@@ -318,7 +318,7 @@ def _address(value: torch.Tensor) -> tuple[int, int]:
 
 
 def _own_state(optimizer: NamedOptimizer) -> dict[str, Mapping[str, Any]]:
-    """Return the state that this rank has, by the names of the parameters."""
+    """Return the state that this rank holds, keyed by parameter name."""
     state = optimizer.inner.state
     return {name: state[parameter] for name, parameter in optimizer.parameters if parameter in state}
 
@@ -330,7 +330,7 @@ def _load_optimizer(
     wanted = [
         (number, name, parameter)
         for number, (name, parameter) in enumerate(optimizer.parameters)
-        if not isinstance(inner, _SharesOut) or inner.owner(parameter) == inner.rank
+        if not isinstance(inner, _ShardsState) or inner.owner(parameter) == inner.rank
     ]
     by_parameter = state_keys(checkpoint, index, [name for name, _ in optimizer.parameters])
     values = state_values(checkpoint, index)
@@ -344,10 +344,10 @@ def _load_optimizer(
 
 
 def _numbered(optimizer: NamedOptimizer, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the saved ``groups`` with numbers for the parameters that they have here."""
+    """Return the saved ``groups`` with this run's parameter numbers."""
     counted = iter(range(len(optimizer.parameters)))
     return [
-        # How the step is computed is this program's choice, and may depend on the layout.
+        # The kernels of a step are chosen by this run and may depend on the layout.
         {
             **saved,
             **{key: here[key] for key in _KERNELS if key in here},
@@ -358,7 +358,7 @@ def _numbered(optimizer: NamedOptimizer, groups: Sequence[Mapping[str, Any]]) ->
 
 
 def _read_like(checkpoint: Checkpoint, name: str, parameter: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor, sharded as ``parameter`` is; what has another shape is whole."""
+    """Return a tensor sharded as ``parameter`` is, or in full if its shape differs."""
     if checkpoint.layout(name).shape != tuple(parameter.shape) or not is_dtensor(parameter):
         return checkpoint.read(name)
     _, box, _ = box_of(parameter)
@@ -383,13 +383,13 @@ def _load_loaders(
     for i, loader in enumerate(loaders):
         if i < len(orders):
             loader.load_order_state(orders[i])
-        if not loader.is_stateful or i in changed:  # the state of the loader inside is that of other data
+        if not loader.is_stateful or i in changed:  # the inner loader's state belongs to other data
             continue
-        if num_saved != session.world.world_size:  # samples would come twice, or never
+        if num_saved != session.world.world_size:  # samples would be repeated or skipped
             raise CheckpointError(
-                f"{checkpoint.folder} says where {num_saved} processes were in their data, and this is rank "
+                f"{checkpoint.folder} stores the data positions of {num_saved} processes, but this is rank "
                 f"{session.world.rank} of {session.world.world_size}",
-                do="resume on as many processes, or without use_stateful_dataloader",
+                do="resume with the same number of processes, or without use_stateful_dataloader",
             )
         if i < len(positions) and positions[i] is not None:
             loader.load_state_dict(positions[i])
@@ -403,5 +403,5 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _readable(value: Any) -> Any:
-    """Return a setting as people read it: plain data as it is, anything else as its text."""
+    """Return a setting in readable form: plain values unchanged, anything else as text."""
     return value if value is None or type(value) in (bool, int, float, str) else str(value)

@@ -66,7 +66,7 @@ def prepare_found(
             )
         _place_and_cast(session, model, place=place)
     bare = [model for model, _ in models]
-    session.update.note_prepared(bare, optimizers)
+    session.update.check_prepared(bare, optimizers)
     if models:
         _fill_deepspeed(session, bare, optimizers, schedulers)
     given = [_compile(session.dynamo_plugin, model, by_regions=True) for model in bare]
@@ -154,7 +154,7 @@ def _add_optimizer(session: Session, optimizer: Any, inner: Optimizer) -> None:
         world=session.world,
     )
     session.objects.optimizers.append(prepared)
-    session.guard.note_prepared(inner)
+    session.guard.add_prepared(inner)
     session.objects.note(optimizer, prepared)
 
 

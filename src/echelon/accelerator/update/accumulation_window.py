@@ -1,4 +1,4 @@
-"""The weight of each contribution to an update, and the one division by their sum."""
+"""Weights of the losses of an update, and the single division by their sum."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ TotalOf = Callable[[float], float]
 
 
 class AccumulationWindow:
-    """One update: its micro-steps and their weights.
+    """Micro-steps of one update, and their weights.
 
-    A mean loss over n items enters as ``loss * n / REF`` and the reduced gradients are multiplied once by
-    ``REF * world_size / total`` (DDP and FSDP average over the ranks), so no rank has to look ahead. REF is a power of
-    two near the usual n: the bits do not depend on it, and an fp16 loss stays where its scale was chosen. An update of
-    a single micro-step needs no second pass over the gradients: its total is known before the backward pass.
+    A mean loss over n items is scaled by ``n / REF``, and the reduced gradients are multiplied once by
+    ``REF * world_size / total`` (DDP and FSDP average over the ranks), so no rank has to know later micro-steps. REF is a power
+    of two near the typical n: it does not change the bits, and an fp16 loss keeps the magnitude its scale was chosen for. The
+    total of an update of one micro-step is known before the backward pass, so it needs no second pass over the gradients.
 
-    Without weights, Accelerate's numbers: each loss is divided by the number of accumulation steps; what is missing to
-    a full window at the end of a loader is made up for in the same way, once.
+    Without weights the factors match Accelerate: each loss is divided by the number of accumulation steps. An incomplete
+    window at the end of a loader is corrected in the same way, once.
     """
 
     __slots__ = (
@@ -41,34 +41,34 @@ class AccumulationWindow:
     )
 
     def __init__(self, *, world_size: int, total_of: TotalOf, is_redone: bool = False) -> None:
-        """Make a closed window.
+        """Create a closed window.
 
         Args:
-            world_size: over as many ranks the reduced gradients are averaged.
-            total_of: ``total_of(x)`` is the sum of x over the ranks (a collective).
-            is_redone: each backward pass of the last micro-step makes the sum of all gradients again (bitwise).
+            world_size: number of ranks over which the reduced gradients are averaged.
+            total_of: ``total_of(x)`` returns the sum of x over the ranks (a collective).
+            is_redone: each backward pass of the last micro-step recomputes the sum of all gradients (bitwise).
         """
         self._world_size = world_size
         self._is_redone = is_redone
         self._total_of = total_of
         self._reference: float | None = None
         self.is_open = False
-        """Are there micro-steps of it to come?"""
+        """Whether micro-steps of this window are still to come."""
         self._reset()
 
     def _reset(self) -> None:
-        self._count = 0  # micro-steps begun
+        self._count = 0  # micro-steps started
         self._is_weighted: bool | None = None  # None: no loss yet
-        self._weight = 0.0  # items of the micro-steps so far, this rank's
-        self._items: float | None = None  # of the current micro-step; None: none given yet
-        self._factor: float | None = None  # of the finished gradients; later losses of this step bring it along
-        self._finished: frozenset[int] = frozenset()  # the models that it was applied to
+        self._weight = 0.0  # items of this rank in the micro-steps so far
+        self._items: float | None = None  # in the current micro-step; None: not given yet
+        self._factor: float | None = None  # applied to the finished gradients, so later losses of this step include it
+        self._finished: frozenset[int] = frozenset()  # ids of the models it was applied to
         self.total = 0.0
-        """The items of all ranks in this update, once it is known."""
-        self._scale: float | None = None  # of a window of one micro-step
+        """Items of all ranks in this update, once known."""
+        self._scale: float | None = None  # in a window of one micro-step
 
     def begin_micro_step(self) -> None:
-        """Enter ``accumulate()``: the next micro-step, of a new window if the last one was complete."""
+        """Start the next micro-step, in a new window if the last one was complete."""
         if not self.is_open:
             self._reset()
             self.is_open = True
@@ -77,18 +77,18 @@ class AccumulationWindow:
 
     @property
     def num_micro_steps(self) -> int:
-        """Those begun."""
+        """Number of micro-steps started."""
         return self._count
 
     def plain(self, *, num_steps: int, inside: bool, sync: bool) -> tuple[float, float]:
-        """Return (factor of the loss before backward, factor of the gradients after it) of a loss without weight."""
+        """Return (factor of the loss before backward, factor of the gradients after it) for a loss without weight."""
         scale = 1.0 / num_steps
         if not inside:
             return scale, 1.0
-        self._note_kind(weighted=False)
+        self._require_one_kind(weighted=False)
         if not sync or self._count == num_steps:
             return scale, 1.0
-        if self._factor is not None:  # a second loss in the step whose gradients are finished
+        if self._factor is not None:  # a second loss in a step whose gradients are finished
             return scale * self._factor, 1.0
         self._factor = num_steps / self._count
         return scale, self._factor
@@ -96,33 +96,34 @@ class AccumulationWindow:
     def weighted(
         self, num_items: float, *, inside: bool, sync: bool, trained: frozenset[int] = frozenset()
     ) -> tuple[float, float]:
-        """Return the same pair for a loss that is a mean over ``num_items`` items; 0 means: contribute nothing.
+        """Return the same pair for a mean loss over ``num_items`` items; a scale of 0 means no contribution.
 
-        ``trained`` names the models whose gradients the factor is applied to: each is finished once.
+        ``trained`` holds the ids of the models whose gradients the factor is applied to; each is finished once.
 
-        Collective: at the end of a window, and once at the first weighted loss.
+        Collective: at the end of a window, and at the first weighted loss.
         """
         if not (math.isfinite(num_items) and num_items >= 0):
             raise UsageError(
-                f"num_items={num_items} is no count", do="give the number of items that the loss is a mean over"
+                f"num_items={num_items} is not a valid count",
+                do="pass the number of items that the loss is a mean over",
             )
-        if not inside:  # a window of its own, whatever came before
-            return self._of_one(num_items), 1.0
-        self._note_kind(weighted=True)
+        if not inside:  # a separate window
+            return self._single_scale(num_items), 1.0
+        self._require_one_kind(weighted=True)
         if self._items is None:
             self._items = num_items
             self._weight += num_items
         elif self._items != num_items:
             raise UsageError(
                 f"num_items={num_items} after num_items={self._items} in the same micro-step",
-                do="give every loss of one micro-step the same num_items (scale the losses themselves if they differ)",
+                do="pass the same num_items for every loss of a micro-step (scale the losses themselves if they differ)",
             )
         if self._count == 1 and sync and not self._is_redone:
             if self._scale is None:
-                self._scale = self._of_one(num_items)
+                self._scale = self._single_scale(num_items)
             return self._scale, 1.0
         if self._reference is None:
-            self._reference = self._agree_reference(num_items)
+            self._reference = self._choose_reference(num_items)
         scale = num_items / self._reference
         if not sync:
             return scale, 1.0
@@ -134,18 +135,18 @@ class AccumulationWindow:
         self._finished |= trained
         return scale, self._factor
 
-    def _note_kind(self, *, weighted: bool) -> None:
+    def _require_one_kind(self, *, weighted: bool) -> None:
         if self._is_weighted is not None and self._is_weighted is not weighted:
             raise UsageError(
                 "one update mixes losses with num_items= and losses without",
-                do="give num_items= to every backward() of an update, or to none",
+                do="pass num_items= to every backward() of an update, or to none",
             )
         self._is_weighted = weighted
 
-    def _of_one(self, num_items: float) -> float:
+    def _single_scale(self, num_items: float) -> float:
         self.total = self._total_of(num_items)
         return num_items * self._world_size / self.total if self.total else 0.0
 
-    def _agree_reference(self, num_items: float) -> float:
+    def _choose_reference(self, num_items: float) -> float:
         mean = self._total_of(num_items) / self._world_size
         return 2.0 ** round(math.log2(mean)) if mean else 1.0

@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -35,33 +35,34 @@ from echelon.data.rng.per_sample_rng import key_of
 
 __all__ = ["BitwiseUpdate", "build_bitwise_update"]
 
-# In the place of a shard: draws after the last backward pass of an update, and those of a process without a shard.
+# Stand-ins for a shard number: draws after the last backward pass of an update, and draws of a process without a shard.
 _AFTER, _IDLE = -1, -2
 _logger = get_logger(__name__)
 
 
 class BitwiseUpdate(ExactUpdate):
-    """Cuts each update into the same shards whoever computes them, and keeps what depends on a shard to itself."""
+    """Cuts each update into the same shards on any number of processes, and isolates the state that depends on a shard."""
 
-    _takes_turns = False  # with fewer processes an update has several micro-steps
+    _allows_alternation = False  # with fewer processes an update has several micro-steps
 
     averages_gradients = False
 
-    def __init__(self, parts: UpdateParts, *, surroundings: NumericsEnvironment) -> None:
+    def __init__(self, parts: UpdateParts, *, environment: NumericsEnvironment) -> None:
         super().__init__(parts)
         self._kept = KeptGradients("bitwise")
-        self.surroundings = surroundings
-        self.num_shards = surroundings.canonical_shards
+        self._kept = KeptGradients("bitwise")
+        self._environment = environment
+        self.num_shards = environment.canonical_shards
         self.shards = self.engine.build_sharded_update(self.num_shards, self.objects.parameters)
-        self._versions: dict[int, int] | None = {}  # of the buffers, before the first update; None: they were looked at
-        self._by_shard: dict[int, list[tuple[torch.Tensor, float]]] = {}  # losses of the update, of this rank
-        self._contribution: Contribution | None = None
+        # Buffer versions before the first update; None once it has been checked.
+        self._versions: dict[int, int] | None = {}
+        self._by_shard: dict[int, list[tuple[torch.Tensor, float]]] = {}  # losses of this rank in this update
 
     def log_batch_size(self, batch_size: int | None) -> None:
-        """Say once what a batch size means now.
+        """Log once what a batch size means in this mode.
 
         Raises:
-            ConfigError: a shard is larger than a process can take.
+            ConfigError: a shard exceeds ``max_micro_batch_size``.
         """
         if batch_size is None:
             return
@@ -69,10 +70,10 @@ class BitwiseUpdate(ExactUpdate):
         limit = self._max_micro_batch_size
         if limit is not None and largest > limit:
             raise ConfigError(
-                f"max_micro_batch_size={limit} is less than a shard, of which a batch of {batch_size} has "
-                f"{self.num_shards} with up to {largest} samples each",
+                f"max_micro_batch_size={limit} is smaller than a shard: a batch of {batch_size} is cut into "
+                f"{self.num_shards} shards of up to {largest} samples",
                 where="parity='bitwise'",
-                do=f"give canonical_shards={-(-batch_size // limit)}, or a larger max_micro_batch_size",
+                do=f"set canonical_shards={-(-batch_size // limit)} or a larger max_micro_batch_size",
             )
         n = self.world.world_size
         rounds = -(-self.num_shards // n)
@@ -84,21 +85,21 @@ class BitwiseUpdate(ExactUpdate):
         )
         if used < 1:
             line += f" ({100 * used:.0f} % of them busy)"
-        if line not in self._told:
-            self._told.add(line)
+        if line not in self._logged:
+            self._logged.add(line)
             _logger.warning("parity='bitwise': %s", line)
 
     def begin_pass(self, loader: PreparedLoader, plan: PassPlan) -> None:
-        """Look again for layers that see across the samples of a shard."""
+        """Check again for layers that mix the samples of a shard."""
         if not plan.trains:
             return
         self.progress.epoch = loader.iteration
         refuse_modules(self.objects.models)
 
     def _open_micro_step(self, contribution: Contribution) -> None:
-        """Open the micro-step of a shard, with random numbers of its own."""
+        """Open the micro-step of a shard and seed its random numbers."""
         if contribution.micro_step:
-            self._kept.require()  # here they are filed
+            self._kept.require()  # the gradients of the previous shard are about to be stored
         self._kept.forget()
         super()._open_micro_step(contribution)
         self.shards.begin(contribution)
@@ -111,7 +112,7 @@ class BitwiseUpdate(ExactUpdate):
         self._draw_from(_IDLE if contribution.shard is None else contribution.shard)
 
     def _draw_from(self, shard: int) -> None:
-        """Let random numbers depend on the seed, the place of the update, and ``shard``."""
+        """Seed all generators from the run's seed, the position of the update, and ``shard``."""
         assert self._contribution is not None
         key = key_of(self.seed, self.progress.epoch, self._contribution.update.start, shard)
         torch.default_generator.manual_seed(key)
@@ -122,26 +123,26 @@ class BitwiseUpdate(ExactUpdate):
             torch.get_device_module(device).manual_seed(key)
 
     def _require_threads(self) -> None:
-        if torch.get_num_threads() != self.surroundings.threads:
+        if torch.get_num_threads() != self._environment.threads:
             raise UsageError(
-                f"there are {torch.get_num_threads()} threads now, and the run began with {self.surroundings.threads}: kernels "
-                "round differently",
+                f"torch now uses {torch.get_num_threads()} threads, but the run started with {self._environment.threads}; kernels "
+                "would round differently",
                 where="parity='bitwise'",
-                do="leave torch.set_num_threads() out, and set OMP_NUM_THREADS before the start",
+                do="remove torch.set_num_threads() from the script and set OMP_NUM_THREADS before the start",
             )
 
     def contribution(self) -> Contribution:
         """See ``ExactUpdate``.
 
         Raises:
-            UsageError: a loss of which nobody knows to which shard it belongs.
+            UsageError: the loss cannot be assigned to a shard.
         """
         found = super().contribution()
         if found is None:
             raise UsageError(
-                "backward() outside the loop of a prepared DataLoader, which cuts the shards of an update",
+                "backward() outside the loop of a prepared DataLoader, which defines the shards of an update",
                 where="parity='bitwise'",
-                do="prepare the loader, and call backward() in its loop; or use parity='exact'",
+                do="prepare the loader and call backward() in its loop, or use parity='exact'",
             )
         return found
 
@@ -150,7 +151,7 @@ class BitwiseUpdate(ExactUpdate):
         self.shards.before_backward()
 
     def after_backward(self) -> None:
-        """See ``ExactUpdate``: in the last micro-step, make the sums, and go on with random numbers that are no shard's."""
+        """See ``ExactUpdate``: the last micro-step sums the shards and reseeds for draws outside any shard."""
         if self._versions is not None:
             refuse_sparse_gradients(self.objects.models)
         self._keep_gradients()
@@ -162,53 +163,53 @@ class BitwiseUpdate(ExactUpdate):
             before, self._versions = self._versions, None
             refuse_changed_buffers(self.objects.models, before)
 
-    def note_prepared(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    def check_prepared(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         """See ``ExactUpdate``.
 
         Raises:
-            UsageError: a module or optimizer with which the bits depend on the number of processes.
+            UsageError: with this module or optimizer the bits would depend on the number of processes.
         """
         refuse_modules(models)
         refuse_optimizers(optimizers, is_sharded=self.engine.capabilities.shards_parameters)
-        super().note_prepared(models, optimizers)
+        super().check_prepared(models, optimizers)
 
     def finished_models(self) -> Sequence[nn.Module]:
-        """See ``ExactUpdate``: the sums are of all parameters."""
+        """See ``ExactUpdate``: the sums cover all parameters."""
         return self.objects.models
 
     def record(self) -> dict[str, Any]:
         """See ``ExactUpdate``."""
-        return asdict(self.surroundings)
+        return asdict(self._environment)
 
     def require_record(self, saved: Mapping[str, Any], folder: object) -> None:
         """See ``ExactUpdate``."""
         if saved:
-            self.surroundings.require(saved, folder)
+            self._environment.require(saved, folder)
 
     def weigh(self, contribution: Contribution) -> float:
-        """Return the factor of a loss that is a mean over the samples of ``contribution``; gradients are summed."""
-        self._turns.require_alike(contribution)
+        """Return the factor of a mean loss over the samples of ``contribution``; gradients are summed over ranks."""
+        self._update_loaders.require_matching_shares(contribution)
         return contribution.num_items / len(contribution.update)
 
     def note_loss(self, loss: torch.Tensor, num_items: float, *, num_postponed: int, num_taken: int) -> None:
         """See ``ExactUpdate``.
 
         Raises:
-            UsageError: a number of items that is not whole, whose sum would depend on the order.
+            UsageError: ``num_items`` is not an integer, so its sum would depend on the order.
         """
         if num_items != int(num_items):
             raise UsageError(
-                f"num_items={num_items} is not a whole number: its sum would depend on the order of the processes",
+                f"num_items={num_items} is not an integer, so its sum would depend on the order of the processes",
                 where="parity='bitwise'",
-                do="give a count, and scale the loss itself",
+                do="pass a count as num_items and scale the loss itself",
             )
         num_turns = num_postponed + num_taken
         if self._is_counted and num_turns > self._num_postponed:
             raise UsageError(
-                "a second loss of a batch came after an optimizer's step(): with one shard on each process it sees the new "
-                "parameters, with several it does not, so the bits would depend on the number of processes",
+                "a second loss of a batch was computed after an optimizer's step(). With one shard per process it sees the new "
+                "parameters, with several shards the old ones, so the bits would depend on the number of processes",
                 where="parity='bitwise'",
-                do="make both losses before the first step(), give each optimizer a loop of its own, or use parity='exact'",
+                do="compute both losses before the first step(), give each optimizer its own loop, or use parity='exact'",
             )
         super().note_loss(loss, num_items, num_postponed=num_turns, num_taken=num_taken)
         assert self._contribution is not None
@@ -217,76 +218,69 @@ class BitwiseUpdate(ExactUpdate):
 
     @property
     def place(self) -> tuple[int, int]:
-        """See ``Driver``."""
+        """See ``PassDriver``."""
         shard = None if self._contribution is None else self._contribution.shard
         return shard or 0, self.num_shards  # a process without a shard adds zeros
 
-    def _tell_of_changed_parameters(self) -> None:
+    def _report_changed_parameters(self) -> None:
         raise UsageError(CHANGED, where="parity='bitwise'", do=HOW_TO_CHANGE)
 
     @contextmanager
     def evaluating_again(self, who: str) -> Iterator[None]:
-        """See ``Driver``.
+        """See ``PassDriver``.
 
         Raises:
-            UsageError: always: with fewer processes an update has several micro-steps, whose batches are gone.
+            UsageError: always, because with fewer processes an update has several micro-steps, whose batches are not kept.
         """
         raise UsageError(
-            f"{who} evaluates its closure again, at other parameters: where a process has several shards of an update, the "
-            "batches of the earlier ones are gone",
+            f"{who} evaluates its closure again at other parameters. With several shards per process, the batches of the "
+            "earlier shards are not kept",
             where="parity='bitwise', optimizer.step(closure)",
-            do="use an optimizer that evaluates its closure once (LBFGS: max_iter=1), or parity='exact' without micro-steps",
+            do="use an optimizer that evaluates its closure once (LBFGS: max_iter=1), or parity='exact' with updates of one micro-step",
         )
         yield
 
     def update_loss(self) -> float:
-        """Return the mean of the losses noted since the update began, the same bits on any number of ranks. Collective.
+        """Return the mean of the losses since the update started, with the same bits on any number of ranks. Collective.
 
         See ``ExactUpdate``.
         """
-        sums = [0.0] * self.num_shards  # each is one rank's: what is added to it is zero
+        sums = [0.0] * self.num_shards  # one rank owns each entry; the others add zero
         for shard, losses in self._by_shard.items():
             sums[shard] = math.fsum(float(loss) * num_items for loss, num_items in losses)
         *sums, num_items = self._sum_over_ranks([*sums, self._num_items])
         return self._mean(math.fsum(sums), num_items)
 
     def loader_options(self, config: DataLoaderConfiguration) -> ExactOptions:
-        """Return how loaders read. Collective: at the first call."""
-        seed = self.seed
-        return ExactOptions(
-            seed=seed if config.data_seed is None else config.data_seed,
-            order=config.order,
-            max_micro_batch_size=self._max_micro_batch_size,
-            replays=config.replay_iterable,
-            canonical_shards=self.num_shards,
-        )
+        """Return how loaders split batches. Collective: at the first call."""
+        return replace(super().loader_options(config), canonical_shards=self.num_shards)
 
 
 def build_bitwise_update(parts: UpdateParts, *, comm_hook: object) -> BitwiseUpdate:
-    """Return the policy of ``parity="bitwise"``, and let the engine leave gradients to it.
+    """Return the policy of ``parity="bitwise"``, which replaces the gradient reduction of the engine.
 
     Args:
-        parts: of the run.
-        comm_hook: what the script asks DDP to send in place of gradients.
+        parts: parts of the run.
+        comm_hook: DDP communication hook that the script configured.
 
     Collective: every rank.
 
     Raises:
-        ConfigError: fewer shards than processes, or settings under which the bits depend on their number.
-        UsageError: an engine that cannot.
+        ConfigError: there are fewer shards than processes, or the bits would depend on the number of processes.
+        UsageError: the engine does not support it.
     """
     config, world = parts.config, parts.world
     num_shards = config.value.canonical_shards
     if num_shards < world.world_size:
         raise ConfigError(
-            f"canonical_shards={num_shards} for {world.world_size} processes: some would have nothing to do",
+            f"canonical_shards={num_shards} is less than the {world.world_size} processes, so some would be idle",
             where=str(config.origins["canonical_shards"]),
-            do=f"give canonical_shards={world.world_size} or more; the same wherever the run is to have the same bits",
+            do=f"set canonical_shards={world.world_size} or more, and the same value in every run that must match bit for bit",
         )
     if str(getattr(comm_hook, "value", comm_hook)) != "no":
         raise ConfigError(
-            f"comm_hook={str(comm_hook)!r} changes what DDP sends, and here DDP sends no gradients",
+            f"comm_hook={str(comm_hook)!r} changes what DDP sends, but with parity='bitwise' DDP sends no gradients",
             where="parity='bitwise'",
-            do="leave comm_hook out, or use parity='exact'",
+            do="remove comm_hook, or use parity='exact'",
         )
-    return BitwiseUpdate(parts, surroundings=build_numerics_environment(config, world.device))
+    return BitwiseUpdate(parts, environment=build_numerics_environment(config, world.device))

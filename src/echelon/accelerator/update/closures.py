@@ -1,8 +1,8 @@
-"""``optimizer.step(closure)`` in updates of several micro-steps, on several ranks: what a closure is evaluated for, and when.
+"""``optimizer.step(closure)`` with gradient accumulation and several ranks.
 
-A plain loop gives a closure to each step, and the optimizer evaluates it: once (SGD), or as often as it likes (LBFGS). Here
-an update may consist of several micro-steps, each with a closure of its own batch. Each is evaluated in its own micro-step,
-while its batch is there; the optimizer, which steps in the last one, is told the mean loss of all of them on all ranks.
+In a plain loop the optimizer evaluates the closure given to each step: once (SGD) or several times (LBFGS). Here an update may
+have several micro-steps, each with a closure for its own batch. Each closure is evaluated in its own micro-step; the
+optimizer, which steps in the last one, receives the mean loss over all micro-steps and ranks.
 """
 
 from __future__ import annotations
@@ -26,68 +26,68 @@ __all__ = ["Closures"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Evaluated:
-    """What a closure returned in a micro-step, and what it counts."""
+class _Evaluation:
+    """Value that a closure returned in a micro-step, and its weight."""
 
     value: float
     weight: float
     place: int
-    """Where it is added."""
+    """Index of the partial sum that it is added to."""
 
 
 class Closures:
     """The closures of one optimizer.
 
     Args:
-        state: the counters of the accumulation window.
-        world: whose losses are averaged.
+        state: counters of the accumulation window.
+        world: ranks whose losses are averaged.
     """
 
     def __init__(self, state: GradientState, world: World | None) -> None:
         self._state = state
         self._world = world
-        self._waiting: list[_Evaluated] = []  # of the micro-steps whose step was left to the end of the update
+        self._pending: list[_Evaluation] = []  # micro-steps of the update so far
         self.clears: bool | None = None
-        """Inside a closure: does ``zero_grad`` clear, because the update has no gradients of other micro-steps? None: outside."""
+        """Whether ``zero_grad`` clears inside the running closure: the update has no earlier micro-steps. None outside."""
 
     def forget(self) -> None:
-        """The update was given up, with its gradients."""
-        self._waiting = []
+        """Drop the evaluations of an abandoned update."""
+        self._pending = []
         if self._state.closures_waiting is self:
             self._state.closures_waiting = None
 
     # ---- a micro-step whose update is not complete -------------------------------------------------------------------
 
-    def evaluate_for_later(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-        """Evaluate ``closure`` for an update that is still to come; return what it returns."""
+    def evaluate_early(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        """Evaluate ``closure`` in a micro-step that does not end the update; return its value."""
         number = self._micro_step()
-        if number and len(self._waiting) >= number:
+        if number and len(self._pending) >= number:
             raise UsageError(
-                f"step(closure) of {type(optimizer).__name__} is called a second time in micro-step {number}, and all steps of "
-                "an update are taken in the last one: the second closure would not see what the first step did",
+                f"step(closure) of {type(optimizer).__name__} is called a second time in micro-step {number}, but all steps of "
+                "an update run in the last micro-step, so the second closure would not see the effect of the first step",
                 where=self._where(),
-                do="call it once in each micro-step, or let an update be one micro-step (no gradient_accumulation_steps and "
-                "no max_micro_batch_size)",
+                do="call it once per micro-step, or use updates of one micro-step (remove gradient_accumulation_steps and "
+                "max_micro_batch_size)",
             )
-        self._require_each(optimizer)
-        self._require_alone(optimizer)
+        self._require_every_micro_step(optimizer)
+        self._require_sole_optimizer(optimizer)
         had_loss = self._state.has_loss
-        value = self._evaluate(closure, clears=not self._waiting)
+        value = self._evaluate(closure, clears=not self._pending)
         if had_loss and self._state.has_loss_in_closure:
             raise UsageError(
-                "the closure backpropagates the batch a second time, after a backward() of it outside the closure: an "
-                f"optimizer of two steps ({type(optimizer).__name__}) needs the gradients of the whole update in between",
+                "the closure backpropagates the batch a second time, after a backward() outside the closure, but a two-step "
+                f"optimizer ({type(optimizer).__name__}) needs the gradients of the whole update in between",
                 where=self._where(),
-                do="let an update be one micro-step: no gradient_accumulation_steps and no max_micro_batch_size (more "
-                "processes instead), or call backward() in the closure alone",
+                do="use updates of one micro-step (remove gradient_accumulation_steps and max_micro_batch_size and start more "
+                "processes), or call backward() only in the closure",
             )
-        self._waiting.append(self._evaluated(value))
+        self._pending.append(self._evaluated(value))
         self._state.closures_waiting = self
         return value
 
     # ---- the last micro-step -----------------------------------------------------------------------------------------
 
-    def of_update(
+    def build_update_closure(
         self,
         optimizer: Optimizer,
         closure: Callable[[], Any],
@@ -95,43 +95,42 @@ class Closures:
         finish: Callable[[], None],
         averages: bool,
     ) -> UpdateClosure:
-        """Return the closure that ``optimizer`` is to be given.
+        """Return the closure to pass to ``optimizer``.
 
         Args:
-            optimizer: it.
-            closure: of the last micro-step.
-            finish: called after each evaluation: the gradients are there.
-            averages: over the ranks; False: each steps by its own gradients.
+            optimizer: optimizer that steps.
+            closure: closure of the last micro-step.
+            finish: called after each evaluation, when the gradients are complete.
+            averages: whether losses are averaged over the ranks; otherwise each rank uses its own.
         """
-        self._require_each(optimizer)
-        self._require_alone(optimizer)
-        waiting, self._waiting = self._waiting, []
+        self._require_every_micro_step(optimizer)
+        self._require_sole_optimizer(optimizer)
+        pending, self._pending = self._pending, []
         self._state.closures_waiting = None
-        return UpdateClosure(self, optimizer, closure, waiting, finish=finish, averages=averages)
+        return UpdateClosure(self, optimizer, closure, pending, finish=finish, averages=averages)
 
-    def _require_each(self, optimizer: Optimizer) -> None:
+    def _require_every_micro_step(self, optimizer: Optimizer) -> None:
         number = self._micro_step()
-        if number > 1 and len(self._waiting) != number - 1:
+        if number > 1 and len(self._pending) != number - 1:
             raise UsageError(
-                f"step(closure) of {type(optimizer).__name__} is called in micro-step {number} of an update, and in "
-                f"{len(self._waiting)} of the {number - 1} before: a closure is evaluated for the batch of its own micro-step, "
-                "so the batches of the others would not count",
+                f"step(closure) of {type(optimizer).__name__} is called in micro-step {number} of an update but was called in "
+                f"only {len(self._pending)} of the {number - 1} micro-steps before it. Each closure is evaluated for the batch of "
+                "its own micro-step, so the other batches would not count",
                 where=self._where(),
-                do="call step(closure) in each micro-step, not only where accelerator.sync_gradients is true: all steps but "
-                "the last evaluate the closure and leave the parameters alone",
+                do="call step(closure) in every micro-step, not only if accelerator.sync_gradients is true; all calls but "
+                "the last evaluate the closure without changing the parameters",
             )
 
-    def _require_alone(self, optimizer: Optimizer) -> None:
+    def _require_sole_optimizer(self, optimizer: Optimizer) -> None:
         others = self._state.closures_waiting
         if others is None or others is self:
             return
         raise UsageError(
             f"step(closure) of {type(optimizer).__name__} is called in an update of several micro-steps in which another "
-            "optimizer has evaluated closures, too: the gradients of both would be added up, and each would step with those "
-            "of the other",
+            "optimizer has also evaluated closures; their gradients would add up, and each optimizer would step with the sum",
             where=self._where(),
-            do="let an update be one micro-step (no gradient_accumulation_steps and no max_micro_batch_size; more processes "
-            "instead), or give each optimizer a loop of its own",
+            do="use updates of one micro-step (remove gradient_accumulation_steps and max_micro_batch_size and start more "
+            "processes), or give each optimizer its own loop",
         )
 
     def _evaluate(self, closure: Callable[[], Any], *, clears: bool) -> Any:
@@ -147,11 +146,11 @@ class Closures:
         driver = self._driver()
         return self._state.micro_step if driver is None else driver.micro_step
 
-    def _evaluated(self, value: Any) -> _Evaluated:
+    def _evaluated(self, value: Any) -> _Evaluation:
         driver = self._driver()
         num_items = None if driver is None else driver.num_items
         place = 0 if driver is None else driver.place[0]
-        return _Evaluated(_number(value), 1.0 if num_items is None else num_items, place)
+        return _Evaluation(_number(value), 1.0 if num_items is None else num_items, place)
 
     def _driver(self) -> PassDriver[Any] | None:
         driver = self._state.reading.driver
@@ -163,7 +162,7 @@ class Closures:
 
 
 class UpdateClosure:
-    """What an optimizer evaluates in the place of the closure of the last micro-step: the loss of the whole update.
+    """Closure passed to the optimizer in the last micro-step: returns the loss of the whole update.
 
     Collective: each evaluation, on several ranks.
     """
@@ -173,7 +172,7 @@ class UpdateClosure:
         closures: Closures,
         optimizer: Optimizer,
         closure: Callable[[], Any],
-        waiting: Sequence[_Evaluated],
+        pending: Sequence[_Evaluation],
         *,
         finish: Callable[[], None],
         averages: bool,
@@ -181,39 +180,39 @@ class UpdateClosure:
         self._closures = closures
         self._optimizer = optimizer
         self._closure = closure
-        self._waiting = waiting
+        self._pending = pending
         self._finish = finish
         self._averages = averages
         self._ahead: list[Any] = []
         self._versions: list[tuple[int, int]] = []
         self.num_evaluations = 0
         self.first: Any = None
-        """What the first evaluation returned."""
-        if waiting:
-            # Before the step: the gradients of all micro-steps are complete, and reduced, when the step guard looks at them.
+        """Value of the first evaluation."""
+        if pending:
+            # Evaluate before the step, so that the gradients of all micro-steps are reduced before the step guard checks them.
             self._ahead.append(self._evaluate())
-            self._versions = self._now()
+            self._versions = self._parameter_versions()
 
     def __call__(self) -> Any:
         if self._ahead:
-            if self._now() != self._versions:
-                raise self._refused("changes the parameters before it evaluates its closure")
+            if self._parameter_versions() != self._versions:
+                raise self._unsupported_error("changes the parameters before it evaluates its closure")
             return self._ahead.pop()
-        if self._waiting:
-            raise self._refused("evaluates its closure again, at other parameters")
+        if self._pending:
+            raise self._unsupported_error("evaluates its closure again at other parameters")
         return self._evaluate()
 
     def require_evaluated(self) -> None:
-        """After the step: an optimizer that leaves its closure alone has not seen the last micro-step."""
+        """Raise if the optimizer stepped without evaluating its closure, and so without the last micro-step."""
         if self._ahead:
-            raise self._refused("does not evaluate its closure")
+            raise self._unsupported_error("does not evaluate its closure")
 
     def _evaluate(self) -> Any:
         closures = self._closures
         driver = closures._driver()
         is_first = self.num_evaluations == 0
         with nullcontext() if is_first or driver is None else driver.evaluating_again(type(self._optimizer).__name__):
-            value = closures._evaluate(self._closure, clears=not self._waiting)
+            value = closures._evaluate(self._closure, clears=not self._pending)
         self._finish()
         value = self._mean(value)
         if self.num_evaluations == 0:
@@ -222,37 +221,37 @@ class UpdateClosure:
         return value
 
     def _mean(self, value: Any) -> Any:
-        """Return the mean of what the closures of the update returned on all ranks, as a tensor where ``value`` is one."""
+        """Return the mean over the micro-steps and ranks of the update, as a tensor if ``value`` is one."""
         world = self._closures._world
         is_alone = world is None or world.world_size == 1 or not self._averages
-        if value is None or (is_alone and not self._waiting):
+        if value is None or (is_alone and not self._pending):
             return value
-        own = [*self._waiting, self._closures._evaluated(value)]
+        own = [*self._pending, self._closures._evaluated(value)]
         driver = self._closures._driver()
         sums = [0.0] * (1 if driver is None else driver.place[1])
         for one in own:
-            if one.weight:  # else a piece without items, whose mean is NaN
+            if one.weight:  # a micro-batch without items has a NaN mean
                 sums[one.place] += one.value * one.weight
         sums.append(sum(one.weight for one in own))
         if not is_alone:
             assert world is not None
             summed = torch.tensor(sums, dtype=torch.float64, device=world.device)
             dist.all_reduce(summed)
-            sums = summed.tolist()  # on the host: optimizers that look at losses do so there
+            sums = summed.tolist()  # on the host, because optimizers compare losses there
         mean = math.fsum(sums[:-1]) / sums[-1] if sums[-1] else float("nan")
         return value.detach().new_tensor(mean) if isinstance(value, torch.Tensor) else mean
 
-    def _now(self) -> list[tuple[int, int]]:
+    def _parameter_versions(self) -> list[tuple[int, int]]:
         own = [getattr(p, "_local_tensor", p) for group in self._optimizer.param_groups for p in group["params"]]
         return [(p._version, p.data_ptr()) for p in own]
 
-    def _refused(self, does: str) -> UsageError:
+    def _unsupported_error(self, does: str) -> UsageError:
         return UsageError(
-            f"{type(self._optimizer).__name__} {does}, and this update consists of {len(self._waiting) + 1} micro-steps: the "
-            "batches of the earlier ones are gone, so their closures cannot be evaluated there",
+            f"{type(self._optimizer).__name__} {does}, but this update has {len(self._pending) + 1} micro-steps and the batches "
+            "of the earlier ones are no longer available to their closures",
             where=self._closures._where(),
-            do="let an update be one micro-step (no gradient_accumulation_steps and no max_micro_batch_size, more processes "
-            "instead); or use an optimizer that evaluates its closure once, at the parameters it finds (LBFGS: max_iter=1)",
+            do="use updates of one micro-step (remove gradient_accumulation_steps and max_micro_batch_size and start more "
+            "processes), or an optimizer that evaluates its closure once, at the current parameters (LBFGS: max_iter=1)",
         )
 
 

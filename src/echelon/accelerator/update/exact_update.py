@@ -1,4 +1,4 @@
-"""``parity="exact"``: the weight of each micro-step in its update, so that the update is that of one process."""
+"""``parity="exact"``: weighs the loss of each micro-step so that the update equals that of one process."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from echelon.world.world import World
 __all__ = ["ExactUpdate"]
 
 _logger = get_logger(__name__)
-CHANGED = "the parameters changed between two micro-steps of an update: in one whole batch all its gradients are those of the same ones"
+CHANGED = "the parameters changed between two micro-steps of one update, but all gradients of an update must be computed at the same parameters"
 HOW_TO_CHANGE = (
-    "Change them only where accelerator.sync_gradients is true, after the step; an optimizer of two steps (SAM) needs updates "
-    "of one micro-step (no gradient_accumulation_steps and no max_micro_batch_size, more processes instead)"
+    "Change parameters only after the step, when accelerator.sync_gradients is true. A two-step optimizer (SAM) needs updates "
+    "of one micro-step: remove gradient_accumulation_steps and max_micro_batch_size and start more processes"
 )
 
 
 class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
-    """Turns the contributions of prepared loaders into windows of the update: the loader decides where one ends."""
+    """Groups the micro-batches of prepared loaders into updates; the loader decides where an update ends."""
 
-    _takes_turns = True
-    """May loaders take turns, where an update is one micro-step?"""
+    _allows_alternation = True
+    """Whether loops over several loaders may alternate, which requires updates of one micro-step."""
 
     uses_global_batches = True
 
@@ -51,34 +51,33 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         super().__init__(parts)
         self._seed = self.config.value.seed
         self._max_micro_batch_size = self.config.value.max_micro_batch_size
-        self._losses: list[tuple[torch.Tensor, float]] = []  # of the update: each a mean over items of this rank
-        self._num_items = 0.0  # of the update, this rank's
-        self._is_counted = False  # are the items of this micro-step in it?
-        self._has_had_loss = False  # of any update
-        self._items_in_hand: float | None = None  # those items
-        self._is_again = False  # are losses made again, at other parameters?
-        self._num_postponed = 0  # at the first loss of the micro-step
-        self._is_told_of_turns = False
-        self._is_warned = False
+        self._losses: list[tuple[torch.Tensor, float]] = []  # (mean loss, item count) pairs of this update on this rank
+        self._num_items = 0.0  # in this update on this rank
+        self._is_counted = False  # whether _num_items includes this micro-step
+        self._has_had_loss = False  # in any update
+        self._micro_step_items: float | None = None  # items of this micro-step
+        self._is_reevaluating = False  # a closure is being re-evaluated at other parameters
+        self._num_postponed = 0  # when this micro-step had its first loss
+        self._warned_of_postponed_step = False
+        self._warned_of_batch_norm = False
         self._batch_norms: list[_BatchNorm] = []
         self._kept = KeptGradients("exact")
-        self._told: set[str] = set()
-        self._turns = UpdateLoaders(are_taken=self._takes_turns)
-        self._interrupted: dict[
-            int, tuple[list[tuple[torch.Tensor, float]], float, bool, float | None]
-        ] = {}  # of outer loops
-        self._is_told_of_halves = False
-        self._has_several = False  # micro-steps of the update
-        self._versions_of_parameters: list[int] = []  # at the first loss of the update
-        self._is_told_of_changes = False
-        self._is_within = False  # has an update begun, and not come to its last micro-step?
-        self._random_states: dict[str, Any] | None = None  # at its beginning, where it has several micro-steps
+        self._logged: set[str] = set()
+        self._update_loaders = UpdateLoaders(allows_alternation=self._allows_alternation)
+        # State of the outer loops whose updates are suspended, keyed by the id of the loader.
+        self._interrupted: dict[int, tuple[list[tuple[torch.Tensor, float]], float, bool, float | None]] = {}
+        self._warned_of_dropped_update = False
+        self._has_several_micro_steps = False  # whether this update has several micro-steps
+        self._parameter_versions: list[int] = []  # when this update had its first loss
+        self._warned_of_changed_parameters = False
+        self._is_mid_update = False  # an update has started and its last micro-step has not
+        self._random_states: dict[str, Any] | None = None  # at the start of an update of several micro-steps
 
     @property
     def seed(self) -> int:
-        """Of the run; the same on every rank. Where none was given, rank zero's of torch when the first loader is prepared.
+        """Seed of the run, equal on every rank; by default torch's seed on rank zero when the first loader is prepared.
 
-        Not earlier: many a script makes its Accelerator first, and calls ``set_seed`` then.
+        It is not read earlier because many scripts call ``set_seed`` after they create the Accelerator.
 
         Collective: at the first call.
         """
@@ -88,7 +87,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         return self._seed
 
     def log_batch_size(self, batch_size: int | None) -> None:
-        """Say once what a batch size means now."""
+        """Log once what a batch size means in this mode."""
         if batch_size is None:
             return
         world_size = self.world.world_size
@@ -99,66 +98,68 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
             max_micro_batch_size=self._max_micro_batch_size,
         )
         line = describe_batch(batch_size, world_size=world_size, num_micro=micro)
-        if line not in self._told:
-            self._told.add(line)
-            # At the level that is seen by default: a number of the script has another meaning now.
-            _logger.warning("parity='exact': a DataLoader's batch is that of all processes together, %s", line)
+        if line not in self._logged:
+            self._logged.add(line)
+            # A warning is visible by default: the meaning of a number in the script has changed.
+            _logger.warning("parity='exact': the batch size of a DataLoader is global, %s", line)
 
-    # ---- what loaders tell -------------------------------------------------------------------------------------------
+    # ---- PassDriver: events of the loaders ---------------------------------------------------------------------------
 
-    def plan_pass(self, beginning: PreparedLoader | None = None) -> PassPlan:
-        """A pass is one of updates when gradients are on and a prepared model is in training mode, or none is prepared."""
+    def plan_pass(self, starting: PreparedLoader | None = None) -> PassPlan:
+        """Plan a training pass if gradients are enabled and a prepared model (if any) is in training mode."""
         models = self.objects.models
         trains = torch.is_grad_enabled() and (not models or any(model.training for model in models))
-        # One that is read beside another (zip) has as many pieces.
-        num_beside = self._turns.num_micro_steps_beside(beginning, is_counted=self._is_counted)
-        return PassPlan(num_micro_steps=max(self.state.num_steps, num_beside), trains=trains)
+        # A loader that is read in lockstep with another one (zip) is cut into as many micro-steps.
+        lockstep = self._update_loaders.lockstep_micro_steps(starting, is_counted=self._is_counted)
+        return PassPlan(num_micro_steps=max(self.state.num_steps, lockstep), trains=trains)
 
     def begin_pass(self, loader: PreparedLoader, plan: PassPlan) -> None:
-        """Give each rank a random stream of its own, and look for batch norms.
+        """Seed each rank's RNG separately and collect the BatchNorm layers.
 
-        Collective: a pass of updates.
+        Collective: for a training pass.
         """
         if not plan.trains:
             return
-        build_random_streams(self.world)
+        seed_ranks_separately(self.world)
         self.progress.epoch = loader.iteration
         self._batch_norms = [m for model in self.objects.models for m in model.modules() if isinstance(m, _BatchNorm)]
 
     def begin_micro_step(self, loader: PreparedLoader, contribution: Contribution) -> None:
-        """Open the micro-step of the batch that the loader is about to give."""
-        before = self._turns.lead
-        if not self._turns.leads(loader, contribution, is_counted=self._is_counted, is_within=self._is_within):
+        """Open the micro-step of the batch that the loader is about to yield."""
+        before = self._update_loaders.lead
+        if not self._update_loaders.leads(
+            loader, contribution, is_counted=self._is_counted, is_mid_update=self._is_mid_update
+        ):
             return
         if before is not None and before is not loader:
-            self._interrupted[id(before)] = (self._losses, self._num_items, self._is_counted, self._items_in_hand)
+            self._interrupted[id(before)] = (self._losses, self._num_items, self._is_counted, self._micro_step_items)
         self._interrupted.pop(id(loader), None)
         self._open_micro_step(contribution)
 
     def _open_micro_step(self, contribution: Contribution) -> None:
-        if contribution.micro_step > 0 and not self._is_within:
+        if contribution.micro_step > 0 and not self._is_mid_update:
             raise UsageError(
-                "a loop goes on with an update whose beginning was given up, because another pass of its loader began within it",
+                "a loop resumes an update that was dropped because another pass over its loader started in the meantime",
                 where="parity='exact'",
-                do="read a loader in one loop at a time, or let an update be one micro-step (no gradient_accumulation_steps and "
-                "no max_micro_batch_size, more processes instead)",
+                do="iterate over a loader in one loop at a time, or use updates of one micro-step: remove "
+                "gradient_accumulation_steps and max_micro_batch_size and start more processes",
             )
         if self._batch_norms:
             self._check_batch_norms(contribution)
         self.state.sync_gradients = contribution.ends_update
         if contribution.micro_step == 0:
             self._count_tokens()
-            if self._is_within:
+            if self._is_mid_update:
                 if self._losses:
-                    self._tell_of_half_an_update()
-                self._drop_half_an_update()
+                    self._warn_of_dropped_update()
+                self._drop_partial_update()
             self.window.is_open = False
             self._losses, self._num_items = [], 0.0
             self._random_states = current_random_states() if contribution.num_micro_steps > 1 else None
-            self._has_several, self._versions_of_parameters = contribution.num_micro_steps > 1, []
+            self._has_several_micro_steps, self._parameter_versions = contribution.num_micro_steps > 1, []
             self._kept.forget()
-        self._is_within = not contribution.ends_update
-        self._is_counted, self._items_in_hand = False, None
+        self._is_mid_update = not contribution.ends_update
+        self._is_counted, self._micro_step_items = False, None
         self.state.has_loss = False
         self.window.begin_micro_step()
         self.progress.micro_step = contribution.micro_step + 1
@@ -167,18 +168,18 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
             self.progress.samples_seen += len(contribution.update)
 
     def end_pass(self, loader: PreparedLoader, *, is_over: bool) -> None:
-        """See ``PassDriver``: the loop around it, if there is one, goes on with the batch that it has in hand."""
+        """See ``PassDriver``. An enclosing loop continues with its current batch."""
         self._interrupted.pop(id(loader), None)
-        outer = self._turns.end(loader, is_over=is_over)
+        outer = self._update_loaders.end(loader, is_over=is_over)
         if outer is None:
             return
-        if self._is_within and self._losses:
-            self._drop_half_an_update()
-        self._is_within = False  # else its batch was only looked at
+        if self._is_mid_update and self._losses:
+            self._drop_partial_update()
+        self._is_mid_update = False  # an update without losses needs no clean-up
         kept = self._interrupted.pop(id(outer), None)
         assert kept is not None
-        self._losses, self._num_items, self._is_counted, self._items_in_hand = kept
-        self.state.sync_gradients = True  # loaders take turns where an update is one micro-step
+        self._losses, self._num_items, self._is_counted, self._micro_step_items = kept
+        self.state.sync_gradients = True  # loops alternate only if each update is one micro-step
         self.window.is_open = False
         self.window.begin_micro_step()
         self.progress.micro_step = 1
@@ -187,18 +188,18 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         self.progress.tokens_seen += self.window.total
         self.window.total = 0.0
 
-    def _tell_of_half_an_update(self) -> None:
-        if not self._is_told_of_halves:
-            self._is_told_of_halves = True
+    def _warn_of_dropped_update(self) -> None:
+        if not self._warned_of_dropped_update:
+            self._warned_of_dropped_update = True
             warn(
-                "a loop was left within an update of several micro-steps, whose gradients are forgotten, as its samples come "
-                "again: leave it where accelerator.sync_gradients is true, and count updates (accelerator.progress.step), not "
-                "turns of the loop"
+                "a loop ended inside an update of several micro-steps; its gradients are dropped and its samples are read again. "
+                "Leave the loop when accelerator.sync_gradients is true, and count updates (accelerator.progress.step) instead "
+                "of loop iterations"
             )
 
-    def _drop_half_an_update(self) -> None:
-        """Forget the gradients of an update whose loop was left in its middle: its samples come again."""
-        self._is_within = False
+    def _drop_partial_update(self) -> None:
+        """Drop the gradients of an update whose loop ended early: its samples are read again."""
+        self._is_mid_update = False
         self._kept.forget()
         self.objects.drop_gradients()
 
@@ -207,20 +208,21 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         idle = [] if contribution.step is None else [r for r, num in enumerate(contribution.step.real) if num == 0]
         if idle and training:
             raise UsageError(
-                f"an update of {len(contribution.update)} samples leaves rank(s) {', '.join(map(str, idle))} without any, and "
-                "a BatchNorm in training mode would count the sample that they borrow",
+                f"an update of {len(contribution.update)} samples leaves rank(s) {', '.join(map(str, idle))} without samples, and "
+                "a BatchNorm in training mode would count their padding sample",
                 where="parity='exact'",
-                do="use drop_last=True, another batch size, fewer processes, or GroupNorm",
+                do="use drop_last=True, a different batch size, fewer processes, or GroupNorm",
             )
         if contribution.num_micro_steps == 1:
-            # SyncBatchNorm sees the micro-batches of all ranks: here, the whole batch.
+            # SyncBatchNorm sees the micro-batches of all ranks, which is the whole batch here.
             training = [] if self.world.world_size == 1 else [n for n in training if not isinstance(n, SyncBatchNorm)]
-        if training and not self._is_warned:
-            self._is_warned = True
+        if training and not self._warned_of_batch_norm:
+            self._warned_of_batch_norm = True
             warn(
-                f"the model has {len(training)} BatchNorm layer(s), whose statistics are those of a micro-batch: the update "
-                "depends on how the batch is split, parity='exact' or not. GroupNorm or LayerNorm does not; "
-                "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) sees all ranks, without accumulation the same as one"
+                f"the model has {len(training)} BatchNorm layer(s) that compute statistics per micro-batch, so the update depends "
+                "on how the batch is split, with or without parity='exact'. GroupNorm and LayerNorm do not; "
+                "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) uses the samples of all ranks and, without gradient "
+                "accumulation, matches one process"
             )
 
     # ---- backward ----------------------------------------------------------------------------------------------------
@@ -242,8 +244,8 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         """See ``UpdatePolicy``."""
         return not self.state.sync_gradients
 
-    def note_prepared(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        """See ``UpdatePolicy``: the ranks begin with the same model."""
+    def check_prepared(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        """See ``UpdatePolicy``: checks that all ranks start with the same model."""
         if self.world.world_size > 1:
             agree_on_models(models)
 
@@ -280,11 +282,11 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
             self._finish_gradients(factor)
 
     def before_backward(self) -> None:
-        """A backward pass of the batch in hand begins."""
+        """Check gradients before the backward pass of the current batch."""
         self._kept.require()
 
     def after_backward(self) -> None:
-        """It has ended. Collective: in the last micro-step."""
+        """Record gradients after the backward pass. Collective: in the last micro-step."""
         self._keep_gradients()
 
     def note_cleared(self) -> None:
@@ -292,51 +294,51 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         self._kept.forget()
 
     def _keep_gradients(self) -> None:
-        if self._is_within:
+        if self._is_mid_update:
             self._kept.note(self.objects.models)
         else:
             self._kept.forget()
 
-    # ---- what checkpoints ask ----------------------------------------------------------------------------------------
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any] | None:
         """See ``UpdatePolicy``: an unfinished accumulation window is replayed with the RNG state it started with."""
         self._count_tokens()
-        return self._random_states if self._is_within else None
+        return self._random_states if self._is_mid_update else None
 
     def restore(self) -> None:
         """See ``UpdatePolicy``."""
-        self._drop_half_an_update()
+        self._drop_partial_update()
         self.window.total = 0.0
 
-    # ---- what the loop asks ------------------------------------------------------------------------------------------
+    # ---- losses ------------------------------------------------------------------------------------------------------
 
     def contribution(self) -> Contribution | None:
-        """Return what the batch in hand is in its update; None outside the loop of a prepared loader.
+        """Return the share of the current batch in its update; None outside the loop of a prepared loader.
 
         Raises:
-            UsageError: the pass is an evaluation, and its batches are no whole updates.
+            UsageError: the pass is an evaluation, whose batches do not form updates.
         """
-        if self._turns.lead is not None:
-            self._turns.require_fit()
-            return self._turns.lead.contribution
+        if self._update_loaders.lead is not None:
+            self._update_loaders.require_usable_batches()
+            return self._update_loaders.lead.contribution
         loader = self.state.active_dataloader
         if loader is None or loader.contribution is None:
             return None
         assert loader.plan is not None
         if not loader.plan.trains and loader.holds_no_update:
             raise UsageError(
-                "backward() in a pass that began as an evaluation (all models in eval mode, or gradients off), whose "
-                "batches are cut and joined so that results come in order and every process has some",
+                "backward() in a pass that started as an evaluation (all models in eval mode, or gradients disabled), whose "
+                "batches are split and joined to preserve the order of results and to give every process samples",
                 where="parity='exact'",
-                do="call model.train() before the loop; parts of it may be in eval mode",
+                do="call model.train() before the loop; submodules may stay in eval mode",
             )
         return loader.contribution
 
     @property
     def drives(self) -> bool:
-        """Does a loader decide where the update ends?"""
-        return self._turns.lead is not None
+        """Whether a loader decides where the update ends."""
+        return self._update_loaders.lead is not None
 
     @property
     def awaits_loss(self) -> bool:
@@ -351,81 +353,81 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
     @property
     def num_items(self) -> float | None:
         """See ``PassDriver``."""
-        return self._items_in_hand
+        return self._micro_step_items
 
     @property
     def place(self) -> tuple[int, int]:
-        """See ``PassDriver``: sums in any order will do."""
+        """See ``PassDriver``: sums may be added in any order."""
         return 0, 1
 
     @contextmanager
     def evaluating_again(self, who: str) -> Iterator[None]:
         """See ``PassDriver``."""
-        self._is_again = True
+        self._is_reevaluating = True
         try:
             yield
         finally:
-            self._is_again = False
+            self._is_reevaluating = False
 
     def note_loss(self, loss: torch.Tensor, num_items: float, *, num_postponed: int, num_taken: int) -> None:
-        """Add a loss, a mean over ``num_items``, to the loss of the update.
+        """Add a mean loss over ``num_items`` items to the loss of the update.
 
         Args:
-            loss: of the batch in hand.
-            num_items: of this rank.
-            num_postponed: calls of an optimizer's ``step`` so far that were left to the end of an update.
-            num_taken: steps so far.
+            loss: for the current batch.
+            num_items: on this rank.
+            num_postponed: number of optimizer ``step`` calls so far that were postponed to the end of an update.
+            num_taken: number of optimizer steps taken so far.
         """
-        if self._is_again:
+        if self._is_reevaluating:
             return
         if not self._is_counted:
-            if self._has_several:
-                self._look_at_parameters()
-            self._items_in_hand = num_items
+            if self._has_several_micro_steps:
+                self._check_parameters_unchanged()
+            self._micro_step_items = num_items
             self._num_items += num_items
             self._is_counted = self._has_had_loss = True
             self._num_postponed = num_postponed
-        elif num_postponed > self._num_postponed and not self._is_told_of_turns:
-            self._is_told_of_turns = True
+        elif num_postponed > self._num_postponed and not self._warned_of_postponed_step:
+            self._warned_of_postponed_step = True
             warn(
-                "a second loss of a batch came after an optimizer's step(), which is left to the last of several "
-                "micro-steps: if it depends on that optimizer's parameters, it does not see their new values as it would in "
-                "one whole batch, parity='exact' or not. Without accumulation and max_micro_batch_size it does"
+                "a second loss of a batch was computed after an optimizer's step(), which is postponed to the last of several "
+                "micro-steps. If the loss depends on that optimizer's parameters, it sees their old values, with or without "
+                "parity='exact'. Without gradient accumulation and max_micro_batch_size it sees the new ones"
             )
         if num_items:
             self._losses.append((loss.detach(), num_items))
 
-    def _look_at_parameters(self) -> None:
-        """Compare the parameters with those of the first micro-step: the ends of each model stand for all of it."""
+    def _check_parameters_unchanged(self) -> None:
+        """Compare parameter versions with the first micro-step; the first and last parameter represent each model."""
         trained = [[p for p in model.parameters() if p.requires_grad] for model in self.objects.models]
         now = [getattr(p, "_local_tensor", p)._version for own in trained for p in own[:1] + own[-1:]]
-        if self.micro_step > 1 and self._versions_of_parameters not in ([], now):
-            self._tell_of_changed_parameters()
-        self._versions_of_parameters = now
+        if self.micro_step > 1 and self._parameter_versions not in ([], now):
+            self._report_changed_parameters()
+        self._parameter_versions = now
 
-    def _tell_of_changed_parameters(self) -> None:
-        if not self._is_told_of_changes:
-            self._is_told_of_changes = True
+    def _report_changed_parameters(self) -> None:
+        if not self._warned_of_changed_parameters:
+            self._warned_of_changed_parameters = True
             warn(f"{CHANGED}. {HOW_TO_CHANGE}")
 
     def update_loss(self) -> float:
-        """Return the mean of the losses noted since the update began; nan: it had no items. Collective."""
+        """Return the mean of the losses recorded since the update started; nan if it had no items. Collective."""
         mine = sum(float(loss) * num_items for loss, num_items in self._losses)
         loss, num_items = self._sum_over_ranks([mine, self._num_items])
         return self._mean(loss, num_items)
 
     def _mean(self, total: float, num_items: float) -> float:
-        """Return the mean over ``num_items`` of an update; nan: none.
+        """Return the mean loss of an update; nan if it had no items.
 
         Raises:
-            UsageError: there was no loss at all.
+            UsageError: no loss has been recorded at all.
         """
         if not num_items and not self._has_had_loss:
             raise UsageError("no update has had a loss yet", do="call update_loss() after backward()")
         return total / num_items if num_items else math.nan
 
     def loader_options(self, config: DataLoaderConfiguration) -> ExactOptions:
-        """Return how loaders read. Collective: at the first call."""
+        """Return how loaders split batches. Collective: at the first call."""
         seed = self.seed
         return ExactOptions(
             seed=seed if config.data_seed is None else config.data_seed,
@@ -435,13 +437,13 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
         )
 
     def weigh(self, contribution: Contribution) -> float:
-        """Return the factor of a loss that is a mean over the samples of ``contribution``: no rank need be asked."""
-        self._turns.require_alike(contribution)
+        """Return the factor of a mean loss over the samples of ``contribution``, computed without communication."""
+        self._update_loaders.require_matching_shares(contribution)
         return contribution.num_items * self.world.world_size / len(contribution.update)
 
 
 def describe_batch(batch_size: int, *, world_size: int, num_micro: int) -> str:
-    """Return how a global batch is cut, such as ``global batch 32 = 2 processes x 16 samples``."""
+    """Return how a global batch is split, such as ``global batch 32 = 2 processes x 16 samples``."""
     parts = [f"{world_size} process{'es' if world_size > 1 else ''}"]
     if num_micro > 1:
         parts.append(f"{num_micro} micro-steps")
@@ -450,11 +452,11 @@ def describe_batch(batch_size: int, *, world_size: int, num_micro: int) -> str:
     return f"global batch {batch_size} = {' x '.join([*parts, samples])}"
 
 
-def build_random_streams(world: World) -> None:
-    """Give torch's generators on each rank a stream of its own where all ranks have been seeded equally.
+def seed_ranks_separately(world: World) -> None:
+    """Seed torch's generators differently on each rank, if all ranks have the same seed.
 
-    Rank zero's stays as it is, so that one process is the plain program; the others' come from the same seed. Ranks that
-    differ already (seeded by the user, restored, or by this function) keep what they have.
+    Rank zero keeps its seed, so that one process matches the plain program; the other ranks derive theirs from it. Ranks that
+    already differ (seeded by the user, restored, or by this function) keep their seeds.
 
     Collective: every rank.
     """

@@ -16,16 +16,16 @@ __all__ = ["join_uneven_inputs"]
 
 @contextmanager
 def join_uneven_inputs(session: Session, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
-    """Let processes run out of batches at different steps: the others train on.
+    """Let processes run out of batches at different steps, while the others continue training.
 
     Args:
         joinables: prepared models (optimizers need nothing).
-        even_batches: of the prepared loaders, inside the block; None: as it is.
+        even_batches: value for the prepared loaders inside the block; None: unchanged.
 
     Collective: every process enters.
 
     Raises:
-        UsageError: (on several processes) one of ``joinables`` was not prepared.
+            UsageError: one of ``joinables`` was not prepared (checked on several processes).
     """
     objects, reading = session.objects, session.gradient_state.reading
     prepared = [*objects.models, *objects.optimizers, *(optimizer.optimizer for optimizer in objects.optimizers)]
@@ -33,9 +33,9 @@ def join_uneven_inputs(session: Session, joinables: list[Any], even_batches: boo
     unknown = [one for one in joinables if not is_alone and all(one is not known for known in prepared)]
     if unknown:
         raise UsageError(
-            f"join_uneven_inputs() was given what this Accelerator has not prepared: "
+            f"join_uneven_inputs() received objects that this Accelerator has not prepared: "
             f"{', '.join(type(one).__name__ for one in unknown)}",
-            do="give it the models that prepare() returned",
+            do="pass the models that prepare() returned",
         )
     before = [(loader, loader.even_batches) for loader in objects.loaders]
     if even_batches is not None:

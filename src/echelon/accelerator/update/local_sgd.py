@@ -1,4 +1,4 @@
-"""Local SGD: each rank trains alone for some steps, then the ranks average their parameters."""
+"""Local SGD: each rank trains independently for some steps, then the ranks average their parameters."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ __all__ = ["LocalSGD"]
 
 
 class LocalSGD:
-    """The context of a training loop whose ranks communicate every ``local_sgd_steps`` steps only.
+    """Context of a training loop whose ranks communicate only every ``local_sgd_steps`` steps.
 
-    Call ``step()`` after each optimizer step. Parameters are averaged; optimizer states and buffers stay each rank's own.
-    If the block raises, nothing is averaged: the other ranks may not be there.
+    Call ``step()`` after each optimizer step. Parameters are averaged; optimizer states and buffers stay local.
+    If the block raises, nothing is averaged, because the other ranks may not take part.
 
     Args:
-        accelerator: whose optimizers step locally in the block, past the step guard.
-        model: a prepared model that every rank holds whole.
-        local_sgd_steps: steps from one average to the next.
-        enabled: False, or one process: the block trains as without it.
+        accelerator: its optimizers step locally inside the block.
+        model: prepared model that every rank holds in full.
+        local_sgd_steps: number of steps between two averages.
+        enabled: False disables local SGD, as does a single process.
 
-    Collective: every rank enters, calls ``step()`` equally often, and leaves (where the parameters are averaged, too).
+    Collective: every rank enters, calls ``step()`` equally often, and leaves (which averages the parameters again).
 
     Raises:
-        UsageError: the ranks hold parts of the model, not copies; or ``local_sgd_steps`` is below 1.
+        UsageError: the engine shards the model, or ``local_sgd_steps`` is below 1.
 
     Source: Stich, "Local SGD converges fast and communicates little", ICLR 2019, Algorithm 1.
     """
@@ -47,11 +47,11 @@ class LocalSGD:
         self._local: AbstractContextManager[None] | None = None
         if self.enabled and not accelerator.capabilities.replicates:
             raise UsageError(
-                f"LocalSGD needs a whole model on every rank, and the engine {accelerator.capabilities.name!r} does not keep one",
-                do="use an engine that replicates (ddp), or LocalSGD(enabled=False)",
+                f"LocalSGD needs a full copy of the model on every rank, but the engine {accelerator.capabilities.name!r} has none",
+                do="use a replicating engine (ddp), or LocalSGD(enabled=False)",
             )
         if local_sgd_steps < 1:
-            raise UsageError(f"local_sgd_steps={local_sgd_steps} is below 1", do="average every 1 or more steps")
+            raise UsageError(f"local_sgd_steps={local_sgd_steps} is below 1", do="set local_sgd_steps to 1 or more")
 
     def __enter__(self) -> LocalSGD:
         if self.enabled:
@@ -72,7 +72,7 @@ class LocalSGD:
             local.__exit__(kind, error, traceback)
 
     def step(self) -> None:
-        """Count one optimizer step; average when ``local_sgd_steps`` of them are done. Collective: then."""
+        """Count one optimizer step; average after every ``local_sgd_steps`` steps. Collective: then."""
         self.num_steps += 1
         if self.enabled and self.num_steps % self.local_sgd_steps == 0:
             self._average()

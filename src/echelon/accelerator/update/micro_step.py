@@ -18,7 +18,7 @@ __all__ = ["LocalBackward", "MicroStep", "trigger_sync_in_backward"]
 
 
 class MicroStep:
-    """The context of ``accumulate()``; a class, because a generator costs several microseconds a step."""
+    """Context of ``accumulate()``. It is a class because a generator costs several microseconds per step."""
 
     __slots__ = ("_local", "_models", "_update")
 
@@ -29,9 +29,9 @@ class MicroStep:
 
     def __enter__(self) -> None:
         update = self._update
-        synchronise = update.count_micro_batch()
+        should_sync = update.count_micro_batch()
         update.accumulating = self._models
-        if not synchronise:
+        if not should_sync:
             models = self._models or update.objects.models
             if len(models) == 1:
                 self._local = update.engine.no_sync(models[0])
@@ -51,7 +51,7 @@ class MicroStep:
 
 
 class LocalBackward:
-    """The context of ``no_sync()``."""
+    """Context of ``no_sync()``."""
 
     __slots__ = ("_context", "_optimizers")
 
@@ -75,13 +75,13 @@ class LocalBackward:
 
 
 def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[Any]:
-    """Return a context whose backward pass is synchronised although its forward passes ran in ``no_sync``.
+    """Return a context whose backward pass is synchronized although its forward passes ran in ``no_sync``.
 
-    For several forward passes in ``no_sync`` before the first backward pass: the last backward pass, in this context,
-    brings the gradients of all of them together. Static, as in Accelerate: the Accelerator that prepared ``model`` is
-    found; for a model that none did, the context is empty.
+    Use it for several forward passes in ``no_sync`` before the first backward pass: the last backward pass, in this context,
+    reduces the gradients of all of them. It is static, as in Accelerate, and finds the Accelerator that prepared ``model``;
+    for an unprepared model the context does nothing.
 
-    Collective: the backward pass in it.
+    Collective: the backward pass inside it.
     """
     for accelerator in living_accelerators():
         session: Session = accelerator.session

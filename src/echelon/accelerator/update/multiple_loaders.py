@@ -1,7 +1,7 @@
-"""Several training loaders in one loop, in the exact modes: which of them the updates are of.
+"""Several training loaders in one loop, in the exact modes: which loader's batches form the updates.
 
-Read together (``zip``), the first one leads, and the pieces of the others must be the same parts of their batches. Else they
-take turns: a loop within a loop, or one batch of each after the other, where each update is one of its own.
+If loaders are read in lockstep (``zip``), the first one leads, and each rank must hold the same share of every loader's batch.
+Otherwise they alternate (nested loops, or one batch of each after the other), and each batch is an update.
 """
 
 from __future__ import annotations
@@ -15,212 +15,214 @@ from echelon.data.loader import PreparedLoader
 
 __all__ = ["UpdateLoaders"]
 
-_Part = tuple[int, int, tuple[Fraction, ...]]
-"""The number of a micro-step, how many there are, and which part of its update each rank has in it (one: each the same)."""
+_Share = tuple[int, int, tuple[Fraction, ...]]
+"""Micro-step, number of micro-steps, and each rank's fraction of the update (one entry if all are equal)."""
 
 
 class UpdateLoaders:
-    """Who leads, of the training loaders that are being read.
+    """Tracks which of the training loaders being read leads.
 
     Args:
-        are_taken: loaders may take turns.
+        allows_alternation: whether loops over several loaders may alternate.
     """
 
-    def __init__(self, *, are_taken: bool) -> None:
-        self._are_taken = are_taken
+    def __init__(self, *, allows_alternation: bool) -> None:
+        self._allows_alternation = allows_alternation
         self.lead: PreparedLoader | None = None
-        """The loader whose batch the micro-step in hand is of."""
-        self._outer: list[PreparedLoader] = []  # those whose turn goes on when that of the lead is over
-        self._beside: list[tuple[PreparedLoader, Contribution]] = []  # read with the batch in hand
-        self._loaders_beside: list[PreparedLoader] = []  # of the pass of the lead
-        self._parts_beside: set[_Part] = set()  # likewise
-        self._has_ended_beside = False  # has a loader ended that was read with the lead?
-        self._unfit: list[
-            tuple[PreparedLoader, UsageError]
-        ] = []  # gave a batch that is of no update, and are still read
-        self._guessed: PreparedLoader | None = (
-            None  # gave a batch, and the lead gave one of another cut before any loss
-        )
-        self._num_given = 0  # by the lead, since its turn began
-        self._was_weighed = False  # has a loss been weighed by samples since?
-        self._has_loss = False  # has there been any loss since?
-        # A loader whose batch is in hand, and what its loss would be wrong by if it were of a batch, too, that was taken since
-        # from a loader that is not read any more.
-        self._left: tuple[PreparedLoader, UsageError] | None = None
-        # Likewise, where that batch has had a loss: it may have been the loss of both, unless the one in hand has its own.
-        self._unsure: tuple[PreparedLoader, UsageError] | None = None
-        self._is_told = False
-        self._is_told_of_left = False
+        """Loader of the current micro-step's batch."""
+        self._outer: list[PreparedLoader] = []  # loaders of the enclosing loops
+        self._lockstep: list[tuple[PreparedLoader, Contribution]] = []  # read together with the current batch
+        self._lockstep_loaders: list[PreparedLoader] = []  # read together with any batch of the lead's pass
+        self._lockstep_shares: set[_Share] = set()  # likewise
+        self._has_lockstep_ended = False  # a loader read together with the lead has ended
+        # Loaders still being read whose batch belongs to no update.
+        self._rejected: list[tuple[PreparedLoader, UsageError]] = []
+        # The previous lead: the current one yielded a batch of a different share before any loss, and was taken to alternate.
+        self._presumed_outer: PreparedLoader | None = None
+        self._num_yielded = 0  # batches of the lead since it took over
+        self._was_weighted_by_samples = False  # a loss has been, since then
+        self._has_loss = False  # since then
+        # The lead, and the error to report if its loss also uses a batch of a loader that is no longer being read.
+        self._abandoned: tuple[PreparedLoader, UsageError] | None = None
+        # The lead, if that batch has already had a loss: the loss covered both batches unless the lead gets its own.
+        self._unconfirmed: tuple[PreparedLoader, UsageError] | None = None
+        self._warned_of_unequal_ends = False
+        self._warned_of_abandoned = False
 
-    def num_micro_steps_beside(self, beginning: PreparedLoader | None, *, is_counted: bool) -> int:
-        """Return into how many pieces a loader that begins now is to be cut at least: as the one that it is read with."""
+    def lockstep_micro_steps(self, starting: PreparedLoader | None, *, is_counted: bool) -> int:
+        """Return the least number of micro-steps for a loader that starts now: that of the loader it is zipped with."""
         lead = self.lead
-        if beginning is None or lead is None or lead is beginning or is_counted or lead.contribution is None:
+        if starting is None or lead is None or lead is starting or is_counted or lead.contribution is None:
             return 1
         return lead.contribution.num_micro_steps
 
-    def require_fit(self) -> None:
-        """A loss is made: raise where it may be of a batch that belongs to no update. A batch that was only looked at is none."""
-        for _, error in self._unfit:
+    def require_usable_batches(self) -> None:
+        """Raise if a loss may depend on a batch that belongs to no update."""
+        for _, error in self._rejected:
             raise error
-        self._has_loss, self._unsure = True, None
+        self._has_loss, self._unconfirmed = True, None
 
-    def leads(self, loader: PreparedLoader, contribution: Contribution, *, is_counted: bool, is_within: bool) -> bool:
-        """Tell whether the batch that ``loader`` is about to give is one of the updates; else it is one beside another.
+    def leads(
+        self, loader: PreparedLoader, contribution: Contribution, *, is_counted: bool, is_mid_update: bool
+    ) -> bool:
+        """Return whether the batch that ``loader`` is about to yield forms updates; otherwise it accompanies another batch.
 
         Args:
-            loader: it.
-            contribution: of the batch.
-            is_counted: has the batch in hand had a loss?
-            is_within: is its update still to be completed?
+            loader: loader that yields.
+            contribution: share of its batch.
+            is_counted: whether the current batch has had a loss.
+            is_mid_update: whether the update of the current batch is incomplete.
 
         Raises:
-            UsageError: it was read together with another one, in pieces that do not correspond.
+            UsageError: a loader is read in lockstep with another one, in micro-batches that do not correspond.
         """
         lead = self.lead
         if lead is None or lead is loader or lead.contribution is None:
-            self.lead, self._beside = loader, []
-            self._left = self._unsure = None
-            self._num_given += 1
+            self.lead, self._lockstep = loader, []
+            self._abandoned = self._unconfirmed = None
+            self._num_yielded += 1
             return True
         own = lead.contribution
         if not is_counted:
-            is_first = all(one is not loader for one, _ in self._beside)
+            is_first = all(one is not loader for one, _ in self._lockstep)
             is_aligned = (own.micro_step, own.num_micro_steps) == (
                 contribution.micro_step,
                 contribution.num_micro_steps,
             )
-            is_alike = _part(own) == _part(contribution)
-            if is_aligned and is_first and (is_alike or own.num_micro_steps > 1 or not self._are_taken):
-                self._beside.append((loader, contribution))
-                self._parts_beside.add(_part(contribution))
-                if all(one is not loader for one in self._loaders_beside):
-                    self._loaders_beside.append(loader)
+            is_equal = _share(own) == _share(contribution)
+            if is_aligned and is_first and (is_equal or own.num_micro_steps > 1 or not self._allows_alternation):
+                self._lockstep.append((loader, contribution))
+                self._lockstep_shares.add(_share(contribution))
+                if all(one is not loader for one in self._lockstep_loaders):
+                    self._lockstep_loaders.append(loader)
                 return False
-            if own.num_micro_steps > 1 or not self._are_taken:
-                self._unfit.append((loader, _unlike(own, contribution)))
+            if own.num_micro_steps > 1 or not self._allows_alternation:
+                self._rejected.append((loader, _mismatch_error(own, contribution)))
                 return False
-            self._take_turn(loader)
-            self._guessed = lead
+            self._make_lead(loader)
+            self._presumed_outer = lead
             return True
-        if is_within or not self._are_taken:
+        if is_mid_update or not self._allows_alternation:
             error = UsageError(
-                "a training loader gives a batch within an update of another one, which has several micro-steps: a loop "
-                f"within the loop would be run {own.num_micro_steps} times in each update"
-                if is_within
-                else "training loaders take turns: with fewer processes a loop within the loop would be run several times in "
-                "each update, within an update of another one",
+                "a training loader yields a batch inside an update of another loader that has several micro-steps; a nested "
+                f"loop would run {own.num_micro_steps} times in each update"
+                if is_mid_update
+                else "training loaders alternate; with fewer processes a nested loop would run several times in each update of "
+                "the outer loader",
                 where="parity='exact' or 'bitwise'",
-                do="let an update be one micro-step (parity='exact' without gradient_accumulation_steps and "
-                "max_micro_batch_size, more processes instead), read the loaders together (zip), or train one after the other",
+                do="use updates of one micro-step (parity='exact' without gradient_accumulation_steps and max_micro_batch_size, "
+                "and more processes), read the loaders together (zip), or train on one after the other",
             )
-            self._unfit.append((loader, error))
+            self._rejected.append((loader, error))
             return False
-        if self._guessed is loader and self._num_given == 1 and self._was_weighed:
-            raise _unlike(contribution, own)
-        self._take_turn(loader)
+        if self._presumed_outer is loader and self._num_yielded == 1 and self._was_weighted_by_samples:
+            raise _mismatch_error(contribution, own)
+        self._make_lead(loader)
         return True
 
-    def _take_turn(self, loader: PreparedLoader) -> None:
+    def _make_lead(self, loader: PreparedLoader) -> None:
         if self.lead is not None:
             self._outer = [one for one in self._outer if one is not loader and one is not self.lead] + [self.lead]
-        self.lead, self._beside, self._guessed = loader, [], None
-        self._num_given, self._was_weighed, self._has_loss = 1, False, False
-        self._left = self._unsure = None
-        self._forget_beside()
+        self.lead, self._lockstep, self._presumed_outer = loader, [], None
+        self._num_yielded, self._was_weighted_by_samples, self._has_loss = 1, False, False
+        self._abandoned = self._unconfirmed = None
+        self._clear_lockstep()
 
-    def _forget_beside(self) -> None:
-        self._beside, self._loaders_beside = [], []
-        self._parts_beside, self._has_ended_beside = set(), False
+    def _clear_lockstep(self) -> None:
+        self._lockstep, self._lockstep_loaders = [], []
+        self._lockstep_shares, self._has_lockstep_ended = set(), False
 
     def end(self, loader: PreparedLoader, *, is_over: bool) -> PreparedLoader | None:
-        """The pass of ``loader`` has ended: return the loader whose turn goes on now, if another's does.
+        """Record the end of a pass over ``loader``; return the loader that leads next, if any other does.
 
         Args:
-            loader: it.
-            is_over: it was read to its end, not left.
+            loader: loader whose pass ends.
+            is_over: whether it was exhausted, not left early.
 
         Raises:
-            UsageError: it was read together with another one, in pieces that do not correspond.
+            UsageError: it was read in lockstep with another loader, in micro-batches that do not correspond.
         """
         self._outer = [one for one in self._outer if one is not loader]
         if self.lead is not None:
-            self._left = next(((self.lead, error) for one, error in self._unfit if one is loader), self._left)
-        self._unfit = [(one, error) for one, error in self._unfit if one is not loader]
-        if self._unsure is not None and self._unsure[0] is loader:
+            self._abandoned = next(
+                ((self.lead, error) for one, error in self._rejected if one is loader), self._abandoned
+            )
+        self._rejected = [(one, error) for one, error in self._rejected if one is not loader]
+        if self._unconfirmed is not None and self._unconfirmed[0] is loader:
             if not is_over:
-                warn(f"{self._unsure[1].what} (the last one was)")
-            self._unsure = None
-        if any(one is loader for one in self._loaders_beside):
-            self._has_ended_beside = True
-            self._beside = [(one, part) for one, part in self._beside if one is not loader]
-        if self._guessed is loader:
-            self._guessed = None
-            if self._num_given == 1 and self._was_weighed and self.lead is not None:
+                warn(f"{self._unconfirmed[1].what} (for the last batches)")
+            self._unconfirmed = None
+        if any(one is loader for one in self._lockstep_loaders):
+            self._has_lockstep_ended = True
+            self._lockstep = [(one, share) for one, share in self._lockstep if one is not loader]
+        if self._presumed_outer is loader:
+            self._presumed_outer = None
+            if self._num_yielded == 1 and self._was_weighted_by_samples and self.lead is not None:
                 assert loader.contribution is not None
                 assert self.lead.contribution is not None
-                error = _unlike(loader.contribution, self.lead.contribution)
+                error = _mismatch_error(loader.contribution, self.lead.contribution)
                 if is_over:
                     raise error
-                warn(f"{error.what} (the last one was)")  # it is being closed, where nobody would see an error
+                warn(f"{error.what} (for the last batches)")  # an error raised while an iterator closes would be lost
         if self.lead is not loader:
             return None
         self.lead = self._outer.pop() if self._outer else None
-        self._forget_beside()
-        self._left = self._unsure = None
-        if self._guessed is not None and self._guessed is self.lead:
+        self._clear_lockstep()
+        self._abandoned = self._unconfirmed = None
+        if self._presumed_outer is not None and self._presumed_outer is self.lead:
             assert loader.contribution is not None
             assert self.lead.contribution is not None
-            error = _unlike(self.lead.contribution, loader.contribution)
+            error = _mismatch_error(self.lead.contribution, loader.contribution)
             if not self._has_loss:
-                self._left = self.lead, error
-            elif self._was_weighed and self._num_given == 1 and not is_over:
-                self._unsure = self.lead, error
-        self._guessed, self._num_given = None, 0
+                self._abandoned = self.lead, error
+            elif self._was_weighted_by_samples and self._num_yielded == 1 and not is_over:
+                self._unconfirmed = self.lead, error
+        self._presumed_outer, self._num_yielded = None, 0
         return self.lead
 
-    def require_alike(self, own: Contribution) -> None:
-        """A loss is weighed by the samples of ``own``: raise where it may be one of others, too, that weigh otherwise."""
-        self._was_weighed = True
-        if self._left is not None and self._left[0] is self.lead and not self._is_told_of_left:
-            self._is_told_of_left = True
+    def require_matching_shares(self, own: Contribution) -> None:
+        """Raise if a loss weighted by the samples of ``own`` may cover batches of other loaders with other weights."""
+        self._was_weighted_by_samples = True
+        if self._abandoned is not None and self._abandoned[0] is self.lead and not self._warned_of_abandoned:
+            self._warned_of_abandoned = True
             warn(
-                "a batch of another training loader was taken before this loss, and that loader is not read any more. If the loss "
-                f"is of both batches, the update is not that of whole ones: {self._left[1].what}. Read both loaders with zip(); "
-                "what is only looked at is better read under torch.no_grad()"
+                "a batch of another training loader was read before this loss, and that loader is no longer being read. If the "
+                f"loss covers both batches, the update does not match whole batches: {self._abandoned[1].what}. Read both loaders "
+                "with zip(); read batches that are only inspected under torch.no_grad()"
             )
-        if not self._parts_beside:
+        if not self._lockstep_shares:
             return
-        part = _part(own)
-        for _, beside in self._beside:
-            if _part(beside) != part:
-                raise _unlike(own, beside)
-        if self._has_ended_beside and not self._beside and not self._is_told and part not in self._parts_beside:
-            self._is_told = True
+        share = _share(own)
+        for _, other in self._lockstep:
+            if _share(other) != share:
+                raise _mismatch_error(own, other)
+        is_unmatched = not self._lockstep and share not in self._lockstep_shares
+        if self._has_lockstep_ended and is_unmatched and not self._warned_of_unequal_ends:
+            self._warned_of_unequal_ends = True
             warn(
-                "a loader that was read together with this one has ended. If its batches are used again (itertools.cycle), they "
-                f"are cut as those were, and this one is another part of its batch ({_say(own)}), so the update is not that of "
-                "whole batches. Give both loaders drop_last=True, and numbers of samples that divide by their batches"
+                "a loader that was read together with this one has ended. If its batches are reused (itertools.cycle), their "
+                f"shares differ from this batch's ({_describe(own)}), so the update does not match whole batches. Use "
+                "drop_last=True for both loaders, and dataset sizes that are multiples of the batch sizes"
             )
 
 
-def _part(of: Contribution) -> _Part:
+def _share(of: Contribution) -> _Share:
     num = len(of.update)
-    parts = (Fraction(of.num_items, num),) if of.step is None else tuple(Fraction(real, num) for real in of.step.real)
-    return of.micro_step, of.num_micro_steps, parts
+    shares = (Fraction(of.num_items, num),) if of.step is None else tuple(Fraction(real, num) for real in of.step.real)
+    return of.micro_step, of.num_micro_steps, shares
 
 
-def _say(of: Contribution) -> str:
+def _describe(of: Contribution) -> str:
     size = f"{of.num_items} of {len(of.update)} samples"
     return size if of.num_micro_steps == 1 else f"{size} in micro-step {of.micro_step + 1} of {of.num_micro_steps}"
 
 
-def _unlike(own: Contribution, beside: Contribution) -> UsageError:
+def _mismatch_error(own: Contribution, other: Contribution) -> UsageError:
     return UsageError(
-        f"two training loaders are read together, and their pieces do not correspond: {_say(own)} of one, {_say(beside)} of "
-        "the other. A loss of both would not be that of whole batches",
+        f"two training loaders are read together, but their micro-batches do not correspond: {_describe(own)} of one, "
+        f"{_describe(other)} of the other. A loss over both would not match whole batches",
         where="parity='exact' or 'bitwise'",
-        do="give them batch sizes of which one divides the other, the larger one first in zip(), and drop_last=True; or a loss "
-        "with num_items= and updates of one micro-step; or one loader over both (torch.utils.data.StackDataset). A loop within a loop needs "
-        "updates of one micro-step",
+        do="use batch sizes of which one divides the other, with the larger one first in zip(), and drop_last=True; or pass "
+        "num_items= with updates of one micro-step; or read both data sets with one loader (torch.utils.data.StackDataset). "
+        "Nested loops need updates of one micro-step",
     )

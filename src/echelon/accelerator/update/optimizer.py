@@ -1,4 +1,4 @@
-"""An optimizer that steps only when an update is complete, through the engine."""
+"""An optimizer wrapper that steps only if an update is complete, through the engine."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ __all__ = ["AcceleratedOptimizer", "Clipping"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clipping:
-    """What DeepSpeed's ``gradient_clipping`` asks of an engine that does not clip by itself."""
+    """DeepSpeed's ``gradient_clipping``, applied by echelon for engines that do not clip themselves."""
 
     max_norm: float
     gives_way: bool
-    """A default: where the loop clips, this does not."""
+    """Whether it is a default that is skipped if the training loop clips."""
 
 
 class AcceleratedOptimizer(Optimizer):
     """Wraps an optimizer: ``step`` and ``zero_grad`` do nothing while gradients are being accumulated.
 
-    ``zero_grad`` may stand before the backward pass or after the step: a loop that begins with it clears the gradients of
-    the last update in the first micro-step, and keeps those of the present one in the others.
+    ``zero_grad`` works before the backward pass and after the step. If a loop starts with it, the first micro-step clears the
+    gradients of the previous update, and the later micro-steps keep those of the current one.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class AcceleratedOptimizer(Optimizer):
         guard: UnpreparedOptimizerGuard | None = None,
         world: World | None = None,
     ) -> None:
-        # Optimizer's own __init__ is not called: groups, state and hooks are those of the wrapped one.
+        # Optimizer.__init__ is not called: groups, state and hooks belong to the wrapped optimizer.
         self.optimizer = optimizer
         self.engine = engine
         self.gradient_state = gradient_state
@@ -56,20 +56,20 @@ class AcceleratedOptimizer(Optimizer):
         self.clipping = clipping
         self.guard = guard
         self.is_clipped = False
-        """Has the loop clipped the gradients of this update?"""
+        """Whether the training loop has clipped the gradients of this update."""
         self.unsynced = False
         self._skipped = False
-        self._is_used = False  # a step was taken with the gradients that are there
-        self._is_postponed = False  # a step() was left to the end of the window, and so is the next zero_grad()
+        self._is_used = False  # a step has used the current gradients
+        self._is_postponed = False  # a step() was postponed to the end of the window, and so is the next zero_grad()
         self._closures = Closures(gradient_state, world)
         self.num_postponed = 0
-        """Calls of ``step`` that were left to the end of a window."""
+        """Number of ``step`` calls postponed to the end of a window."""
         self.num_steps = 0
-        """Steps taken by this object: those that loss scaling left out do not count."""
+        """Number of steps taken, without those that loss scaling skipped."""
 
     @property
     def state(self) -> Any:
-        """Of the wrapped optimizer."""
+        """State of the wrapped optimizer."""
         return self.optimizer.state
 
     @state.setter
@@ -78,7 +78,7 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> Any:
-        """Of the wrapped optimizer."""
+        """Parameter groups of the wrapped optimizer."""
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -87,7 +87,7 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def defaults(self) -> Any:
-        """Of the wrapped optimizer."""
+        """Defaults of the wrapped optimizer."""
         return self.optimizer.defaults
 
     @defaults.setter
@@ -96,23 +96,23 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Did loss scaling leave out the last step, because its gradients were infinite?"""
+        """Whether loss scaling skipped the last step because of infinite gradients."""
         return self._skipped
 
     def step(self, closure: Any = None) -> Any:
         """Take a step if the update is complete.
 
         Args:
-            closure: evaluates the loss of the micro-step in hand, and backpropagates it. It is evaluated in each micro-step,
-                for its own batch; in the last one by the optimizer.
+            closure: computes and backpropagates the loss of the current micro-step. It is evaluated in each micro-step for its
+                own batch, in the last one by the optimizer.
 
         Returns:
-            Of a closure: what it returned; at the end of an update the mean over its micro-steps and ranks.
+            With a closure, its value; at the end of an update, the mean over its micro-steps and ranks.
 
-        Collective: with a closure, and where the step guard has to reduce.
+        Collective: with a closure, and if the step guard reduces gradients.
 
         Raises:
-            UsageError: a closure that cannot mean what it means in a plain loop (docs/parity.md).
+            UsageError: the closure cannot behave as in a plain loop (docs/parity.md).
         """
         value = None
         if closure is not None:
@@ -132,7 +132,7 @@ class AcceleratedOptimizer(Optimizer):
                 notes.step(self.num_steps, Phase.TRAIN)
         else:
             if closure is not None:
-                value = self._closures.evaluate_for_later(self.optimizer, closure)
+                value = self._closures.evaluate_early(self.optimizer, closure)
             self.num_postponed += 1
         self._is_postponed = not self.gradient_state.sync_gradients
         return value
@@ -140,13 +140,15 @@ class AcceleratedOptimizer(Optimizer):
     def _step_by(self, closure: Any) -> Any:
         """Step with the closure of the last micro-step; return the loss of the update."""
         averages = not self.unsynced and not self.gradient_state.reading.joined
-        whole = self._closures.of_update(self.optimizer, closure, finish=self._finish_evaluation, averages=averages)
+        whole = self._closures.build_update_closure(
+            self.optimizer, closure, finish=self._finish_evaluation, averages=averages
+        )
         self._skipped = not self._step_by_engine(whole)
         whole.require_evaluated()
         return whole.first
 
     def _finish_evaluation(self) -> None:
-        """After a closure: the step guard looks at its gradients, as it does before a step."""
+        """After a closure, unscale and clip its gradients as before a step."""
         self.engine.unscale(self.optimizer, unsynced=self.unsynced)
         self._finish_gradients()
 
@@ -154,20 +156,20 @@ class AcceleratedOptimizer(Optimizer):
         kind = type(self.optimizer).__name__
         if not self.engine.capabilities.takes_closures:
             raise UsageError(
-                f"the engine {self.engine.capabilities.name} cannot step with a closure ({kind})",
+                f"the engine {self.engine.capabilities.name} does not support step(closure) ({kind})",
                 where="optimizer.step(closure)",
                 do="call backward() and step() without a closure, or use the engine ddp or fsdp2",
             )
         if self.scaler is not None or self.engine.capabilities.owns_loss_scaling:
             raise UsageError(
-                f"step(closure) of {kind} under the loss scaling of fp16: gradients are looked at before the step, and the "
-                "optimizer would make them within it",
+                f"step(closure) of {kind} with fp16 loss scaling: gradients must be checked before the step, but the optimizer "
+                "would compute them within it",
                 where="mixed_precision='fp16', optimizer.step(closure)",
                 do="use mixed_precision='bf16', or call backward() and step() without a closure",
             )
 
     def drop_gradients(self) -> None:
-        """Forget the gradients of an update that is not gone on with."""
+        """Drop the gradients of an abandoned update."""
         self.engine.zero_grad(self.optimizer)
         self._closures.forget()
 
@@ -192,7 +194,7 @@ class AcceleratedOptimizer(Optimizer):
         self.is_clipped = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, unless they are of micro-steps whose update is still to come."""
+        """Clear the gradients, unless they belong to an incomplete update."""
         if (clears := self._closures.clears) is not None:  # in a closure
             if clears:
                 self._clear(set_to_none)
@@ -209,7 +211,7 @@ class AcceleratedOptimizer(Optimizer):
             driver.note_cleared()
 
     def _holds_micro_steps(self) -> bool:
-        """Are the gradients those of micro-steps before this one, and this call the one that begins it?"""
+        """Return whether the gradients belong to earlier micro-steps and this call starts another one."""
         state = self.gradient_state
         driver = state.reading.driver
         # A loop that steps under `if accelerator.sync_gradients` has postponed nothing.
@@ -229,36 +231,36 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def full_state_dict(self) -> Any:
-        """Return the whole state on rank zero; None elsewhere where it is sharded. Collective: where it is sharded."""
+        """Return the full state on rank zero; None elsewhere if it is sharded. Collective: if it is sharded."""
         if self.engine.capabilities.shards_optimizer_state:
-            advice = "It returns the state on rank zero, and None on the others."
+            advice = "It returns the state on rank zero and None on the other ranks."
             monitored_barrier("the optimizer's full_state_dict()", advice=advice)
         return self.engine.full_optimizer_state(self.optimizer)
 
     def load_full_state_dict(self, state_dict: Any) -> None:
-        """Load what ``full_state_dict`` returned on rank zero; every rank gives it. Collective: where it is sharded."""
+        """Load the state that ``full_state_dict`` returned on rank zero; every rank calls it. Collective: if it is sharded."""
         if self.engine.capabilities.shards_optimizer_state:
             monitored_barrier("the optimizer's load_full_state_dict()")
         self.engine.load_full_optimizer_state(self.optimizer, state_dict)
 
     def train(self) -> Any:
-        """For schedule-free optimizers: switch to training weights."""
+        """Switch a schedule-free optimizer to training weights."""
         return self.optimizer.train() if hasattr(self.optimizer, "train") else None
 
     def eval(self) -> Any:
-        """For schedule-free optimizers: switch to evaluation weights."""
+        """Switch a schedule-free optimizer to evaluation weights."""
         return self.optimizer.eval() if hasattr(self.optimizer, "eval") else None
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
-            raise AttributeError(name)  # not there yet (unpickling)
+            raise AttributeError(name)  # not set yet while unpickling
         return getattr(self.optimizer, name)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "guard": None}  # it knows optimizers by their identity, which no copy has
+        return {**self.__dict__, "guard": None}  # it identifies optimizers by id, which a copy does not share
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

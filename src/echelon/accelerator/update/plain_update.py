@@ -1,4 +1,4 @@
-"""``parity="off"``: the update of Accelerate. More processes are a larger batch."""
+"""``parity="off"``: Accelerate's update, in which more processes mean a larger batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["PlainUpdate"]
 
 
 class PlainUpdate(UpdatePolicy):
-    """Every process and micro-step counts the same, unless losses come with a number of items."""
+    """Weighs every process and micro-step equally, unless losses have a number of items."""
 
     drives = False
     is_unfinished = False
@@ -39,9 +39,9 @@ class PlainUpdate(UpdatePolicy):
             self._finish_gradients(factor)
 
     def update_loss(self) -> float:
-        """Raise: nothing asks for the weight of every loss in this mode."""
+        """Raise, because this mode does not know the weight of every loss."""
         raise UsageError(
-            "update_loss() needs the weight of every loss, which parity='off' does not ask for",
+            "update_loss() needs the weight of every loss, which parity='off' does not record",
             where=f"parity={self.config.value.parity} (from {self.config.origins['parity']})",
             do="use Accelerator(parity='exact'), or accelerator.reduce(loss, 'mean')",
         )

@@ -1,4 +1,4 @@
-"""A scheduler that advances when its optimizers really stepped."""
+"""A scheduler wrapper that advances only if its optimizers stepped."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["AcceleratedScheduler"]
 class AcceleratedScheduler:
     """Wraps a learning-rate scheduler.
 
-    With ``step_with_optimizer`` it does not advance while gradients are accumulated or when a step was skipped, and it
-    advances ``num_processes`` times per update unless ``split_batches``: as many samples of the epoch have been used.
+    With ``step_with_optimizer`` it does not advance while gradients are accumulated or if a step was skipped. Unless
+    ``split_batches``, it advances ``num_processes`` times per update, because that many batches have been used.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class AcceleratedScheduler:
         self._has_end = hasattr(scheduler, "total_steps")
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance the schedule, if its optimizers did."""
+        """Advance the schedule if its optimizers stepped."""
         scheduler = self.scheduler
         if not self.step_with_optimizer:
             scheduler.step(*args, **kwargs)
@@ -50,7 +50,7 @@ class AcceleratedScheduler:
             if optimizer.step_was_skipped:
                 return
         for _ in range(self._times):
-            # OneCycleLR refuses more steps than it was built for, and the last round may hold padding.
+            # OneCycleLR raises beyond total_steps, and the last update of an epoch may contain padding.
             if not self._has_end or scheduler._step_count <= scheduler.total_steps:
                 scheduler.step(*args, **kwargs)
 
@@ -62,7 +62,7 @@ class AcceleratedScheduler:
         """Return the state of the wrapped scheduler."""
         state = self.scheduler.state_dict()
         if isinstance(self.scheduler, SWALR):
-            # Torch 2.7 puts a function of its own there, which no checkpoint holds, and which whoever loads the state has.
+            # Torch 2.7 adds a function here, which a checkpoint cannot store and the restored scheduler already has.
             return {key: value for key, value in state.items() if key != "anneal_func"}
         return state
 
@@ -72,5 +72,5 @@ class AcceleratedScheduler:
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":
-            raise AttributeError(name)  # not there yet (unpickling)
+            raise AttributeError(name)  # not set yet while unpickling
         return getattr(self.scheduler, name)

@@ -1,4 +1,4 @@
-"""What the time of a step goes to, for the launcher: forward pass, backward pass (this rank's own gradients), other ranks."""
+"""Times the parts of a step for the launcher: forward pass, backward pass (local gradients), communication."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from echelon.status.notes import Notes, notes_of_process
 __all__ = ["NOT_TIMED", "time_forward", "timed_backward"]
 
 NOT_TIMED: AbstractContextManager[None] = nullcontext()
-"""In the place of ``timed_backward``, where no launcher wants to know."""
+"""Replaces ``timed_backward`` if no launcher reads the times."""
 
 
 def time_forward(model: nn.Module) -> None:
-    """Note each forward pass of ``model``, where a launcher wants to know; elsewhere nothing is hooked, and nothing costs."""
+    """Time each forward pass of ``model``; without a launcher no hook is registered, so it costs nothing."""
     if notes_of_process() is not None:
         model.register_forward_pre_hook(_begin_forward, prepend=True)
         model.register_forward_hook(_end_forward, always_call=True)
 
 
-# Functions of a module, and not methods: a model is copied and pickled with its hooks.
+# Module functions, not methods, because hooks are copied and pickled with the model.
 def _begin_forward(_model: nn.Module, _inputs: Any) -> None:
-    # A user's torch.compile around the model traces its hooks, too.
+    # A torch.compile around the model also traces its hooks.
     if not torch.compiler.is_compiling() and (notes := notes_of_process()) is not None:
         notes.begin_forward()
 
@@ -39,10 +39,10 @@ def _end_forward(_model: nn.Module, _inputs: Any, _outputs: Any) -> None:
 
 @contextmanager
 def timed_backward(loss: torch.Tensor, notes: Notes) -> Iterator[None]:
-    """Note the time of the backward pass of ``loss``; what follows its own gradients is communication.
+    """Time the backward pass of ``loss``; what follows its own gradients is communication.
 
-    DDP waits for the other ranks in a callback that autograd makes when all gradients are there. One that was asked for
-    earlier, at the beginning of the pass, is made before it.
+    DDP waits for the other ranks in a callback that autograd runs after all gradients are computed. A callback queued earlier,
+    at the start of the pass, runs before it.
     """
     queue: Any = torch.autograd.Variable._execution_engine.queue_callback
     before = notes.part(StepPart.BACKWARD)

@@ -1,4 +1,4 @@
-"""Steps of optimizers that were not prepared, but hold parameters of a prepared model: made right and named, or refused."""
+"""Detects steps of optimizers that were not prepared but hold parameters of a prepared model; corrects or refuses them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ __all__ = ["UnpreparedOptimizerGuard"]
 
 
 class UnpreparedOptimizerGuard:
-    """Sees every optimizer step of the process, and lets those of prepared optimizers, and of other models, pass.
+    """Observes every optimizer step in the process; steps of prepared optimizers and of other models pass unchanged.
 
     Args:
-        engine: of the run.
-        models: those that were prepared, as the engine returned them.
-        state: of accumulation.
-        parity: of the run.
-        scaler: of an fp16 run.
-        num_processes: of the run.
+        engine: engine of the run.
+        models: prepared models, as returned by the engine.
+        state: gradient accumulation state.
+        parity: parity mode of the run.
+        scaler: gradient scaler of an fp16 run.
+        num_processes: number of processes in the run.
     """
 
     def __init__(
@@ -49,16 +49,17 @@ class UnpreparedOptimizerGuard:
         self._scaler = scaler
         self._num_processes = num_processes
         self.is_stepping = False
-        """Is it a prepared optimizer's step?"""
+        """Whether a prepared optimizer is stepping."""
         self.unsynced = False
-        """Steps use the gradients of one rank, on purpose."""
-        self._inner: WeakSet[Optimizer] = WeakSet()  # those inside prepared optimizers
+        """Whether steps use the gradients of one rank on purpose."""
+        self._inner: WeakSet[Optimizer] = WeakSet()  # optimizers wrapped by prepared ones
+        # Parameter ids that were looked up, and whether a prepared model holds one of them.
         self._known: WeakKeyDictionary[Optimizer, tuple[list[int], bool]] = WeakKeyDictionary()
-        self._warned: set[int] = set()  # ids of the parameters of optimizers that were named
+        self._warned: set[int] = set()  # ids of the parameters that a warning has covered
         watch_optimizer_steps(self, UnpreparedOptimizerGuard._before_step)
 
-    def note_prepared(self, inner: Optimizer) -> None:
-        """Remember the optimizer that a prepared one steps."""
+    def add_prepared(self, inner: Optimizer) -> None:
+        """Register an optimizer that a prepared one wraps."""
         self._inner.add(inner)
 
     def release(self) -> None:
@@ -77,19 +78,19 @@ class UnpreparedOptimizerGuard:
         if self.unsynced or self._engine.is_shadow_step or not self._holds_parameters(optimizer):
             return None
         self._require_steppable(optimizer)
-        self._make_right(optimizer)
+        self._average_unreduced_gradients(optimizer)
         if closure is None:
             return None
 
         def evaluate() -> object:
             loss = closure()
-            self._make_right(optimizer)
+            self._average_unreduced_gradients(optimizer)
             return loss if self._num_processes == 1 else average_loss(loss)
 
         return evaluate
 
     def _holds_parameters(self, optimizer: Optimizer) -> bool:
-        """Tell whether ``optimizer`` holds a parameter of a prepared model."""
+        """Return whether ``optimizer`` holds a parameter of a prepared model."""
         ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
         looked_up = [len(self._models), *ids]
         known = self._known.get(optimizer)
@@ -100,77 +101,73 @@ class UnpreparedOptimizerGuard:
         return known[1]
 
     def _require_steppable(self, optimizer: Optimizer) -> None:
-        """Raise where the gradients are not, and cannot be made here, those of the step."""
+        """Raise if this class cannot correct the gradients of the step."""
         if self._num_processes > 1 and is_in_backward():
             self._refuse_inside_backward(optimizer)
         if self._parity != "off":
             raise UsageError(
-                f"{self._name(optimizer)}: its steps are not left to the end of an update, not counted, and not saved",
-                where=f"step() at {user_line()}, parity={self._parity!r}",
-                do=self._advice(optimizer),
+                f"{self._describe(optimizer)}: its steps are not postponed to the end of an update, not counted, and not saved",
             )
         if self._scaler is not None and _holds_scaled_gradients(optimizer, self._scaler):
             raise UsageError(
-                f"{self._name(optimizer)}: the gradients are still multiplied by the fp16 loss scale "
-                f"({self._scaler.get_scale():g}), and infinite ones would be used",
+                f"{self._describe(optimizer)}: its gradients are still multiplied by the fp16 loss scale "
+                f"({self._scaler.get_scale():g}), and infinite gradients would be applied",
                 where=f"step() at {user_line()}, mixed_precision='fp16'",
                 do=self._advice(optimizer),
             )
 
-    def _make_right(self, optimizer: Optimizer) -> None:
-        """Average the gradients that the other ranks have not seen; say so once, and where a step comes too early.
+    def _average_unreduced_gradients(self, optimizer: Optimizer) -> None:
+        """Average gradients that the ranks have not reduced; warn once about that and about a step in mid-window.
 
-        Collective: where there are some.
+        Collective: if gradients are not reduced yet.
         """
         is_reduced = self._engine.reduce_gradients(optimizer)
         is_early = not self._state.sync_gradients
         if not (is_reduced or is_early):
             return
         ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if ids <= self._warned:  # one inside the other, too
+        if ids <= self._warned:  # also covers an optimizer wrapped by another one
             return
         self._warned |= ids
-        parts = [self._name(optimizer)]
+        parts = [self._describe(optimizer)]
         if is_early:
             parts.append(
-                f"its step() is not left to the end of the accumulation window of {self._state.num_steps} micro-steps"
+                f"its step() is not postponed to the end of the accumulation window of {self._state.num_steps} micro-steps"
             )
         if is_reduced:
-            parts.append(
-                "the gradients of its step() had not been averaged over the ranks, and echelon averages them now, before the step"
-            )
+            parts.append("its gradients were not averaged over the ranks; echelon averages them before the step")
         if optimizer not in self._inner:
             parts.append("save_state() does not save its state")
-        warn(f"{': '.join((parts[0], ', and '.join(parts[1:])))}. To mend it, {self._advice(optimizer)}.")
+        warn(f"{': '.join((parts[0], ', and '.join(parts[1:])))}. To fix it, {self._advice(optimizer)}.")
 
     def _refuse_inside_backward(self, optimizer: Optimizer) -> None:
         if not self._engine.capabilities.replicates:
-            return  # a sharded parameter gets its gradient when it has been reduced
+            return  # a sharded parameter receives its gradient after the reduction
         if any(hasattr(p, "_in_backward_optimizers") for group in optimizer.param_groups for p in group["params"]):
-            return  # DDP steps these itself, when it has reduced
+            return  # DDP steps these itself after the reduction
         raise UsageError(
-            f"{type(optimizer).__name__} steps inside the backward pass, in a hook of a parameter, before its gradient is "
+            f"{type(optimizer).__name__} steps inside the backward pass, in a parameter hook, before the gradient is "
             f"averaged over the {self._num_processes} ranks",
             where=f"step() at {user_line()}, engine {self._engine.capabilities.name}",
-            do="call step() after backward(), or use engine='fsdp2', which calls such hooks with averaged gradients",
+            do="call step() after backward(), or use engine='fsdp2', which runs such hooks with averaged gradients",
         )
 
-    def _name(self, optimizer: Optimizer) -> str:
+    def _describe(self, optimizer: Optimizer) -> str:
         kind = type(optimizer).__name__
         if optimizer in self._inner:
-            return f"{kind} was stepped itself, and not the object that accelerator.prepare() made of it"
-        return f"{kind} was not prepared by this Accelerator, and holds parameters of a model that was"
+            return f"{kind} was stepped directly, instead of the optimizer that accelerator.prepare() returned for it"
+        return f"{kind} was not prepared by this Accelerator but holds parameters of a model that was"
 
     def _advice(self, optimizer: Optimizer) -> str:
         if optimizer in self._inner:
-            return "call step() of what accelerator.prepare() returned for it"
-        return "write optimizer = accelerator.prepare(optimizer), and call step() of what it returns"
+            return "call step() of the optimizer that accelerator.prepare() returned for it"
+        return "write optimizer = accelerator.prepare(optimizer), and call step() of the returned optimizer"
 
 
 def _holds_scaled_gradients(optimizer: Optimizer, scaler: torch.amp.GradScaler) -> bool:
-    """Tell whether nobody has divided the gradients of ``optimizer`` by the loss scale since the last backward pass."""
+    """Return whether the gradients of ``optimizer`` still carry the loss scale since the last backward pass."""
     if not scaler.is_enabled() or getattr(optimizer, "grad_scale", None) is not None:
-        return False  # a fused one, inside GradScaler.step
+        return False  # a fused optimizer unscales inside GradScaler.step
     states: Mapping[int, Mapping[str, Any]] = scaler._per_optimizer_states
     state = states.get(id(optimizer))
     return state is None or state["stage"].name == "READY"

@@ -1,4 +1,4 @@
-"""How gradients become updates: what the modes plain, exact and bitwise share. One policy is chosen when the run is built."""
+"""How gradients become updates: the interface that the plain, exact and bitwise policies share."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class UpdatePolicy(ABC):
     """Weighs losses, runs backward passes, and finishes the gradients of an update."""
 
     uses_global_batches = False
-    """Is a DataLoader's batch that of all processes together?"""
+    """Whether a DataLoader's batch size is the number of samples of all processes together."""
     averages_gradients = True
-    """Does the engine average gradients over the ranks? Else they are summed."""
+    """Whether the engine averages gradients over the ranks; otherwise it sums them."""
     epochs: Epochs
     """Set by the session."""
 
@@ -75,38 +75,38 @@ class UpdatePolicy(ABC):
             is_redone=not self.averages_gradients,
         )
         self.step = 0
-        """Micro-batches so far; Accelerate's counter, which starts again at the end of a loader."""
+        """Micro-batches so far; like Accelerate's counter, it restarts at the end of a loader."""
         self.accumulating: tuple[nn.Module, ...] | None = None
-        """The models of the active ``accumulate()``; (): all of them; None: outside."""
-        # Micro-steps of an update that this rank alone ends, because it has no more batches.
+        """Models of the active ``accumulate()``; (): all models; None: outside ``accumulate()``."""
+        # Micro-steps of an incomplete window that this rank ends alone because it has no more batches.
         self._num_in_short_window = 0
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "epochs": None}  # the session builds it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UpdatePolicy:
-        """Return this object: a copy of a model, which has its methods as hooks, must not copy the run."""
+        """Return this object, because a copied model that has its methods as hooks must not copy the run."""
         return self
 
     # ---- micro-steps -------------------------------------------------------------------------------------------------
 
     @property
     def driver(self) -> PassDriver[PreparedLoader] | None:
-        """What loaders report their micro-steps to; None: nothing."""
+        """Receiver of the loaders' micro-steps; None if there is none."""
         return None
 
     @property
     def drives(self) -> bool:
-        """Does a loader decide where the update ends?"""
+        """Whether a loader decides where the update ends."""
         return False
 
     @property
     def is_unfinished(self) -> bool:
-        """Is this a micro-step whose gradients are not yet those of the update, and may not be changed?"""
+        """Whether the gradients of this micro-step do not complete an update and must not be changed."""
         return False
 
     def count_micro_batch(self) -> bool:
-        """Count a micro-batch; return whether its gradients are synchronised."""
+        """Count a micro-batch; return whether its gradients are synchronized."""
         state = self.state
         self.step += 1
         state.sync_gradients = self.step % state.num_steps == 0
@@ -151,7 +151,7 @@ class UpdatePolicy(ABC):
         return list(self.accumulating or self.objects.models)
 
     def finished_models(self) -> Sequence[nn.Module]:
-        """Return the models whose gradients the factor of an update is for."""
+        """Return the models whose gradients are multiplied by the factor of an update."""
         return self.trained_models()
 
     def _finish_gradients(self, factor: float) -> None:
@@ -163,15 +163,15 @@ class UpdatePolicy(ABC):
 
     @abstractmethod
     def update_loss(self) -> float:
-        """Return the loss of the update that was made last: the mean over the items of all processes and micro-steps.
+        """Return the loss of the last update: the mean over the items of all processes and micro-steps.
 
-        Losses of one micro-step are added up. An update without items has no mean: nan. It waits for the device: call it
-        where the loss is logged.
+        Losses of one micro-step are added. An update without items returns nan. The call waits for the device, so call it
+        only when the loss is logged.
 
         Collective: every process.
 
         Raises:
-            UsageError: not in the exact modes, or before the first update.
+            UsageError: the run is not in an exact mode, or no update has had a loss.
         """
 
     def _sum_over_ranks(self, numbers: list[float]) -> list[float]:
@@ -180,13 +180,13 @@ class UpdatePolicy(ABC):
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
     def is_local(self) -> bool:
-        """Are the gradients still each rank's own: in mid-window, or in a ``no_sync(unsynced=True)``?"""
+        """Whether gradients are still local to each rank: in mid-window, or inside ``no_sync(unsynced=True)``."""
         return not self.state.sync_gradients or any(optimizer.unsynced for optimizer in self.objects.optimizers)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Undo fp16 loss scaling on the gradients of ``optimizer`` (one, several, or all), before looking at them.
+        """Undo fp16 loss scaling on the gradients of ``optimizer`` (one, several, or all) before they are read.
 
-        In the exact modes only in the last micro-step of an update: what comes after it is scaled, too.
+        In the exact modes it acts only in the last micro-step of an update, because later gradients are scaled, too.
         """
         if self.scaler is None or self.is_unfinished:
             return
@@ -196,28 +196,28 @@ class UpdatePolicy(ABC):
             self.engine.unscale(inner, unsynced=self.is_local())
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
-        """See ``Accelerator.clip_grad_norm_``; the gradients are unscaled."""
+        """See ``Accelerator.clip_grad_norm_``; the gradients are already unscaled."""
         for optimizer in self.objects.optimizers:
             optimizer.is_clipped = True
         return self.engine.clip_grad_norm(_as_iterable(parameters), max_norm, norm_type, unsynced=self.is_local())
 
     def unfinished_grad_norm(self, parameters: Any, norm_type: float) -> torch.Tensor:
-        """Return the norm of the gradients so far, on this rank."""
+        """Return the norm of the gradients accumulated so far on this rank."""
         norm = self.engine.clip_grad_norm(_as_iterable(parameters), math.inf, norm_type, unsynced=True)
         return norm if self.scaler is None else norm / self.scaler.get_scale()
 
     def clip_grad_value(self, parameters: Any, clip_value: float) -> None:
-        """See ``Accelerator.clip_grad_value_``; the gradients are unscaled."""
+        """See ``Accelerator.clip_grad_value_``; the gradients are already unscaled."""
         self.engine.clip_grad_value(_as_iterable(parameters), clip_value, unsynced=self.is_local())
 
-    # ---- ranks that have run out of batches ---------------------------------------------------------------------------
+    # ---- ranks without further batches -------------------------------------------------------------------------------
 
     def require_every_rank(self, operation: str) -> None:
-        """Raise where a rank has run out of batches, which ``operation`` would wait for (an uneven loader, outside join)."""
+        """Raise if a rank has run out of batches and ``operation`` would wait for it (an uneven loader, outside join)."""
         loaders = self.state.reading.loaders
         if not loaders:
             return
-        for loader in reversed(loaders):  # of loaders that are read together, any may have ended the loop of a rank
+        for loader in reversed(loaders):  # any of several zipped loaders may have ended the loop of a rank
             loader.require_every_rank(operation)
         loader = loaders[-1]
         if self._num_in_short_window and self.accumulating is not None:
@@ -225,35 +225,35 @@ class UpdatePolicy(ABC):
             loader.refuse_short_window(operation, micro_step=self._num_in_short_window, num_steps=num_steps)
 
     def before_forward(self, _model: nn.Module, _inputs: Any) -> None:
-        """A hook of models whose forward pass waits for every rank."""
+        """Forward pre-hook for models whose forward pass waits for every rank."""
         self.require_every_rank("the forward pass")
 
     def before_training_forward(self, model: nn.Module, _inputs: Any) -> None:
-        """A hook of models whose forward pass waits for every rank in training (DDP sends buffers); a rank may evaluate alone."""
+        """Forward pre-hook for models whose training forward pass waits for every rank (DDP broadcasts buffers)."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling() and model.training:
             self.require_every_rank("the forward pass")
 
-    # ---- what depends on the mode --------------------------------------------------------------------------------------
+    # ---- mode-dependent behavior -------------------------------------------------------------------------------------
 
-    def note_prepared(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:  # noqa: B027 - nothing in plain mode
-        """Check what is about to be prepared. Collective."""
+    def check_prepared(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:  # noqa: B027 - nothing in plain mode
+        """Check objects that are about to be prepared. Collective."""
 
     def loader_options(self, config: DataLoaderConfiguration) -> ExactOptions | None:
-        """Return how loaders read in the exact modes; None in the others. Collective: at the first call."""
+        """Return how loaders split batches in the exact modes; None in plain mode. Collective: at the first call."""
         return None
 
     def log_batch_size(self, batch_size: int | None) -> None:  # noqa: B027 - nothing in plain mode
         """Log once what a loader's batch size means in this mode."""
 
     def snapshot(self) -> dict[str, Any] | None:
-        """Complete the progress; return the random states at which a resumed run continues (None: the current ones)."""
+        """Update the progress; return the random states to resume with (None: the current ones)."""
         return None
 
     def restore(self) -> None:  # noqa: B027 - nothing in plain mode
-        """Start again after progress was loaded."""
+        """Reset the state of the current update after progress was loaded."""
 
     def record(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold beside the progress."""
+        """Return what a checkpoint must store in addition to the progress."""
         return {}
 
     def require_record(self, saved: Mapping[str, Any], folder: object) -> None:  # noqa: B027 - nothing in plain mode
@@ -265,7 +265,7 @@ def _total_over_ranks(world: World, items: float) -> float:
 
 
 def _sums_over_ranks(world: World, numbers: list[float]) -> list[float]:
-    """Return the sum of each number over the ranks: one small reduction. Collective."""
+    """Return the sum of each number over the ranks with one small reduction. Collective."""
     if world.world_size == 1:
         return numbers
     sums = torch.tensor(numbers, dtype=torch.float64, device=world.device)
@@ -278,26 +278,26 @@ def _as_iterable(parameters: Any) -> Iterable[torch.Tensor]:
 
 
 def checked_loss(loss: Any, kwargs: Mapping[str, Any], *, num_devices: int) -> torch.Tensor:
-    """Return the loss to backpropagate: of one for each device, the mean.
+    """Return the loss to backpropagate; a vector with one loss per device is averaged.
 
     Raises:
-        UsageError: no scalar, or no graph.
+        UsageError: the loss is not a scalar tensor with a graph.
     """
     if not isinstance(loss, torch.Tensor):
         raise UsageError(
             f"backward() was given {type(loss).__name__}, not a tensor",
-            do="give it the loss; a model that returns a dict or a tuple has it as .loss or [0]",
+            do="pass the loss; models that return a dict or a tuple hold it in .loss or [0]",
         )
     if loss.dim() == 1 and 1 < loss.numel() <= num_devices and "gradient" not in kwargs:
         loss = loss.mean()
     if loss.numel() != 1 and "gradient" not in kwargs:
         raise UsageError(
-            f"backward() needs one number, and the loss has the shape {list(loss.shape)}",
-            do="reduce it, for example by loss.mean()",
+            f"backward() needs a scalar loss, but the loss has the shape {list(loss.shape)}",
+            do="reduce it, for example with loss.mean()",
         )
     if not loss.requires_grad:
         raise UsageError(
-            "backward() was given a loss without a graph: nothing that it depends on requires gradients",
+            "backward() was given a loss without a graph: none of its inputs requires gradients",
             do="compute it from the model's outputs, outside torch.no_grad(), and without .item() or .detach()",
         )
     checked: torch.Tensor = loss

@@ -17,7 +17,7 @@ from echelon.accelerator.checkpoint.changed_data import (
     changed_data_error,
     changes_since,
     read_facts,
-    read_noted,
+    read_optional_json,
 )
 from echelon.accelerator.checkpoint.folders import (
     folder_of,
@@ -243,7 +243,7 @@ class ResumedTraining:
         )
         hook = accelerator.register_load_state_pre_hook(_load_hook)
         try:
-            with accelerator.checkpoints.data_may(policy):
+            with accelerator.checkpoints.use_data_policy(policy):
                 if resumes_loader:
                     accelerator.resume(folder)
                 else:
@@ -408,7 +408,7 @@ def best_folder(args: TrainingArguments, output_dir: Path, best: str) -> Path:
 
 def _saved_cursor_fields(folder: Path) -> Mapping[str, Any]:
     """Return the cursor fields that echelon saves beside transformers' files; empty if transformers wrote them."""
-    place: Mapping[str, Any] = read_noted(folder / ECHELON_DATA).get("place", {})
+    place: Mapping[str, Any] = read_optional_json(folder / ECHELON_DATA).get("place", {})
     return place if place.keys() >= set(CURSOR_FIELDS) else {}
 
 
