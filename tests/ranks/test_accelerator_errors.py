@@ -148,7 +148,7 @@ def test_weights_that_contradict_each_other() -> None:
         ({"mixed_precision": "fp61"}, ["mixed_precision='fp61'", "one of no, fp16, bf16, fp8", "Accelerator("]),
         ({"gradient_accumulation_steps": 0}, ["gradient_accumulation_steps=0 is below 1"]),
         ({"engine": "fdsp2"}, ["no engine 'fdsp2'"]),
-        ({"torch_tp_plugin": object()}, ["Accelerator(torch_tp_plugin=) is not offered yet"]),
+        ({"torch_tp_plugin": object()}, ["Accelerator(torch_tp_plugin=) is not supported"]),
         ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, ["two AutocastKwargs"]),
         ({"kwargs_handlers": [object()]}, ["holds a object"]),
         (

@@ -104,13 +104,13 @@ def test_what_needs_another_layout_is_empty_or_an_error() -> None:
         "pipeline_parallel_rank",
         "tensor_parallel_rank",
     ):
-        with pytest.raises(UsageError, match=f"there is no {name}: no parallelism_config") as caught:
+        with pytest.raises(UsageError, match=f"{name} is not available, because no parallelism_config") as caught:
             getattr(accelerator, name)
         assert caught.value.do is not None
     with pytest.raises(UsageError, match="LOMO updates the parameters inside the backward pass"):
         accelerator.lomo_backward(torch.ones((), requires_grad=True), 0.1)
     for name in ("torch_tp_plugin", "megatron_lm_plugin"):
-        with pytest.raises(ConfigError, match=rf"Accelerator\({name}=\) is not offered"):
+        with pytest.raises(ConfigError, match=rf"Accelerator\({name}=\) is not supported"):
             Accelerator(**{name: object()})
 
 
@@ -246,7 +246,7 @@ def test_the_state_knows_what_this_version_does_not_have(monkeypatch: pytest.Mon
             call()
     with pytest.raises(UsageError, match=r"AcceleratorState\(fsdp_plugin=\) came after"):
         AcceleratorState(fsdp_plugin=SimpleNamespace())
-    with pytest.raises(UsageError, match=r"PartialState\(\) knows no nonsense"):
+    with pytest.raises(UsageError, match=r"PartialState\(\) does not accept nonsense"):
         PartialState(nonsense=1)
     monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "1")
     assert PartialState().debug is True

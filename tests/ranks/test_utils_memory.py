@@ -42,7 +42,7 @@ def test_the_batch_shrinks_by_a_tenth_and_the_size_that_fitted_is_kept() -> None
 
 def test_each_smaller_attempt_is_told() -> None:
     _, train = _attempts(10, starting_batch_size=11)
-    with pytest.warns(EchelonWarning, match="out of memory with a batch of 11; the next attempt takes 9"):
+    with pytest.warns(EchelonWarning, match="out of memory with a batch size of 11; the next attempt uses 9"):
         train("")
 
 

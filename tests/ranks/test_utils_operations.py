@@ -216,5 +216,5 @@ def test_the_bar_shows_on_local_rank_zero_only() -> None:
 
 
 def test_a_bar_with_a_bool_first_is_refused() -> None:
-    with pytest.raises(ValueError, match="the first argument is what to iterate over"):
+    with pytest.raises(ValueError, match="the first argument must be an iterable"):
         utils.tqdm(True, range(2))

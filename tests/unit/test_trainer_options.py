@@ -488,7 +488,7 @@ def test_the_batch_that_fits_is_found_and_the_total_stays(tmp_path: Path) -> Non
     options = {"learning_rate": 0.1, "lr_scheduler_type": "constant", "num_train_epochs": 2, "eval_strategy": "epoch"}
     args = _args(tmp_path, auto_find_batch_size=True, per_device_train_batch_size=4, **options)
     trainer = Trainer(Small(), args, train_dataset=DATA[:8], eval_dataset=DATA)
-    with pytest.warns(EchelonWarning, match="out of memory with a batch of 4; the next attempt takes 2"):
+    with pytest.warns(EchelonWarning, match="out of memory with a batch size of 4; the next attempt uses 2"):
         trainer.train()
     assert (trainer.state.train_batch_size, trainer.state.global_step) == (2, 4)
     assert trainer.get_total_train_batch_size() == 4

@@ -1,4 +1,4 @@
-"""The Accelerator: a training loop written for one device, on any number of ranks."""
+"""The Accelerator: a training loop written for one device runs on any number of ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from echelon.accelerator import process, unsupported
 from echelon.accelerator.checkpoint.checkpoints import Checkpoints
 from echelon.accelerator.checkpoint.registry import CheckpointRegistry
-from echelon.accelerator.current import note_accelerator
+from echelon.accelerator.current import register_accelerator
 from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.metrics import gather_samples, trim_for_metrics
 from echelon.accelerator.models.save_objects import save
@@ -77,38 +77,38 @@ T = TypeVar("T")
 
 
 class Accelerator:
-    """Prepares models, optimizers, schedulers and loaders for the ranks, and runs the parts of a loop that depend on them.
+    """Prepares models, optimizers, schedulers and loaders for the ranks, and runs the rank-dependent parts of a training loop.
 
-    The interface is that of Hugging Face Accelerate: same names, same defaults, same meaning, except where that is
-    provably wrong. Two Accelerators in one process do not touch each other.
+    The interface matches Hugging Face Accelerate: same names, defaults and meaning, except where those are provably wrong.
+    Several Accelerators in one process do not interfere.
 
     Args:
         device_placement: move models and batches to the device.
-        split_batches: as in ``DataLoaderConfiguration``.
+        split_batches: see ``DataLoaderConfiguration``.
         mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8``; None: from the environment or the launcher, else ``no``.
-        gradient_accumulation_steps: micro-batches in one update.
-        cpu: use the CPU even where accelerators are present.
-        dataloader_config: how loaders are cut for the processes.
-        deepspeed_plugin: train with DeepSpeed (``engine="fsdp2"``: with torch, as it says); None: from the environment.
-        fsdp_plugin: shard the model over the ranks, in this way; None: from the environment (``ACCELERATE_USE_FSDP``).
-        gradient_accumulation_plugin: instead of ``gradient_accumulation_steps``.
-        step_scheduler_with_optimizer: advance schedulers num_processes times with each update; False: once per call.
-        kwargs_handlers: options of torch's parts; at most one of each kind.
-        dynamo_backend: of ``torch.compile``; None: from the environment or the launcher, else models are not compiled.
-        dynamo_plugin: instead of ``dynamo_backend``, with more options.
-        deepspeed_plugins: another name of ``deepspeed_plugin``.
-        parallelism_config: the ranks of a shard group, and how many such groups there are; None: from the environment.
-        engine: the name of an engine, or an ``Engine``; None: by the number of processes and whether the model is sharded.
-        parity: ``off``: more processes are a larger batch. ``exact``: a loader's batch is that of all processes, and the
-            update that of one process (docs/parity.md). ``bitwise``: to the last bit. None: from the environment or ``off``.
-        seed: of all random numbers; in the exact modes also of the order of the data. None: rank zero's of the script.
-        canonical_shards: of an update with ``parity="bitwise"``, at least the number of processes; None: 8.
+        gradient_accumulation_steps: micro-batches per update.
+        cpu: use the CPU even if accelerators are present.
+        dataloader_config: how loaders are sharded.
+        deepspeed_plugin: train with DeepSpeed (``engine="fsdp2"``: with torch and its settings); None: from the environment.
+        fsdp_plugin: shard the model over the ranks with these settings; None: from the environment (``ACCELERATE_USE_FSDP``).
+        gradient_accumulation_plugin: replaces ``gradient_accumulation_steps``.
+        step_scheduler_with_optimizer: advance schedulers num_processes times per update; False: once per call.
+        kwargs_handlers: options of torch components; at most one of each kind.
+        dynamo_backend: backend of ``torch.compile``; None: from the environment or the launcher, else do not compile.
+        dynamo_plugin: replaces ``dynamo_backend``, with more options.
+        deepspeed_plugins: alias of ``deepspeed_plugin``.
+        parallelism_config: size and number of the shard groups; None: from the environment.
+        engine: name of an engine, or an ``Engine``; None: chosen by the number of processes and whether the model is sharded.
+        parity: ``off``: more processes mean a larger batch. ``exact``: the batch size is global, and each update equals that
+            of one process (docs/parity.md). ``bitwise``: also in every bit. None: from the environment, else ``off``.
+        seed: seed of all random numbers, and in the exact modes of the data order. None: the script's seed on rank zero.
+        canonical_shards: shards per update with ``parity="bitwise"``, at least the number of processes; None: 8.
         max_micro_batch_size: largest micro-batch per process in the exact modes; None: its share of the batch.
 
-    Collective: the first one makes the process group, so every rank must come here.
+    Collective: the first Accelerator creates the process group, so every rank must create it.
 
     Raises:
-        ConfigError: settings that are wrong, in conflict, or not offered.
+        ConfigError: settings are invalid, contradictory, or not supported.
     """
 
     def __init__(
@@ -183,17 +183,17 @@ class Accelerator:
     def _announce(self) -> None:
         self.preemption.save_and_end = weakref.WeakMethod(self._save_and_end)
         self.checkpoints.use_methods(unwrap_model=self.unwrap_model, get_state_dict=self.get_state_dict)
-        note_accelerator(self)
+        register_accelerator(self)
 
     def _save_and_end(self) -> NoReturn:
         self.checkpoints.save_and_end(self.save_state)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._announce()  # in a process that was given it, AcceleratorState() looks at it
+        self._announce()  # AcceleratorState() must find it in the process that unpickled it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
-        """Return this very object: a copy of what holds it must not hold another process group's view."""
+        """Return this object, because a copy of its holder must not have a second view of the process group."""
         return self
 
     device: torch.device = process.device
@@ -214,45 +214,49 @@ class Accelerator:
     split_between_processes = process.split_between_processes
     print = process.print
 
-    world: World = view("session.world", "The facts about this process.")
-    capabilities: Capabilities = view("session.engine.capabilities", "What the engine can do.")
+    world: World = view("session.world", "Rank, world size and device of this process.")
+    capabilities: Capabilities = view("session.engine.capabilities", "The capabilities of the engine.")
     distributed_type: DistributedType = view(
         "session.distributed_type",
-        "How the run is distributed, in Accelerate's words; for scripts that print or compare it.",
+        "How the run is distributed, as Accelerate's enum, for scripts that print or compare it.",
     )
     multi_device: bool = property(  # type: ignore[assignment]
         lambda self: self.use_distributed and self.device.type != "cpu",
-        doc="Are there several processes, each with an accelerator of its own? (Accelerate's word: no, on CPUs.)",
+        doc="Whether there are several processes, each with its own accelerator; as in Accelerate, False on CPUs.",
     )
-    should_save_model: bool = view("is_local_main_process", "Does this process write the model: one of each machine.")
+    should_save_model: bool = view(
+        "is_local_main_process", "Whether this process writes the model; true on one process per machine."
+    )
 
     @property
     def state(self) -> AcceleratorState:
-        """The facts under the names of Accelerate's state."""
+        """The facts of this process as an ``AcceleratorState``."""
         return AcceleratorState.of(self)
 
     # ---- settings ----------------------------------------------------------------------------------------------------
 
-    config: Resolved[RunConfig] = view("session.config", "The settings of the run, each with its origin.")
-    parity: str = view("session.config.value.parity", "``off``, ``exact`` or ``bitwise``: what the update depends on.")
+    config: Resolved[RunConfig] = view("session.config", "The settings of the run and their origins.")
+    parity: str = view("session.config.value.parity", "The parity mode: ``off``, ``exact`` or ``bitwise``.")
     mixed_precision: str = view("session.config.value.mixed_precision", "``no``, ``fp16``, ``bf16`` or ``fp8``.")
     native_amp: bool = property(  # type: ignore[assignment]
-        lambda self: self.mixed_precision != "no", doc="Do models run under autocast?"
+        lambda self: self.mixed_precision != "no", doc="Whether models run under autocast."
     )
     fp8_backend: FP8BackendType = property(  # type: ignore[assignment]
         lambda self: FP8BackendType.NO if self.ao_recipe_handler is None else FP8BackendType.AO,
-        doc="The library that computes in fp8: torchao, or none without fp8.",
+        doc="The fp8 library: torchao, or none without fp8.",
     )
-    scaler: torch.amp.GradScaler | None = view("session.update.scaler", "Of fp16; None: none.", is_settable=True)
+    scaler: torch.amp.GradScaler | None = view(
+        "session.update.scaler", "The gradient scaler of an fp16 run, else None.", is_settable=True
+    )
     device_placement: bool = view(
-        "session.device_placement", "Move models and batches to the device?", is_settable=True
+        "session.device_placement", "Whether models and batches are moved to the device.", is_settable=True
     )
     step_scheduler_with_optimizer: bool = view(
-        "session.step_scheduler_with_optimizer", "Do schedulers advance with the optimizer's steps?", is_settable=True
+        "session.step_scheduler_with_optimizer", "Whether schedulers advance with the optimizer.", is_settable=True
     )
-    rng_types: list[Any] = view("session.rng_types", "Random states that ranks share in a pass.", is_settable=True)
+    rng_types: list[Any] = view("session.rng_types", "RNG states synchronized over ranks in a pass.", is_settable=True)
     dataloader_config: DataLoaderConfiguration = view(
-        "session.dataloader_config", "How loaders are cut for the processes.", is_settable=True
+        "session.dataloader_config", "How loaders are sharded.", is_settable=True
     )
     split_batches: bool = view("dataloader_config.split_batches", "See ``DataLoaderConfiguration``.")
     even_batches: bool = view("dataloader_config.even_batches", "See ``DataLoaderConfiguration``.", is_settable=True)
@@ -263,38 +267,36 @@ class Accelerator:
     )
     non_blocking: bool = view("dataloader_config.non_blocking", "See ``DataLoaderConfiguration``.")
     project_configuration: ProjectConfiguration = view("session.project", "The folders of the run.", is_settable=True)
-    project_dir: Any = view("project_configuration.project_dir", "Where the run keeps its files.")
-    logging_dir: Any = view("project_configuration.logging_dir", "Where trackers write.")
-    save_iteration: int = view(
-        "project_configuration.iteration", "The number of the next automatically named checkpoint."
-    )
-    # What was given as kwargs_handlers; None: torch's defaults.
+    project_dir: Any = view("project_configuration.project_dir", "The folder for the files of the run.")
+    logging_dir: Any = view("project_configuration.logging_dir", "The folder for trackers.")
+    save_iteration: int = view("project_configuration.iteration", "Number of the next automatically named checkpoint.")
+    # Handlers passed as kwargs_handlers; None: torch's defaults.
     autocast_handler: AutocastKwargs | None = given_handler(AutocastKwargs)
     ddp_handler: DistributedDataParallelKwargs | None = given_handler(DistributedDataParallelKwargs)
     init_handler: InitProcessGroupKwargs | None = given_handler(InitProcessGroupKwargs)
     profile_handler: ProfileKwargs | None = given_handler(ProfileKwargs)
     scaler_handler: GradScalerKwargs | None = given_handler(GradScalerKwargs)
     ao_recipe_handler: AORecipeKwargs | None = view(
-        "session.ao_recipe_handler", "How torchao computes in fp8; None: without fp8.", is_settable=True
+        "session.ao_recipe_handler", "Settings of torchao for fp8; None without fp8.", is_settable=True
     )
-    dynamo_plugin: TorchDynamoPlugin = view("session.dynamo_plugin", "How models are compiled.", is_settable=True)
+    dynamo_plugin: TorchDynamoPlugin = view("session.dynamo_plugin", "Settings of torch.compile.", is_settable=True)
     deepspeed_plugin: DeepSpeedPlugin | None = view(
-        "session.deepspeed.plugin", "DeepSpeed's settings; None: nothing asks for it."
+        "session.deepspeed.plugin", "Settings of DeepSpeed; None if it is not used."
     )
     fsdp_plugin: FullyShardedDataParallelPlugin | None = view(
-        "session.fsdp_plugin", "How the model is sharded; None: it is not.", is_settable=True
+        "session.fsdp_plugin", "Settings of model sharding; None without it.", is_settable=True
     )
 
-    is_fsdp2: bool = view("session.engine.capabilities.replaces_parameters", "Are parameters sharded?")
+    is_fsdp2: bool = view("session.engine.capabilities.replaces_parameters", "Whether parameters are sharded.")
     is_composable_parallelism_enabled: bool = view(
-        "session.engine.capabilities.replaces_parameters", "As ``is_fsdp2``: may sharding be combined with other axes?"
+        "session.engine.capabilities.replaces_parameters", "Whether sharding can be combined with other axes."
     )
     parallelism_config: ParallelismConfig | None = view(
-        "session.layout", "How many ranks are on each axis; None: it was not asked for."
+        "session.layout", "Number of ranks on each axis; None if it was not configured."
     )
     torch_device_mesh: DeviceMesh | None = property(  # type: ignore[assignment]
         lambda self: None if self.parallelism_config is None else self.parallelism_config.device_mesh,
-        doc="The mesh of ``parallelism_config``; None: without one, or where no axis has two ranks.",
+        doc="The mesh of ``parallelism_config``; None without one or if no axis has two ranks.",
     )
     data_parallel_rank: int = axis_rank("data_parallel_rank", "dp_replicate")
     data_parallel_shard_rank: int = axis_rank("data_parallel_shard_rank", "dp_shard")
@@ -308,39 +310,37 @@ class Accelerator:
 
     # ---- accumulation ------------------------------------------------------------------------------------------------
 
-    gradient_state: GradientState = view("session.gradient_state", "The counters of the accumulation window.")
-    step: int = view("session.update.step", "Micro-batches so far, as Accelerate counts them.", is_settable=True)
-    progress: Progress = view("session.progress", "Where the run is.")
-    preemption: PreemptionHandler = view("session.preemption", "Where the run may stop when it is asked to end.")
+    gradient_state: GradientState = view("session.gradient_state", "The gradient accumulation state.")
+    step: int = view("session.update.step", "Micro-batches so far, counted as in Accelerate.", is_settable=True)
+    progress: Progress = view("session.progress", "The position of the run.")
+    preemption: PreemptionHandler = view("session.preemption", "Handles preemption of the run.")
     sync_gradients: bool = view(
-        "gradient_state.sync_gradients", "Is this micro-batch the last of its update?", is_settable=True
+        "gradient_state.sync_gradients", "Whether this micro-batch is the last of its update.", is_settable=True
     )
 
-    gradient_accumulation_steps: int = view(
-        "gradient_state.num_steps", "Micro-batches in one update.", is_settable=True
-    )
+    gradient_accumulation_steps: int = view("gradient_state.num_steps", "Micro-batches per update.", is_settable=True)
     optimizer_step_was_skipped: bool = view(
-        "session.objects.step_was_skipped", "Did loss scaling leave out the last step of any optimizer?"
+        "session.objects.step_was_skipped", "Whether loss scaling skipped the last step of any optimizer."
     )
     trigger_sync_in_backward = staticmethod(trigger_sync_in_backward)
     update_loss = delegate(UpdatePolicy.update_loss, "session.update")
     unscale_gradients = delegate(UpdatePolicy.unscale_gradients, "session.update")
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Return the context of one micro-step: gradients are synchronised, and optimizers step, in the last of a window.
+        """Return the context of one micro-step; the last one of a window synchronizes gradients and lets optimizers step.
 
         Args:
-            models: the models that this micro-step trains; none: all.
+            models: the models that this micro-step trains; by default all.
         """
         return MicroStep(self.session.update, tuple(map(self.session.objects.engine_model, models)))
 
     def no_sync(self, model: nn.Module, *, unsynced: bool = False) -> AbstractContextManager[None]:
-        """Return a context in which backward passes of ``model``, which was prepared, stay local.
+        """Return a context in which backward passes of the prepared ``model`` stay local.
 
         Args:
-            model: it.
-            unsynced: optimizers step with the local gradients in it, on purpose: the ranks drift apart. Otherwise a step
-                in it is taken with gradients averaged over the ranks there and then.
+            model: a prepared model.
+            unsynced: let optimizers step with local gradients inside the context, so that the ranks diverge. Otherwise a
+                step inside it first averages the gradients over the ranks.
         """
         session = self.session
         steppers: list[AcceleratedOptimizer | UnpreparedOptimizerGuard] = (
@@ -352,26 +352,26 @@ class Accelerator:
         """Backpropagate ``loss``, weighted for its update.
 
         Args:
-            loss: a scalar with a graph: a mean.
-            num_items: the number of items (samples or tokens) of this process that ``loss`` is a mean over; then the
-                update is the mean over all items of all processes and micro-steps, however they were split. None: every
-                process and micro-step counts the same, as in Accelerate.
-            kwargs: of ``torch.Tensor.backward``.
+            loss: scalar mean loss with a graph.
+            num_items: number of items (samples or tokens) of this process that ``loss`` is a mean over. The update is then
+                the mean over all items of all processes and micro-steps, however they are split. None: every process and
+                micro-step has the same weight, as in Accelerate.
+            kwargs: passed to ``torch.Tensor.backward``.
 
         Collective: in the last micro-step of an update.
 
         Raises:
-            UsageError: no scalar, no graph, weights that contradict each other, or (once, on several processes) a
-                loader that was not prepared.
+            UsageError: the loss is not a scalar with a graph, weights contradict each other, or (once, on several
+                processes) a loader was not prepared.
         """
         self.session.update.backward(loss, num_items, kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """Scale the gradients so that their norm over the whole model is at most ``max_norm``; return the norm before.
+        """Scale the gradients so that their norm over the whole model is at most ``max_norm``; return the previous norm.
 
-        In the exact modes only in the last micro-step of an update: in the others, it returns the norm so far.
+        In the exact modes it scales only in the last micro-step of an update; the others return the norm so far.
 
-        Collective: where parameters are sharded, or the step guard has to reduce.
+        Collective: if parameters are sharded, or the step guard reduces gradients.
         """
         update = self.session.update
         if update.is_unfinished:
@@ -382,7 +382,7 @@ class Accelerator:
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clamp every gradient to ``[-clip_value, clip_value]``; in the exact modes once per update, at its end.
 
-        Collective: where the step guard has to reduce.
+        Collective: if the step guard reduces gradients.
         """
         if not self.session.update.is_unfinished:
             self.unscale_gradients()
@@ -390,7 +390,7 @@ class Accelerator:
 
     # ---- prepare -----------------------------------------------------------------------------------------------------
 
-    # Accelerate's names, which scripts read.
+    # Accelerate's private names, which scripts read.
     _models: list[nn.Module] = view("session.objects.models", "The prepared models.")
     _optimizers: list[AcceleratedOptimizer] = view("session.objects.optimizers", "The prepared optimizers.")
     _schedulers: list[AcceleratedScheduler] = view("session.objects.schedulers", "The prepared schedulers.")
@@ -398,22 +398,22 @@ class Accelerator:
     _custom_objects: list[Any] = view("checkpoints.registry.custom_objects", "Objects registered for checkpointing.")
 
     def allow_unsharded(self, loader: DataLoader[T]) -> DataLoader[T]:
-        """Let every process read all of ``loader``, on purpose; returns it."""
+        """Allow every process to read all of ``loader`` and return it."""
         self.session.unprepared.allow(loader)
         return loader
 
     def prepare(self, *args: Any, device_placement: list[bool | None] | None = None) -> Any:
-        """Return ``args`` made ready for the ranks, in the same order; unknown objects come back as they are.
+        """Return ``args`` prepared for the ranks, in the same order; objects of other types are returned unchanged.
 
         Args:
-            args: models, optimizers, schedulers, DataLoaders, also nested; what was prepared before comes back prepared.
-            device_placement: for each argument, whether to move it to the device; None: as the Accelerator.
+            args: models, optimizers, schedulers and DataLoaders, possibly nested; prepared objects are returned as they are.
+            device_placement: per argument, whether to move it to the device; None: the Accelerator's setting.
 
         Collective: every rank, with the same objects in the same order.
 
         Raises:
-            UsageError: nothing in it is known.
-            DesyncError: the ranks were given different models or data.
+            UsageError: no argument can be prepared.
+            DesyncError: the ranks passed different models or data.
         """
         found = known_objects(args, device_placement, default=self.device_placement)
         prepare_found(self.session, found, is_on_several_devices=self.verify_device_map)
@@ -451,10 +451,10 @@ class Accelerator:
         """Prepare one DataLoader.
 
         Args:
-            data_loader: the user's, or one that was prepared before.
-            device_placement: move its batches to the device; None: as the Accelerator.
-            slice_fn_for_dispatch: cuts a dispatched batch.
-            already_sharded: does it give each process its own part? None: as ``DataLoaderConfiguration`` says.
+            data_loader: prepared or not.
+            device_placement: move its batches to the device; None: the Accelerator's setting.
+            slice_fn_for_dispatch: splits a dispatched batch.
+            already_sharded: whether it gives each process its own shard; None: as in ``DataLoaderConfiguration``.
 
         Collective: every rank.
         """
@@ -481,17 +481,17 @@ class Accelerator:
         return collectives.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather the results of one step of a prepared loader: each sample exactly once, in the order of the data.
+        """Gather the results of one step of a prepared loader: each sample exactly once, in dataset order.
 
         Args:
-            input_data: nested tensors whose first dimension is the batch, or objects (a list with one per sample).
+            input_data: nested tensors whose first dimension is the batch, or objects (a list with one item per sample).
             use_gather_object: gather as objects even if all leaves are tensors.
 
         Collective: every process, once per batch.
         """
         loader = self.gradient_state.active_dataloader
         if self.num_processes == 1:
-            return self.trim_for_metrics(input_data)  # a canonical shard without samples has a padding sample
+            return self.trim_for_metrics(input_data)  # an empty canonical shard has a padding sample
         self.session.update.require_every_rank("gather_for_metrics()")
         last = None if loader is None else loader.step_to_trim()
         return gather_samples(input_data, last, objects=use_gather_object)
@@ -509,18 +509,18 @@ class Accelerator:
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def wait_for_everyone(self) -> None:
-        """Wait until every process is here; missing ones are named. Collective."""
+        """Wait for all processes; an error names missing ones. Collective."""
         self.gradient_state.reading.metrics.check()
         control.barrier()
 
     slow = staticmethod(slow)
 
     def set_trigger(self) -> None:
-        """Raise a flag on this process, for ``check_trigger`` on all of them."""
+        """Set a flag on this process that ``check_trigger`` reads on all processes."""
         self._triggered = True
 
     def check_trigger(self) -> bool:
-        """Tell every process whether any of them raised the flag, and lower it. Collective."""
+        """Return whether any process has set the flag, and reset it. Collective."""
         raised = control.agree(self._triggered)
         self._triggered = self._triggered and not raised
         return raised
@@ -528,11 +528,11 @@ class Accelerator:
     # ---- models ------------------------------------------------------------------------------------------------------
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return the mixed-precision context, for losses and other work outside the model's forward."""
+        """Return the mixed-precision context, for losses and other computation outside the model's forward."""
         return self.session.precision.autocast(None if autocast_handler is None else autocast_handler.to_kwargs())
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Tell whether ``model``, or a part of it, was loaded over several devices (transformers' ``device_map``)."""
+        """Return whether ``model`` or a part of it was loaded over several devices (transformers' ``device_map``)."""
         return is_on_several_devices(model)
 
     unwrap_model = delegate(unwrap_model, "session")
@@ -540,8 +540,8 @@ class Accelerator:
     get_state_dict = delegate(get_state_dict, "session")
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Write ``obj`` to the path or file ``f`` on rank zero (``save_on_each_node``: of each machine), by ``torch.save``,
-        or as safetensors. Call it on every rank.
+        """Write ``obj`` to the path or file ``f`` with ``torch.save`` or as safetensors, on rank zero
+        (``save_on_each_node``: on one rank per machine). Call it on every rank.
         """
         save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
 
@@ -556,22 +556,23 @@ class Accelerator:
     resume = delegate(Checkpoints.resume, "checkpoints")
     best_checkpoint: Path | None = property(  # type: ignore[assignment]
         lambda self: self.checkpoints.store.best(),
-        doc="Of the automatically named checkpoints, the one saved with the best ``metric``; None: none was.",
+        doc="The automatically named checkpoint with the best ``metric``; None if no checkpoint has one.",
     )
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
-        """Iterate over the remaining epochs of the run, up to ``num_epochs`` in all: ``range(num_epochs)`` at first.
+        """Iterate over the remaining epochs of the run, up to ``num_epochs`` in total; initially ``range(num_epochs)``.
 
-        The loop continues where the run is, after ``resume`` as after a ``break``: in the middle of an epoch, the first pass
-        of each training loader is the rest of its pass. An epoch ends when the loop returns here. ``progress.epoch`` is the
-        current one; each loader's order is that of it, or of a later one after more passes.
+        After ``resume`` or a ``break`` the loop continues at the current position: in the middle of an epoch, the first pass
+        of each training loader yields the rest of its pass. An epoch ends when the loop requests the next one.
+        ``progress.epoch`` is the current epoch, which also determines each loader's order (later passes in the same epoch
+        use the orders of later epochs).
         """
         first = self.session.resume_epochs()
         with self.preemption.during(self.session.watcher):
             yield from self.session.epochs.loop(first, num_epochs)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Forget everything that was prepared, and empty the device's cache; returns a None for each of ``objects``."""
+        """Release all prepared objects and empty the device's cache; returns a None for each of ``objects``."""
         self.session.forget_objects()
         if self.device.type != "cpu":
             torch.accelerator.memory.empty_cache()
@@ -580,12 +581,12 @@ class Accelerator:
     clear = free_memory
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return the context of torch's profiler. Collective where a trace is written (``output_trace_dir``)."""
+        """Return the context of torch's profiler. Collective if a trace is written (``output_trace_dir``)."""
         return profile(profile_handler or self.profile_handler or ProfileKwargs(), rank=self.process_index)
 
     # ---- trackers ----------------------------------------------------------------------------------------------------
 
-    log_with: Any = view("_tracking.log_with", "The trackers that were asked for.")
+    log_with: Any = view("_tracking.log_with", "The configured trackers.")
     trackers: Any = view("_tracking.trackers", "The active trackers.")
     init_trackers = delegate(Tracking.init_trackers, "_tracking")
     get_tracker = delegate(Tracking.get_tracker, "_tracking")

@@ -1,4 +1,4 @@
-"""Which epoch the run is in, how far its passes have come, and the loop over epochs that goes on there."""
+"""The epochs of a run: the current epoch, the progress of its passes, and the loop that resumes there."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ __all__ = ["Epochs"]
 _logger = get_logger(__name__)
 
 
-@dataclass(slots=True, kw_only=True)  # not frozen: that takes three times as long to make
+@dataclass(slots=True, kw_only=True)  # not frozen, which would triple the construction time
 class _Update:
-    """The place at which the update in hand begins."""
+    """The position at which the current update started."""
 
     owner: PreparedLoader
-    """Whose batch is the first of it."""
+    """Loader of its first batch."""
     records: dict[int, dict[str, Any] | None]
-    """How far each loader had come, by the identity of its source."""
+    """Position of each loader, by the id of its source."""
     draws: dict[int, dict[str, Any] | None]
-    """What its next batch was drawn from, likewise."""
+    """RNG state from which each loader drew its next batch, by the id of its source."""
     random_states: dict[str, Any]
 
 
@@ -39,11 +39,11 @@ class Epochs(PassTracker[PreparedLoader]):
     """The epochs of one Accelerator.
 
     Args:
-        state: the counters of accumulation; its loaders report to this object.
-        progress: of the run; outside the exact modes, the epoch is noted here.
-        objects: those that were prepared.
-        preemption: may stop the run where an update or epoch ends.
-        is_exact: the update policy keeps the place of an update.
+        state: gradient accumulation state; its loaders report to this object.
+        progress: progress of the run; outside the exact modes this object sets the epoch.
+        objects: the prepared objects.
+        preemption: may stop the run at the end of an update or epoch.
+        is_exact: the update policy tracks the position of an update itself.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class Epochs(PassTracker[PreparedLoader]):
         self._preemption = preemption
         self._is_exact = is_exact
         self._random_states = RandomStates()
-        self._num_at_boundary = 0  # steps at the last one
-        self._epoch: int | None = None  # of the loop over epochs that we are in
-        self._next: int | None = None  # where that goes on, in a run without training loaders
+        self._num_at_boundary = 0  # steps at the last boundary
+        self._epoch: int | None = None  # of the active loop over epochs
+        self._next: int | None = None  # epoch in which a run without training loaders continues
         self._update: _Update | None = None
-        self._loaded_random_states: dict[str, Any] | None = None  # of the beginning of half an update
+        self._loaded_random_states: dict[str, Any] | None = None  # from the start of an incomplete update
         state.reading.tracker = self
 
-    # ---- what loaders tell -------------------------------------------------------------------------------------------
+    # ---- PassTracker: events of the loaders --------------------------------------------------------------------------
 
     def begin_pass(self, loader: PreparedLoader) -> PassFacts:
         """See ``PassTracker``."""
@@ -82,7 +82,7 @@ class Epochs(PassTracker[PreparedLoader]):
         return PassFacts(epoch=epoch, trains=trains, outlives_epochs=before is not None and before.outlives_epochs)
 
     def begin_batch(self, loader: PreparedLoader) -> None:
-        """Note the place where an update of several micro-steps begins; in the exact modes the ledger does."""
+        """Record the position at which an update of several micro-steps starts; the exact modes do this themselves."""
         state = self._state
         if self._is_exact or not state.sync_gradients or state.num_steps == 1:
             return
@@ -90,7 +90,7 @@ class Epochs(PassTracker[PreparedLoader]):
         if facts is None or not facts.trains:
             return
         if self._update is not None and self._update.owner is not loader:
-            return  # one more batch for the same update, of another loader
+            return  # a batch of another loader for the same update
         reading = state.reading.loaders
         self._update = _Update(
             owner=loader,
@@ -106,27 +106,27 @@ class Epochs(PassTracker[PreparedLoader]):
             return
         num_steps, facts = self._objects.num_steps(), loader.facts
         is_new_step, self._num_at_boundary = num_steps != self._num_at_boundary, num_steps
-        is_inner = len(state.reading.loaders) > 1  # the turn of another loop is not over
+        is_inner = len(state.reading.loaders) > 1  # the iteration of an outer loop is not finished
         is_whole = is_new_step and facts is not None and facts.trains and not loader.end_of_dataloader and not is_inner
         self._preemption.stop_if_requested(is_new_step=is_new_step, is_whole=is_whole)
 
     def begun_update(self, loader: PreparedLoader) -> dict[str, Any] | None:
         """See ``PassTracker``."""
-        update = self._half_an_update()
+        update = self._partial_update()
         return None if update is None else update.records.get(id(loader.source))
 
     def end_update(self) -> None:
-        """The last micro-step of an update is over."""
+        """Clear the position after the last micro-step of an update."""
         self._update = None
 
-    def _half_an_update(self) -> _Update | None:
+    def _partial_update(self) -> _Update | None:
         return None if self._state.sync_gradients else self._update
 
-    # ---- what checkpoints ask ----------------------------------------------------------------------------------------
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def own_state(self) -> dict[str, Any]:
-        """Return what going on needs of this process, beside the records of its loaders."""
-        update = self._half_an_update()
+        """Return what this process needs for resuming, in addition to the records of its loaders."""
+        update = self._partial_update()
         draws = {id(loader.source): loader.rng_state() for loader in self._objects.loaders} | (
             update.draws if update else {}
         )
@@ -136,23 +136,23 @@ class Epochs(PassTracker[PreparedLoader]):
         }
 
     def load_own_state(self, state: dict[str, Any] | None) -> None:
-        """Take over what ``own_state`` gave; None: it was not given on this process."""
+        """Restore what ``own_state`` returned; None: this process has no saved state."""
         draws = [] if state is None else state["draws"]
         for i, loader in enumerate(self._objects.loaders):
             loader.load_rng_state(draws[i] if i < len(draws) else None)
         self._loaded_random_states = None if state is None else state["random"]
         self._next = None
 
-    def go_on(self) -> tuple[int, bool]:
-        """Let the next pass of each training loader go on where it was.
+    def resume_passes(self) -> tuple[int, bool]:
+        """Let the next pass of each training loader continue at its position.
 
-        Returns the epoch in which the run is, and whether half an update is made again.
+        Returns the current epoch, and whether an incomplete update is repeated.
 
-        It is the epoch in which a pass of updates was begun last, unless all loaders that have had one have ended it: then
-        the one after. Evaluations begin at their beginning.
+        The epoch is the one in which a training pass started last, or the next one if all training loaders have finished it.
+        Evaluations start over.
 
         Raises:
-            CheckpointError: that place means nothing here (another number of processes, another ``parity``).
+            CheckpointError: the saved position is invalid for this number of processes or this ``parity``.
         """
         records = [(loader, loader.record()) for loader in self._objects.loaders]
         training = [record for _, record in records if record is not None and record["trains"]]
@@ -161,7 +161,7 @@ class Epochs(PassTracker[PreparedLoader]):
         epoch: int = max(record["epoch"] for record in training)
         of_epochs = [record for record in training if not record["outlives_epochs"]] or training
         is_over = all(record["epoch"] == epoch and not record["is_within"] for record in of_epochs)
-        if epoch == 0 and self._next != 1:  # a loader that shuffles, and was not read yet, may be one for training
+        if epoch == 0 and self._next != 1:  # a shuffling loader that has not been read may be a training loader
             is_over = is_over and not any(record is None and loader.shuffles for loader, record in records)
         for loader, record in records:
             if record is None:
@@ -178,19 +178,19 @@ class Epochs(PassTracker[PreparedLoader]):
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
     def loop(self, first: int, num_epochs: int) -> Iterator[int]:
-        """Yield the epochs from ``first`` on. See ``Accelerator.epochs``."""
+        """Yield the epochs starting with ``first``. See ``Accelerator.epochs``."""
         if first >= num_epochs:
-            _logger.info("epochs(%d): the run has made %d already", num_epochs, first)
+            _logger.info("epochs(%d): the run has already completed %d", num_epochs, first)
         try:
             for epoch in range(first, num_epochs):
                 self._epoch = self._next = self._progress.epoch = epoch
                 for loader in self._objects.loaders:
                     loader.enter_epoch(epoch)
-                if epoch > first:  # only now: a pass that was left has no rest any more
+                if epoch > first:  # after enter_epoch, which discards the rest of an abandoned pass
                     self._preemption.stop_if_requested(is_new_step=False, is_whole=True)
                 yield epoch
                 self._next = epoch + 1
-            for loader in self._objects.loaders:  # nothing is left of a pass that was left in the last one
+            for loader in self._objects.loaders:  # discard the rest of a pass abandoned in the last epoch
                 loader.enter_epoch(num_epochs)
             if self._objects.loaders:
                 self._preemption.stop_if_requested(is_new_step=False, is_whole=True)

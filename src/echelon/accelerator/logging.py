@@ -1,4 +1,4 @@
-"""Loggers for scripts: rank zero only, every rank, or one rank after the other, under Accelerate's names."""
+"""Loggers for scripts under Accelerate's names: on rank zero, on every rank, or on one rank after the other."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _VARIABLES = ("ECHELON_LOG_LEVEL", "ACCELERATE_LOG_LEVEL")
 
 
 class MultiProcessAdapter(Adapter):
-    """A logger that knows the ranks: every method takes ``main_process_only`` (True) and ``in_order`` (False).
+    """A logger that knows the ranks: every method accepts ``main_process_only`` (True) and ``in_order`` (False).
 
-    It works before any Accelerator and without a process group too; the rank is then the environment's.
+    It also works before an Accelerator or a process group exists; it then reads the rank from the environment.
     """
 
     def __init__(self, logger: logging.Logger, extra: Any = None) -> None:
@@ -29,7 +29,7 @@ class MultiProcessAdapter(Adapter):
         self._warned: set[str] = set()
 
     def process(self, msg: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Put the rank before the message, and let the record name the caller's line."""
+        """Prefix the message with the rank, and attribute the record to the caller's line."""
         msg, kwargs = super().process(msg, kwargs)
         kwargs.setdefault("stacklevel", 2)
         return f"[RANK {known_rank() or 0}] {msg}", kwargs
@@ -38,11 +38,11 @@ class MultiProcessAdapter(Adapter):
         """Log ``msg % args`` at ``level``.
 
         Args:
-            level: of ``logging``.
-            msg: the text.
-            args: put into ``msg``.
-            kwargs: of ``Logger.log``, and ``main_process_only=True``: rank zero alone speaks; ``in_order=False``: True
-                lets every rank speak, one after the other, whatever ``main_process_only`` says.
+            level: level of ``logging``.
+            msg: message.
+            args: format arguments of ``msg``.
+            kwargs: those of ``Logger.log``; ``main_process_only=True`` logs only on rank zero; ``in_order=True`` logs on
+                every rank, one after the other, whatever ``main_process_only`` is.
 
         Collective: with ``in_order=True``; the level must be enabled on all ranks or on none.
         """
@@ -60,11 +60,11 @@ class MultiProcessAdapter(Adapter):
             self.logger.log(level, msg, *args, **kwargs)
 
     def warning_once(self, msg: Any, *args: Any, **kwargs: Any) -> None:
-        """Warn, unless this logger has given the same warning before."""
+        """Warn, unless this logger has already given the same warning."""
         what = repr((msg, args, sorted(kwargs.items())))
         if what not in self._warned:
             self._warned.add(what)
-            # Called by name, not through warning(): the frames between here and the record are then ours alone.
+            # log() instead of warning(), because the stack level must count only our own frames.
             self.log(logging.WARNING, msg, *args, **{"stacklevel": 3, **kwargs})
 
 
@@ -73,10 +73,10 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
 
     Args:
         name: usually ``__name__``.
-        log_level: its level, and the root logger's; None: ECHELON_LOG_LEVEL, else ACCELERATE_LOG_LEVEL, else unchanged.
+        log_level: level of this logger and the root logger; None: ECHELON_LOG_LEVEL, ACCELERATE_LOG_LEVEL, or unchanged.
 
     Raises:
-        ConfigError: no such level.
+        ConfigError: the level is unknown.
     """
     origin = "code get_logger(log_level=)"
     for variable in _VARIABLES:
@@ -87,7 +87,7 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
         level = log_level.upper()
         if not isinstance(logging.getLevelName(level), int):
             raise ConfigError(
-                f"log level {log_level!r} is unknown", where=origin, do="give DEBUG, INFO, WARNING, ERROR or CRITICAL"
+                f"log level {log_level!r} is unknown", where=origin, do="use DEBUG, INFO, WARNING, ERROR or CRITICAL"
             )
         logger.setLevel(level)
         logger.root.setLevel(level)

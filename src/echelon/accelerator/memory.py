@@ -1,4 +1,4 @@
-"""Memory of the device: set free what is not used, and find the largest batch that fits, on all ranks together."""
+"""Device memory: releasing unused memory, and finding the largest batch size that fits on all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory",
 
 _Outcome = Literal["done", "ran out", "failed"]
 
-# What torch's allocators say, beside torch.OutOfMemoryError. Matched in any case.
+# Messages of torch's allocators, in addition to torch.OutOfMemoryError. Case is ignored.
 _OUT_OF_MEMORY = (
     "out of memory",
     "can't allocate memory",
@@ -30,7 +30,7 @@ _OUT_OF_MEMORY = (
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Give the memory that torch keeps for later back to the device; first collect garbage, if asked to."""
+    """Release torch's cached memory to the device; optionally collect garbage first."""
     if garbage_collection:
         gc.collect()
     if torch.accelerator.is_available():
@@ -38,7 +38,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Set the memory of objects free; the caller assigns the result to the names that still hold them.
+    """Release the memory of objects; the caller assigns the result to the names that still hold them.
 
     Returns:
         As many Nones: ``model, batch = release_memory(model, batch)``.
@@ -50,7 +50,7 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def should_reduce_batch_size(exception: BaseException) -> bool:
-    """Tell whether ``exception`` says that a device, or the host, ran out of memory."""
+    """Return whether ``exception`` reports that a device or the host ran out of memory."""
     if isinstance(exception, torch.OutOfMemoryError):
         return True
     if not isinstance(exception, RuntimeError) or len(exception.args) != 1:
@@ -80,22 +80,22 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Callable[..., Any]:
-    """Decorate ``function(batch_size, ...)``: when memory runs out, it is called again with a smaller batch.
+    """Decorate ``function(batch_size, ...)`` to be called again with a smaller batch if memory runs out.
 
-    Ranks decide together: if one runs out, all of them try the smaller size, also those whose attempt went well. They
-    meet after the attempt, in the store of the process group, so a rank that ran out can be waited for from there; one
-    that is inside a collective with it ends by the timeout of the group.
+    The ranks decide together: if one runs out, all of them try the smaller size, even if their attempt succeeded. They
+    agree through the store of the process group after each attempt. A rank that is inside a collective when another runs
+    out of memory is released by the timeout of the group.
 
     Args:
-        function: takes the batch size first; the caller leaves it out. Build model and loaders in it.
-        starting_batch_size: of the first attempt.
-        reduce_batch_size_fn: gives the next one; None: nine tenths, rounded down.
+        function: takes the batch size as its first argument, which the caller omits. Build model and loaders in it.
+        starting_batch_size: batch size of the first attempt.
+        reduce_batch_size_fn: returns the next batch size; None: nine tenths, rounded down.
 
     Collective: with several ranks, all of them must call the decorated function.
 
     Raises:
-        UsageError: the caller passed a batch size, too.
-        RuntimeError: not even a batch of one fits.
+        UsageError: the caller passed a batch size.
+        RuntimeError: even a batch of one does not fit.
     """
     if function is None:
         return functools.partial(
@@ -108,7 +108,7 @@ def find_executable_batch_size(
 
     @functools.wraps(run)
     def with_batch_size(*args: Any, **kwargs: Any) -> Any:
-        nonlocal batch_size  # as in Accelerate: a second call begins with the size that fitted
+        nonlocal batch_size  # as in Accelerate, a second call starts with the size that fit
         _refuse_own_batch_size(run, args)
         while batch_size > 0:
             clear_device_cache(garbage_collection=True)
@@ -118,9 +118,9 @@ def find_executable_batch_size(
             del result
             before = batch_size
             batch_size = int(batch_size * 0.9) if reduce_batch_size_fn is None else int(reduce_batch_size_fn())
-            warn(f"out of memory with a batch of {before}; the next attempt takes {batch_size}")
+            warn(f"out of memory with a batch size of {before}; the next attempt uses {batch_size}")
         raise _NoBatchFitsError(
-            "no executable batch size found: not even the smallest batch fits into memory",
+            "no executable batch size found: even the smallest batch does not fit into memory",
             do="use a smaller model or sequence length, or more memory",
         )
 
@@ -128,11 +128,11 @@ def find_executable_batch_size(
 
 
 class _NoBatchFitsError(UsageError, RuntimeError):
-    """Both our error and the one that scripts written for Accelerate catch."""
+    """Also a RuntimeError, which scripts written for Accelerate catch."""
 
 
 class _ArgumentError(UsageError, TypeError):
-    """Both our error and the one that scripts written for Accelerate catch."""
+    """Also a TypeError, which scripts written for Accelerate catch."""
 
 
 def _refuse_own_batch_size(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -143,7 +143,7 @@ def _refuse_own_batch_size(function: Callable[..., Any], args: tuple[Any, ...]) 
     if len(places) < len(args) + 1:
         shown = ", ".join(f"{name}={value!r}" for name, value in zip(places[1:], args[1:]))
         raise _ArgumentError(
-            f"{function.__name__} gets its batch size from find_executable_batch_size, and the caller gave one, too",
+            f"{function.__name__} receives its batch size from find_executable_batch_size, but the caller passed one",
             do=f"call {function.__name__}({shown})",
         )
 
@@ -151,7 +151,7 @@ def _refuse_own_batch_size(function: Callable[..., Any], args: tuple[Any, ...]) 
 def _attempt(
     function: Callable[..., Any], batch_size: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[_Outcome, Any]:
-    """Return what came of it and the result. The exception is dropped here: its traceback keeps the tensors alive."""
+    """Return the outcome and the result. The exception is dropped here, because its traceback keeps tensors alive."""
     try:
         return "done", function(batch_size, *args, **kwargs)
     except Exception as error:
@@ -162,19 +162,19 @@ def _attempt(
 
 
 def _any_ran_out(outcome: _Outcome) -> bool:
-    """Tell, on every rank, whether one of them ran out; through the store, which no unfinished collective can confuse."""
+    """Return on every rank whether any rank ran out; uses the store, which unfinished collectives do not affect."""
     votes = _vote(outcome, wait=True)
     failed = [rank for rank, vote in enumerate(votes) if vote == "failed"]
     if failed:
         raise DesyncError(
-            f"rank {failed[0]} failed in find_executable_batch_size, for another reason than memory",
-            do=f"mend the error of rank {failed[0]}",
+            f"rank {failed[0]} failed in find_executable_batch_size for a reason other than memory",
+            do=f"fix the error of rank {failed[0]}",
         )
     return "ran out" in votes
 
 
 def _vote(outcome: _Outcome, *, wait: bool = False) -> list[str]:
-    """Put the outcome of this rank into the store of the group; with ``wait``, return that of every rank."""
+    """Write the outcome of this rank to the store of the group; with ``wait``, return the outcomes of all ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [outcome]
     group = dist.group.WORLD

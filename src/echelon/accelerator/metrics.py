@@ -1,4 +1,4 @@
-"""Gathering the results of an evaluation step: each sample exactly once."""
+"""Gathering the results of an evaluation step, with each sample exactly once."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["gather_samples", "own_samples", "trim_for_metrics"]
 
 
 def gather_samples(data: Any, last: LastStep | None, *, objects: bool = False) -> Any:
-    """Gather ``data`` of one step over the ranks; leave out what was repeated to fill the batch.
+    """Gather ``data`` of one step over the ranks without samples that were repeated to fill the batch.
 
     Args:
         data: nested tensors whose first dimension is this rank's batch (others are gathered whole), or any object.
-        last: what each rank has of the step; None when each has equally many samples, all new.
+        last: samples of each rank in the step; None if all ranks have equally many and none is repeated.
         objects: gather as objects even if all leaves are tensors.
 
     Collective: every rank.
@@ -33,18 +33,18 @@ def gather_samples(data: Any, last: LastStep | None, *, objects: bool = False) -
         return gather_object(data)
     if last is None:
         return gather(data)
-    # A tensor is one of samples if it looks so on every rank: one of another kind may look so by chance on some.
+    # A tensor holds samples only if its size matches on every rank; on a single rank it may match by chance.
     votes = gather_bytes(bytes(_has_samples(leaf, last) for leaf in leaves(data)))
     if len({len(vote) for vote in votes}) > 1:
-        return gather(data)  # which says how the ranks differ
+        return gather(data)  # raises an error that describes the difference
     of_samples = iter([all(theirs) for theirs in zip(*votes)])
     return map_tensors(lambda tensor: _gather_step(tensor, last) if next(of_samples) else gather(tensor), data)
 
 
 def trim_for_metrics(state: GradientState, input_data: Any) -> Any:
-    """Return the results of one step of a prepared loader without samples that another process counts, too.
+    """Return the results of one step of a prepared loader without samples that another process also counts.
 
-    For metrics that each process adds up by itself, and that are reduced once after the loop (``accelerator.reduce``,
+    Use it for metrics that each process accumulates itself and that are reduced once after the loop (``accelerator.reduce``,
     torchmetrics). The results of a process that has only a padding sample in a step become empty.
 
     Args:
@@ -55,11 +55,12 @@ def trim_for_metrics(state: GradientState, input_data: Any) -> Any:
 
 
 def own_samples(data: Any, last: LastStep | None) -> Any:
-    """Return ``data`` of one step without what this rank repeats to fill the batch, or has as a padding sample.
+    """Return ``data`` of one step without this rank's repeated and padding samples.
 
     Args:
-        data: nested tensors whose first dimension is this rank's batch, or a list with one item a sample; others stay.
-        last: what each rank has of the step; None when each has equally many samples, all new.
+        data: nested tensors whose first dimension is this rank's batch, or a list with one item per sample; anything else is
+            returned unchanged.
+        last: samples of each rank in the step; None if all ranks have equally many and none is repeated.
     """
     if last is None or last.real[_rank()] == last.sizes[_rank()]:
         return data

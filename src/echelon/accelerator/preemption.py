@@ -1,12 +1,13 @@
-"""Preemption of a run with an Accelerator: at which boundaries it may stop, what is saved there, how it ends.
+"""Preemption of a run with an Accelerator: where it may stop, what it saves, and how it ends.
 
-Who asks, and how the ranks agree on one boundary, is ``distributed/preemption.py``. Boundaries are, in a loop of the user's own:
+``distributed/preemption.py`` handles the requests and the agreement of the ranks. In a user's own loop the boundaries are:
 
-* whole ones: the end of a turn of the loop over training batches in which the optimizer stepped (not of the last one of a
-  pass: what comes after it in the epoch is not made up for by ``resume``), and the end of an epoch of ``accelerator.epochs``;
-* others: the end of a turn of any loop over a prepared loader between two updates. They count when half the grace is over.
+* complete ones: the end of an iteration over training batches in which the optimizer stepped (except the last one of a pass,
+  because ``resume`` does not repeat the rest of the epoch's code), and the end of an epoch of ``accelerator.epochs``;
+* others: the end of an iteration over any prepared loader between two updates. They count after half the grace period.
 
-The Trainer has its own: the end of a step with its evaluation, and each batch of an evaluation, which it makes again.
+The Trainer has its own boundaries: the end of a step including its evaluation, and each batch of an evaluation, which is
+repeated after resuming.
 """
 
 from __future__ import annotations
@@ -25,29 +26,29 @@ __all__ = ["Preempted", "PreemptionHandler"]
 
 
 class PreemptionHandler:
-    """Whether this rank takes part in preemptions, and where."""
+    """Decides whether and where this rank takes part in preemptions."""
 
     def __init__(self) -> None:
         self._member: BarrierMember | None = None
         self.is_driven = False
-        """Somebody above (the Trainer) has boundaries of its own."""
+        """Whether the caller (the Trainer) checks its own boundaries."""
         self.folder: str | os.PathLike[str] | None = None
-        """What ``resume`` was given."""
+        """Folder passed to ``resume``."""
         self.save_and_end: WeakMethod[Callable[[], NoReturn]] | None = None
-        """Saves and ends the run. Weak: a cycle would keep what the Accelerator holds (a lock's thread) until a collection."""
+        """Saves and ends the run. Weak, because a cycle would keep the Accelerator's lock thread alive until a collection."""
 
     def __getstate__(self) -> dict[str, object]:
         return {"_member": None, "is_driven": self.is_driven, "folder": self.folder, "save_and_end": None}
 
     def join(self) -> bool:
-        """Take part from now on if our launcher leads preemptions; return whether it does."""
+        """Take part from now on if our launcher handles preemptions; return whether it does."""
         if self._member is None:
             self._member = member_of_launch()
         return self._member is not None
 
     @contextmanager
     def during(self, watcher: Watcher | None) -> Iterator[bool]:
-        """Take part at least inside the ``with`` block; False: the program has handlers of its own, or this is a thread."""
+        """Take part at least inside the ``with`` block; yields False with custom signal handlers or outside the main thread."""
         if self._member is not None or self.join():
             yield True
             return
@@ -58,12 +59,12 @@ class PreemptionHandler:
                 self._member = None
 
     def at_boundary(self, *, is_new_step: bool, is_whole: bool) -> bool:
-        """Come to a boundary; return whether all ranks are to save here and end. See ``BarrierMember.pass_boundary``."""
+        """Report a boundary; return whether all ranks must save here and end. See ``BarrierMember.pass_boundary``."""
         member = self._member
         return member is not None and member.pass_boundary(is_new_step=is_new_step, is_whole=is_whole)
 
     def stop_if_requested(self, *, is_new_step: bool, is_whole: bool) -> None:
-        """Come to a boundary of a loop of the user's own; where all ranks are to end, save and end."""
+        """Report a boundary of a user's own loop; save and end if all ranks must end."""
         member = self._member
         if member is None or self.is_driven or self.save_and_end is None:
             return

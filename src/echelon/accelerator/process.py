@@ -1,4 +1,4 @@
-"""Who this process is, and what it runs alone, under Accelerate's names: members that Accelerator and PartialState share.
+"""Rank-related members under Accelerate's names, shared by Accelerator and PartialState.
 
 Functions that take ``self`` are methods of both classes.
 """
@@ -38,15 +38,15 @@ __all__ = [
 ]
 
 device: Any = view("_world.device", "The device of this process.")
-num_processes: Any = view("_world.world_size", "The number of processes, on all machines.")
-process_index: Any = view("_world.rank", "The rank.")
-local_process_index: Any = view("_world.local_rank", "The rank on this machine.")
-is_main_process: Any = view("_world.is_rank_zero", "True on rank zero.")
-is_local_main_process: Any = view("_world.is_local_rank_zero", "True on one process of each machine.")
+num_processes: Any = view("_world.world_size", "The number of processes on all machines.")
+process_index: Any = view("_world.rank", "The global rank.")
+local_process_index: Any = view("_world.local_rank", "The rank within this machine.")
+is_main_process: Any = view("_world.is_rank_zero", "Whether this is rank zero.")
+is_local_main_process: Any = view("_world.is_local_rank_zero", "Whether this is the first process of its machine.")
 is_last_process: Any = property(
-    lambda process: process.process_index == process.num_processes - 1, doc="True on the highest rank."
+    lambda process: process.process_index == process.num_processes - 1, doc="Whether this is the highest rank."
 )
-use_distributed: Any = property(lambda process: process.num_processes > 1, doc="Is there more than one process?")
+use_distributed: Any = property(lambda process: process.num_processes > 1, doc="Whether there are several processes.")
 
 
 class _Process(Protocol):
@@ -62,21 +62,21 @@ class _Process(Protocol):
 
 @contextmanager
 def main_process_first(self: _Process) -> Iterator[None]:
-    """Let rank zero run the block alone, then the others. Collective."""
+    """Run the block on rank zero first, then on the other ranks. Collective."""
     with control.main_first():
         yield
 
 
 @contextmanager
 def local_main_process_first(self: _Process) -> Iterator[None]:
-    """Let one process of each machine run the block alone, then its others. Collective."""
+    """Run the block on one process of each machine first, then on the others. Collective."""
     with control.main_first(scope="machine"):
         yield
 
 
 @contextmanager
 def split_between_processes(self: _Process, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-    """Give each process its part of a list, tuple, dict, tensor or dataset; equal parts when ``apply_padding``."""
+    """Yield this process's part of a list, tuple, dict, tensor or dataset; equal parts with ``apply_padding``."""
     with split_inputs(
         inputs, apply_padding, rank=self.process_index, world_size=self.num_processes, device=self.device
     ) as part:
@@ -90,32 +90,32 @@ def print(self: _Process, *args: Any, **kwargs: Any) -> None:
 
 
 def on_main_process(self: _Process, function: Any = None) -> Any:
-    """Make ``function`` run on rank zero only; elsewhere it returns None."""
+    """Run ``function`` only on rank zero; elsewhere it returns None."""
     return _only_if(self.is_main_process, function)
 
 
 def on_local_main_process(self: _Process, function: Any = None) -> Any:
-    """Make ``function`` run on one process of each machine only."""
+    """Run ``function`` only on one process of each machine."""
     return _only_if(self.is_local_main_process, function)
 
 
 def on_last_process(self: _Process, function: Any) -> Any:
-    """Make ``function`` run on the highest rank only."""
+    """Run ``function`` only on the highest rank."""
     return _only_if(self.is_last_process, function)
 
 
 def on_process(self: _Process, function: Any = None, process_index: int | None = None) -> Any:
-    """Make ``function`` run on the rank ``process_index`` only; a single process runs it in any case."""
+    """Run ``function`` only on rank ``process_index``; a single process always runs it."""
     return _only_if(self.process_index == process_index or not self.use_distributed, function)
 
 
 def on_local_process(self: _Process, function: Any = None, local_process_index: int | None = None) -> Any:
-    """Make ``function`` run on the process ``local_process_index`` of each machine; a single process runs it in any case."""
+    """Run ``function`` only on process ``local_process_index`` of each machine; a single process always runs it."""
     return _only_if(self.local_process_index == local_process_index or not self.use_distributed, function)
 
 
 def _only_if(condition: bool, function: Any) -> Any:
-    """Return ``function``, or one that does nothing where ``condition`` is false; without it, the decorator."""
+    """Return ``function``, or a no-op if ``condition`` is false; without ``function``, return the decorator."""
 
     def decorate(function: Any) -> Any:
         if condition:

@@ -13,19 +13,19 @@ __all__ = ["tqdm"]
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """Return tqdm's bar, which shows itself on local rank zero only.
+    """Return a tqdm bar that is visible only on local rank zero.
 
     Args:
-        args: of tqdm.
-        main_process_only: False: every process shows its own.
-        kwargs: of tqdm; ``disable=True`` hides the bar everywhere.
+        args: passed to tqdm.
+        main_process_only: False: every process shows its own bar.
+        kwargs: passed to tqdm; ``disable=True`` hides the bar everywhere.
 
     Raises:
-        UsageError: the first argument is a bool, as of an older signature.
+        UsageError: the first argument is a bool, as in an older signature.
     """
     if args and isinstance(args[0], bool):
         raise UsageError(
-            f"tqdm({args[0]}, ...): the first argument is what to iterate over", do=f"give main_process_only={args[0]}"
+            f"tqdm({args[0]}, ...): the first argument must be an iterable", do=f"pass main_process_only={args[0]}"
         )
     hidden = kwargs.pop("disable", False)
     if main_process_only and not hidden:

@@ -1,4 +1,4 @@
-"""The parts of one training run: what the helpers of an Accelerator work on."""
+"""The parts of a training run, which the modules of the Accelerator work on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = ["Session"]
 
 @dataclass(kw_only=True, eq=False)
 class Session:
-    """One owner for each part of the run's state; each part has its own interface."""
+    """Holds each part of a run's state exactly once; each part has its own interface."""
 
     config: Resolved[RunConfig]
     world: World
@@ -43,7 +43,7 @@ class Session:
     precision: PrecisionPolicy
     deepspeed: DeepSpeedSettings
     handlers: tuple[KwargsHandler, ...]
-    """What was given as ``kwargs_handlers``."""
+    """Handlers passed as ``kwargs_handlers``."""
     layout: ParallelismConfig | None
     fsdp_plugin: FullyShardedDataParallelPlugin | None
     dynamo_plugin: TorchDynamoPlugin
@@ -55,19 +55,19 @@ class Session:
     rng_types: list[Any]
     gradient_state: GradientState
     counters: Progress
-    """As the update policy keeps them; see ``progress``."""
+    """Counters as the update policy keeps them; see ``progress``."""
     objects: PreparedObjects
     unprepared: UnpreparedModelCheck
     update: UpdatePolicy
     preemption: PreemptionHandler = field(default_factory=PreemptionHandler)
-    """Where the run may stop when it is asked to end."""
+    """Where the run may stop on preemption."""
     watcher: Watcher | None = None
-    """Answers for this rank when others look for it."""
+    """Answers other ranks that check on this one."""
     logged_schedulers: set[type] = field(default_factory=set)
-    """Classes of schedulers whose rate of advance was logged."""
+    """Scheduler classes whose rate of advance was logged."""
     epochs: Epochs = field(init=False)
     guard: UnpreparedOptimizerGuard = field(init=False)
-    _steps_before: int = 0  # optimizer steps that the optimizers have not counted
+    _steps_before: int = 0  # optimizer steps that the current optimizers have not counted
 
     def __post_init__(self) -> None:
         self.gradient_state.reading.driver = self.update.driver
@@ -103,31 +103,31 @@ class Session:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the engine can do."""
+        """The capabilities of the engine."""
         return self.engine.capabilities
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the run is distributed, in Accelerate's words."""
+        """How the run is distributed, as Accelerate's enum."""
         special = self.engine.capabilities.distributed_type
         if special:
             return DistributedType(special)
         return DistributedType.of(self.world.device, distributed=self.world.world_size > 1)
 
     def handler(self, kind: type[KwargsHandler]) -> Any:
-        """Return the handler of this kind that was given; None: none."""
+        """Return the configured handler of this kind, or None."""
         return next((handler for handler in self.handlers if isinstance(handler, kind)), None)
 
     # ---- progress ----------------------------------------------------------------------------------------------------
 
     @property
     def progress(self) -> Progress:
-        """Where the run is."""
+        """The position of the run."""
         self.counters.step = self._steps_before + self.objects.num_steps()
         return self.counters
 
     def restore_progress(self, counters: dict[str, Any] | None) -> None:
-        """Continue from the counters of a checkpoint; None: it has none."""
+        """Continue from the counters of a checkpoint; None: the checkpoint has none."""
         self.update.restore()
         self.epochs.end_update()
         if counters is not None:
@@ -135,14 +135,14 @@ class Session:
             self._steps_before = self.counters.step - self.objects.num_steps()
 
     def resume_epochs(self) -> int:
-        """Let the loaders continue where the run is; return its epoch."""
-        epoch, is_half = self.epochs.go_on()
-        if is_half:
+        """Let the loaders continue at the position of the run; return its epoch."""
+        epoch, is_repeated = self.epochs.resume_passes()
+        if is_repeated:
             self.update.step -= self.update.step % self.gradient_state.num_steps
         return epoch
 
     def forget_objects(self) -> None:
-        """Forget everything that was prepared; optimizer steps stay counted."""
+        """Release all prepared objects; optimizer steps remain counted."""
         self._steps_before += self.objects.num_steps()
         self.objects.clear()
         self.guard.release()

@@ -1,4 +1,4 @@
-"""``PartialState``: who this process is, as a view of the environment and the process group."""
+"""``PartialState`` and ``AcceleratorState``: facts about this process under Accelerate's names."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _FACTS = (
 
 
 class _SharedState:
-    """The dict that Accelerate's states share: here a copy of the facts, empty as long as nobody has asked for them."""
+    """Accelerate's shared dict: a copy of the facts, or empty before a state exists."""
 
     def __get__(self, state: object, kind: type[PartialState]) -> dict[str, Any]:
         known = kind._known()
@@ -50,16 +50,16 @@ class _SharedState:
 
 
 class PartialState:
-    """The process facts under Accelerate's names; two of them are equal, there is nothing to reset.
+    """Facts about this process, under Accelerate's names. All instances are equal, and there is nothing to reset.
 
     Args:
-        cpu: use the CPU even where accelerators are present.
-        kwargs: ``backend``, ``timeout``, ``init_method`` of the process group, if it is not there yet.
+        cpu: use the CPU even if accelerators are present.
+        kwargs: ``backend``, ``timeout`` and ``init_method`` of the process group, if it does not exist yet.
 
-    Collective: the first one makes the process group.
+    Collective: the first instance creates the process group.
 
     Raises:
-        UsageError: another argument.
+        UsageError: an argument is unknown.
     """
 
     _facts: ClassVar[tuple[str, ...]] = _FACTS
@@ -86,8 +86,8 @@ class PartialState:
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         if unknown := kwargs.keys() - {"backend", "timeout", "init_method"}:
             raise UsageError(
-                f"{type(self).__name__}() knows no {', '.join(sorted(unknown))}",
-                do="give cpu, backend, timeout or init_method",
+                f"{type(self).__name__}() does not accept {', '.join(sorted(unknown))}",
+                do="pass cpu, backend, timeout or init_method",
             )
         use_cpu = current(from_code("PartialState", {"cpu": cpu or None})).value.cpu
         if not dist.is_initialized() and detect().world_size > 1:
@@ -101,7 +101,7 @@ class PartialState:
 
     @property
     def debug(self) -> bool:
-        """Does every collective check shapes first? Setting it sets ``ECHELON_DEBUG`` for this process."""
+        """Whether every collective checks shapes first. Setting it sets ``ECHELON_DEBUG`` for this process."""
         return current().value.debug
 
     @debug.setter
@@ -110,26 +110,26 @@ class PartialState:
 
     @property
     def fork_launched(self) -> bool:
-        """Always False: a forked rank ends its process group as any other does."""
+        """Always False: forked ranks need no special handling."""
         return False
 
     @property
     def distributed_type(self) -> DistributedType:
-        """Many processes or one, and on what; an engine may know better (``Accelerator.distributed_type``)."""
+        """How the run is distributed and on which device; the engine may refine it (``Accelerator.distributed_type``)."""
         return DistributedType.of(self._world.device, distributed=self.use_distributed)
 
     def wait_for_everyone(self) -> None:
-        """Wait until every process is here. Collective."""
+        """Wait for all processes. Collective."""
         control.barrier()
 
     @property
     def initialized(self) -> bool:
-        """Always: a view has nothing to initialise."""
+        """Always True: a view needs no initialization."""
         return True
 
     @property
     def default_device(self) -> torch.device:
-        """The device of a process that runs alone."""
+        """The device that a single process would use."""
         return World.current().device
 
     def set_device(self) -> None:
@@ -137,7 +137,7 @@ class PartialState:
         use_device(self.device)
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """End ``group``; None: the process group of the run."""
+        """Destroy ``group``; None: the process group of the run."""
         if group is None:
             cleanup()
         else:
@@ -145,24 +145,24 @@ class PartialState:
 
     @classmethod
     def _known(cls) -> PartialState | None:
-        """Return the state if somebody has asked for it, without making a process group."""
+        """Return the state if a process group or an Accelerator exists, without creating a process group."""
         return cls() if dist.is_initialized() or has_accelerator() else None
 
     @staticmethod
     def _reset_state() -> None:
-        """Do nothing: a view of the environment has nothing to forget."""
+        """Do nothing, because a view holds no state."""
 
     def __repr__(self) -> str:
         return "".join(f"{name}: {getattr(self, name)}\n" for name in self._facts)
 
 
 class AcceleratorState(PartialState):
-    """The facts of the Accelerator built last, under Accelerate's names.
+    """The facts of the most recently built Accelerator, under Accelerate's names.
 
-    Every argument is one of the Accelerator's; here it may only repeat what that was given.
+    The arguments are those of the Accelerator and may only repeat its values.
 
     Raises:
-        UsageError: there is none yet, or it was made otherwise.
+        UsageError: there is no Accelerator, or an argument differs from it.
     """
 
     def __init__(
@@ -192,20 +192,20 @@ class AcceleratorState(PartialState):
         for name, value in given.items():
             if value is not None:
                 raise UsageError(
-                    f"AcceleratorState({name}=) came after the Accelerator was made",
-                    do=f"give it to Accelerator({name}=)",
+                    f"AcceleratorState({name}=) was called after the Accelerator was created",
+                    do=f"pass it to Accelerator({name}=)",
                 )
         if mixed_precision is not None and mixed_precision != self._accelerator.mixed_precision:
             raise UsageError(
-                f"AcceleratorState(mixed_precision={mixed_precision!r}) and an Accelerator with "
+                f"AcceleratorState(mixed_precision={mixed_precision!r}) contradicts the Accelerator, which uses "
                 f"{self._accelerator.mixed_precision!r}",
-                do="choose it once, in Accelerator(mixed_precision=)",
+                do="set it only once, in Accelerator(mixed_precision=)",
             )
         self._world = self._accelerator.world
 
     @classmethod
     def of(cls, accelerator: Any) -> AcceleratorState:
-        """Return the view of ``accelerator``, whichever was built last."""
+        """Return the view of ``accelerator``, even if another one was built later."""
         state = cls.__new__(cls)
         state._accelerator = accelerator
         state._world = accelerator.world
@@ -224,36 +224,36 @@ class AcceleratorState(PartialState):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the run is spread, as the engine says."""
+        """How the run is distributed, according to the engine."""
         kind: DistributedType = self._accelerator.distributed_type
         return kind
 
     _facts = (*_FACTS, "mixed_precision")
 
-    # What this version does not have is None, as in Accelerate when it was not asked for.
+    # Unsupported plugins are None, as in Accelerate if they are not configured.
     megatron_lm_plugin: None = None
     torch_tp_plugin: None = None
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
-        """DeepSpeed's settings; None: nothing asks for it."""
+        """Settings of DeepSpeed; None if it is not used."""
         plugin: DeepSpeedPlugin | None = self._accelerator.deepspeed_plugin
         return plugin
 
     @property
     def deepspeed_plugins(self) -> DeepSpeedPlugin | None:
-        """As ``deepspeed_plugin``: an Accelerator has one."""
+        """Same as ``deepspeed_plugin``, because an Accelerator has only one."""
         return self.deepspeed_plugin
 
     @property
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
-        """How the model is sharded; None: it is not."""
+        """Settings of model sharding; None without it."""
         plugin: FullyShardedDataParallelPlugin | None = self._accelerator.fsdp_plugin
         return plugin
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """How many ranks are on each axis; None: it was not asked for."""
+        """Number of ranks on each axis; None if it was not configured."""
         layout: ParallelismConfig | None = self._accelerator.parallelism_config
         return layout
 
@@ -265,18 +265,18 @@ class AcceleratorState(PartialState):
 
     @property
     def is_fsdp2(self) -> bool:
-        """Are parameters sharded?"""
+        """Whether parameters are sharded."""
         capabilities: Capabilities = self._accelerator.capabilities
         return capabilities.replaces_parameters
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
-        """Return the plugin, whatever its name: an Accelerator has one. Raises: there is none."""
+        """Return the only plugin, whatever ``name`` is. Raises UsageError if there is none."""
         if self.deepspeed_plugin is None:
             raise _no_deepspeed("get_deepspeed_plugin()")
         return self.deepspeed_plugin
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
-        """Do nothing, whatever the name: an Accelerator has one plugin. Raises: there is none."""
+        """Do nothing, because there is only one plugin. Raises UsageError if there is none."""
         if self.deepspeed_plugin is None:
             raise _no_deepspeed("select_deepspeed_plugin()")
 
@@ -286,15 +286,15 @@ class AcceleratorState(PartialState):
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        """Do nothing: each Accelerator has settings of its own, so there is nothing to forget."""
+        """Do nothing, because each Accelerator has its own settings."""
 
 
 def _no_deepspeed(function: str) -> UsageError:
     return UsageError(
-        f"{function}: there is no DeepSpeed plugin", do="give Accelerator(deepspeed_plugin=DeepSpeedPlugin())"
+        f"{function}: there is no DeepSpeed plugin", do="pass Accelerator(deepspeed_plugin=DeepSpeedPlugin())"
     )
 
 
 def is_initialized() -> bool:
-    """Tell whether there is an Accelerator, so that ``AcceleratorState()`` works."""
+    """Return whether an Accelerator exists, so that ``AcceleratorState()`` works."""
     return has_accelerator()

@@ -1,4 +1,4 @@
-"""The trackers of one Accelerator: made, started, written to, and ended together."""
+"""The trackers of an Accelerator: created, started, written to, and finished together."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["Tracking"]
 
 
 class Tracking:
-    """What ``log_with`` asked for, and a JSONL record beside it wherever the project has a folder.
+    """The trackers of ``log_with``, and a JSONL record in addition if the project has a folder.
 
-    Every rank calls every method; each tracker knows on which of them it acts. Nothing here communicates.
+    Every rank calls every method, and each tracker decides on which ranks it acts. Nothing here communicates.
 
     Args:
-        log_with: as for ``filter_trackers``.
+        log_with: see ``filter_trackers``.
         project: its ``logging_dir`` is read when the trackers start.
 
     Raises:
-        UsageError: an unknown tracker, or one that needs a folder and has none.
+        UsageError: a tracker is unknown, or needs a folder but has none.
     """
 
     def __init__(self, log_with: Any, project: ProjectConfiguration) -> None:
@@ -40,12 +40,12 @@ class Tracking:
         """Start the trackers; each decides on which processes it writes.
 
         Args:
-            project_name: the name of the experiment.
+            project_name: name of the experiment.
             config: settings to store with it.
-            init_kwargs: by tracker name, more arguments of its start.
+            init_kwargs: additional arguments for starting a tracker, by tracker name.
 
         Raises:
-            UsageError: ``init_kwargs`` names a tracker that is not used.
+            UsageError: ``init_kwargs`` names a tracker that is not in use.
         """
         given = dict(init_kwargs or {})
         self._warn_of_unused("init_kwargs", given)
@@ -62,12 +62,12 @@ class Tracking:
                 tracker.store_init_configuration(dict(config))
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return the tracker ``name``, or with ``unwrap`` the object of its library (None on a rank that does not write).
+        """Return the tracker ``name``; with ``unwrap``, its library's object (None on a rank that does not write).
 
-        Before ``init_trackers`` a tracker that does nothing.
+        Before ``init_trackers`` it returns a tracker that does nothing.
 
         Raises:
-            UsageError: there is none of this name.
+            UsageError: there is no tracker with this name.
         """
         active = self._active()
         if not active:
@@ -77,29 +77,29 @@ class Tracking:
                 return tracker.tracker if unwrap else tracker
         raise UsageError(
             f"get_tracker({name!r}): there is no such tracker",
-            do=f"give one of {', '.join(tracker.name for tracker in active)}",
+            do=f"use one of {', '.join(tracker.name for tracker in active)}",
         )
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
-        """Give ``values`` of ``step`` to every tracker; call it on every process.
+        """Pass ``values`` of ``step`` to every tracker; call it on every process.
 
         Args:
-            values: numbers and texts by name.
-            step: of the run.
-            log_kwargs: by tracker name, more arguments of its ``log``.
+            values: numbers and strings by name.
+            step: step of the run.
+            log_kwargs: additional arguments of a tracker's ``log``, by tracker name.
         """
         given = log_kwargs or {}
         for tracker in self._active():
             tracker.log(dict(values), step=step, **given.get(tracker.name, {}))
 
     def finish(self) -> None:
-        """End every tracker, also those after one that fails; the first failure is raised then. A second call does nothing."""
+        """Finish every tracker, even if one fails, then raise the first failure. A second call does nothing."""
         active, self.trackers, self._record = self._active(), [], None
         failures = []
         for tracker in active:
             try:
                 tracker.finish()
-            except Exception as error:  # noqa: BLE001 - raised below, once the others are closed
+            except Exception as error:  # noqa: BLE001 - raised below, after the others are closed
                 failures.append(error)
         if failures:
             raise failures[0]
@@ -119,8 +119,8 @@ class Tracking:
         unused = sorted(set(given) - used)
         if unused:
             warn(
-                f"{argument} holds options for {', '.join(unused)}, and log_with has "
-                f"{', '.join(sorted(used)) or 'no tracker'}: they have no effect"
+                f"{argument} holds options for {', '.join(unused)}, but log_with has "
+                f"{', '.join(sorted(used)) or 'no tracker'}, so they have no effect"
             )
 
 

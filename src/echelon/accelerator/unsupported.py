@@ -1,4 +1,4 @@
-"""Accelerate's members that this version does not support, or that have no effect in it: methods of the Accelerator."""
+"""Accelerate's members that this version does not support or that have no effect: methods of the Accelerator."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ T = TypeVar("T")
 
 
 def refuse_unsupported(**arguments: Any) -> None:
-    """Raise for the first argument that was given: each belongs to a later version."""
+    """Raise for the first argument that is set; none of them is supported yet."""
     for name, value in arguments.items():
         if value is not None:
             raise ConfigError(
-                f"Accelerator({name}=) is not offered yet by this version of echelon",
+                f"Accelerator({name}=) is not supported by this version of echelon",
                 where=f"code Accelerator({name}=)",
-                do=f"leave {name} out",
+                do=f"remove {name}",
             )
 
 
@@ -32,18 +32,18 @@ def maybe_context_parallel(
     buffer_seq_dims: list[int] | None = None,
     no_restore_buffers: set[torch.Tensor] | None = None,
 ) -> AbstractContextManager[None]:
-    """Return the context that cuts sequences over the ranks where ``parallelism_config`` says so: here an empty one."""
+    """Return a context that does nothing, because context parallelism is not supported."""
     return nullcontext()
 
 
 def deepspeed_ulysses_dl_adapter(self: object, dl: T, model: nn.Module) -> T:
-    """Return ``dl``: sequences are cut over the ranks where ``parallelism_config`` says so only."""
+    """Return ``dl`` unchanged, because sequence parallelism is not supported."""
     return dl
 
 
 def lomo_backward(self: object, loss: torch.Tensor, learning_rate: float) -> None:
-    """Raise: LOMO, which updates the parameters inside the backward pass, is not offered."""
+    """Raise, because LOMO, which updates the parameters inside the backward pass, is not supported."""
     raise UsageError(
-        "lomo_backward() is not offered: LOMO updates the parameters inside the backward pass, rank by rank",
-        do="use an optimizer with a step(), and backward(loss)",
+        "lomo_backward() is not supported: LOMO updates the parameters inside the backward pass, separately on each rank",
+        do="use an optimizer with step(), and backward(loss)",
     )
