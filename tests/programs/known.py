@@ -75,10 +75,10 @@ _REFUSALS: list[_Refusal] = [
     _Refusal(
         "LBFGS needs whole parameters",
         lambda p, at: p.optimizer == "lbfgs" and (at.engine or "").startswith(("fsdp2", "zero1")),
-        "LBFGS (cannot step sharded parameters|looks at a parameter as a whole)|the state of LBFGS cannot be sharded",
+        "LBFGS (cannot step sharded parameters|needs whole parameters)|the state of LBFGS cannot be sharded",
     ),
     _Refusal(
-        "LBFGS evaluates again, and the batches of an update are gone",
+        "LBFGS evaluates its closure again after the batches of an update are gone",
         lambda p, at: p.optimizer == "lbfgs",
         "LBFGS evaluates its closure again at other parameters",
     ),
@@ -132,7 +132,7 @@ _OPEN: list[tuple[str, Callable[[Case], bool]]] = []
 _EXPECTED_WARNINGS: list[str] = [
     "FSDP2-wrapped module .* returned a view tensor",
     "Sparse invariant checks are implicitly disabled",
-    "EchelonWarning: settings of sharding are without effect on one process",  # fsdp= of a Trainer
+    "EchelonWarning: sharding settings have no effect on a single process",  # fsdp= of a Trainer
     "EchelonWarning: the last backward pass was not synchronized",
     # of a layer that is unfrozen after DistributedDataParallel was made
     "EchelonWarning: this step uses gradients of Net that the other ranks have not seen",

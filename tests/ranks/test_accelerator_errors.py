@@ -116,7 +116,7 @@ def test_a_non_scalar_with_its_gradient_is_fine() -> None:
 
 @pytest.mark.parametrize("arguments", [(), (3, "x"), ([], {})])
 def test_prepare_of_nothing_known(arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(UsageError, match="given nothing that it knows"):
+    with pytest.raises(UsageError, match="given no object that it can prepare"):
         Accelerator().prepare(*arguments)
 
 
@@ -153,7 +153,7 @@ def test_weights_that_contradict_each_other() -> None:
         ({"kwargs_handlers": [object()]}, ["holds a object"]),
         (
             {"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=3)},
-            ["are both given"],
+            ["are both set"],
         ),
     ],
 )

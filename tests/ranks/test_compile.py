@@ -251,9 +251,9 @@ def test_the_backend_comes_from_the_code_or_the_environment() -> None:
 
 
 def test_a_backend_and_a_plugin_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match="dynamo_backend='eager' and dynamo_plugin are both given") as raised:
+    with pytest.raises(ConfigError, match="dynamo_backend='eager' and dynamo_plugin are both set") as raised:
         Accelerator(cpu=True, dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin())
-    assert "give one of the two" in str(raised.value.do)
+    assert "pass one of the two" in str(raised.value.do)
     with environ.patch({"ACCELERATE_DYNAMO_BACKEND": "torhchxla_trace_once"}), pytest.raises(ConfigError) as raised:
         Accelerator(cpu=True)
     assert "env ACCELERATE_DYNAMO_BACKEND" in str(raised.value)

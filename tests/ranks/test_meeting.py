@@ -135,7 +135,7 @@ def test_a_rank_in_another_collective_is_an_error_in_time(
         assert "    rank 0: " in text
         assert "  do:    call it on every rank, in the same order" in text
         if "get_state_dict" in (alone, others):
-            assert "It returns the state on rank zero, and None on the others." in text
+            assert "It returns the state on rank zero and None on the other ranks." in text
 
 
 @contextmanager

@@ -484,8 +484,8 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (_turns, UsageError, "was computed after an optimizer's step"),
     (_outside, UsageError, "outside the loop of a prepared DataLoader"),
     (_norms_that_train_later, UsageError, "1 (BatchNorm1d): a BatchNorm in training mode"),
-    (_fractions, UsageError, "num_items=2.5 is not a whole number"),
-    (_other_threads, ConfigError, "threads is 1 on rank 0 and 2 on rank 1"),
+    (_fractions, UsageError, "num_items=2.5 is not an integer"),
+    (_other_threads, ConfigError, "threads is 1 on rank 0 but 2 on rank 1"),
     (_fused, UsageError, "AdamW(fused=True) rounds differently"),
     (_groups_of_ranks, UsageError, "not within 2 groups"),
     (
@@ -494,7 +494,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
         "1 (BatchNorm1d): a BatchNorm in training",
     ),
     (partial(_prepared, _mlp(), canonical_shards=1), ConfigError, "canonical_shards=1 for 2 processes"),
-    (partial(_prepared, _mlp(), max_micro_batch_size=2), ConfigError, "give canonical_shards=12"),
+    (partial(_prepared, _mlp(), max_micro_batch_size=2), ConfigError, "set canonical_shards=12"),
     (
         partial(_prepared, _mlp(), kwargs_handlers=[DistributedDataParallelKwargs(comm_hook="fp16")]),
         ConfigError,

@@ -85,7 +85,7 @@ def _other_model() -> str:
 
 def test_a_rank_that_builds_another_model_is_an_error_on_all() -> None:
     for text in run_on_ranks(_other_model, world_size=2):
-        assert "rank 1 prepares another model than rank zero" in text
+        assert "rank 1 prepares a different model than rank zero" in text
         assert "'weight torch.float32 [4, 3]'" in text
         assert "'weight torch.float32 [2, 3]'" in text
 

@@ -395,7 +395,7 @@ def test_a_missing_or_damaged_file_is_named_and_nothing_is_loaded_from_beside_a_
         accelerator.load_state(folder)
     assert not model.weight.any()
     assert before.any()
-    with pytest.raises(UsageError, match="there is no folder"):
+    with pytest.raises(UsageError, match="does not exist"):
         accelerator.load_state(tmp_path / "elsewhere")
 
 
@@ -454,7 +454,7 @@ def test_a_folder_that_cannot_be_replaced_is_refused(tmp_path: Path, monkeypatch
         accelerator.save_state(tmp_path / "file")
     with pytest.raises(UsageError, match="was called without a folder"):
         accelerator.save_state()
-    with pytest.raises(UsageError, match="was given tag, which the engine single does not know"):
+    with pytest.raises(UsageError, match="was given tag, which the engine single does not support"):
         accelerator.save_state("x", tag=3)
 
 

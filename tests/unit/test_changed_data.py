@@ -74,7 +74,9 @@ def test_another_batch_size_without_parity_is_refused_and_goes_on_in_samples(lay
     changed = r"loader\[0\]: its batch_size was 4, and is 6"
     _refused(_Run(tmp_path, _loader(40, 6), layout=layout), changed, "after 24 of 40 samples; 4 of the 28")
     run = _Run(tmp_path, _loader(40, 6), layout=layout)
-    with pytest.warns(EchelonWarning, match=rf"{changed}.*goes on after 24 of 40 samples; 4 of the 28 .* are repeated"):
+    with pytest.warns(
+        EchelonWarning, match=rf"{changed}.*continues after 24 of 40 samples; 4 of the 28 .* are repeated"
+    ):
         assert run.accelerator.resume(allow_changed_data=True)
     assert run.train(1) == [(0, [*range(24, 30)]), (0, [*range(30, 36)]), (0, [*range(36, 40)])]
     run = _Run(tmp_path, _loader(40, 2), layout=layout)
@@ -113,7 +115,7 @@ def test_another_length_of_the_data_is_refused_in_the_middle_of_an_epoch(
     place = rf"after 24 of {num_now} samples"
     _refused(_Run(tmp_path, _loader(num_now, size, shuffle=shuffle), parity=parity), changed, place)
     run = _Run(tmp_path, _loader(num_now, size, shuffle=shuffle), parity=parity)
-    with pytest.warns(EchelonWarning, match=rf"{changed}.*goes on {place}.*repeated or missing in this epoch"):
+    with pytest.warns(EchelonWarning, match=rf"{changed}.*continues {place}.*repeated or missing in this epoch"):
         assert run.accelerator.resume(allow_changed_data=True)
     read = run.train(2)
     assert len(_flat(read, 0)) == max(num_now - 24, 0)
@@ -129,7 +131,7 @@ def test_data_that_grow_between_two_epochs_are_told_and_gone_on_with(parity: str
         run.read += [(epoch, i.tolist()) for (i,) in run.loaders[0]]
     run.save()
     run = _Run(tmp_path, _loader(12, 6), parity=parity)
-    told = r"the next epoch is over those of now: loader\[0\]: it had 8 samples, and has 12; its batch_size was 4, and is 6"
+    told = r"the next epoch uses the current data: loader\[0\]: it had 8 samples, and has 12; its batch_size was 4, and is 6"
     with pytest.warns(EchelonWarning, match=told):
         assert run.accelerator.resume()
     assert run.train(2) == [(1, [*range(6)]), (1, [*range(6, 12)])]
@@ -203,7 +205,7 @@ def test_the_loader_that_changed_is_named_among_several_and_evaluations_do_not_c
     run.loaders.pop()
     run.train(1, stop=3)  # in the first... the second one begins after two batches
     again = _Run(tmp_path, _loader(8), _loader(12, 2), _loader(60, 1))
-    with pytest.raises(CheckpointError, match=r"now: loader\[1\]: it had 8 samples, and has 12\."):
+    with pytest.raises(CheckpointError, match=r"since: loader\[1\]: it had 8 samples, and has 12\."):
         again.accelerator.resume()
     same = _Run(tmp_path, _loader(8), _loader(8, 2), _loader(60, 1))
     assert same.accelerator.resume()
@@ -257,7 +259,7 @@ def test_a_stateful_loader_with_other_batches_is_refused_and_begins_anew_in_samp
     make(4).train(1, stop=3)
     _refused(make(6), r"loader\[0\]: its batch_size was 4, and is 6", "after 12")
     run = make(6)
-    with pytest.warns(EchelonWarning, match="goes on after 12"):
+    with pytest.warns(EchelonWarning, match="continues after 12"):
         run.accelerator.resume(allow_changed_data=True)
     assert _flat(run.train(1), 0) == [*range(12, 24)]
     run = make(4)
@@ -289,7 +291,7 @@ def test_the_configuration_allows_it_too(tmp_path: Path, monkeypatch: pytest.Mon
     _Run(tmp_path, _loader(8)).train(1, stop=1)
     monkeypatch.setenv("ECHELON_ALLOW_CHANGED_DATA", "true")
     run = _Run(tmp_path, _loader(12))
-    with pytest.warns(EchelonWarning, match="goes on after 4 of 12 samples"):
+    with pytest.warns(EchelonWarning, match="continues after 4 of 12 samples"):
         assert run.accelerator.resume()
     assert _flat(run.train(1), 0) == [*range(4, 12)]
     with pytest.raises(CheckpointError, match="it had 8 samples, and has 12"):

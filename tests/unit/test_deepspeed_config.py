@@ -326,7 +326,7 @@ def test_dummies_and_the_model_fill_the_config(caplog: pytest.LogCaptureFixture)
     [
         ({"deepspeed_plugin": 3}, "deepspeed_plugin is a int"),
         ({"deepspeed_plugin": {"a": DeepSpeedPlugin(), "b": DeepSpeedPlugin()}}, "has 2 plugins (a, b)"),
-        ({"deepspeed_plugin": DeepSpeedPlugin(), "deepspeed_plugins": DeepSpeedPlugin()}, "are both given"),
+        ({"deepspeed_plugin": DeepSpeedPlugin(), "deepspeed_plugins": DeepSpeedPlugin()}, "are both set"),
         ({"deepspeed_plugin": DeepSpeedPlugin(), "engine": "ddp"}, "engine='ddp' and settings of DeepSpeed"),
         ({"deepspeed_plugin": DeepSpeedPlugin(zero_stage=1), "engine": "fsdp2"}, "use engine='zero1'"),
         (

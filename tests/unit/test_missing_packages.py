@@ -62,7 +62,7 @@ def test_zero_3_without_deepspeed_names_both_ways_on(by: str) -> None:
     text = str(caught.value)
     assert "DeepSpeed" in text
     assert "which is not installed" in text
-    assert f"{REMEDY}, or give engine='fsdp2'" in text
+    assert f"{REMEDY}, or pass engine='fsdp2'" in text
     where = {
         "environment": "env ACCELERATE_USE_DEEPSPEED",
         "plugin": "code Accelerator(deepspeed_plugin=)",
@@ -109,6 +109,6 @@ def test_the_launcher_says_it_before_a_rank_starts(
     assert ("the ranks are started" in told) is not is_refused
     if not is_refused:
         return
-    assert "needs the package 'deepspeed', which is not installed" in told
+    assert "requires the package 'deepspeed', which is not installed" in told
     assert f"where: file {CONFIG}:" in told
     assert f"{REMEDY} or add --engine fsdp2" in told

@@ -49,9 +49,9 @@ def _saved(folder: Path, parity: str = "bitwise") -> None:
 @pytest.mark.parametrize(
     ("name", "other", "do"),
     [
-        ("canonical_shards", {"canonical_shards": 4}, "give canonical_shards=8"),
-        ("torch_build", {"torch_build": "2.0.0 (1234)"}, "install that torch"),
-        ("processor", {"processor": "an abacus"}, "go on on that type"),
+        ("canonical_shards", {"canonical_shards": 4}, "set canonical_shards=8"),
+        ("torch_build", {"torch_build": "2.0.0 (1234)"}, "install that version of torch"),
+        ("processor", {"processor": "an abacus"}, "resume on that type of processor"),
     ],
 )
 def test_a_run_goes_on_only_where_its_bits_are_the_same(
@@ -100,10 +100,10 @@ def test_threads_that_change_in_the_run_are_an_error() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ("deterministic", "operations that are not deterministic"),
+        ("deterministic", "nondeterministic operations"),
         ("matmul", "tf32 in matrix products"),
         ("convolutions", "tf32 in convolutions"),
-        ("benchmark", "kernels chosen by their speed"),
+        ("benchmark", "kernels selected by benchmarking"),
         (None, None),
     ],
 )
@@ -129,11 +129,11 @@ def test_several_threads_need_deterministic_operations() -> None:
 
 
 def test_compiled_kernels_that_depend_on_earlier_shapes_are_refused() -> None:
-    with pytest.raises(ConfigError, match="other kernels for a shape"):
+    with pytest.raises(ConfigError, match="different kernels for a shape"):
         _prepared(dynamo_backend="eager")
     _prepared(dynamo_plugin=TorchDynamoPlugin(backend="eager", dynamic=False))
     model = nn.Sequential(torch.compile(nn.Linear(3, 1), backend="eager"))
-    with pytest.raises(UsageError, match=r"0 \(OptimizedModule\): torch.compile takes other kernels"):
+    with pytest.raises(UsageError, match=r"0 \(OptimizedModule\): torch.compile may choose different kernels"):
         _prepared(model=model)
 
 
@@ -175,7 +175,7 @@ def _train(accelerator: Accelerator, model: Any, loader: Any) -> None:
 
 def test_a_buffer_that_forward_passes_change_is_an_error_in_the_first_update() -> None:
     accelerator, model, loader = _prepared(model=nn.Sequential(_Counting()))
-    with pytest.raises(UsageError, match=r"the buffer 0\.seen changed in a forward pass"):
+    with pytest.raises(UsageError, match=r"the buffer 0\.seen changed in a training forward pass"):
         _train(accelerator, model, loader)
 
 
@@ -192,11 +192,11 @@ def test_optimizers_that_see_a_parameter_as_a_whole_are_refused_on_parts() -> No
     weights = [nn.Parameter(torch.ones(2, 2))]
     for optimizer, text in (
         (torch.optim.AdamW(weights, fused=True), r"AdamW\(fused=True\) rounds differently"),
-        (torch.optim.Adafactor(weights), "Adafactor looks at a parameter as a whole"),
+        (torch.optim.Adafactor(weights), "Adafactor needs whole parameters"),
     ):
         with pytest.raises(UsageError, match=text):
             refuse_optimizers([optimizer], is_sharded=True)
         refuse_optimizers([optimizer], is_sharded=False)
     refuse_optimizers([torch.optim.AdamW(weights, foreach=True), torch.optim.SGD(weights)], is_sharded=True)
-    with pytest.warns(EchelonWarning, match="holds for _Own on sharded parameters if"):
+    with pytest.warns(EchelonWarning, match="holds for _Own on sharded parameters only if"):
         refuse_optimizers([_Own(weights)], is_sharded=True)

@@ -151,9 +151,7 @@ def test_where_nothing_can_be_saved_it_ends_and_says_so(caplog: pytest.LogCaptur
 def test_without_resume_a_folder_of_the_project_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(preemption.Preempted):
         train(accelerator(tmp_path), signal_at(3, "train"), resume=None)
-    assert re.search(
-        r"after step 3 .* saved in \S*/preempted, from where resume\('\S*/preempted'\) goes on", caplog.text
-    )
+    assert re.search(r"after step 3 .* saved \S*/preempted; resume\('\S*/preempted'\) continues from it", caplog.text)
     weights, _ = train(accelerator(None), nothing, resume=(tmp_path / "preempted",))
     assert all(map(torch.equal, weights, train(accelerator(None), nothing, resume=None)[0]))
 

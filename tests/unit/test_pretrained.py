@@ -223,7 +223,7 @@ def test_what_is_not_offered_says_so(tmp_path: Path, argument: str) -> None:
 
 def test_prepare_refuses_a_model_without_values_and_takes_it_loaded(tmp_path: Path) -> None:
     model = _on_meta()
-    with pytest.raises(UsageError, match="Net is on the meta device: it has no values") as raised:
+    with pytest.raises(UsageError, match="Net is on the meta device and has no values") as raised:
         Accelerator(cpu=True).prepare(model)
     assert "load_checkpoint_in_model(model, folder) before prepare()" in str(raised.value.do)
     load_checkpoint_in_model(model, _folder(tmp_path))

@@ -476,9 +476,9 @@ def test_the_engine_gets_the_options_beside_those_of_today(monkeypatch: pytest.M
     assert options["sharding"] is sharding
     assert options["find_unused_parameters"] is True
     assert "sharding" not in make_engine(None, _world(), None, ddp)  # type: ignore[operator]
-    with pytest.raises(ConfigError, match="engine='ddp' and settings of sharding"):
+    with pytest.raises(ConfigError, match="engine='ddp' and sharding settings"):
         make_engine("ddp", _world(), None, ddp, sharding)
-    with pytest.raises(ConfigError, match=r"engine=SingleEngine\(\) and settings of sharding"):
+    with pytest.raises(ConfigError, match=r"engine=SingleEngine\(\) and sharding settings"):
         make_engine(make_engine("single", _world(1, 1), None, ddp), _world(), None, ddp, sharding)
 
 
@@ -501,7 +501,7 @@ def test_a_plugin_is_made_where_it_is_asked_for_by_the_environment_or_by_name(mo
 
 def test_one_process_has_nothing_to_shard_and_says_so() -> None:
     plugin = FullyShardedDataParallelPlugin()
-    with pytest.warns(EchelonWarning, match="one process: there is nothing to shard"):
+    with pytest.warns(EchelonWarning, match="sharding settings have no effect on a single process"):
         accelerator = Accelerator(fsdp_plugin=plugin, parallelism_config=ParallelismConfig())
     assert accelerator.state.fsdp_plugin is plugin
     assert accelerator.capabilities.name == "single"

@@ -42,7 +42,7 @@ from echelon.accelerator.plugins.project_configuration import ProjectConfigurati
 from echelon.accelerator.preemption import PreemptionHandler
 from echelon.accelerator.prepare.data_loaders import skip_first_batches
 from echelon.accelerator.prepare.prepare_arguments import known_objects, replace_prepared
-from echelon.accelerator.prepare.prepare_objects import prepare_for_evaluation, prepare_found, prepare_one_loader
+from echelon.accelerator.prepare.prepare_objects import prepare_for_evaluation, prepare_one_loader, prepare_unprepared
 from echelon.accelerator.profiling import ProfileKwargs, profile
 from echelon.accelerator.setup.build import dynamo_settings, resolve_settings
 from echelon.accelerator.setup.build_session import build_session
@@ -416,7 +416,7 @@ class Accelerator:
             DesyncError: the ranks passed different models or data.
         """
         found = known_objects(args, device_placement, default=self.device_placement)
-        prepare_found(self.session, found, is_on_several_devices=self.verify_device_map)
+        prepare_unprepared(self.session, found, is_on_several_devices=self.verify_device_map)
         results = tuple(replace_prepared(argument, self.session.objects.originals) for argument in args)
         return results[0] if len(results) == 1 else results
 

@@ -1,1 +1,1 @@
-"""``prepare``: models, loaders and what is compiled."""
+"""``prepare``: models, optimizers, schedulers and loaders."""

@@ -1,4 +1,4 @@
-"""Loaders outside the Accelerator, under Accelerate's names: preparing one, skipping its first batches."""
+"""Loaders without an Accelerator, under Accelerate's names: preparing one, and skipping its first batches."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["get_sampler", "prepare_data_loader", "skip_first_batches"]
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-    """Return a loader as ``dataloader``, without its first ``num_batches`` batches, in every pass.
+    """Return a loader like ``dataloader`` that skips the first ``num_batches`` batches of every pass.
 
-    Data with an index is not read for nothing: the batch sampler is advanced. Iterable data is read and thrown away.
+    For map-style datasets the batch sampler is advanced without reading; iterable datasets are read and discarded.
 
     Args:
-        dataloader: prepared (then batches of this rank are counted) or not. It stays as it is.
-        num_batches: how many.
+        dataloader: prepared (``num_batches`` then counts this rank's batches) or not. It is not changed.
+        num_batches: number of batches to skip.
     """
     if isinstance(dataloader, PreparedLoader):
         return dataloader.skipping(num_batches)
@@ -53,28 +53,28 @@ def prepare_data_loader(
     already_sharded: bool | None = None,
     reading: ActiveLoaders[PreparedLoader] | None = None,
 ) -> PreparedLoader:
-    """Cut ``dataloader`` for the processes by hand; the Accelerator built last, if there is one, knows when it is read.
+    """Shard ``dataloader`` explicitly; the Accelerator built last, if any, tracks when it is read.
 
     Args:
-        dataloader: the user's.
-        device: of this process; None: the current one.
-        num_processes: None: as the process group.
-        process_index: the same.
-        split_batches: as in ``DataLoaderConfiguration``, and so the next ones.
+        dataloader: the user's loader.
+        device: device of this process; None: the current one.
+        num_processes: None: size of the process group.
+        process_index: None: rank in the process group.
+        split_batches: this and the following options: see ``DataLoaderConfiguration``.
         put_on_device: move batches to the device.
-        rng_types: random states that every rank takes from rank zero at the beginning of each pass.
-        dispatch_batches: rank zero alone reads; None: for iterable datasets with ``put_on_device``.
-        even_batches: fill the last round, so that every process makes the same number of steps.
-        slice_fn_for_dispatch: cuts a dispatched batch.
+        rng_types: random states that every rank takes from rank zero at the start of each pass.
+        dispatch_batches: only rank zero reads; None: for iterable datasets with ``put_on_device``.
+        even_batches: fill the last step, so that every process makes the same number of steps.
+        slice_fn_for_dispatch: splits a dispatched batch.
         use_seedable_sampler: shuffle by (seed, epoch).
-        data_seed: that seed.
-        non_blocking: copy to the device without waiting.
-        use_stateful_dataloader: by torchdata.
-        torch_device_mesh: with axes along which batches are not split (``tp``, ``cp``, ``sp``).
-        already_sharded: it gives each process its own part already; None: as it is recognised.
-        reading: where the loader notes that it is being read; None: that of ``GradientState()``.
+        data_seed: seed for ``use_seedable_sampler``.
+        non_blocking: copy to the device asynchronously.
+        use_stateful_dataloader: use torchdata's StatefulDataLoader.
+        torch_device_mesh: mesh whose axes ``tp``, ``cp`` and ``sp`` do not split batches.
+        already_sharded: whether it already gives each process its own shard; None: detected.
+        reading: tracks the loaders being read; None: that of ``GradientState()``.
 
-    Collective: every process of the group, where there are several.
+    Collective: every process of the group.
     """
     world = World.current()
     rank = world.rank if process_index is None else process_index
@@ -109,7 +109,7 @@ def rng_type_names(rng_types: Iterable[Any] | None) -> tuple[str, ...]:
 
 
 def get_sampler(dataloader: DataLoader[Any]) -> Any:
-    """Return the sampler that draws the order of ``dataloader``."""
+    """Return the sampler that determines the order of ``dataloader``."""
     if isinstance(dataloader, PreparedLoader):
         return dataloader.get_sampler()
     batches: Any = dataloader.sampler if hasattr(dataloader.sampler, "batch_size") else dataloader.batch_sampler
@@ -117,7 +117,7 @@ def get_sampler(dataloader: DataLoader[Any]) -> Any:
 
 
 def _along_batch_axes(mesh: Any, rank: int, world_size: int) -> tuple[int, int]:
-    """Count only the axes along which batches are split; ranks that differ in the others read the same."""
+    """Return rank and size over the axes along which batches are split; ranks that differ in others read the same data."""
     same = 1
     for axis in ("tp", "cp", "sp"):
         if axis in (mesh.mesh_dim_names or ()):

@@ -1,4 +1,4 @@
-"""The arguments of ``prepare``: objects of known kinds, nested as the user likes; and nested tensors, for the Trainer."""
+"""The arguments of ``prepare``: objects of known kinds, possibly nested; also nested tensors, for the Trainer."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def known_objects(
     """Return the objects of known kinds in ``arguments``, each once, with whether to move it to the device.
 
     Raises:
-        UsageError: there is none, or ``placement`` is not one entry for each argument.
+        UsageError: there is none, or ``placement`` does not have one entry per argument.
     """
     if placement and len(placement) != len(arguments):
         raise UsageError(
             f"device_placement has {len(placement)} entries for {len(arguments)} arguments",
-            do="give one for each argument",
+            do="pass one entry for each argument",
         )
     found: list[tuple[Any, bool]] = []
     for argument, place in zip(arguments, placement or [None] * len(arguments)):
@@ -47,8 +47,8 @@ def known_objects(
     if not found:
         kinds = ", ".join(type(argument).__name__ for argument in arguments) or "no argument"
         raise UsageError(
-            f"prepare() was given nothing that it knows: {kinds}",
-            do="give it a torch.nn.Module, a torch Optimizer, a learning-rate scheduler or a DataLoader",
+            f"prepare() was given no object that it can prepare: {kinds}",
+            do="pass a torch.nn.Module, a torch Optimizer, a learning-rate scheduler or a DataLoader",
         )
     return found
 
@@ -66,7 +66,7 @@ def _collect(argument: Any, place: bool, found: list[tuple[Any, bool]]) -> None:
 
 
 def replace_prepared(argument: Any, originals: Mapping[int, tuple[object, Any]]) -> Any:
-    """Return ``argument`` with every prepared object in the place of what it was made from."""
+    """Return ``argument`` with prepared objects in place of their originals."""
     if id(argument) in originals:
         return originals[id(argument)][1]
     if isinstance(argument, (tuple, list)) and not isinstance(argument, nn.Module):

@@ -1,4 +1,4 @@
-"""``Accelerator.prepare``: models, optimizers, schedulers and loaders are made ready for the ranks."""
+"""``Accelerator.prepare``: prepares models, optimizers, schedulers and loaders for the ranks."""
 
 from __future__ import annotations
 
@@ -15,33 +15,35 @@ from echelon.accelerator.prepare.compile import compile_regions, compile_whole, 
 from echelon.accelerator.prepare.data_loaders import rng_type_names
 from echelon.accelerator.session import Session
 from echelon.accelerator.setup.build_deepspeed import reject_placeholders
-from echelon.accelerator.setup.watch import watched
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
 from echelon.accelerator.update.scheduler import AcceleratedScheduler
 from echelon.accelerator.update.step_timing import time_forward
 from echelon.base.errors import UsageError
 from echelon.base.logging import get_logger
+from echelon.base.sharded import is_dtensor
 from echelon.config.origin import Setting
 from echelon.data.active_loaders import LoaderOptions
 from echelon.data.loader import PreparedLoader
 from echelon.data.prepare_loader import prepare_loader
+from echelon.distributed.peer_responder import Watcher
 from echelon.engines.deepspeed.options import DrivenScheduler, DummyOptim, DummyScheduler
 from echelon.precision.float8 import convert_model_to_fp8_ao
+from echelon.world.world import World
 
-__all__ = ["prepare_for_evaluation", "prepare_found", "prepare_one_loader"]
+__all__ = ["prepare_for_evaluation", "prepare_one_loader", "prepare_unprepared"]
 
 _logger = get_logger(__name__)
 
 
-def prepare_found(
+def prepare_unprepared(
     session: Session, found: Sequence[tuple[Any, bool]], *, is_on_several_devices: Callable[[nn.Module], bool]
 ) -> None:
-    """Prepare what was not prepared before.
+    """Prepare the objects that have not been prepared before.
 
     Args:
-        session: of the run; its ``objects`` know afterwards what each object became.
+        session: session of the run, whose ``objects`` record the results.
         found: objects of known kinds, each with whether to move it to the device.
-        is_on_several_devices: tells whether a model was loaded over several devices.
+        is_on_several_devices: returns whether a model was loaded over several devices.
 
     Collective: every rank, with the same objects in the same order.
     """
@@ -61,8 +63,8 @@ def prepare_found(
         if session.world.world_size > 1 and is_on_several_devices(model):
             raise UsageError(
                 f"{type(model).__name__} was loaded over several devices (its hf_device_map has several entries), so "
-                "the ranks cannot each train a copy",
-                do="load it on one device: leave device_map out",
+                "each rank cannot train its own copy",
+                do="load it on one device: remove device_map",
             )
         _place_and_cast(session, model, place=place)
     bare = [model for model, _ in models]
@@ -71,14 +73,24 @@ def prepare_found(
         _fill_deepspeed(session, bare, optimizers, schedulers)
     given = [_compile(session.dynamo_plugin, model, by_regions=True) for model in bare]
     prepared = engine.prepare(given, optimizers, schedulers)
-    session.watcher = watched(prepared.models, world=session.world)
+    session.watcher = _build_watcher(prepared.models, world=session.world)
     for model, shaped, wrapped in zip(bare, given, prepared.models):
         _add_model(session, model, shaped, wrapped)
     for optimizer, inner in zip(optimizers, prepared.optimizers):
         _add_optimizer(session, optimizer, inner)
     for scheduler, inner in zip(schedulers, prepared.schedulers):
         objects.schedulers.append(_wrap_scheduler(session, inner))
-        objects.note(scheduler, objects.schedulers[-1])
+        objects.record(scheduler, objects.schedulers[-1])
+
+
+def _build_watcher(models: Sequence[nn.Module], *, world: World) -> Watcher | None:
+    """Return the watcher that answers other ranks; it counts the collectives over the shards of ``models``."""
+    if world.world_size == 1:
+        return None
+    watcher = Watcher.of_process(world.device)
+    meshes = {p.device_mesh for model in models for p in model.parameters() if is_dtensor(p)}
+    watcher.watch(group for mesh in meshes for group in mesh.get_all_groups())
+    return watcher
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -104,15 +116,15 @@ def _place_and_cast(session: Session, model: nn.Module, *, place: bool) -> None:
 
 
 def _arrives_later(session: Session, model: nn.Module) -> bool:
-    """Tell whether the engine brings values to ``model``, part by part: on the device it would not have room whole."""
+    """Return whether the engine materializes ``model`` in parts, because it may not fit on the device as a whole."""
     on_meta = any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
     if session.capabilities.shards_parameters:
         return on_meta or (session.fsdp_plugin is not None and session.fsdp_plugin.cpu_ram_efficient_loading)
     if on_meta and session.world.device.type != "meta":
         raise UsageError(
-            f"{type(model).__name__} is on the meta device: it has no values",
+            f"{type(model).__name__} is on the meta device and has no values",
             where=f"prepare(), engine {session.capabilities.name}",
-            do="call load_checkpoint_in_model(model, folder) before prepare(); where parameters are sharded, after it",
+            do="call load_checkpoint_in_model(model, folder) before prepare(); if parameters are sharded, after it",
         )
     return False
 
@@ -124,20 +136,20 @@ def _compile(plugin: TorchDynamoPlugin, model: nn.Module, *, by_regions: bool) -
 
 
 def _add_model(session: Session, model: nn.Module, shaped: nn.Module, wrapped: nn.Module) -> None:
-    """Take over what the engine made of ``shaped``, which is ``model``, or its compiled copy."""
+    """Register the engine's result ``wrapped`` for ``shaped``, which is ``model`` or its compiled copy."""
     objects, update, capabilities = session.objects, session.update, session.capabilities
     objects.models.append(wrapped)
-    if capabilities.shards_parameters:  # its layers wait for every rank, in the forward pass already
+    if capabilities.shards_parameters:  # its forward pass already waits for every rank
         wrapped.register_forward_pre_hook(update.before_forward, prepend=True)
     elif session.world.world_size > 1 and capabilities.joins_uneven and wrapped is not shaped:
         wrapped.register_forward_pre_hook(update.before_training_forward, prepend=True)
-    # Whole models are compiled around the engine's wrapper: torch then cuts the graph where DDP sends gradients.
-    became = wrapped if is_compiled(shaped) else _compile(session.dynamo_plugin, wrapped, by_regions=False)
-    if became is not wrapped:
-        objects.note_compiled(became, wrapped)
-    time_forward(became)
-    for one in (model, wrapped, became):
-        objects.note(one, became)
+    # Whole models are compiled around the engine's wrapper, so that torch splits the graph where DDP reduces gradients.
+    final = wrapped if is_compiled(shaped) else _compile(session.dynamo_plugin, wrapped, by_regions=False)
+    if final is not wrapped:
+        objects.record_compiled(final, wrapped)
+    time_forward(final)
+    for one in (model, wrapped, final):
+        objects.record(one, final)
 
 
 # ---- optimizers and schedulers ---------------------------------------------------------------------------------------
@@ -155,7 +167,7 @@ def _add_optimizer(session: Session, optimizer: Any, inner: Optimizer) -> None:
     )
     session.objects.optimizers.append(prepared)
     session.guard.add_prepared(inner)
-    session.objects.note(optimizer, prepared)
+    session.objects.record(optimizer, prepared)
 
 
 def _wrap_scheduler(session: Session, scheduler: LRScheduler) -> AcceleratedScheduler:
@@ -181,8 +193,8 @@ def _log_num_times(session: Session, kind: type, num_times: int) -> None:
         return
     session.logged_schedulers.add(kind)
     _logger.info(
-        "%s advances %d times with each update, once for each process: %d processes use that many batches in it. "
-        "Accelerator(step_scheduler_with_optimizer=False) advances it once for each call of its step().",
+        "%s advances %d times per update, once for each process, because %d processes use that many batches in it. "
+        "Accelerator(step_scheduler_with_optimizer=False) advances it once per call of its step().",
         kind.__name__,
         num_times,
         num_times,
@@ -190,7 +202,7 @@ def _log_num_times(session: Session, kind: type, num_times: int) -> None:
 
 
 def _fill_deepspeed(session: Session, models: list[nn.Module], optimizers: list[Any], schedulers: list[Any]) -> None:
-    """Give DeepSpeed's config the numbers of this run."""
+    """Pass the numbers of this run to DeepSpeed's config."""
     sizes = [loader.batch_size for loader in session.objects.loaders]
     world_size, split_batches = session.world.world_size, session.dataloader_config.split_batches
     shares = world_size if split_batches or session.update.uses_global_batches else 1
@@ -220,11 +232,11 @@ def prepare_one_loader(
     """Prepare a loader that was not prepared before. Collective: every rank.
 
     Args:
-        session: of the run.
-        loader: the user's.
-        place: move its batches to the device.
-        slice_fn: cuts a dispatched batch.
-        already_sharded: None: as ``DataLoaderConfiguration`` says.
+        session: session of the run.
+        loader: the user's loader.
+        place: whether to move its batches to the device.
+        slice_fn: splits a dispatched batch.
+        already_sharded: None: as in ``DataLoaderConfiguration``.
     """
     config, update = session.dataloader_config, session.update
     options = LoaderOptions(
@@ -249,5 +261,5 @@ def prepare_one_loader(
     )
     session.objects.loaders.append(prepared)
     update.log_batch_size(prepared.total_batch_size)
-    session.objects.note(loader, prepared)
+    session.objects.record(loader, prepared)
     return prepared

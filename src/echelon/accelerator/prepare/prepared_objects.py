@@ -14,20 +14,20 @@ __all__ = ["PreparedObjects"]
 
 
 class PreparedObjects:
-    """What an Accelerator has prepared, in the order of preparation. The lists stay the same objects.
+    """Prepared objects, in the order of preparation. The lists keep their identity.
 
-    A pickle holds nothing of it: prepared objects are known by their identity, which no copy has.
+    A pickle is empty, because prepared objects are identified by id, which a copy does not share.
     """
 
     def __init__(self) -> None:
         self.models: list[nn.Module] = []
-        """As the engine returned them."""
+        """Models as returned by the engine."""
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
         self.loaders: list[PreparedLoader] = []
         self.originals: dict[int, tuple[object, Any]] = {}
-        """By the id of what was given: it, and what it became."""
-        self._compiled: dict[int, nn.Module] = {}  # id of a whole compiled model -> the engine's model in it
+        """Original and prepared object, by the id of the original."""
+        self._compiled: dict[int, nn.Module] = {}  # id of a model compiled as a whole -> the engine's model in it
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
@@ -35,29 +35,29 @@ class PreparedObjects:
     def __setstate__(self, state: dict[str, Any]) -> None:
         PreparedObjects.__init__(self)
 
-    def note(self, given: object, became: Any) -> None:
-        """Remember what ``given`` became."""
-        self.originals[id(given)] = (given, became)
+    def record(self, original: object, prepared: Any) -> None:
+        """Record that ``prepared`` was made from ``original``."""
+        self.originals[id(original)] = (original, prepared)
 
-    def note_compiled(self, compiled: nn.Module, model: nn.Module) -> None:
-        """Remember the engine's model inside a model that was compiled as a whole."""
+    def record_compiled(self, compiled: nn.Module, model: nn.Module) -> None:
+        """Record the engine's model inside a model that was compiled as a whole."""
         self._compiled[id(compiled)] = model
 
     def is_compiled_whole(self, model: nn.Module) -> bool:
-        """Tell whether ``prepare`` compiled ``model`` as a whole."""
+        """Return whether ``prepare`` compiled ``model`` as a whole."""
         return id(model) in self._compiled
 
     def engine_model(self, model: nn.Module) -> nn.Module:
-        """Return the engine's model of a prepared model; any other is returned as it is."""
+        """Return the engine's model of a prepared model; any other model is returned unchanged."""
         return self._compiled.get(id(model), model)
 
     def num_steps(self) -> int:
-        """Return the steps taken by the optimizers."""
+        """Return the number of steps that the optimizers have taken."""
         return max((optimizer.num_steps for optimizer in self.optimizers), default=0)
 
     @property
     def step_was_skipped(self) -> bool:
-        """Did loss scaling leave out the last step of any optimizer?"""
+        """Whether loss scaling skipped the last step of any optimizer."""
         return any(optimizer.step_was_skipped for optimizer in self.optimizers)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -67,25 +67,25 @@ class PreparedObjects:
         return list({id(parameter): parameter for parameter in [*held, *owned]}.values())
 
     def stray_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters of optimizers that are in no model."""
+        """Return the optimizers' parameters that belong to no model."""
         held = {id(parameter) for model in self.models for parameter in model.parameters()}
         return [p for o in self.optimizers for g in o.param_groups for p in g["params"] if id(p) not in held]
 
     def drop_gradients(self) -> None:
-        """Clear all gradients: their update is given up."""
+        """Clear all gradients of an abandoned update."""
         for optimizer in self.optimizers:
             optimizer.drop_gradients()
         for model in self.models:
             model.zero_grad(set_to_none=True)
 
     def forget_loader(self, loader: Any) -> None:
-        """Forget a prepared loader: checkpoints do not hold its state."""
+        """Forget a prepared loader, so that checkpoints do not store its state."""
         self.loaders[:] = [one for one in self.loaders if one is not loader]
-        for key, (_, became) in list(self.originals.items()):
-            if became is loader:
+        for key, (_, prepared) in list(self.originals.items()):
+            if prepared is loader:
                 del self.originals[key]
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget all prepared objects."""
         for held in (self.models, self.optimizers, self.schedulers, self.loaders, self.originals, self._compiled):
             held.clear()

@@ -1,4 +1,4 @@
-"""The mistakes of training on several ranks with a loader or a model that was never prepared: equal data, gradients of one rank."""
+"""Detects training on several ranks with a loader or model that was not prepared: repeated data, unreduced gradients."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["UnpreparedModelCheck"]
 
 
 class UnpreparedModelCheck:
-    """At the first backward pass on several processes: was the loader, or the model, not prepared?
+    """At the first backward pass on several processes, checks that the loader and the model were prepared.
 
     Args:
-        num_processes: of the run.
+        num_processes: number of processes in the run.
         state: knows whether a prepared loader is being read.
     """
 
@@ -35,20 +35,20 @@ class UnpreparedModelCheck:
         self._state = state
         self._unsharded: list[DataLoader[Any]] = []
         self.is_pending = num_processes > 1
-        """Is the first backward pass still to come?"""
+        """Whether the first backward pass is still to come."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_unsharded": []}
 
     def allow(self, loader: DataLoader[Any]) -> None:
-        """Let every process read all of ``loader``."""
+        """Allow every process to read all of ``loader``."""
         self._unsharded.append(loader)
 
     def run(self, models: Sequence[nn.Module]) -> None:
-        """Check; ``models`` are those that were prepared.
+        """Run the check; ``models`` are the prepared models.
 
         Raises:
-            UsageError: a loader gives every process the same data.
+            UsageError: a loader yields the same data on every process.
         """
         self.is_pending = False
         if not self._state.in_dataloader:
@@ -58,12 +58,12 @@ class UnpreparedModelCheck:
 
 
 def _refuse_unprepared_loader(*, num_processes: int, unsharded: list[Any]) -> None:
-    """Look at the variables of the user's frames for a DataLoader that gives every rank the same data.
+    """Search the variables of the user's frames for a DataLoader that yields the same data on every rank.
 
-    Called at the first backward pass that happens outside every prepared loader's loop.
+    Called at the first backward pass outside the loop of a prepared loader.
 
     Raises:
-        UsageError: there is one; its name and the user's line are given.
+        UsageError: there is one; the message names it and the user's line.
     """
     place = user_line()
     for name, value in _variables_of_script(place):
@@ -72,9 +72,9 @@ def _refuse_unprepared_loader(*, num_processes: int, unsharded: list[Any]) -> No
 
 
 def _warn_of_unprepared_model(*, num_processes: int) -> None:
-    """Warn where the user's frames have a model that is trained, and none of which the gradients are averaged.
+    """Warn if the user's frames hold a trainable model and none whose gradients are averaged.
 
-    Called at the first backward pass of an Accelerator that has prepared no model.
+    Called at the first backward pass of an Accelerator without prepared models.
     """
     place = user_line()
     models = [(name, value) for name, value in _variables_of_script(place) if isinstance(value, nn.Module)]
@@ -83,21 +83,21 @@ def _warn_of_unprepared_model(*, num_processes: int) -> None:
     trained = [name for name, model in models if any(p.requires_grad for p in model.parameters())]
     if trained:
         warn(
-            f"backward() runs on {num_processes} processes, and no model was prepared by this Accelerator: each process trains "
-            f"a model of its own, because nobody averages the gradients. Write {trained[0]} = accelerator.prepare({trained[0]})"
+            f"backward() runs on {num_processes} processes, but this Accelerator has prepared no model: each process trains "
+            f"its own model, because nothing averages the gradients. Write {trained[0]} = accelerator.prepare({trained[0]})"
         )
 
 
 def _averages_gradients(model: nn.Module) -> bool:
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         return True
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - one process does without
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - not needed by a single process
 
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def _variables_of_script(place: UserLine) -> Iterator[tuple[str, Any]]:
-    """Yield what the frames of the user's script can name, the innermost frame first."""
+    """Yield the variables visible in the frames of the user's script, innermost frame first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename == place[0]:
@@ -108,11 +108,11 @@ def _variables_of_script(place: UserLine) -> Iterator[tuple[str, Any]]:
 
 
 def _variables(frame: FrameType) -> dict[str, Any]:
-    """Return what the code of ``frame`` can name."""
+    """Return the variables visible in ``frame``."""
     of_frame = frame.f_locals
     variables = {**frame.f_globals, **of_frame}
     if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        of_frame.clear()  # a copy that stays with the frame: it would keep a model after the user's del
+        of_frame.clear()  # this copy stays with the frame and would keep a model alive after the user's del
     return variables
 
 
@@ -125,8 +125,8 @@ def _gives_all_ranks_the_same(value: Any) -> bool:
 
 def _error(name: str, place: UserLine, num_processes: int) -> UsageError:
     return UsageError(
-        f"backward() runs on {num_processes} processes outside of every prepared loader, and {name!r} is a DataLoader that "
-        "was not prepared: every process would train on the same samples",
+        f"backward() runs on {num_processes} processes outside the loop of a prepared loader, and {name!r} is a DataLoader that "
+        "was not prepared, so every process would train on the same samples",
         where=str(place),
-        do=f"{name} = accelerator.prepare({name}), or accelerator.allow_unsharded({name}) if every process shall read all of it",
+        do=f"{name} = accelerator.prepare({name}), or accelerator.allow_unsharded({name}) if every process should read all of it",
     )

@@ -1,1 +1,1 @@
-"""From the arguments of ``Accelerator()`` to settings, a process group and an engine."""
+"""Building a run: settings, process group and engine from the arguments of ``Accelerator()``."""

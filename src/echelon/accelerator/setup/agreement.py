@@ -1,4 +1,4 @@
-"""Do the ranks begin with the same settings, and the same model?"""
+"""Checks that all ranks start with the same settings and the same model."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["agree_on_models", "agree_on_settings"]
 
 
 def agree_on_settings() -> None:
-    """Compare what the launcher and the environment told each rank: one that was told something else is named.
+    """Compare the settings that the launcher and the environment gave each rank.
 
     Collective: every rank.
 
     Raises:
-        ConfigError: on every rank, with the setting, its values and their origins.
+        ConfigError: on every rank, naming the setting, its values and their origins.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -42,23 +42,23 @@ def agree_on_settings() -> None:
         found = [theirs.get(name, (getattr(defaults, name), "default")) for theirs in ranks]
         other = next((rank for rank, (value, _) in enumerate(found) if value != found[0][0]), None)
         if other is not None:
-            told = [f"{found[rank][0]!r} on rank {rank} (from {found[rank][1]})" for rank in (0, other)]
+            values_found = [f"{found[rank][0]!r} on rank {rank} (from {found[rank][1]})" for rank in (0, other)]
             raise ConfigError(
-                f"the ranks were told different settings: {name} is {' and '.join(told)}",
+                f"the ranks have different settings: {name} is {' and '.join(values_found)}",
                 where=f"setting {name}",
-                do="give all processes the same environment and the same file; a script that sets a variable must do so on all",
+                do="use the same environment and configuration file for all processes; set variables in the script on all of them",
             )
 
 
 def agree_on_models(models: Sequence[nn.Module]) -> None:
-    """Compare the weights and buffers of ``models`` with rank zero's, and name the ranks that begin with others.
+    """Compare the weights and buffers of ``models`` with rank zero's, and warn about ranks that start with different ones.
 
-    The engine gives every rank those of rank zero. A rank that has others was seeded differently, or has read another file.
+    The engine copies rank zero's values to every rank. A rank with other values was seeded differently or read another file.
 
     Collective: every rank.
 
     Raises:
-        DesyncError: the models have other parts: other names, shapes or types.
+        DesyncError: the models differ in names, shapes or dtypes.
     """
     if not models:
         return
@@ -79,8 +79,8 @@ def agree_on_models(models: Sequence[nn.Module]) -> None:
     if others:
         named = "; ".join(f"rank {rank} {_differences(theirs, ranks[0])}" for rank, theirs in others.items())
         warn(
-            f"the ranks did not begin with the same weights: {named}. Rank zero's are used on all. Make the model after "
-            "set_seed(seed) with one seed for all ranks, or load the same file on each"
+            f"the ranks did not start with the same weights: {named}. Rank zero's weights are used on all ranks. Create the model "
+            "after set_seed(seed) with the same seed on all ranks, or load the same file on each"
         )
 
 
@@ -91,9 +91,9 @@ def _compare_parts(rank: int, theirs: Sequence[Any], first: Sequence[Any]) -> No
     place = next((i for i, (a, b) in enumerate(zip(parts, expected)) if a != b), min(len(parts), len(expected)))
     mine, his = (found[place] if place < len(found) else "nothing" for found in (parts, expected))
     raise DesyncError(
-        f"rank {rank} prepares another model than rank zero: it has {mine!r} where rank zero has {his!r}",
+        f"rank {rank} prepares a different model than rank zero: it has {mine!r} where rank zero has {his!r}",
         where="prepare()",
-        do="build the model from the same settings on every rank",
+        do="build the model with the same settings on every rank",
     )
 
 

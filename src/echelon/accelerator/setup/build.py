@@ -1,4 +1,4 @@
-"""From the arguments of ``Accelerator()`` to settings, a process group and an engine."""
+"""Builds the settings, process group and engine of a run from the arguments of ``Accelerator()``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from echelon.accelerator.plugins.kwargs_handlers import (
 )
 from echelon.accelerator.plugins.parallelism_config import ParallelismConfig
 from echelon.accelerator.profiling import ProfileKwargs
-from echelon.accelerator.setup.transformers_environment import is_echelons_own, tell_transformers
+from echelon.accelerator.setup.transformers_environment import configure_transformers, is_echelons_own
 from echelon.base.cores import bind, cores_of_node, share_of
 from echelon.base.device import numa_node_of
 from echelon.base.errors import ConfigError
@@ -47,7 +47,7 @@ __all__ = [
     "dynamo_plugin_of",
     "dynamo_settings",
     "handlers_by_kind",
-    "make_engine",
+    "build_engine",
     "build_sharding",
     "build_world",
     "resolve_settings",
@@ -64,12 +64,12 @@ def resolve_settings(
     *,
     more: Mapping[str, object],
 ) -> Resolved[RunConfig]:
-    """Return the settings of the run: what the code gave, over the environment, over the defaults."""
+    """Return the settings of the run; code takes precedence over the environment, and both over defaults."""
     if plugin is not None and steps != 1:
         raise ConfigError(
-            f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin are both given",
+            f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin are both set",
             where="code Accelerator(gradient_accumulation_steps=, gradient_accumulation_plugin=)",
-            do="give one of the two",
+            do="pass one of the two",
         )
     given = {
         "mixed_precision": mixed_precision,
@@ -83,14 +83,14 @@ def resolve_settings(
 
 
 def dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> dict[str, object]:
-    """Return the settings of ``torch.compile`` that the code gave."""
+    """Return the settings of ``torch.compile`` given in code."""
     if plugin is None:
         return {"dynamo_backend": backend}
     if backend is not None:
         raise ConfigError(
-            f"dynamo_backend={str(backend)!r} and dynamo_plugin are both given",
+            f"dynamo_backend={str(backend)!r} and dynamo_plugin are both set",
             where="code Accelerator(dynamo_backend=, dynamo_plugin=)",
-            do="give one of the two; the plugin has a backend, too",
+            do="pass one of the two; the plugin also sets the backend",
         )
     return {
         "dynamo_backend": plugin.backend,
@@ -127,39 +127,39 @@ def handlers_by_kind(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
         kind = next((kind for kind in kinds if isinstance(handler, kind)), None)
         if kind is None:
             raise ConfigError(
-                f"kwargs_handlers holds a {type(handler).__name__}, which the Accelerator does not know",
-                do=f"give one of {', '.join(k.__name__ for k in kinds)}",
+                f"kwargs_handlers holds a {type(handler).__name__}, which the Accelerator does not support",
+                do=f"pass one of {', '.join(k.__name__ for k in kinds)}",
             )
         if kind in found:
-            raise ConfigError(f"kwargs_handlers holds two {kind.__name__}", do="give one of each kind")
+            raise ConfigError(f"kwargs_handlers holds two {kind.__name__}", do="pass at most one of each kind")
         found[kind] = handler
-    # The recipe for fp8 needs torchao: it is made when fp8 is asked for.
+    # The fp8 recipe imports torchao, so it is only built if fp8 is configured.
     return {kind: found.get(kind) or kind() for kind in kinds if kind is not AORecipeKwargs or kind in found}
 
 
 def build_world(config: RunConfig, options: InitProcessGroupKwargs, engine: Engine | str | None = None) -> World:
-    """Make the process group where there are several processes, or ``engine`` needs one, and none has been made by hand."""
+    """Create the process group if there are several processes, or ``engine`` needs one, and the script has not created it."""
     needs_group = False
     if isinstance(engine, str) and engine not in GROUPLESS:
-        load_engine(engine)  # a name that no engine has is an error before a group is made for it
+        load_engine(engine)  # raises for an unknown name before a group is created
         needs_group = True
     if dist.is_initialized() or (detect().world_size == 1 and not needs_group):
         world = World.current(cpu=config.cpu)
     else:
-        # Its defaults ("nccl") stand for the backend of the device, as in Accelerate.
+        # The default "nccl" stands for the backend of the device, as in Accelerate.
         world = setup(**options.to_kwargs())
     if config.enable_cpu_affinity:
-        _keep_to_cores(world.device, world.local_rank, world.local_world_size)
+        _bind_to_cores(world.device, world.local_rank, world.local_world_size)
     return world
 
 
-@lru_cache  # once in a process: a share of the share would be less
-def _keep_to_cores(device: torch.device, local_rank: int, local_world_size: int) -> None:
-    """Bind this process to the cores near its device; on the CPU, or where no device tells its place, to a share."""
+@lru_cache  # once per process, because a second call would take a share of the share
+def _bind_to_cores(device: torch.device, local_rank: int, local_world_size: int) -> None:
+    """Bind this process to the cores near its device; without a known NUMA node, to an equal share of all cores."""
     node = numa_node_of(device)
     cores = (cores_of_node(node) if node is not None else None) or share_of(local_rank, local_world_size)
     bind(cores)
-    _logger.info("process %d of this machine keeps to the cores %s", local_rank, sorted(cores), all_ranks=True)
+    _logger.info("process %d of this machine is bound to the cores %s", local_rank, sorted(cores), all_ranks=True)
 
 
 def build_sharding(
@@ -170,22 +170,22 @@ def build_sharding(
     mixed_precision: str,
     engine: Engine | str | None = None,
 ) -> tuple[FullyShardedDataParallelPlugin | None, ShardingOptions | None, ParallelismConfig | None]:
-    """Return the plugin, what it means for the engine, and the layout of the ranks: each None where nothing asks for it.
+    """Return the plugin, its options for the engine, and the layout of the ranks; each is None if not configured.
 
     Args:
-        plugin: None: from the environment where ``ACCELERATE_USE_FSDP`` asks for it; one with its defaults where
-            ``config`` or ``engine`` say that the model is sharded.
-        config: None: from the environment where ``ACCELERATE_USE_PARALLELISM_CONFIG`` asks for it.
+        plugin: None: from the environment if ``ACCELERATE_USE_FSDP`` is set; with defaults if ``config`` or ``engine`` shard
+            the model.
+        config: None: from the environment if ``ACCELERATE_USE_PARALLELISM_CONFIG`` is set.
         world: its ranks must be covered.
-        mixed_precision: of the run.
-        engine: what was given to the Accelerator.
+        mixed_precision: precision mode of the run.
+        engine: engine passed to the Accelerator.
 
     Raises:
-        ConfigError: something else than a plugin and a config, or ranks that cannot be divided so.
+        ConfigError: an argument has the wrong type, or the ranks cannot be divided as configured.
     """
     _check_kind("parallelism_config", config, ParallelismConfig)
-    is_asked = parse_flag_from_env("ACCELERATE_USE_FSDP") and not is_echelons_own("ACCELERATE_USE_FSDP")
-    if plugin is not None or is_asked:
+    is_configured = parse_flag_from_env("ACCELERATE_USE_FSDP") and not is_echelons_own("ACCELERATE_USE_FSDP")
+    if plugin is not None or is_configured:
         plugin = _plugin(plugin)
     if config is None and parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
         config = ParallelismConfig()
@@ -199,7 +199,7 @@ def build_sharding(
     if plugin is not None:
         sharding = plugin.sharding_options(world, mixed_precision=mixed_precision, replicas=replicas)
         if sharding.ram_efficient_loading and world.world_size > 1:
-            tell_transformers()
+            configure_transformers()
     if config is not None and config.total_size == 1:
         groups = sharding.replicas if sharding is not None else world.world_size
         config = replace(config, dp_replicate_size=groups, dp_shard_size=world.world_size // groups)
@@ -207,7 +207,7 @@ def build_sharding(
 
 
 def _plugin(given: Any, **options: Any) -> FullyShardedDataParallelPlugin:
-    # With torch's FSDP it takes half as long to import as torch itself: who shards pays for it.
+    # With torch's FSDP it takes half as long to import as torch itself, so only sharded runs import it.
     from echelon.accelerator.plugins.fsdp_plugin import FullyShardedDataParallelPlugin  # noqa: PLC0415
 
     _check_kind("fsdp_plugin", given, FullyShardedDataParallelPlugin)
@@ -219,11 +219,11 @@ def _check_kind(name: str, value: object, kind: type) -> None:
         raise ConfigError(
             f"{name} is a {type(value).__name__}",
             where=f"code Accelerator({name}=)",
-            do=f"give a {kind.__name__}, or leave it out",
+            do=f"pass a {kind.__name__}, or omit it",
         )
 
 
-def make_engine(
+def build_engine(
     engine: Engine | str | None,
     world: World,
     scaler: torch.amp.GradScaler | None,
@@ -233,24 +233,24 @@ def make_engine(
     *,
     engine_from: Origin | None = None,
 ) -> Engine:
-    """Return ``engine``, or make the one of that name; None: by the number of processes and whether to shard.
+    """Return ``engine``, or build the engine of that name; None: chosen by the number of processes and sharding.
 
-    ``more``: options of engines that no other knows. ``engine_from``: who gave the name.
+    ``more``: options that only a specific engine has. ``engine_from``: origin of the name.
     """
     if sharding is not None and engine is not None and engine not in SHARDING:
         shown = f"{type(engine).__name__}()" if isinstance(engine, Engine) else repr(engine)
         raise ConfigError(
-            f"engine={shown} and settings of sharding (fsdp_plugin, parallelism_config or ACCELERATE_USE_FSDP) are both given",
+            f"engine={shown} and sharding settings (fsdp_plugin, parallelism_config or ACCELERATE_USE_FSDP) are both set",
             where="code Accelerator(engine=)" if isinstance(engine, Engine) else str(engine_from),
-            do="leave engine out to shard the model, or those settings to use the engine",
+            do="omit engine to shard the model, or remove those settings to use the engine",
         )
     if isinstance(engine, Engine):
         return engine
     name = engine or default_engine(world_size=world.world_size, shard=sharding is not None)
     if sharding is not None and name not in SHARDING:
-        warn("settings of sharding are without effect on one process: there is nothing to shard")
+        warn("sharding settings have no effect on a single process")
     kind: Any = load_engine(name)
-    # to_kwargs() is what torch's DDP takes; the communication hook is the engine's own affair.
+    # to_kwargs() returns DDP's arguments; the engine installs the communication hook itself.
     hook = {
         "comm_hook": str(ddp_options.comm_hook),
         "comm_wrapper": str(ddp_options.comm_wrapper),

@@ -1,6 +1,6 @@
 """``deepspeed_plugin`` and its environment variables, as settings of the run and options of the engine.
 
-The translation of DeepSpeed's config is ``echelon.engines.deepspeed``; this is the part that knows the plugins.
+``echelon.engines.deepspeed`` translates DeepSpeed's config; this module handles the plugins.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = [
 
 _logger = get_logger(__name__)
 
-# Accelerate's default where the config says "auto" and the loop does not clip.
+# Accelerate's default if the config says "auto" and the loop does not clip.
 _CLIPPING = Setting(1.0, Origin(SettingSource.DEFAULT, "of accelerate"))
 
 
@@ -56,11 +56,11 @@ def choose_plugin(plugin: Any, plugins: Any, *, engine: Engine | str | None) -> 
     """Return the given plugin, else one from the environment; None: DeepSpeed is not requested.
 
     Raises:
-        ConfigError: not a plugin, or several.
+        ConfigError: the argument is not a plugin, or holds several.
     """
     if plugin is not None and plugins is not None:
         raise ConfigError(
-            "deepspeed_plugin and deepspeed_plugins are both given",
+            "deepspeed_plugin and deepspeed_plugins are both set",
             where="code Accelerator(deepspeed_plugin=, deepspeed_plugins=)",
             do="pass one of the two",
         )
@@ -76,7 +76,7 @@ def choose_plugin(plugin: Any, plugins: Any, *, engine: Engine | str | None) -> 
     if given is None:
         if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
             return DeepSpeedPlugin()
-        # Requested by engine name: as with the other engines, only the loop clips.
+        # Selected by engine name: as with the other engines, only the loop clips.
         return DeepSpeedPlugin(gradient_clipping=0.0) if engine in BY_DEEPSPEED else None
     if not isinstance(given, DeepSpeedPlugin):
         raise ConfigError(
@@ -99,7 +99,7 @@ class DeepSpeedSettings:
     scaling: GradScalerKwargs | None = None
     """Default settings of the loss scale; None: torch's."""
     clipping: Clipping | None = None
-    """The clipping that an optimizer does before its step, because the engine does not."""
+    """Clipping that an optimizer applies before its step if the engine does not clip."""
 
     def fill(self, **known: Any) -> None:
         """See ``resolve_plugin_config``."""
@@ -115,10 +115,10 @@ def build_deepspeed(
     engine: Engine | str | None,
     fsdp_plugin: FullyShardedDataParallelPlugin | None,
 ) -> tuple[DeepSpeedSettings, Resolved[RunConfig]]:
-    """Return how the engine deepspeed (the default with a plugin), or fsdp2, follows the plugin; and the settings of the run.
+    """Return the settings of the engine deepspeed (the plugin's default) or fsdp2 for the plugin, and those of the run.
 
     Raises:
-        ConfigError: not a plugin, or several; another engine; a setting that fsdp2 cannot implement; conflicting settings.
+        ConfigError: the plugin is invalid, settings conflict, or the engine cannot implement them.
         MissingExtraError: DeepSpeed is not installed.
     """
     chosen = choose_plugin(plugin, plugins, engine=engine)
@@ -159,7 +159,7 @@ def _build_use(
     if engine is not None and engine not in BY_DEEPSPEED:
         shown = f"{type(engine).__name__}()" if isinstance(engine, Engine) else repr(engine)
         raise ConfigError(
-            f"engine={shown} and settings of DeepSpeed (deepspeed_plugin, or ACCELERATE_USE_DEEPSPEED) are both given",
+            f"engine={shown} and settings of DeepSpeed (deepspeed_plugin, or ACCELERATE_USE_DEEPSPEED) are both set",
             where="code Accelerator(engine=)",
             do="omit engine to use DeepSpeed, pass engine='fsdp2' to do the same with torch, or remove the DeepSpeed settings",
         )
@@ -169,12 +169,12 @@ def _build_use(
 
 
 def _require_library(where: str) -> None:
-    """Raise MissingExtraError where DeepSpeed is missing, before transformers does: its error names neither cause nor remedy."""
+    """Raise MissingExtraError if DeepSpeed is missing; transformers' own error would name neither cause nor remedy."""
     if not is_available("deepspeed"):
         raise MissingExtraError(
-            "sharding by DeepSpeed needs the package 'deepspeed', which is not installed",
+            "sharding with DeepSpeed requires the package 'deepspeed', which is not installed",
             where=where,
-            do="pip install 'echelon[deepspeed]', or give engine='fsdp2' to do the same by torch",
+            do="pip install 'echelon[deepspeed]', or pass engine='fsdp2' to do the same with torch",
         )
 
 
@@ -193,7 +193,7 @@ def apply_plugin_settings(config: Resolved[RunConfig], plugin: DeepSpeedPlugin) 
     """Replace the run's default settings by the plugin's.
 
     Raises:
-        ConfigError: both are set, to different values.
+        ConfigError: both are set to different values.
     """
     values: dict[str, Any] = {}
     origins = dict(config.origins)
@@ -220,7 +220,7 @@ def apply_plugin_settings(config: Resolved[RunConfig], plugin: DeepSpeedPlugin) 
 
 
 def deepspeed_options(plugin: DeepSpeedPlugin, *, mixed_precision: str) -> DeepSpeedOptions:
-    """Return the options of the engine deepspeed; ``prepare`` resolves the ``"auto"`` values of its config later."""
+    """Return the options of the engine deepspeed; ``prepare`` later resolves the ``"auto"`` values of its config."""
     plugin.set_mixed_precision(mixed_precision)
     plugin.select(_from_accelerator_state=True)
     return DeepSpeedOptions(
@@ -245,7 +245,7 @@ def resolve_plugin_config(
     """Resolve the ``"auto"`` values of the plugin's config, and log them.
 
     Raises:
-        ConfigError: a value that cannot be resolved, or two conflicting ones.
+        ConfigError: a value cannot be resolved, or two values conflict.
     """
     settings = {
         "gradient_accumulation_steps": accumulation,
@@ -268,20 +268,20 @@ def resolve_plugin_config(
         for key, origin in plugin.origins.items()
         if origin.source in (SettingSource.DERIVED, SettingSource.DEFAULT)
     ]
-    if resolved:  # a warning, because that is the default log level
+    if resolved:  # a warning is visible at the default log level
         _logger.warning('DeepSpeed\'s config, values resolved from "auto" or defaults: %s', ", ".join(resolved))
 
 
 def build_plugin(
     config: Mapping[str, Any], known: Mapping[str, tuple[str, Any]], *, batch_size: int, of: str
 ) -> DeepSpeedPlugin:
-    """Return a plugin for ``config``, with what is known before the model exists; the rest stays "auto".
+    """Return a plugin for ``config`` with the values known before the model exists; the others stay "auto".
 
     Args:
-        config: DeepSpeed's.
-        known: by dotted key, the name of an argument and its value.
-        batch_size: per process.
-        of: the class that has these arguments, for messages.
+        config: DeepSpeed's config.
+        known: name and value of an argument, by dotted config key.
+        batch_size: batch size per process.
+        of: class that has these arguments, for messages.
 
     Raises:
         ConfigError: an argument conflicts with the config.
@@ -302,7 +302,7 @@ def translate_plugin_to_fsdp2(
     """Return the settings of fsdp2 that implement the plugin's config; warn once about keys without a counterpart.
 
     Raises:
-        ConfigError: a setting that fsdp2 cannot implement.
+        ConfigError: fsdp2 cannot implement a setting.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy  # noqa: PLC0415 - slow to import
 

@@ -1,4 +1,4 @@
-"""From the arguments of ``Accelerator()`` to the ``Session`` of a run."""
+"""Builds the ``Session`` of a run from the arguments of ``Accelerator()``."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from echelon.accelerator.prepare.unprepared_model import UnpreparedModelCheck
 from echelon.accelerator.session import Session
 from echelon.accelerator.setup.agreement import agree_on_settings
 from echelon.accelerator.setup.build import (
+    build_engine,
     build_sharding,
     build_world,
     dynamo_plugin_of,
     handlers_by_kind,
-    make_engine,
 )
 from echelon.accelerator.setup.build_deepspeed import DeepSpeedSettings, build_deepspeed
 from echelon.accelerator.update.bitwise_update import build_bitwise_update
@@ -73,7 +73,7 @@ def build_session(
 ) -> Session:
     """Build the parts of a run from the arguments of ``Accelerator()``.
 
-    Collective: the first one makes the process group.
+    Collective: the first call creates the process group.
     """
     kinds = handlers_by_kind(handlers)
     deepspeed, config = build_deepspeed(
@@ -103,7 +103,7 @@ def build_session(
         layout.get_device_mesh(world.device.type)
     of_ddp: DistributedDataParallelKwargs = kinds[DistributedDataParallelKwargs]
     options, origin = deepspeed.options, config.origins["engine"]
-    built = make_engine(deepspeed.engine, world, scaler, of_ddp, sharding, options, engine_from=origin)
+    built = build_engine(deepspeed.engine, world, scaler, of_ddp, sharding, options, engine_from=origin)
     parts = UpdateParts(
         config=config,
         world=world,
@@ -144,7 +144,7 @@ def _build_scaler(
 
 
 def _build_update(parts: UpdateParts, *, comm_hook: object) -> UpdatePolicy:
-    """Return the policy of the run's parity. Collective: with ``bitwise``."""
+    """Return the update policy for the run's parity mode. Collective: with ``bitwise``."""
     config, origins = parts.config.value, parts.config.origins
     if config.seed is not None and origins["seed"].source is SettingSource.CODE:
         set_seed(config.seed)
@@ -154,8 +154,8 @@ def _build_update(parts: UpdateParts, *, comm_hook: object) -> UpdatePolicy:
         return build_bitwise_update(parts, comm_hook=comm_hook)
     if config.max_micro_batch_size is not None:
         raise ConfigError(
-            f"max_micro_batch_size={config.max_micro_batch_size} (from {origins['max_micro_batch_size']}) cuts the "
-            "batches of the exact modes, and parity is off",
-            do="give parity='exact', too, or leave max_micro_batch_size out",
+            f"max_micro_batch_size={config.max_micro_batch_size} (from {origins['max_micro_batch_size']}) splits the "
+            "batches of the exact modes, but parity is 'off'",
+            do="set parity='exact', or remove max_micro_batch_size",
         )
     return PlainUpdate(parts)

@@ -1,4 +1,4 @@
-"""How many devices one process trains on where no engine was chosen, and nothing started it as a rank."""
+"""The number of devices that one process trains on if no engine was chosen and no launcher started it as a rank."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["num_devices_of_process"]
 
 
 def num_devices_of_process(device: torch.device, *, engine: str | None, parity: str | None) -> int:
-    """Return the accelerators that this process trains on, whose own is ``device``; 0: it is the CPU.
+    """Return the number of accelerators that this process, with its own ``device``, trains on; 0 on the CPU.
 
-    Several with the engine ``dp``, and where neither an engine nor sharding nor a parity was chosen, here or outside of the
-    script, in a process that is no rank and sees several.
+    It is several with the engine ``dp``, and by default if the process sees several accelerators, is not a rank, and neither
+    the script nor the environment chooses an engine, sharding or a parity mode.
     """
     count = len(devices_from(device))
     if count < 2:

@@ -1,4 +1,4 @@
-"""What the bits of ``parity="bitwise"`` depend on beside the program: recorded, compared, and refused where they cannot hold."""
+"""What the bits of ``parity="bitwise"`` depend on besides the program: recorded, compared, or refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 _EXACT = "or use parity='exact'"
-# Each number of a parameter by itself, whatever part of it a rank has.
+# Optimizers that update each element independently, so that any shard of a parameter gives the same result.
 _BY_ELEMENT = frozenset(
     {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
 )
@@ -47,20 +47,20 @@ _BY_ELEMENT = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumericsEnvironment:
-    """Of a run that is equal to the last bit wherever these are."""
+    """Facts on which the bits of a bitwise run depend."""
 
     canonical_shards: int
-    """Of an update."""
+    """Number of shards per update."""
     threads: int
-    """Of the CPU, of one process: kernels cut their work by them."""
+    """Number of CPU threads per process, by which kernels split their work."""
     torch_build: str
-    """Its version and commit."""
+    """Version and commit of torch."""
     processor: str
-    """The type of the CPU or accelerator: kernels are chosen by it."""
+    """Type of the CPU or accelerator, by which kernels are chosen."""
 
     @classmethod
     def here(cls, canonical_shards: int, device: torch.device) -> NumericsEnvironment:
-        """Return those of this process."""
+        """Return the facts of this process."""
         return cls(
             canonical_shards=canonical_shards,
             threads=torch.get_num_threads(),
@@ -69,48 +69,48 @@ class NumericsEnvironment:
         )
 
     def require(self, saved: Mapping[str, Any], folder: object) -> None:
-        """Compare with those of a checkpoint.
+        """Compare with the facts saved in a checkpoint.
 
         Raises:
-            CheckpointError: the run would go on with other bits.
+            CheckpointError: the run would continue with different bits.
         """
-        ways = {
-            "canonical_shards": f"give canonical_shards={saved['canonical_shards']}",
+        remedies = {
+            "canonical_shards": f"set canonical_shards={saved['canonical_shards']}",
             "threads": f"set OMP_NUM_THREADS={saved['threads']}",
-            "torch_build": "install that torch",
-            "processor": "go on on that type",
+            "torch_build": "install that version of torch",
+            "processor": "resume on that type of processor",
         }
         for field in fields(self):
             there, here = saved[field.name], getattr(self, field.name)
             if there != here:
                 raise CheckpointError(
-                    f"{folder} was saved by a bitwise run with {field.name} = {there}, and here it is {here}: the bits of the "
-                    "run would not be those that it would have had",
+                    f"{folder} was saved by a bitwise run with {field.name} = {there}, but here it is {here}: the run would not "
+                    "continue with the same bits",
                     where="parity='bitwise'",
-                    do=f"{ways[field.name]}; or, if other last bits will do, load it with parity='exact' (save_state() then "
-                    "writes a checkpoint from which a new bitwise run may begin)",
+                    do=f"{remedies[field.name]}; or, if different last bits are acceptable, load it with parity='exact' "
+                    "(save_state() then writes a checkpoint from which a new bitwise run can start)",
                 )
 
 
 def build_numerics_environment(config: Resolved[RunConfig], device: torch.device) -> NumericsEnvironment:
-    """Set the number of threads, and return what all ranks have.
+    """Set the number of threads, and return the environment that all ranks share.
 
     Collective: every rank.
 
     Raises:
-        ConfigError: the ranks differ, or kernels are allowed whose bits may differ from one time to the next.
+        ConfigError: the ranks differ, or torch may choose kernels whose results vary from run to run.
     """
-    # Torch's own number depends on how a process was started, the launcher's on the machine and the number of processes.
-    is_the_users = environ.get("OMP_NUM_THREADS") != environ.get(CHOSEN_THREADS)
-    torch.set_num_threads(get_int_from_env(["OMP_NUM_THREADS"], 1) if is_the_users else 1)
+    # torch's default depends on how a process was started, the launcher's on the machine and the number of processes.
+    is_users_choice = environ.get("OMP_NUM_THREADS") != environ.get(CHOSEN_THREADS)
+    torch.set_num_threads(get_int_from_env(["OMP_NUM_THREADS"], 1) if is_users_choice else 1)
     own = NumericsEnvironment.here(config.value.canonical_shards, device)
     if dist.is_initialized() and dist.get_world_size() > 1:
-        all_of_them = gather_object([asdict(own)])
-        for name, value in all_of_them[0].items():
-            other = next((rank for rank, one in enumerate(all_of_them) if one[name] != value), None)
+        by_rank = gather_object([asdict(own)])
+        for name, value in by_rank[0].items():
+            other = next((rank for rank, one in enumerate(by_rank) if one[name] != value), None)
             if other is not None:
                 raise ConfigError(
-                    f"{name} is {value} on rank 0 and {all_of_them[other][name]} on rank {other}: their bits differ",
+                    f"{name} is {value} on rank 0 but {by_rank[other][name]} on rank {other}, so their bits would differ",
                     where="parity='bitwise'",
                     do=f"make it equal on all processes (threads: OMP_NUM_THREADS), {_EXACT}",
                 )
@@ -133,10 +133,10 @@ def _processor(device: torch.device) -> str:
 
 
 def refuse_kernels(device: torch.device, *, threads: int) -> None:
-    """Raise where torch may choose kernels whose bits differ from one time to the next.
+    """Raise if torch may choose kernels whose results vary from run to run.
 
     Raises:
-        ConfigError: which, and the call that turns it off.
+        ConfigError: names the feature and the call that disables it.
     """
     is_deterministic = (
         torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -144,41 +144,41 @@ def refuse_kernels(device: torch.device, *, threads: int) -> None:
     reasons: dict[str, tuple[bool, str]] = {}
     if device.type != "cpu" or threads > 1:
         do = "call torch.use_deterministic_algorithms(True)" + (", or set OMP_NUM_THREADS=1" if threads > 1 else "")
-        reasons["operations that are not deterministic"] = (not is_deterministic, do)
+        reasons["nondeterministic operations"] = (not is_deterministic, do)
     if device.type == "cuda":
         cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
         reasons["tf32 in matrix products"] = (matmul.allow_tf32, "set torch.backends.cuda.matmul.allow_tf32 = False")
         reasons["tf32 in convolutions"] = (cudnn.allow_tf32, "set torch.backends.cudnn.allow_tf32 = False")
-        reasons["kernels chosen by their speed"] = (cudnn.benchmark, "set torch.backends.cudnn.benchmark = False")
+        reasons["kernels selected by benchmarking"] = (cudnn.benchmark, "set torch.backends.cudnn.benchmark = False")
     for what, (is_allowed, do) in reasons.items():
         if is_allowed:
             raise ConfigError(
                 f"torch may use {what}, on {device.type} with {threads} thread{'s' if threads > 1 else ''}",
                 where="parity='bitwise'",
-                do=f"{do} before the Accelerator is made; {_EXACT}",
+                do=f"{do} before the Accelerator is created; {_EXACT}",
             )
 
 
 def refuse_compilation(config: RunConfig) -> None:
-    """Raise where torch.compile would choose kernels by the shapes that a process has met before.
+    """Raise if torch.compile would choose kernels depending on the shapes that a process has seen before.
 
     Raises:
-        ConfigError: the setting that ends it.
+        ConfigError: names the setting that prevents it.
     """
     if config.dynamo_backend != "no" and config.dynamo_use_dynamic is None:
         raise ConfigError(
-            "torch.compile takes other kernels for a shape when it has met others before, and which shards a process meets "
-            "depends on the number of processes",
+            "torch.compile may choose different kernels for a shape after it has seen other shapes, and the shards that a process "
+            "computes depend on the number of processes",
             where="parity='bitwise', dynamo_backend",
-            do=f"give TorchDynamoPlugin(dynamic=False) (dynamo_use_dynamic: false), {_EXACT}",
+            do=f"set TorchDynamoPlugin(dynamic=False) (dynamo_use_dynamic: false), {_EXACT}",
         )
 
 
 def refuse_modules(models: Sequence[nn.Module]) -> None:
-    """Raise where a module sees across the samples of a shard, or keeps something of the shards of its process.
+    """Raise if a module mixes the samples of a shard, or keeps state from the shards of its process.
 
     Raises:
-        UsageError: their names.
+        UsageError: names the modules.
     """
     found = [(name, type(m).__name__, why) for model in models for name, m, why in _named_reasons(model)]
     if found:
@@ -192,19 +192,19 @@ def refuse_modules(models: Sequence[nn.Module]) -> None:
 
 
 _NORM = (
-    "a BatchNorm in training mode takes its statistics from the samples of one shard, and its running ones from the shards of "
-    "one process"
+    "a BatchNorm in training mode computes its statistics from the samples of one shard, and its running statistics from the "
+    "shards of one process"
 )
 _RUNNING = "it keeps running statistics of the shards of one process"
-_POWER = "it makes a step of its power iteration in each forward pass, and a process with fewer shards makes fewer"
-_COMPILED = "torch.compile takes other kernels for a shape when it has met others before"
-_SPARSE = "its gradients are sparse, and those of shards are added up in a fixed order only where they are dense"
+_POWER = "it runs one power iteration per forward pass, and a process with fewer shards runs fewer"
+_COMPILED = "torch.compile may choose different kernels for a shape after it has seen other shapes"
+_SPARSE = "its gradients are sparse, but only dense gradients of shards are summed in a fixed order"
 _INSTEAD = {
     _NORM: "use GroupNorm or LayerNorm, or put these layers in eval mode before prepare()",
     _RUNNING: "use track_running_stats=False, or put these layers in eval mode before prepare()",
     _POWER: "use torch.nn.utils.parametrizations.weight_norm or orthogonal",
     _COMPILED: "compile with dynamic=False",
-    _SPARSE: "give sparse=False",
+    _SPARSE: "set sparse=False",
 }
 
 
@@ -225,67 +225,66 @@ def _named_reasons(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def refuse_changed_buffers(models: Sequence[nn.Module], before: Mapping[int, int]) -> None:
-    """Raise where a forward pass of an update has written into a buffer, which then depends on the shards of its process.
+    """Raise if a forward pass has changed a buffer, whose value then depends on the shards of its process.
 
     Args:
-        models: of the run.
-        before: by id, the version of each buffer before that pass.
+        models: models of the run.
+        before: version of each buffer before that pass, by id.
 
     Raises:
-        UsageError: the names of those buffers.
+        UsageError: names the buffers.
     """
     changed = [
         name for m in models for name, buffer in m.named_buffers() if before.get(id(buffer), 0) != buffer._version
     ]
     if changed:
         raise UsageError(
-            f"the buffer{'s' if len(changed) > 1 else ''} {', '.join(changed[:5])} changed in a forward pass in training: a "
-            "process with other shards has other values there",
+            f"the buffer{'s' if len(changed) > 1 else ''} {', '.join(changed[:5])} changed in a training forward pass; a process "
+            "with other shards would have other values",
             where="parity='bitwise'",
-            do=f"compute it without state, freeze it, keep it out of the buffers if nothing depends on it, {_EXACT}",
+            do=f"compute the value without state, freeze it, keep it out of the buffers if nothing depends on it, {_EXACT}",
         )
 
 
 def refuse_sparse_gradients(models: Sequence[nn.Module]) -> None:
-    """Raise where a backward pass has made gradients that are sparse.
+    """Raise if a backward pass has produced sparse gradients.
 
     Raises:
-        UsageError: the names of their parameters.
+        UsageError: names the parameters.
     """
     named = [name for m in models for name, p in m.named_parameters() if p.grad is not None and p.grad.is_sparse]
     if named:
         raise UsageError(
-            f"the gradients of {', '.join(named[:5])}{' and others' if len(named) > 5 else ''} are sparse, and those of shards "
-            "are added up in a fixed order only where they are dense",
+            f"the gradients of {', '.join(named[:5])}{' and others' if len(named) > 5 else ''} are sparse, but only dense gradients "
+            "of shards are summed in a fixed order",
             where="parity='bitwise'",
-            do=f"give sparse=False, {_EXACT}",
+            do=f"set sparse=False, {_EXACT}",
         )
 
 
 def refuse_optimizers(optimizers: Sequence[Optimizer], *, is_sharded: bool) -> None:
-    """Raise where the steps of parts of a parameter are not, bit for bit, those of the whole.
+    """Raise if stepping the shards of a parameter does not give the bits of stepping the whole parameter.
 
     Raises:
-        UsageError: the optimizer, and what to use instead.
+        UsageError: names the optimizer and an alternative.
     """
     for optimizer in optimizers if is_sharded else ():
         kind = type(optimizer)
         if any(group.get("fused") for group in optimizer.param_groups):
             raise UsageError(
-                f"{kind.__name__}(fused=True) rounds differently for other parts of a parameter, and which part a process has "
+                f"{kind.__name__}(fused=True) rounds differently for different shards of a parameter, and the shard of a process "
                 "depends on the number of processes",
                 where="parity='bitwise', sharded parameters",
-                do="give fused=False (transformers: optim='adamw_torch'), use the engine ddp or zero1, " + _EXACT,
+                do="set fused=False (transformers: optim='adamw_torch'), use the engine ddp or zero1, " + _EXACT,
             )
         if kind.__module__.startswith("torch.optim") and kind.__name__ not in _BY_ELEMENT:
             raise UsageError(
-                f"{kind.__name__} looks at a parameter as a whole, whose parts are on several processes",
+                f"{kind.__name__} needs whole parameters, but their shards are on several processes",
                 where="parity='bitwise', sharded parameters",
-                do="use an optimizer that takes each number by itself (AdamW, SGD), or the engine ddp or zero1, "
-                + _EXACT,
+                do="use an elementwise optimizer (AdamW, SGD), or the engine ddp or zero1, " + _EXACT,
             )
         if not kind.__module__.startswith("torch.optim"):
             warn(
-                f"parity='bitwise' holds for {kind.__name__} on sharded parameters if it takes each number of a parameter by "
-                "itself, and rounds alike wherever it is"
+                f"parity='bitwise' holds for {kind.__name__} on sharded parameters only if it updates each element of a parameter "
+                "independently, with the same rounding at every position"
             )

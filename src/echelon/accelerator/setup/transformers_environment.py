@@ -1,4 +1,4 @@
-"""What transformers reads in the environment when it loads a model: whether rank zero alone is to have the values."""
+"""Environment variables that decide whether transformers loads a model on rank zero only."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ __all__ = [
     "disable_fsdp_ram_efficient_loading",
     "enable_fsdp_ram_efficient_loading",
     "is_echelons_own",
-    "tell_transformers",
+    "configure_transformers",
 ]
 
 _SHARDED = "ACCELERATE_USE_FSDP"
 _EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
-# Names of those that tell_transformers wrote: for echelon, they are no settings of the user's.
+# Names of the variables that configure_transformers wrote, which echelon does not read as settings of the user.
 _OWN = "ECHELON_WROTE_FOR_TRANSFORMERS"
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Set the variables by which models are sharded, and transformers loads them on the first rank of each machine alone."""
+    """Set the variables that shard models and let transformers load them only on the first rank of each machine."""
     environ.write({_SHARDED: environ.get(_SHARDED) or "True", _EFFICIENT: "True", _OWN: None})
 
 
@@ -28,8 +28,8 @@ def disable_fsdp_ram_efficient_loading() -> None:
     environ.write({_EFFICIENT: "False", _OWN: None})
 
 
-def tell_transformers() -> None:
-    """Set what ``cpu_ram_efficient_loading=True`` in code means for transformers; other Accelerators do not read it."""
+def configure_transformers() -> None:
+    """Set transformers' variables for ``cpu_ram_efficient_loading=True`` in code; other Accelerators do not read them."""
     missing = [name for name in (_SHARDED, _EFFICIENT) if not parse_flag_from_env(name)]
     if missing:
         own = [*(environ.get(_OWN) or "").split(), *missing]
@@ -37,5 +37,5 @@ def tell_transformers() -> None:
 
 
 def is_echelons_own(name: str) -> bool:
-    """Tell whether the variable ``name`` was set by ``tell_transformers``."""
+    """Return whether ``configure_transformers`` set the variable ``name``."""
     return name in (environ.get(_OWN) or "").split()

@@ -99,8 +99,8 @@ class BitwiseUpdate(ExactUpdate):
     def _open_micro_step(self, contribution: Contribution) -> None:
         """Open the micro-step of a shard and seed its random numbers."""
         if contribution.micro_step:
-            self._kept.require()  # the gradients of the previous shard are about to be stored
-        self._kept.forget()
+            self._kept.require_unchanged()  # the gradients of the previous shard are about to be stored
+        self._kept.clear()
         super()._open_micro_step(contribution)
         self.shards.begin(contribution)
         if contribution.micro_step == 0:

@@ -157,7 +157,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
             self._losses, self._num_items = [], 0.0
             self._random_states = current_random_states() if contribution.num_micro_steps > 1 else None
             self._has_several_micro_steps, self._parameter_versions = contribution.num_micro_steps > 1, []
-            self._kept.forget()
+            self._kept.clear()
         self._is_mid_update = not contribution.ends_update
         self._is_counted, self._micro_step_items = False, None
         self.state.has_loss = False
@@ -200,7 +200,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
     def _drop_partial_update(self) -> None:
         """Drop the gradients of an update whose loop ended early: its samples are read again."""
         self._is_mid_update = False
-        self._kept.forget()
+        self._kept.clear()
         self.objects.drop_gradients()
 
     def _check_batch_norms(self, contribution: Contribution) -> None:
@@ -283,7 +283,7 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
 
     def before_backward(self) -> None:
         """Check gradients before the backward pass of the current batch."""
-        self._kept.require()
+        self._kept.require_unchanged()
 
     def after_backward(self) -> None:
         """Record gradients after the backward pass. Collective: in the last micro-step."""
@@ -291,13 +291,13 @@ class ExactUpdate(UpdatePolicy, PassDriver[PreparedLoader]):
 
     def note_cleared(self) -> None:
         """See ``PassDriver``."""
-        self._kept.forget()
+        self._kept.clear()
 
     def _keep_gradients(self) -> None:
         if self._is_mid_update:
-            self._kept.note(self.objects.models)
+            self._kept.record(self.objects.models)
         else:
-            self._kept.forget()
+            self._kept.clear()
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -25,11 +25,11 @@ class KeptGradients:
             tuple[nn.Parameter, torch.Tensor, int, torch.Tensor]
         ] = []  # parameter, gradient, version, copy
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Start a new update."""
         self._kept.clear()
 
-    def note(self, models: Sequence[nn.Module]) -> None:
+    def record(self, models: Sequence[nn.Module]) -> None:
         """Record gradients after a backward pass."""
         self._kept = []
         for model in models:
@@ -39,7 +39,7 @@ class KeptGradients:
                 gradient = parameter.grad
                 self._kept.append((parameter, gradient, gradient._version, gradient.detach().clone()))
 
-    def require(self) -> None:
+    def require_unchanged(self) -> None:
         """Compare the gradients with the recorded ones.
 
         Raises:
