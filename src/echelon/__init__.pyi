@@ -1,6 +1,6 @@
-"""The public names; `__init__.py` loads each on first use."""
+"""Public names, which `__init__.py` imports on first use."""
 
-# `from echelon import ..`: submodules, which `from echelon import *` leaves out. `logging` would replace the standard one.
+# Submodules for `from echelon import ...`, which `from echelon import *` omits. `logging` would replace the standard module.
 from echelon import (
     accelerator as accelerator,
     big_modeling as big_modeling,

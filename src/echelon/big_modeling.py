@@ -1,4 +1,4 @@
-"""The names of ``accelerate.big_modeling``."""
+"""Re-exports the names of ``accelerate.big_modeling``."""
 
 from echelon.accelerator.models.load_pretrained import (
     init_empty_weights as init_empty_weights,

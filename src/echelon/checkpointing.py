@@ -1,4 +1,4 @@
-"""The names of ``accelerate.checkpointing``."""
+"""Re-exports the names of ``accelerate.checkpointing``."""
 
 from echelon.accelerator.checkpoint.accelerate_layout import (
     load_accelerator_state as load_accelerator_state,

@@ -1,4 +1,4 @@
-"""The names of ``accelerate.data_loader``."""
+"""Re-exports the names of ``accelerate.data_loader``."""
 
 from echelon.accelerator.prepare.data_loaders import (
     get_sampler as get_sampler,

@@ -1,4 +1,4 @@
-"""The names of ``accelerate.hooks``."""
+"""Re-exports the names of ``accelerate.hooks``."""
 
 from echelon.compat import unsupported as _unsupported
 

@@ -1,4 +1,4 @@
-"""The names of ``accelerate.inference``."""
+"""Re-exports the names of ``accelerate.inference``."""
 
 from echelon.compat import unsupported as _unsupported
 

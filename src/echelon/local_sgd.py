@@ -1,3 +1,3 @@
-"""The names of ``accelerate.local_sgd``."""
+"""Re-exports the names of ``accelerate.local_sgd``."""
 
 from echelon.accelerator.update.local_sgd import LocalSGD as LocalSGD

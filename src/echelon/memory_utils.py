@@ -1,4 +1,4 @@
-"""The names of ``accelerate.memory_utils``."""
+"""Re-exports the names of ``accelerate.memory_utils``."""
 
 from echelon.accelerator.memory import (
     clear_device_cache as clear_device_cache,

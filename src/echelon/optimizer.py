@@ -1,4 +1,4 @@
-"""The names of ``accelerate.optimizer``."""
+"""Re-exports the names of ``accelerate.optimizer``."""
 
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
 from echelon.distributed.structure import send_to_device as _send_to_device

@@ -1,3 +1,3 @@
-"""The names of ``accelerate.parallelism_config``."""
+"""Re-exports the names of ``accelerate.parallelism_config``."""
 
 from echelon.accelerator.plugins.parallelism_config import ParallelismConfig as ParallelismConfig

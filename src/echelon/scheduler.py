@@ -1,3 +1,3 @@
-"""The names of ``accelerate.scheduler``."""
+"""Re-exports the names of ``accelerate.scheduler``."""
 
 from echelon.accelerator.update.scheduler import AcceleratedScheduler as AcceleratedScheduler

@@ -1,4 +1,4 @@
-"""The names of ``accelerate.state``."""
+"""Re-exports the names of ``accelerate.state``."""
 
 from echelon.accelerator.gradient_state import GradientState as GradientState
 from echelon.accelerator.state import (

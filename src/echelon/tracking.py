@@ -1,4 +1,4 @@
-"""The names of ``accelerate.tracking``."""
+"""Re-exports the names of ``accelerate.tracking``."""
 
 from echelon.trackers import (
     LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS,

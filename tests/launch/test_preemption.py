@@ -121,7 +121,7 @@ def check_same_step(command: Command, folder: str, result: Result, ranks: int) -
     newest = max(checkpoints, key=lambda path: int(path.name.removeprefix("checkpoint_")))
     manifest = json.loads((newest / "manifest.json").read_text())["manifest"]
     assert manifest["progress"]["step"] == step
-    assert re.search(rf"the run ends after step {step} with exit code 143; saved in \S*{newest.name}", result.err), (
+    assert re.search(rf"the run ends after step {step} with exit code 143; saved \S*{newest.name}", result.err), (
         result.err
     )
     assert "Traceback" not in result.err

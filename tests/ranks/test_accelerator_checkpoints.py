@@ -286,9 +286,9 @@ def test_a_missing_piece_is_an_error_that_names_the_way_out(tmp_path: Path) -> N
     for saved, here, allowed, why in [
         ("small", ["scheduler"], "scheduler[0]", "holds 0 schedulers, but this run has 1"),
         ("small", ["loader"], "loader", "holds 0 loaders, but this run has 1"),
-        ("small", ["head"], "model[0].head", "another model than the ModuleDict here: missing head"),
+        ("small", ["head"], "model[0].head", "a different model than this ModuleDict: missing head"),
         ("large", ["head", "loader"], "scheduler", "holds 1 schedulers, but this run has 0"),
-        ("large", ["scheduler"], "model", "unknown head.bias, head.weight"),
+        ("large", ["scheduler"], "model", "unexpected head.bias, head.weight"),
     ]:
         accelerator, model = make(*here)
         weight = Checkpoint(tmp_path / saved).read("models.0.body.weight")
@@ -309,10 +309,18 @@ def _wide(num: int) -> nn.Module:
 @pytest.mark.parametrize(
     ("saved", "here", "why"),
     [
-        (8, nn.Linear(2, 2), r"missing weight, bias; unknown 0.bias, 0.weight, 1.bias, 1.weight, 2.bias and 11 more"),
-        (1, nn.Sequential(nn.Linear(3, 2)), r"of another shape 0.weight: \[2, 2\] there, \[2, 3\] here"),
+        (
+            8,
+            nn.Linear(2, 2),
+            r"missing weight, bias; unexpected 0.bias, 0.weight, 1.bias, 1.weight, 2.bias and 11 more",
+        ),
+        (
+            1,
+            nn.Sequential(nn.Linear(3, 2)),
+            r"different shape 0.weight: \[2, 2\] in the checkpoint, \[2, 3\] in the model",
+        ),
         (1, _wide(2), "missing 1.weight, 1.bias"),
-        (1, nn.Sequential(nn.Linear(2, 2, bias=False)), "unknown 0.bias"),
+        (1, nn.Sequential(nn.Linear(2, 2, bias=False)), "unexpected 0.bias"),
     ],
 )
 def test_another_model_is_blamed_on_the_model_and_not_on_the_optimizer(
@@ -333,12 +341,13 @@ def test_another_model_is_blamed_on_the_model_and_not_on_the_optimizer(
             load(tmp_path / "s")
         text = str(caught.value)
         assert (
-            f"s is of another model than the {type(here).__name__} here: " in text or "model.safetensors is of" in text
+            f"s belongs to a different model than this {type(here).__name__}: " in text
+            or "model.safetensors belongs to" in text
         )
         assert re.search(why, text)
         assert "optimizer" not in text
     assert all(map(torch.equal, before, here.parameters()))
-    if why == "unknown 0.bias":
+    if why == "unexpected 0.bias":
         other = Accelerator(cpu=True, project_config=ProjectConfiguration(checkpoint_format=kind))
         other.prepare(here)
         other.load_state(

@@ -244,7 +244,7 @@ def test_the_state_knows_what_this_version_does_not_have(monkeypatch: pytest.Mon
     for call in (lambda: state.get_deepspeed_plugin("a"), lambda: state.select_deepspeed_plugin("a")):
         with pytest.raises(UsageError, match=r"deepspeed_plugin\(\): there is no DeepSpeed plugin"):
             call()
-    with pytest.raises(UsageError, match=r"AcceleratorState\(fsdp_plugin=\) came after"):
+    with pytest.raises(UsageError, match=r"AcceleratorState\(fsdp_plugin=\) was called after"):
         AcceleratorState(fsdp_plugin=SimpleNamespace())
     with pytest.raises(UsageError, match=r"PartialState\(\) does not accept nonsense"):
         PartialState(nonsense=1)

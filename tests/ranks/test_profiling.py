@@ -69,5 +69,5 @@ def test_what_was_not_recorded_or_is_written_already_is_told(tmp_path: Path) -> 
 
 
 def test_an_unknown_activity_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'gpu' is no activity of the profiler"):
+    with pytest.raises(ConfigError, match="'gpu' is not an activity of the profiler"):
         ProfileKwargs(activities=["gpu"]).build()  # type: ignore[list-item]

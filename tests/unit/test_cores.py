@@ -124,11 +124,11 @@ def test_the_place_of_a_device_is_that_of_its_slot(monkeypatch: pytest.MonkeyPat
 def test_a_process_is_bound_when_it_is_asked_for_once_and_not_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     bound: list[frozenset[int]] = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: bound.append(cores))
-    opening._keep_to_cores.cache_clear()
+    opening._bind_to_cores.cache_clear()
     Accelerator(cpu=True)
     assert bound == []
     with environ.patch({"ACCELERATE_CPU_AFFINITY": "1"}):
         for _ in range(2):
             Accelerator(cpu=True)
-    opening._keep_to_cores.cache_clear()
+    opening._bind_to_cores.cache_clear()
     assert bound == [frozenset(os.sched_getaffinity(0))]  # all of one process

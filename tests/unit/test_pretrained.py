@@ -172,9 +172,9 @@ _WRONG = {
     ),
     "missing": (
         {"count": torch.tensor(3)},
-        "no values for body.embed.weight of the Net, and the model has none either",
+        "no values for body.embed.weight of the Net, which are on the meta device",
     ),
-    "ties": ({**WEIGHTS, "head.weight": torch.ones(6, 4)}, "other values for head.weight than for body.embed.weight"),
+    "ties": ({**WEIGHTS, "head.weight": torch.ones(6, 4)}, "different values for head.weight and body.embed.weight"),
 }
 
 
@@ -189,11 +189,11 @@ def test_a_model_with_values_is_loaded_as_far_as_it_fits_unless_strict(tmp_path:
     source = _folder(tmp_path, {"count": torch.tensor(3), "extra": torch.ones(1)})
     model = Net()
     before = model.head.weight.clone()
-    with pytest.warns(EchelonWarning, match=r"missing body.embed.weight; unknown extra"):
+    with pytest.warns(EchelonWarning, match=r"missing body.embed.weight; unexpected extra"):
         load_checkpoint_in_model(model, source)
     assert model.count == 3
     assert torch.equal(model.head.weight, before)
-    with pytest.raises(CheckpointError, match=r"missing body.embed.weight; unknown extra"):
+    with pytest.raises(CheckpointError, match=r"missing body.embed.weight; unexpected extra"):
         load_checkpoint_in_model(Net(), source, strict=True)
     load_checkpoint_in_model(Net(), _folder(tmp_path), strict=True)
 
@@ -205,19 +205,19 @@ def test_files_that_are_not_there_or_damaged_are_named(tmp_path: Path) -> None:
         return str(raised.value)
 
     assert "holds neither model.safetensors nor" in error(tmp_path)
-    assert "the Hugging Face Hub are not looked up" in error(tmp_path / "gpt2")
+    assert "the Hugging Face Hub are not supported" in error(tmp_path / "gpt2")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text("[]")
-    assert f"{index} is no index of weights" in error(tmp_path)
+    assert f"{index} is not a weight index" in error(tmp_path)
     index.write_text(json.dumps({"weight_map": {"count": "lost.safetensors"}}))
-    assert re.search(r"no file .*lost.safetensors, which the index names", error(tmp_path))
+    assert re.search(r"the index names .*lost.safetensors, which does not exist", error(tmp_path))
     (tmp_path / "lost.safetensors").write_bytes(b"\x01" * 64)
     assert re.search(r"lost.safetensors cannot be read", error(tmp_path))
 
 
 @pytest.mark.parametrize("argument", ["device_map", "offload_folder", "offload_buffers", "broadcast_from_rank0"])
-def test_what_is_not_offered_says_so(tmp_path: Path, argument: str) -> None:
-    with pytest.raises(UsageError, match=f"is not offered with {argument}"):
+def test_unsupported_arguments_are_refused(tmp_path: Path, argument: str) -> None:
+    with pytest.raises(UsageError, match=f"does not support {argument}"):
         load_checkpoint_and_dispatch(Net(), tmp_path, **{argument: "auto"})
 
 

@@ -32,7 +32,7 @@ from torch.distributed.fsdp.wrap import (
 
 from echelon import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from echelon.accelerator.plugins.kwargs_handlers import DistributedDataParallelKwargs
-from echelon.accelerator.setup.build import build_sharding, make_engine
+from echelon.accelerator.setup.build import build_engine, build_sharding
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.warnings import EchelonWarning
 from echelon.engines.fsdp.options import ShardingOptions, wrap_nothing
@@ -101,14 +101,14 @@ def test_version_two_reshards_by_a_bool_or_a_number(monkeypatch: pytest.MonkeyPa
     assert _options(reshard_after_forward=True).reshard_after_forward is True
     alone = _options(fsdp_version=2, reshard_after_forward=3, on=_world(1, 1))  # without effect there, and no error
     assert alone.reshard_after_forward == 3
-    with pytest.raises(ConfigError, match="reshard_after_forward=3: 8 ranks, over which the model is sharded"):
+    with pytest.raises(ConfigError, match="reshard_after_forward=3 does not divide the 8 ranks"):
         _options(reshard_after_forward=3)
 
 
 def test_hybrid_needs_the_same_number_of_processes_on_each_machine() -> None:
     assert _options(sharding_strategy="HYBRID_SHARD", on=_world(4, 4)).replicas == 1
     with pytest.raises(
-        ConfigError, match="HYBRID_SHARD shards inside each machine, and 6 processes are not a multiple"
+        ConfigError, match="HYBRID_SHARD shards within each machine, but 6 processes are not a multiple"
     ):
         _options(sharding_strategy="HYBRID_SHARD", on=_world(6, 4))
 
@@ -265,7 +265,7 @@ def test_how_state_is_saved_is_kept_and_may_be_changed_later() -> None:
     assert plugin.sharding_options(_world(), mixed_precision="no") == options  # of a second Accelerator
     plugin.set_state_dict_type("FULL_STATE_DICT")
     assert plugin.state_dict_type is StateDictType.FULL_STATE_DICT
-    with pytest.raises(UsageError, match="auto_wrap_policy was set after the Accelerator had been made") as raised:
+    with pytest.raises(UsageError, match="auto_wrap_policy was set after an Accelerator was created") as raised:
         plugin.auto_wrap_policy = _is_linear
     assert "FullyShardedDataParallelPlugin(auto_wrap_policy=)" in str(raised.value.do)
     assert dataclasses.replace(plugin, cpu_offload=True).state_dict_type is StateDictType.FULL_STATE_DICT
@@ -311,25 +311,25 @@ def test_what_has_no_meaning_is_told_once_in_one_line(
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"fsdp_version": 3}, "fsdp_version=3 is not known"),
+        ({"fsdp_version": 3}, "fsdp_version=3 is unknown"),
         ({"sharding_strategy": "FULL_SHRAD"}, "did you mean 'FULL_SHARD'?"),
-        ({"sharding_strategy": 6}, "sharding_strategy=6 is not known"),
+        ({"sharding_strategy": 6}, "sharding_strategy=6 is unknown"),
         ({"sharding_strategy": "FULL_SHARD", "reshard_after_forward": False}, "contradict each other"),
         ({"sharding_strategy": "FULL_SHARD", "reshard_after_forward": "NO_SHARD"}, "contradict each other"),
-        ({"fsdp_version": 2, "reshard_after_forward": "perhaps"}, "reshard_after_forward='perhaps' is not known"),
+        ({"fsdp_version": 2, "reshard_after_forward": "perhaps"}, "reshard_after_forward='perhaps' is unknown"),
         ({"auto_wrap_policy": "transformer_wrap"}, "did you mean 'TRANSFORMER_BASED_WRAP'?"),
-        ({"auto_wrap_policy": "size_based_wrap"}, "'size_based_wrap' without a size"),
-        ({"auto_wrap_policy": CustomPolicy(_is_linear)}, "is a CustomPolicy, which cannot be called"),
-        ({"auto_wrap_policy": "no_wrap", "min_num_params": 5}, "min_num_params has no meaning with auto_wrap_policy="),
-        ({"transformer_cls_names_to_wrap": ["B"], "min_num_params": 5}, "both say what is a unit"),
-        ({"min_num_params": 1.5}, "min_num_params=1.5 is not a number of things"),
-        ({"cpu_offload": "yes"}, "cpu_offload='yes' says nothing"),
-        ({"state_dict_type": "LOCAL_STATE_DICT"}, "has no meaning in torch's fully_shard"),
+        ({"auto_wrap_policy": "size_based_wrap"}, "'size_based_wrap' requires a size"),
+        ({"auto_wrap_policy": CustomPolicy(_is_linear)}, "is a CustomPolicy, which is not callable"),
+        ({"auto_wrap_policy": "no_wrap", "min_num_params": 5}, "min_num_params has no effect with auto_wrap_policy="),
+        ({"transformer_cls_names_to_wrap": ["B"], "min_num_params": 5}, "both define the units"),
+        ({"min_num_params": 1.5}, "min_num_params=1.5 is not a count"),
+        ({"cpu_offload": "yes"}, "cpu_offload='yes' is invalid"),
+        ({"state_dict_type": "LOCAL_STATE_DICT"}, "is not supported by torch's fully_shard"),
         ({"mixed_precision_policy": "bf61"}, "did you mean 'BF16'?"),
         ({"mixed_precision_policy": {"parm_dtype": bf16}}, "did you mean 'PARAM_DTYPE'?"),
-        ({"mixed_precision_policy": {"param_dtype": "b"}}, "param_dtype='b' is not known"),
+        ({"mixed_precision_policy": {"param_dtype": "b"}}, "param_dtype='b' is unknown"),
         ({"mixed_precision_policy": 16}, "mixed_precision_policy is a int"),
-        ({"activation_checkpointing_offload": True}, "activation_checkpointing_offload is not offered yet"),
+        ({"activation_checkpointing_offload": True}, "activation_checkpointing_offload is not supported"),
     ],
 )
 def test_settings_that_cannot_be_are_told(arguments: dict[str, Any], text: str) -> None:
@@ -402,8 +402,8 @@ def test_sizes_come_from_the_code_or_the_environment(monkeypatch: pytest.MonkeyP
         config.get_device_mesh()
     for arguments, text in (
         ({"dp_shard_size": 0}, "dp_shard_size=0 is below 1"),
-        ({"cp_size": 2, "sp_size": 2}, "both cut the sequences"),
-        ({"cp_backend": "ring"}, "cp_backend='ring' is not known"),
+        ({"cp_size": 2, "sp_size": 2}, "both split sequences"),
+        ({"cp_backend": "ring"}, "cp_backend='ring' is unknown"),
     ):
         with pytest.raises(ConfigError, match=text):
             ParallelismConfig(**arguments)  # type: ignore[arg-type]
@@ -439,8 +439,8 @@ def test_sizes_and_plugin_become_one_layout() -> None:
             {},
             ["2 x dp_shard_size=3 = 6", "8 processes", "dp_shard_size=4"],
         ),
-        ({"tp_size": 2, "dp_shard_size": 4}, {}, ["ParallelismConfig(tp_size=2) is not offered yet"]),
-        ({"sp_size": 8}, None, ["ParallelismConfig(sp_size=8) is not offered yet"]),
+        ({"tp_size": 2, "dp_shard_size": 4}, {}, ["ParallelismConfig(tp_size=2) is not supported"]),
+        ({"sp_size": 8}, None, ["ParallelismConfig(sp_size=8) is not supported"]),
         ({"dp_replicate_size": 8}, {}, ["means 1 replicas", "dp_replicate_size=8"]),
         ({"dp_shard_size": 8}, {"sharding_strategy": "HYBRID_SHARD"}, ["HYBRID_SHARD means 2 replicas", "size=1"]),
         ({"dp_replicate_size": 2, "dp_shard_size": 4}, {"sharding_strategy": "NO_SHARD"}, ["means 8 replicas"]),
@@ -472,14 +472,14 @@ def test_the_engine_gets_the_options_beside_those_of_today(monkeypatch: pytest.M
     monkeypatch.setitem(ENGINES, "ddp", f"{__name__}:_Recorder")
     ddp = DistributedDataParallelKwargs(find_unused_parameters=True)
     sharding = ShardingOptions(replicas=2)
-    options: Any = make_engine(None, _world(), None, ddp, sharding)
+    options: Any = build_engine(None, _world(), None, ddp, sharding)
     assert options["sharding"] is sharding
     assert options["find_unused_parameters"] is True
-    assert "sharding" not in make_engine(None, _world(), None, ddp)  # type: ignore[operator]
+    assert "sharding" not in build_engine(None, _world(), None, ddp)  # type: ignore[operator]
     with pytest.raises(ConfigError, match="engine='ddp' and sharding settings"):
-        make_engine("ddp", _world(), None, ddp, sharding)
+        build_engine("ddp", _world(), None, ddp, sharding)
     with pytest.raises(ConfigError, match=r"engine=SingleEngine\(\) and sharding settings"):
-        make_engine(make_engine("single", _world(1, 1), None, ddp), _world(), None, ddp, sharding)
+        build_engine(build_engine("single", _world(1, 1), None, ddp), _world(), None, ddp, sharding)
 
 
 def test_a_plugin_is_made_where_it_is_asked_for_by_the_environment_or_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

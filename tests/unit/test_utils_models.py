@@ -53,14 +53,14 @@ def test_sizes_are_read(text: int | str, num_bytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["5", "GB", "5 TB", -1, ""])
 def test_what_is_no_size_is_refused(text: int | str) -> None:
-    with pytest.raises(ValueError, match="is no size"):
+    with pytest.raises(ValueError, match="is not a valid size"):
         utils.convert_file_size_to_int(text)
 
 
 def test_bytes_of_an_element() -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.float8_e4m3fn, torch.bool, utils.CustomDtype.INT4)
     assert [utils.dtype_byte_size(dtype) for dtype in dtypes] == [4, 2, 8, 1, 0.125, 0.5]
-    with pytest.raises(ValueError, match="'half' is no dtype"):
+    with pytest.raises(ValueError, match="'half' is not a dtype"):
         utils.dtype_byte_size("half")
 
 
@@ -177,7 +177,7 @@ def test_a_dynamo_plugin_reads_the_environment_and_gives_the_arguments_of_compil
     assert plugin.to_kwargs() == {"backend": "inductor", "mode": "reduce-overhead", "fullgraph": True}
     assert utils.TorchDynamoPlugin(backend="torchxla_trace_once").to_dict()["backend"] == "torchxla_trace_once"
     assert [backend.value.lower() for backend in utils.DynamoBackend] == list(get_args(DynamoBackendName))
-    with pytest.raises(ValueError, match="'torhchxla_trace_once' is no backend"):
+    with pytest.raises(ValueError, match="'torhchxla_trace_once' is not a backend"):
         utils.TorchDynamoPlugin(backend="torhchxla_trace_once")
 
 
@@ -192,7 +192,7 @@ def test_a_profiler_records_what_the_block_did() -> None:
     with utils.ProfileKwargs(activities=["cpu"], record_shapes=True).build() as profiler:
         torch.ones(3, 3) @ torch.ones(3, 3)
     assert any(event.key == "aten::mm" for event in profiler.key_averages(group_by_input_shape=True))
-    with pytest.raises(ValueError, match="'gpu' is no activity of the profiler"):
+    with pytest.raises(ValueError, match="'gpu' is not an activity of the profiler"):
         utils.ProfileKwargs(activities=["gpu"]).build()  # type: ignore[list-item]
 
 

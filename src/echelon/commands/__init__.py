@@ -1,1 +1,1 @@
-"""The names of ``accelerate.commands``."""
+"""Re-exports the names of ``accelerate.commands``."""

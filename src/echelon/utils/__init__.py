@@ -1,4 +1,4 @@
-"""The names of ``accelerate.utils``: those of its modules."""
+"""Re-exports the names of ``accelerate.utils``."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The names of ``accelerate.utils.ao``."""
+"""Re-exports the names of ``accelerate.utils.ao``."""
 
 from echelon.precision.float8 import (
     convert_model_to_fp8_ao as convert_model_to_fp8_ao,

@@ -1,4 +1,4 @@
-"""The names of ``accelerate.utils.constants``."""
+"""Re-exports the names of ``accelerate.utils.constants``."""
 
 from echelon.accelerator.profiling import PROFILE_PATTERN_NAME as PROFILE_PATTERN_NAME
 from echelon.base.versions import STR_OPERATION_TO_FUNC as STR_OPERATION_TO_FUNC

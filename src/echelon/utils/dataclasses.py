@@ -1,4 +1,4 @@
-"""The names of ``accelerate.utils.dataclasses``."""
+"""Re-exports the names of ``accelerate.utils.dataclasses``."""
 
 from echelon.accelerator.plugins.configuration import (
     DataLoaderConfiguration as DataLoaderConfiguration,

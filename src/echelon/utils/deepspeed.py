@@ -1,4 +1,4 @@
-"""The names of ``accelerate.utils.deepspeed``."""
+"""Re-exports the names of ``accelerate.utils.deepspeed``."""
 
 from echelon.accelerator.plugins.deepspeed_plugin import (
     DeepSpeedEngineWrapper as DeepSpeedEngineWrapper,

@@ -1,4 +1,4 @@
-"""The names of ``accelerate.utils.environment``."""
+"""Re-exports the names of ``accelerate.utils.environment``."""
 
 from echelon.compat import unsupported as _unsupported
 from echelon.compat.machine import (

@@ -1,4 +1,4 @@
-"""The names of ``accelerate.utils.fsdp_utils``."""
+"""Re-exports the names of ``accelerate.utils.fsdp_utils``."""
 
 from echelon.accelerator.setup.transformers_environment import (
     disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,

@@ -1,3 +1,3 @@
-"""The names of ``accelerate.utils.imports``."""
+"""Re-exports the names of ``accelerate.utils.imports``."""
 
 from echelon.compat.probes import *

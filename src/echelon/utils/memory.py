@@ -1,4 +1,4 @@
-"""The names of ``accelerate.utils.memory``."""
+"""Re-exports the names of ``accelerate.utils.memory``."""
 
 from echelon.accelerator.memory import (
     clear_device_cache as clear_device_cache,

@@ -1,4 +1,4 @@
-"""The names of ``accelerate.utils.modeling``."""
+"""Re-exports the names of ``accelerate.utils.modeling``."""
 
 from echelon.accelerator.models.load_pretrained import load_checkpoint_in_model as load_checkpoint_in_model
 from echelon.accelerator.models.model_sizes import (

@@ -1,4 +1,4 @@
-"""The names of ``accelerate.utils.operations``."""
+"""Re-exports the names of ``accelerate.utils.operations``."""
 
 from echelon.distributed.operations import (
     CannotPadNestedTensorWarning as CannotPadNestedTensorWarning,

@@ -1,4 +1,4 @@
-"""The names of ``accelerate.utils.other``."""
+"""Re-exports the names of ``accelerate.utils.other``."""
 
 from echelon.accelerator.models.model_sizes import (
     get_model_tp_size as get_model_tp_size,

@@ -1,4 +1,4 @@
-"""The names of ``accelerate.utils.random``."""
+"""Re-exports the names of ``accelerate.utils.random``."""
 
 from echelon.data.rng.host_rng import (
     synchronize_rng_state as synchronize_rng_state,

@@ -1,3 +1,3 @@
-"""The names of ``accelerate.utils.tqdm``."""
+"""Re-exports the names of ``accelerate.utils.tqdm``."""
 
 from echelon.accelerator.progress_bar import tqdm as tqdm

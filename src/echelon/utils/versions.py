@@ -1,4 +1,4 @@
-"""The names of ``accelerate.utils.versions``."""
+"""Re-exports the names of ``accelerate.utils.versions``."""
 
 from echelon.base.versions import (
     compare_versions as compare_versions,

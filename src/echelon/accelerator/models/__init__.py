@@ -1,1 +1,1 @@
-"""Models and their weights as files."""
+"""Models: unwrapping, sizes, and weights in files."""

@@ -1,4 +1,4 @@
-"""Files of weights read straight into a model: each rank reads its part of every tensor, and nobody the whole model."""
+"""Reads weight files directly into a model: each rank reads only its shard of every tensor."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from echelon.accelerator.models.save_objects import extract_model_from_parallel
-from echelon.accelerator.prepare.compile import is_compiled_module
+from echelon.accelerator.models.save_objects import bare_module
+from echelon.accelerator.models.weight_check import listed, shortened
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.sharded import is_dtensor, is_fsdp_module
 from echelon.base.warnings import warn
@@ -34,19 +34,17 @@ from echelon.engines.shards import local_slices
 
 __all__ = ["init_empty_weights", "init_on_device", "load_checkpoint_and_dispatch", "load_checkpoint_in_model"]
 
-_SHOWN = 5  # names in one message
 
-
-# ---- models without values -----------------------------------------------------------------------------------------------
+# ---- models on the meta device -------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
-    """Make the parameters of models that are built in the block on the meta device: they have shapes and no values.
+    """Create the parameters of models built in the block on the meta device: with shapes, but without values.
 
     Args:
-        include_buffers: the buffers, too. False (the default, or ``ACCELERATE_INIT_INCLUDE_BUFFERS``) keeps what no file of
-            weights holds, such as the frequencies of rotary embeddings.
+        include_buffers: also the buffers. False (the default, or ``ACCELERATE_INIT_INCLUDE_BUFFERS``) keeps buffers that no
+            weight file stores, such as the frequencies of rotary embeddings.
     """
     with init_on_device(torch.device("meta"), include_buffers=include_buffers):
         yield
@@ -54,18 +52,18 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def init_on_device(device: torch.device, include_buffers: bool | None = None) -> Iterator[None]:
-    """Make the parameters of models that are built in the block on ``device``.
+    """Create the parameters of models built in the block on ``device``.
 
     Args:
-        device: where.
-        include_buffers: the buffers, too; None: as ``ACCELERATE_INIT_INCLUDE_BUFFERS`` says, else False.
+        device: target device.
+        include_buffers: also the buffers; None: ``ACCELERATE_INIT_INCLUDE_BUFFERS``, else False.
     """
     device = torch.device(device)
     if include_buffers is None:
         include_buffers = parse_flag_from_env("ACCELERATE_INIT_INCLUDE_BUFFERS")
 
     def place(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.device == device:  # also one that is tied: it stays one
+        if parameter is None or parameter.device == device:  # a tied parameter must not be copied again
             return None
         placed = nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)
         placed.__dict__.update(parameter.__dict__)
@@ -102,11 +100,11 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> nn.Module:
-    """Read a checkpoint into ``model`` as ``load_checkpoint_in_model`` does, and return it.
+    """Read a checkpoint into ``model`` like ``load_checkpoint_in_model``, and return it.
 
-    What spreads a model over the devices of one process (``device_map`` and its like) is not offered.
+    Arguments that distribute a model over the devices of one process (such as ``device_map``) are not supported.
 
-    Collective: where parameters are sharded.
+    Collective: if parameters are sharded.
     """
     _refuse("load_checkpoint_and_dispatch", max_memory=max_memory, skip_keys=skip_keys, force_hooks=force_hooks)
     load_checkpoint_in_model(
@@ -138,31 +136,30 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Read a checkpoint into ``model``, one tensor at a time; of sharded parameters each rank reads its part alone.
+    """Read a checkpoint into ``model``, one tensor at a time; each rank reads only its shard of sharded parameters.
 
-    Parameters on the meta device get memory first: on the CPU, sharded ones on the device of the run. Buffers there that no
-    file holds are computed again by the module's ``reset_parameters`` or the model's ``_init_weights``.
+    Parameters on the meta device are allocated first: on the CPU, or if sharded, on the device of the run. Buffers on the
+    meta device that no file stores are recomputed by the module's ``reset_parameters`` or the model's ``_init_weights``.
 
     Args:
-        model: prepared or not; one on the meta device is loaded after ``prepare`` where it is sharded, else before.
-        checkpoint: a folder as ``save_pretrained`` or ``save_model`` writes it, its index, or one file of weights
-            (safetensors, or of ``torch.save``). Every rank must be able to read it.
-        device_map: with ``offload_folder``, ``offload_state_dict``, ``offload_buffers``, ``keep_in_fp32_modules`` and
-            ``offload_8bit_bnb``: not offered.
-        dtype: of all floating-point tensors of the model from now on; None: the model's own, to which values are
-            converted. Sharded ones keep theirs.
-        strict: raise also where the file holds more than the model, or less and the model has values for the rest;
-            False: warn.
-        full_state_dict: False is not offered.
-        broadcast_from_rank0: not offered.
+        model: prepared or not; a model on the meta device is loaded after ``prepare`` if it is sharded, else before.
+        checkpoint: a folder written by ``save_pretrained`` or ``save_model``, its index, or a single weight file
+            (safetensors or ``torch.save``). Every rank must be able to read it.
+        device_map: like ``offload_folder``, ``offload_state_dict``, ``offload_buffers``, ``keep_in_fp32_modules`` and
+            ``offload_8bit_bnb``, not supported.
+        dtype: new dtype of all floating-point tensors of the model; None: keep the model's own dtype and convert the values.
+            Not supported for sharded models.
+        strict: raise if the file has extra weights, or lacks weights for which the model has values; False: warn.
+        full_state_dict: False is not supported.
+        broadcast_from_rank0: not supported.
 
-    Collective: where parameters are sharded.
+    Collective: if parameters are sharded.
 
     Raises:
-        UsageError: what is not offered, or a ``dtype`` for sharded parameters.
-        CheckpointError: no weights, damaged ones, or another model's: shapes that differ, kinds of numbers that differ,
-            different values for tied parameters, or none for what is on the meta device.
-        DesyncError: some ranks failed; they are named.
+        UsageError: an argument is not supported, or ``dtype`` is set for sharded parameters.
+        CheckpointError: the weights are missing, damaged, or belong to another model: shapes or kinds of dtypes differ, tied
+            parameters have different values, or a tensor on the meta device has no value.
+        DesyncError: some ranks failed; the message names them.
     """
     _refuse(
         "load_checkpoint_in_model",
@@ -175,18 +172,18 @@ def load_checkpoint_in_model(
         full_state_dict=not full_state_dict,
         broadcast_from_rank0=broadcast_from_rank0,
     )
-    bare = _bare(model)
+    bare: nn.Module = bare_module(model)
     mesh = next((p.device_mesh for p in bare.parameters() if is_dtensor(p)), None)
     if dtype is not None:
         if mesh is not None:
             raise UsageError(
-                "load_checkpoint_in_model(dtype=) for a sharded model, whose parameters the optimizer knows already",
-                do="leave dtype out: values are converted; or build the model in that dtype",
+                "load_checkpoint_in_model(dtype=) is not possible for a sharded model, whose optimizer already holds the parameters",
+                do="remove dtype, so that values are converted, or build the model in that dtype",
             )
         bare.to(getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype)
-    together = nullcontext() if mesh is None else raise_on_all_ranks("load_checkpoint_in_model")
+    on_all_ranks = nullcontext() if mesh is None else raise_on_all_ranks("load_checkpoint_in_model")
     device = torch.device("cpu" if mesh is None else mesh.device_type)
-    with together:
+    with on_all_ranks:
         _read(bare, Path(checkpoint).expanduser(), device=device, strict=strict)
 
 
@@ -194,22 +191,15 @@ def _refuse(function: str, **arguments: Any) -> None:
     given = [name for name, value in arguments.items() if value]
     if given:
         raise UsageError(
-            f"{function}() is not offered with {', '.join(given)} by this version of echelon",
-            do="leave it out; a model that is too large for one device is sharded: Accelerator(fsdp_plugin=)",
+            f"{function}() does not support {', '.join(given)} in this version of echelon",
+            do="remove the argument; to fit a large model, shard it: Accelerator(fsdp_plugin=)",
         )
-
-
-def _bare(model: nn.Module) -> nn.Module:
-    bare: nn.Module = extract_model_from_parallel(model, keep_torch_compile=False)
-    while is_compiled_module(bare):
-        bare = bare._orig_mod  # type: ignore[assignment]
-    return bare
 
 
 def _read(model: nn.Module, checkpoint: Path, *, device: torch.device, strict: bool) -> None:
     for module in model.modules():
         if is_fsdp_module(module):
-            module.reshard()  # stage 2 leaves parameters whole after a forward pass
+            module.reshard()  # ZeRO stage 2 keeps parameters unsharded after a forward pass
     stored = _stored_in(checkpoint)
     own = dict(_own_tensors(model))
     found = _fitted(model, own, stored)
@@ -218,7 +208,7 @@ def _read(model: nn.Module, checkpoint: Path, *, device: torch.device, strict: b
     on_meta = [name for name, tensor in _named(model) if tensor.is_meta]
     if on_meta:
         allocate_tensors(model, on_meta, device=device)
-        own = dict(_own_tensors(model))  # buffers are others now
+        own = dict(_own_tensors(model))  # buffers have been replaced
     filled: dict[int, str] = {}
     with torch.no_grad():
         for name, weight in found:
@@ -230,10 +220,10 @@ def _read(model: nn.Module, checkpoint: Path, *, device: torch.device, strict: b
                 local.copy_(part)
             elif not torch.equal(local, part.to(local)):
                 raise CheckpointError(
-                    f"{checkpoint} holds other values for {name} than for {first}, and the model ties the two",
+                    f"{checkpoint} holds different values for {name} and {first}, but the model ties them",
                     do="load it into a model that does not tie them (tie_word_embeddings=False)",
                 )
-            del part  # and its mapping
+            del part  # release its mapping
     _compute_buffers(model, [name for name in on_meta if name not in own])
 
 
@@ -243,7 +233,7 @@ def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _own_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what a file of weights holds of ``model``, each under all of its names."""
+    """Yield the tensors of ``model`` that a weight file stores, each under all of its names."""
     left_out = {
         _joined(prefix, name)
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -259,23 +249,23 @@ def _own_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stored:
-    """One tensor in a file."""
+    """A tensor in a weight file."""
 
     file: Path
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """As safetensors names it: F32, BF16, I64, ..."""
+    """Name of the dtype in safetensors: F32, BF16, I64, ..."""
     tensor: torch.Tensor | None
-    """Of a file of ``torch.save``: memory-mapped. None: safetensors."""
+    """The memory-mapped tensor of a ``torch.save`` file; None for safetensors."""
 
     def read(self, part: tuple[slice, ...]) -> torch.Tensor:
-        """Return a part of it."""
+        """Return a slice of the tensor."""
         if any(one.start >= one.stop for one in part):
             return torch.empty([max(0, one.stop - one.start) for one in part])
         if self.tensor is not None:
             return self.tensor[part]
-        # Opened for each tensor: what a mapping has read stays in the resident memory until it is closed.
+        # The file is opened per tensor, because pages read through a mapping stay resident until it is closed.
         with _opened(self.file) as file:
             values: torch.Tensor = file.get_slice(self.name)[part] if part else file.get_tensor(self.name)
             return values
@@ -288,7 +278,7 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except FileNotFoundError:
         raise CheckpointError(
-            f"there is no file {path}, which the index names", do="copy the whole folder, or give another one"
+            f"the index names {path}, which does not exist", do="copy the complete folder, or use another one"
         ) from None
     except safetensors.SafetensorError as error:
         raise CheckpointError(f"{path} cannot be read: {error}", do="use another copy") from error
@@ -299,7 +289,7 @@ def _stored_in(checkpoint: Path) -> dict[str, _Stored]:
     for path in _files_of(checkpoint):
         if path.suffix == ".safetensors":
             with _opened(path) as file:
-                for name in file.keys():  # noqa: SIM118 - no mapping
+                for name in file.keys():  # noqa: SIM118 - not a mapping
                     piece = file.get_slice(name)
                     shape = tuple(piece.get_shape())
                     found[name] = _Stored(file=path, name=name, shape=shape, dtype=piece.get_dtype(), tensor=None)
@@ -316,7 +306,7 @@ _KINDS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
 
 
 def _files_of(checkpoint: Path) -> list[Path]:
-    """Return the files of weights in a folder, or of an index, or the one that was given."""
+    """Return the weight files of a folder or an index, or the given file."""
     index = None
     if checkpoint.is_dir():
         for whole, parts in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
@@ -328,12 +318,12 @@ def _files_of(checkpoint: Path) -> list[Path]:
         else:
             raise CheckpointError(
                 f"{checkpoint} holds neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}",
-                do="give a folder that save_pretrained or save_model wrote, or the file of weights itself",
+                do="pass a folder written by save_pretrained or save_model, or a weight file",
             )
     elif not checkpoint.is_file():
         raise CheckpointError(
-            f"there is no {checkpoint}",
-            do="give a local folder of weights: names of the Hugging Face Hub are not looked up",
+            f"{checkpoint} does not exist",
+            do="pass a local folder of weights; names on the Hugging Face Hub are not supported",
         )
     elif checkpoint.suffix == ".json":
         index = checkpoint
@@ -343,20 +333,20 @@ def _files_of(checkpoint: Path) -> list[Path]:
         content = json.loads(index.read_text(encoding="utf-8"))
         names = sorted(set(content.get("weight_map", content).values()))
     except (ValueError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index} is no index of weights: {error}", do="use another copy") from None
+        raise CheckpointError(f"{index} is not a weight index: {error}", do="use another copy") from None
     return [index.parent / name for name in names]
 
 
-# ---- does it fit? --------------------------------------------------------------------------------------------------------
+# ---- matching ------------------------------------------------------------------------------------------------------------
 
 
 def _fitted(
     model: nn.Module, own: Mapping[str, torch.Tensor], stored: Mapping[str, _Stored]
 ) -> list[tuple[str, _Stored]]:
-    """Return what of ``stored`` the model has, by the model's names.
+    """Return the entries of ``stored`` that the model has, under the model's names.
 
-    Names may hold what DDP and torch.compile put into them; those of a transformers model with a head and of the same
-    without differ by the prefix that the class names.
+    Prefixes added by DDP and torch.compile are ignored, and so is the prefix by which a transformers model with a head differs
+    from the base model.
     """
     by_plain = {name.replace("_orig_mod.", ""): name for name in own}
     given = {name.replace("_orig_mod.", ""): one for name, one in stored.items()}
@@ -396,9 +386,9 @@ def _check(
     ]
     if wrong:
         raise CheckpointError(
-            f"{checkpoint} does not fit the {kind}: {_some(wrong, '; ')}",
-            do="build the model with the configuration that was saved beside the weights; quantised weights need the "
-            "library that wrote them",
+            f"{checkpoint} does not match the {kind}: {shortened(wrong, '; ')}",
+            do="build the model with the configuration saved with the weights; quantized weights require the library that "
+            "wrote them",
         )
     first: dict[int, str] = {}
     for name, tensor in own.items():
@@ -407,50 +397,45 @@ def _check(
     without = [name for name in missing if own[name].is_meta]
     if without:
         raise CheckpointError(
-            f"{checkpoint} has no values for {_some(without)} of the {kind}, and the model has none either (meta device)",
-            do="give the checkpoint of this model; a new part (a head) gets its first values on rank zero, in a model that is "
+            f"{checkpoint} has no values for {shortened(without)} of the {kind}, which are on the meta device",
+            do="pass the checkpoint of this model; to add a new part (a head), initialize it on rank zero in a model that is "
             "not on the meta device",
         )
     names = {one.name for _, one in found}
     unknown = [name for name in stored if name not in names]
-    lists = [f"{what} {_some(which)}" for what, which in (("missing", missing), ("unknown", unknown)) if which]
-    if lists and strict:
+    differences = listed({"missing": missing, "unexpected": unknown})
+    if differences and strict:
         raise CheckpointError(
-            f"{checkpoint} does not fit the {kind}: {'; '.join(lists)}",
-            do="load it into the model it is of, or give strict=False",
+            f"{checkpoint} does not match the {kind}: {differences}",
+            do="load it into the model it was saved from, or pass strict=False",
         )
-    if lists:
-        warn(f"{checkpoint} does not quite fit the {kind}, and what fits was loaded: {'; '.join(lists)}")
-
-
-def _some(names: list[str], separator: str = ", ") -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return separator.join(names[:_SHOWN]) + more
+    if differences:
+        warn(f"{checkpoint} does not fully match the {kind}; matching weights were loaded: {differences}")
 
 
 def _converts(stored: str, dtype: torch.dtype) -> bool:
-    """Tell whether numbers of the file's dtype mean the same in the model's, up to rounding."""
+    """Return whether the file's dtype can be converted to the model's, up to rounding."""
     if stored in _KINDS.values():
         return dtype in _KINDS
     return dtype not in _KINDS and not dtype.is_complex
 
 
-# ---- buffers that no file holds --------------------------------------------------------------------------------------------
+# ---- buffers that no file stores -------------------------------------------------------------------------------------------
 
 
 def _compute_buffers(model: nn.Module, names: list[str]) -> None:
-    """Compute the buffers ``names``, which have memory and no values, by what their modules offer.
+    """Compute the allocated buffers ``names`` with the initializers of their modules.
 
-    Twice, into memory that held zeros and then ones: what comes out the same was really computed.
+    The initializer runs twice, on memory filled with zeros and with ones; equal results prove that it sets the buffer.
 
     Raises:
-        CheckpointError: some are not computed by anything.
+        CheckpointError: no initializer computes some of them.
     """
     left = []
     for path in dict.fromkeys(name.rpartition(".")[0] for name in names):
         module = model.get_submodule(path)
         mine = [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == path]
-        results = [_initialised(model, path, mine, fill) for fill in (0, 1)]
+        results = [_initialized(model, path, mine, fill) for fill in (0, 1)]
         for name in mine:
             buffer, (first, second) = module._buffers[name], (result[name] for result in results)
             assert buffer is not None
@@ -460,21 +445,21 @@ def _compute_buffers(model: nn.Module, names: list[str]) -> None:
                 left.append(_joined(path, name))
     if left:
         raise CheckpointError(
-            f"the buffers {_some(left)} of the {type(model).__name__} were on the meta device, no file holds them, and "
+            f"the buffers {shortened(left)} of the {type(model).__name__} were on the meta device, but no file stores them, and "
             "neither reset_parameters() nor _init_weights() of the model computes them",
-            do="build the model under echelon.init_empty_weights(), which keeps the values of buffers",
+            do="build the model with echelon.init_empty_weights(), which keeps the values of buffers",
         )
 
 
-def _initialised(model: nn.Module, path: str, names: list[str], fill: int) -> dict[str, torch.Tensor]:
-    """Return the buffers ``names`` as the module at ``path`` initialises them; the module itself is not touched."""
+def _initialized(model: nn.Module, path: str, names: list[str], fill: int) -> dict[str, torch.Tensor]:
+    """Return the buffers ``names`` as the module at ``path`` initializes them, without changing the module."""
     stand_in = _without_values(model.get_submodule(path))
     stand_in._buffers |= {name: torch.full_like(model.get_buffer(_joined(path, name)), fill) for name in names}
     reset = getattr(stand_in, "reset_parameters", None)
     if reset is not None and not stand_in._modules:
         reset()
     else:
-        # The innermost model around it that initialises modules (transformers; models may hold models).
+        # The innermost enclosing model that initializes modules (in transformers, models may contain models).
         parts = path.split(".") if path else []
         around = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
         owner: Any = next((one for one in around if callable(getattr(one, "_init_weights", None))), None)
@@ -484,8 +469,8 @@ def _initialised(model: nn.Module, path: str, names: list[str], fill: int) -> di
 
 
 def _without_values(module: nn.Module) -> nn.Module:
-    """Return a copy of ``module`` and what is in it on the meta device; it shares everything but tensors."""
-    # Not by copy.copy: torch gives the classes of sharded modules a constructor that makes a new object.
+    """Return a copy of ``module`` and its submodules on the meta device; everything but tensors is shared."""
+    # copy.copy does not work, because torch gives the classes of sharded modules a constructor that returns a new object.
     copied: nn.Module = object.__new__(type(module))
     copied.__dict__.update(module.__dict__)
     copied._parameters = {

@@ -54,7 +54,7 @@ def convert_file_size_to_int(size: int | str) -> int:
     """Return a size in bytes: ``"5GB"`` is 5 * 10**9, ``"5GiB"`` 5 * 2**30, ``"5Gb"`` (bits) 5 * 10**9 / 8.
 
     Raises:
-        UsageError: it is no size.
+        UsageError: ``size`` is not a valid size.
     """
     if isinstance(size, int) and size >= 0:
         return size
@@ -64,22 +64,24 @@ def convert_file_size_to_int(size: int | str) -> int:
         else None
     )
     if match is None:
-        raise UsageError(f"{size!r} is no size", do="give bytes as an integer, or text such as '5GB' or '200MiB'")
+        raise UsageError(
+            f"{size!r} is not a valid size", do="pass bytes as an integer, or text such as '5GB' or '200MiB'"
+        )
     num_bytes = int(float(match[1]) * _UNITS[match[2].upper()])
     is_bits = match[2].endswith("b") and match[2].upper() in ("KB", "MB", "GB")
     return num_bytes // 8 if is_bits else num_bytes
 
 
 def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
-    """Return the bytes of one element; a bool counts an eighth, as Accelerate counts it.
+    """Return the number of bytes per element; as in Accelerate, a bool counts as an eighth.
 
     Raises:
-        UsageError: it is no dtype.
+        UsageError: ``dtype`` is not a dtype.
     """
     if isinstance(dtype, CustomDtype):
         return _CUSTOM_BYTES[dtype]
     if not isinstance(dtype, torch.dtype):
-        raise UsageError(f"{dtype!r} is no dtype", do="give a torch.dtype")
+        raise UsageError(f"{dtype!r} is not a dtype", do="pass a torch.dtype")
     return 1 / 8 if dtype == torch.bool else dtype.itemsize
 
 
@@ -90,9 +92,9 @@ def named_module_tensors(
 
     Args:
         module: the module.
-        include_buffers: the buffers, too.
-        recurse: those of its submodules, too.
-        remove_non_persistent: leave out the buffers that no state dict holds.
+        include_buffers: also yield the buffers.
+        recurse: also yield the tensors of submodules.
+        remove_non_persistent: skip the buffers that are not in the state dict.
     """
     yield from module.named_parameters(recurse=recurse)
     if not include_buffers:
@@ -104,12 +106,12 @@ def named_module_tensors(
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
-    """Return the names of the buffers that no state dict holds.
+    """Return the names of the buffers that are not in the state dict.
 
     Args:
         module: the module.
-        recurse: those of its submodules, too.
-        fqns: with the names of the submodules.
+        recurse: also include submodules.
+        fqns: return fully qualified names.
     """
     modules = module.named_modules() if recurse else iter([("", module)])
     return {
@@ -120,7 +122,7 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
-    """Return the groups of names under which ``model`` has one parameter, each group sorted."""
+    """Return the groups of names that share one parameter of ``model``, each group sorted."""
     groups: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups[id(parameter)].append(name)
@@ -128,7 +130,7 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
-    """Make each group of names one parameter again: the first of them that is not on the meta device."""
+    """Tie each group of names again, to the first parameter that is not on the meta device."""
     for names in tied_params:
         owners = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
         found = [getattr(owner, attribute) for owner, attribute in owners]
@@ -144,13 +146,13 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, str | torch.dtype] | None = None,
     buffers_only: bool = False,
 ) -> dict[str, float]:
-    """Return the bytes of each submodule and tensor by name; ``""`` is the whole model.
+    """Return the size in bytes of each submodule and tensor by name; ``""`` is the whole model.
 
     Args:
         model: tied tensors count once.
-        dtype: count floating-point tensors as if they were of this dtype, where that is smaller.
-        special_dtypes: the same for single tensors, by name.
-        buffers_only: leave the parameters out.
+        dtype: count floating-point tensors in this dtype if it is smaller.
+        special_dtypes: dtypes of single tensors, by name.
+        buffers_only: ignore parameters.
     """
     special = {name: dtype_byte_size(_as_dtype(kind)) for name, kind in (special_dtypes or {}).items()}
     smaller = None if dtype is None else dtype_byte_size(_as_dtype(dtype))
@@ -171,12 +173,12 @@ def compute_module_total_buffer_size(
     dtype: str | torch.dtype | None = None,
     special_dtypes: Mapping[str, str | torch.dtype] | None = None,
 ) -> float:
-    """Return the bytes of the buffers of ``model``."""
+    """Return the size of the buffers of ``model`` in bytes."""
     return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True).get("", 0)
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Tell whether the configuration of a transformers model says that its embeddings are tied."""
+    """Return whether the configuration of a transformers model ties its embeddings."""
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(model, "get_output_embeddings"):
         return False
@@ -189,7 +191,7 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
-    """Tell whether both are one device; one without an index is the current one of its kind."""
+    """Return whether both are the same device; one without an index means the current device of its type."""
     if first_device.type != second_device.type:
         return False
     if first_device.type == "cpu":
@@ -206,14 +208,14 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
 
 
 def get_module_leaves(module_sizes: Mapping[str, float]) -> list[str]:
-    """Return the names of ``compute_module_sizes`` that have nothing inside."""
+    """Return the names of ``compute_module_sizes`` without children."""
     names = set(module_sizes)
     parents = {name.rpartition(".")[0] for name in names}
     return [name for name in module_sizes if name not in parents and name]
 
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
-    """Return all submodules, each before those that hold it; ``return_fqns``: as (name, module)."""
+    """Return all submodules, children before parents; ``return_fqns``: as (name, module)."""
     stack, ordered = [("", model)], []
     while stack:
         prefix, module = stack.pop()
@@ -223,12 +225,12 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
-    """Tell whether a parameter of ``model`` is a ``DTensor``."""
+    """Return whether a parameter of ``model`` is a ``DTensor``."""
     return any(is_dtensor(parameter) for parameter in model.parameters())
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:
-    """Return over how many ranks a transformers model is split by tensor parallelism; None when it does not say."""
+    """Return the tensor-parallel size of a transformers model; None if it does not define one."""
     own = getattr(model, "tp_size", None)
     if own is not None:
         return int(own)
@@ -238,7 +240,7 @@ def get_model_tp_size(model: nn.Module) -> int | None:
 
 
 def is_peft_model(model: Any) -> bool:
-    """Tell whether ``model``, or what DDP and its like hold, is a model of the library peft."""
+    """Return whether ``model``, after removing wrappers such as DDP, is a PEFT model."""
     if not is_available("peft"):
         return False
     peft: Any = import_module("peft")
@@ -246,18 +248,18 @@ def is_peft_model(model: Any) -> bool:
 
 
 def load_state_dict(checkpoint_file: str, device_map: Any = None) -> dict[str, Any]:
-    """Read a file of weights, safetensors or torch's format; no code of the file runs.
+    """Read a weight file in safetensors or torch format without running code.
 
     Args:
-        checkpoint_file: ends in ``.safetensors``, or else is torch's.
-        device_map: of the big-model functions, which this version does not offer: None.
+        checkpoint_file: a ``.safetensors`` file, or a file of ``torch.save``.
+        device_map: not supported; must be None.
 
     Raises:
-        UsageError: a ``device_map``.
+        UsageError: ``device_map`` is set.
     """
     if device_map is not None:
         raise UsageError(
-            "load_state_dict(device_map=) is not offered by this version of echelon", do="leave device_map out"
+            "load_state_dict(device_map=) is not supported by this version of echelon", do="remove device_map"
         )
     if str(checkpoint_file).endswith(".safetensors"):
         return dict(load_file(checkpoint_file))
@@ -266,14 +268,14 @@ def load_state_dict(checkpoint_file: str, device_map: Any = None) -> dict[str, A
 
 
 def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: Any) -> torch.amp.GradScaler:
-    """Return a loss scaler for the device of this process."""
+    """Return a gradient scaler for the device of this process."""
     return torch.amp.GradScaler(World.current(cpu=current().value.cpu).device.type, **kwargs)
 
 
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
 ) -> AbstractContextManager[Any]:
-    """Return autocast in the precision that the environment or the launcher asks for; nothing without ``native_amp``."""
+    """Return autocast in the precision of the environment or the launcher; a no-op without ``native_amp``."""
     if not native_amp:
         return nullcontext()
     config = current().value
@@ -289,5 +291,5 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
 
 
 def _as_dtype(dtype: str | torch.dtype | CustomDtype) -> Any:
-    """Turn ``"float16"`` and ``"torch.float16"`` into the dtype."""
+    """Convert ``"float16"`` and ``"torch.float16"`` to the dtype."""
     return getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype

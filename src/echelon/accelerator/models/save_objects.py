@@ -1,4 +1,4 @@
-"""``save`` of Accelerate's utilities, and the bare model in its wrappers."""
+"""Accelerate's ``save``, and functions that remove wrappers from models."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from echelon.precision.policy import unwrap_forward
 from echelon.world.world import World
 
 __all__ = [
+    "bare_module",
     "clean_state_dict_for_safetensors",
     "extract_model_from_parallel",
     "id_tensor_storage",
@@ -30,13 +31,13 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
     """Write ``obj`` to ``f`` on rank zero, or on one rank of each machine.
 
     Args:
-        obj: a dict of tensors with ``safe_serialization``, else what ``torch.save`` takes.
-        f: a path; without ``safe_serialization`` also an open file.
-        save_on_each_node: for machines that share no file system.
-        safe_serialization: write safetensors; of tensors that share memory only the first is kept.
+        obj: a dict of tensors with ``safe_serialization``, else anything that ``torch.save`` accepts.
+        f: path; without ``safe_serialization`` also an open file.
+        save_on_each_node: write on each machine, for machines without a shared file system.
+        safe_serialization: write safetensors; of tensors that share memory only the first is written.
 
     Raises:
-        UsageError: ``obj`` is no dict of tensors, and shall be safetensors.
+        UsageError: ``safe_serialization`` is set, but ``obj`` is not a dict of tensors.
     """
     world = World.current()
     if not (world.is_local_rank_zero if save_on_each_node else world.is_rank_zero):
@@ -45,26 +46,26 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
         torch.save(obj, f)
         return
     write_tensors(obj, f)
-    _warn_of(aliases_in(obj))
+    _warn_of_aliases(aliases_in(obj))
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``state_dict`` as safetensors takes it: contiguous, and each tensor under its first name only."""
+    """Return ``state_dict`` as safetensors requires it: contiguous, and each tensor only under its first name."""
     aliases = aliases_in(state_dict)
-    _warn_of(aliases)
+    _warn_of_aliases(aliases)
     return {name: contiguous_copy(value) for name, value in state_dict.items() if name not in aliases}
 
 
-def _warn_of(aliases: Mapping[str, str]) -> None:
+def _warn_of_aliases(aliases: Mapping[str, str]) -> None:
     if aliases:
         warn(
-            f"{', '.join(aliases)} share memory with other tensors and are not written: loading into a model in which "
-            "they are tied again gives the same weights"
+            f"{', '.join(aliases)} share memory with other tensors and are not written; a model that ties them restores "
+            "the same weights"
         )
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """Return what tensors on the same memory have in common: device, address, size in bytes."""
+    """Return an identifier of the memory of ``tensor``: device, address, size in bytes."""
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
@@ -72,13 +73,13 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
 def extract_model_from_parallel(
     model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> Any:
-    """Return the model inside of DDP, DataParallel and FSDP.
+    """Return the model inside DDP, DataParallel and FSDP.
 
     Args:
         model: prepared or not.
-        keep_fp32_wrapper: keep the forward that runs in mixed precision; False gives the model its own one back.
-        keep_torch_compile: keep the compiled module, now around the bare model.
-        recursive: also unwrap its submodules that have a ``module``.
+        keep_fp32_wrapper: keep the mixed-precision forward; False: restore the model's own forward.
+        keep_torch_compile: keep the compiled module, now around the unwrapped model.
+        recursive: also unwrap submodules that have a ``module``.
     """
     compiled = model if is_compiled_module(model) else None
     inner = without_wrappers(model if compiled is None else model._orig_mod)
@@ -95,8 +96,16 @@ def extract_model_from_parallel(
     return compiled if compiled._orig_mod is inner else moved_to(inner, compiled)
 
 
+def bare_module(model: nn.Module) -> Any:
+    """Return the user's module inside DDP, DataParallel, FSDP and any number of ``torch.compile``."""
+    bare = extract_model_from_parallel(model, keep_torch_compile=False)
+    while is_compiled_module(bare):
+        bare = bare._orig_mod
+    return bare
+
+
 def without_wrappers(model: Any) -> Any:
-    """Return the model inside of DDP, DataParallel and the older FSDP, whoever wrapped it."""
+    """Return the model inside DDP, DataParallel and FSDP1, whoever wrapped it."""
     while isinstance(model, _WRAPPERS) or is_old_fsdp(model):
         model = model.module
     return model

@@ -1,4 +1,4 @@
-"""Weights from files, loaded into a model under whatever wrapper they were saved from."""
+"""Loads weights from files into a model, independent of the wrapper they were saved from."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.accelerator.models.save_objects import extract_model_from_parallel
-from echelon.accelerator.models.weight_check import misfit
-from echelon.accelerator.prepare.compile import is_compiled_module
+from echelon.accelerator.models.save_objects import bare_module
+from echelon.accelerator.models.weight_check import describe_mismatch, listed
 from echelon.base.errors import CheckpointError
 from echelon.base.sharded import is_dtensor
 from echelon.checkpoint.formats.weight_files import aliases_in
@@ -22,27 +21,25 @@ __all__ = ["load_weights"]
 def load_weights(
     model: nn.Module, tensors: Mapping[str, Any], *, source: object, strict: bool = True, **kwargs: Any
 ) -> None:
-    """Load ``tensors`` into ``model``, whatever wrapper (DDP, torch.compile) either was in when it was saved.
+    """Load ``tensors`` into ``model``, independent of the wrappers (DDP, torch.compile) of both.
 
     Args:
-        model: prepared or not. Tied weights may be there under one of their names.
-        tensors: by name.
-        source: where they are from, for the error.
-        strict: every tensor of the model must be there, and no other.
-        kwargs: of ``load_state_dict``.
+        model: prepared or not. Tied weights may be stored under only one of their names.
+        tensors: tensors by name.
+        source: their origin, for errors.
+        strict: require exactly the tensors of the model.
+        kwargs: passed to ``load_state_dict``.
 
     Raises:
-        CheckpointError: they are another model's.
+        CheckpointError: the tensors belong to another model.
     """
-    bare = extract_model_from_parallel(model, keep_torch_compile=False)
-    while is_compiled_module(bare):
-        bare = bare._orig_mod
+    bare = bare_module(model)
     state = bare.state_dict()
     own = list(state)
     named = _named_as(own, tensors)
     shapes = {name: value.shape for name, value in named.items() if isinstance(value, torch.Tensor)}
     own_shapes = {
-        # What is partitioned by a library is empty here, and its shape is asked by that.
+        # A tensor partitioned by a library is empty here, so its shape is taken from the file.
         name: shapes.get(name, value.shape) if not value.numel() else value.shape
         for name, value in state.items()
         if isinstance(value, torch.Tensor)
@@ -50,7 +47,7 @@ def load_weights(
     aliases = aliases_in(state)
     first = {name: aliases.get(name, name) for name in own}
     there = {first[name] for name in own if name in named}
-    found = misfit(
+    found = describe_mismatch(
         shapes,
         own_shapes,
         may_be_missing=lambda name: not strict or first[name] in there or name in named,
@@ -58,18 +55,18 @@ def load_weights(
     )
     if found:
         raise CheckpointError(
-            f"{source} is of another model than the {type(bare).__name__} here: {found}",
-            do="load it into the model that it was saved from" + (", or give strict=False" if strict else ""),
+            f"{source} belongs to a different model than this {type(bare).__name__}: {found}",
+            do="load it into the model it was saved from" + (", or pass strict=False" if strict else ""),
         )
-    # Of a sharded parameter this rank takes its part.
+    # A sharded parameter takes this rank's shard.
     parts = {
         name: shard_like(value, state[name]) if is_dtensor(state.get(name)) else value for name, value in named.items()
     }
     try:
         missing, unexpected = bare.load_state_dict(parts, strict=False, **kwargs)
-    except RuntimeError as error:  # sizes differ; torch names them
+    except RuntimeError as error:  # sizes differ; torch's message names them
         raise CheckpointError(
-            f"{source} does not fit the model: {error}", do="load it into the model it is of"
+            f"{source} does not match the model: {error}", do="load it into the model it was saved from"
         ) from error
     if strict and missing:
         aliases = aliases_in(bare.state_dict())
@@ -77,19 +74,15 @@ def load_weights(
         loaded = {first[name] for name in own if name not in missing}
         missing = [name for name in missing if first[name] not in loaded]
     if strict and (missing or unexpected):
-        lists = [
-            f"{what} {', '.join(map(str, names[:5]))}"
-            for what, names in (("missing", missing), ("unknown", unexpected))
-            if names
-        ]
+        lists = listed({"missing": missing, "unexpected": unexpected})
         raise CheckpointError(
-            f"{source} does not fit the {type(bare).__name__}: {'; '.join(lists)}",
-            do="load it into the model it is of, or give strict=False",
+            f"{source} does not match the {type(bare).__name__}: {lists}",
+            do="load it into the model it was saved from, or pass strict=False",
         )
 
 
 def _named_as(own: list[str], tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename ``tensors`` to the names ``own``, without what DDP and torch.compile put into them."""
+    """Rename ``tensors`` to the names ``own``, ignoring the prefixes of DDP and torch.compile."""
     by_plain = {name.replace("_orig_mod.", ""): name for name in own}
     found = {name.replace("_orig_mod.", ""): value for name, value in tensors.items()}
     while found and not found.keys() & by_plain.keys() and all(name.startswith("module.") for name in found):

@@ -1,4 +1,4 @@
-"""The user's own module inside a prepared one, and its weights."""
+"""The user's own module inside a prepared model, and its state dict."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def unwrap_model(
 
     Args:
         model: prepared or not.
-        keep_fp32_wrapper: leave its forward under autocast; False: give it its own forward back.
-        keep_torch_compile: leave a compiled module compiled.
+        keep_fp32_wrapper: keep its forward under autocast; False: restore its own forward.
+        keep_torch_compile: keep a compiled module compiled.
     """
     objects = session.objects
     inner: nn.Module = without_wrappers(session.engine.unwrap(objects.engine_model(model)))
@@ -41,20 +41,20 @@ def unwrap_model(
 
 
 def get_state_dict(session: Session, model: nn.Module, unwrap: bool = True) -> dict[str, Any] | None:
-    """Return the whole state dict of a prepared model, by plain parameter names (``unwrap=False``: the wrapper's).
+    """Return the full state dict of a prepared model, by plain parameter names (``unwrap=False``: the wrapper's).
 
-    Where parameters are sharded, rank zero gets it, on the host, and the others None.
+    If parameters are sharded, rank zero receives it on the host, and the other ranks None.
 
-    Collective: where parameters are sharded.
+    Collective: if parameters are sharded.
     """
     if not unwrap:
         return model.state_dict()
     if session.capabilities.shards_parameters:
-        monitored_barrier("get_state_dict()", advice="It returns the state on rank zero, and None on the others.")
+        monitored_barrier("get_state_dict()", advice="It returns the state on rank zero and None on the other ranks.")
     return session.engine.full_state_dict(session.objects.engine_model(model))
 
 
 def is_on_several_devices(model: nn.Module) -> bool:
-    """Tell whether ``model``, or a part of it, was loaded over several devices (transformers' ``device_map``)."""
+    """Return whether ``model`` or a part of it was loaded over several devices (transformers' ``device_map``)."""
     parts: Iterable[object] = model.modules()
     return any(isinstance(part, HasDeviceMap) and len(part.hf_device_map) > 1 for part in parts)

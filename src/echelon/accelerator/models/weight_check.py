@@ -1,4 +1,4 @@
-"""Is a checkpoint of this model? All weights that are missing, unknown or of another shape are told at once, before one is loaded."""
+"""Compares the weights of a checkpoint with a model before any is loaded, and reports all differences at once."""
 
 from __future__ import annotations
 
@@ -13,39 +13,47 @@ from echelon.checkpoint.tensor_names import model_prefix
 from echelon.engines.base import Engine
 from echelon.engines.state_dicts import plain_name, plain_state_dict
 
-__all__ = ["misfit", "require_model_of_checkpoint"]
+__all__ = ["describe_mismatch", "listed", "require_model_of_checkpoint", "shortened"]
 
 _NUM_SHOWN = 5
 
 
-def misfit(
+def describe_mismatch(
     saved: Mapping[str, Sequence[int]],
     own: Mapping[str, Sequence[int]],
     *,
     may_be_missing: Callable[[str], bool] = lambda _: False,
     may_be_unknown: Callable[[str], bool] = lambda _: False,
 ) -> str:
-    """Return in what the shapes ``saved`` are not those of the model, ``own``, with a few examples of each kind; empty: in nothing."""
+    """Return how the shapes ``saved`` differ from the model's shapes ``own``, with a few examples of each kind; empty if equal."""
     missing = [name for name in own if name not in saved and not may_be_missing(name)]
     unknown = [name for name in saved if name not in own and not may_be_unknown(name)]
-    unlike = [name for name, shape in own.items() if name in saved and tuple(saved[name]) != tuple(shape)]
-    unlike = [f"{name}: {list(saved[name])} there, {list(own[name])} here" for name in unlike]
-    kinds = (("missing", missing), ("unknown", unknown), ("of another shape", unlike))
-    return "; ".join(f"{kind} {_some(names)}" for kind, names in kinds if names)
+    unlike = [
+        f"{name}: {list(saved[name])} in the checkpoint, {list(shape)} in the model"
+        for name, shape in own.items()
+        if name in saved and tuple(saved[name]) != tuple(shape)
+    ]
+    return listed({"missing": missing, "unexpected": unknown, "different shape": unlike})
 
 
-def _some(names: Sequence[str]) -> str:
+def listed(kinds: Mapping[str, Sequence[str]]) -> str:
+    """Return the non-empty entries of ``kinds`` in one line, each with its first few names."""
+    return "; ".join(f"{kind} {shortened(names)}" for kind, names in kinds.items() if names)
+
+
+def shortened(names: Sequence[str], separator: str = ", ") -> str:
+    """Return the first few ``names``, and how many more there are."""
     more = len(names) - _NUM_SHOWN
-    return ", ".join(names[:_NUM_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    return separator.join(names[:_NUM_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def require_model_of_checkpoint(
     checkpoint: Checkpoint, model: nn.Module, index: int, *, engine: Engine, strict: bool, allowed: Allowed
 ) -> None:
-    """Raise unless the checkpoint has the weights of ``model``, or what it has not is allowed to be missing.
+    """Raise unless the checkpoint has the weights of ``model``, except those that may be missing.
 
     Raises:
-        CheckpointError: it is of another model.
+        CheckpointError: the checkpoint belongs to another model.
     """
     prefix, piece = model_prefix(index), f"model[{index}]."
     parameters = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
@@ -60,7 +68,7 @@ def require_model_of_checkpoint(
         if name.startswith(prefix)
     }
     optional = set(optional_names(checkpoint, model, own, index, strict=strict, allowed=allowed))
-    found = misfit(
+    found = describe_mismatch(
         saved,
         own,
         may_be_missing=lambda name: prefix + name in optional,
@@ -71,9 +79,9 @@ def require_model_of_checkpoint(
         hint = (
             ""
             if first is None
-            else f", give allow_missing=('{piece}{first}', ...) for what may differ, or strict=False"
+            else f", pass allow_missing=('{piece}{first}', ...) for weights that may differ, or strict=False"
         )
         raise CheckpointError(
-            f"{checkpoint.folder} is of another model than the {type(model).__name__} here: {found}",
-            do=f"load it into the model that it was saved from (`echelon checkpoint show {checkpoint.folder}` lists it){hint}",
+            f"{checkpoint.folder} belongs to a different model than this {type(model).__name__}: {found}",
+            do=f"load it into the model it was saved from (`echelon checkpoint show {checkpoint.folder}` lists it){hint}",
         )

@@ -1,1 +1,1 @@
-"""Options that are given to the Accelerator as objects, under Accelerate's names and defaults."""
+"""Options passed to the Accelerator as objects, under Accelerate's names and defaults."""

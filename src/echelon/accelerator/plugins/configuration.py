@@ -1,4 +1,4 @@
-"""Choices that are given to the Accelerator as objects, under Accelerate's names and defaults."""
+"""Loader, accumulation and compilation options of the Accelerator, under Accelerate's names and defaults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["DataLoaderConfiguration", "GradientAccumulationPlugin", "TorchDynamo
 
 @dataclass
 class DataLoaderConfiguration:
-    """How loaders are cut for the processes."""
+    """How loaders are sharded over the processes; see ``LoaderOptions`` for fields without a description."""
 
     split_batches: bool = False
     dispatch_batches: bool | None = None
@@ -26,12 +26,12 @@ class DataLoaderConfiguration:
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
     order: OrderKind = "randperm"
-    """Exact modes: shuffle by an explicit permutation, or (``feistel``) by one that takes no memory and no time to seek."""
+    """Exact modes: shuffle by an explicit permutation, or by one that needs no memory and no time to seek (``feistel``)."""
     already_sharded: bool | None = None
-    """Loaders give each process its own part already, and keep it (True); they do not, whatever it looks like (False); None: as
-    it is recognised (``DistributedSampler`` and its like, webdataset, MosaicML streaming, ``split_dataset_by_node``, ...)."""
+    """Whether loaders already give each process its own shard, which is kept; None: detected (``DistributedSampler`` and
+    similar samplers, webdataset, MosaicML streaming, ``split_dataset_by_node``, ...)."""
     replay_iterable: bool = False
-    """Exact modes: resume iterable data without state by reading everything before the place again."""
+    """Exact modes: resume stateless iterable data by reading everything before the position again."""
 
 
 @dataclass
@@ -40,37 +40,37 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     num_steps: int | None = None
     adjust_scheduler: bool = True
-    """Without effect, as in Accelerate (which loses it on the way): to count the steps that a scheduler leaves out while
-    gradients are accumulated would end OneCycleLR early."""
+    """No effect, as in Accelerate, which drops it: counting the steps that a scheduler skips while gradients are accumulated
+    would end OneCycleLR early."""
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
 
     def __post_init__(self) -> None:
         if self.num_steps is not None and self.num_steps < 1:
-            raise ConfigError(f"num_steps={self.num_steps} is below 1", do="accumulate over at least one micro-batch")
+            raise ConfigError(f"num_steps={self.num_steps} is below 1", do="set num_steps to 1 or more")
 
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """How prepared models are compiled: the arguments of ``torch.compile``. None: from the environment or the launcher."""
+    """Arguments of ``torch.compile`` for prepared models. None: from the environment or the launcher."""
 
     backend: DynamoBackend | str | None = None
-    """In any case; ``no``: not compiled."""
+    """Backend; ``no`` disables compilation. Never None after construction."""
     mode: str | None = None
     fullgraph: bool | None = None
     dynamic: bool | None = None
-    """None there, too: torch finds out."""
+    """None if it is not configured anywhere: torch decides."""
     options: Any = None
     disable: bool = False
     use_regional_compilation: bool | None = None
-    """Compile the repeated blocks of a model one by one: a shorter first compilation."""
+    """Compile the repeated blocks of a model separately, for a shorter first compilation."""
 
     def __post_init__(self) -> None:
         config = current().value
         name = str(config.dynamo_backend if self.backend is None else self.backend)
         if name.upper() not in DynamoBackend:
             choices = ", ".join(backend.value.lower() for backend in DynamoBackend)
-            raise ConfigError(f"{name!r} is no backend of torch.compile", do=f"give one of {choices}")
+            raise ConfigError(f"{name!r} is not a backend of torch.compile", do=f"use one of {choices}")
         self.backend = DynamoBackend(name.upper())
         if self.mode is None:
             self.mode = config.dynamo_mode
@@ -82,7 +82,7 @@ class TorchDynamoPlugin(KwargsHandler):
             self.dynamic = config.dynamo_use_dynamic
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields; the backend in lower case, as torch spells it."""
+        """Return the fields, with the backend in lower case as torch spells it."""
         return {**super().to_dict(), "backend": str(self.backend).lower()}
 
     def to_kwargs(self) -> dict[str, Any]:

@@ -36,7 +36,7 @@ _logger = get_logger(__name__)
 
 _ZERO = "zero_optimization"
 _PREFIX = "ACCELERATE_DEEPSPEED_"
-# Field -> its variable.
+# Field -> its environment variable.
 _VARIABLES = MappingProxyType(
     {
         "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
@@ -52,7 +52,7 @@ _VARIABLES = MappingProxyType(
         "hf_ds_config": f"{_PREFIX}CONFIG_FILE",
     }
 )
-# Field -> its key in DeepSpeed's config, and its default.
+# Field -> its key in DeepSpeed's config and its default.
 _KEYS: Mapping[str, tuple[str, Any]] = MappingProxyType(
     {
         "gradient_accumulation_steps": ("gradient_accumulation_steps", "auto"),
@@ -75,32 +75,32 @@ class DeepSpeedPlugin:
     With ``hf_ds_config``, that config applies, and the other arguments resolve ``"auto"`` values in it.
 
     Raises:
-        ConfigError: an invalid value, or an argument that conflicts with the config.
+        ConfigError: a value is invalid, or an argument conflicts with the config.
     """
 
     hf_ds_config: Any = None
     """A path, a dict, JSON text, or an ``HfDeepSpeedConfig``."""
     gradient_accumulation_steps: int = None  # type: ignore[assignment]
-    """``"auto"`` (the default): the Accelerator's."""
+    """``"auto"`` (the default): the Accelerator's value."""
     gradient_clipping: float = None  # type: ignore[assignment]
-    """The maximum norm; 0: no clipping. ``"auto"`` (the default): what the loop passes to ``clip_grad_norm_``, else 1.0, as in
-    Accelerate."""
+    """Maximum norm; 0: no clipping. ``"auto"`` (the default): the norm that the loop passes to ``clip_grad_norm_``, else 1.0,
+    as in Accelerate."""
     zero_stage: int = None  # type: ignore[assignment]
     """0 to 3; default 2."""
     is_train_batch_min: bool = True
-    """Of several loaders, the one with the smallest batch is the training loader; False: the largest."""
+    """Treat the loader with the smallest batch as the training loader; False: the one with the largest."""
     offload_optimizer_device: str = None  # type: ignore[assignment]
-    """``none``, ``cpu`` or ``nvme``; in stages 1 to 3."""
+    """``none``, ``cpu`` or ``nvme``, in stages 1 to 3."""
     offload_param_device: str = None  # type: ignore[assignment]
-    """``none``, ``cpu`` or ``nvme``; in stage 3."""
+    """``none``, ``cpu`` or ``nvme``, in stage 3."""
     offload_optimizer_nvme_path: str = None  # type: ignore[assignment]
-    """A folder, for ``nvme``."""
+    """Folder for ``nvme``."""
     offload_param_nvme_path: str = None  # type: ignore[assignment]
-    """A folder, for ``nvme``."""
+    """Folder for ``nvme``."""
     zero3_init_flag: bool = None  # type: ignore[assignment]
     """In stage 3, let transformers' ``from_pretrained`` and ``from_config`` create sharded models; False on other engines."""
     zero3_save_16bit_model: bool = None  # type: ignore[assignment]
-    """No effect: full weights can always be gathered, in float32 (Accelerate: in 16 bits, and only with True)."""
+    """No effect: full weights can always be gathered, in float32 (in Accelerate in 16 bits, and only with True)."""
     transformer_moe_cls_names: str = None  # type: ignore[assignment]
     """Comma-separated classes of expert layers, each of which stage 3 gathers as a whole."""
     enable_msamp: bool = None  # type: ignore[assignment]
@@ -126,7 +126,7 @@ class DeepSpeedPlugin:
         else:
             self._load_config(self.hf_ds_config)
         self.deepspeed_config: dict[str, Any] = self.hf_ds_config.config
-        """The config passed to DeepSpeed; ``prepare`` resolves its ``"auto"`` values."""
+        """Config passed to DeepSpeed; ``prepare`` resolves its ``"auto"`` values."""
         self.origins: Mapping[str, Origin] = {}
         """Origin of each value in ``deepspeed_config``, by dotted key; empty until a model is prepared."""
         self.deepspeed_config.setdefault("steps_per_print", float("inf"))  # DeepSpeed prints every ten steps by default
@@ -149,7 +149,7 @@ class DeepSpeedPlugin:
             )
 
     def _convert_fields(self) -> None:
-        """Convert the fields to their types, and check them."""
+        """Convert the fields to their types and check them."""
         for name, kind in (("gradient_accumulation_steps", int), ("gradient_clipping", float), ("zero_stage", int)):
             value: Any = getattr(self, name)
             if value != "auto":
@@ -178,7 +178,7 @@ class DeepSpeedPlugin:
             setattr(self, name, value)
 
     def _own_config(self) -> dict[str, Any]:
-        """Return a config from the arguments alone."""
+        """Return a config made only from the arguments."""
         zero: dict[str, Any] = {
             "stage": self.zero_stage,
             "stage3_gather_16bit_weights_on_model_save": self.zero3_save_16bit_model,
@@ -232,10 +232,10 @@ class DeepSpeedPlugin:
     def fill_match(
         self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
     ) -> None:
-        """Replace an "auto" value of the key by the one in ``kwargs``; append other differences to ``mismatches``.
+        """Replace an "auto" value of the key by the value in ``kwargs``; append other differences to ``mismatches``.
 
         Raises:
-            ConfigError: it is "auto", and ``kwargs`` has no value.
+            ConfigError: the value is "auto" and ``kwargs`` has no value.
         """
         node, last = self.hf_ds_config.find_config_node(ds_key_long)
         if node is None:
@@ -269,7 +269,7 @@ class DeepSpeedPlugin:
         must_match: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Resolve every "auto" of the config (or of a part of it, at ``prefix``) from ``kwargs``, by dotted key.
+        """Resolve every "auto" in the config (or in the part at ``prefix``) from ``kwargs``, by dotted key.
 
         Raises:
             ConfigError: a value is missing, or (``must_match``) conflicts with the config.
@@ -309,7 +309,7 @@ class DeepSpeedPlugin:
                 )
 
     def set_moe_leaf_modules(self, model: nn.Module) -> None:
-        """Let stage 3 gather each expert layer of ``model`` as a whole; ``prepare`` calls this itself."""
+        """Make stage 3 gather each expert layer of ``model`` as a whole; ``prepare`` calls this itself."""
         classes = self.leaf_classes
         if classes:
             import_module("deepspeed.utils").set_z3_leaf_modules(model, list(classes))
@@ -345,7 +345,7 @@ class DeepSpeedPlugin:
 
     @contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """Create sharded models in the block, or (``enable=False``) unsharded ones."""
+        """Create sharded models in the block; ``enable=False``: unsharded ones."""
         before = self.zero3_init_flag
         self.zero3_init_flag = enable
         self.set_deepspeed_weakref()
@@ -370,7 +370,7 @@ class DeepSpeedPlugin:
         self._selected = True
 
     def select_for_torch(self) -> None:
-        """Select this plugin for an engine that shards models in ``prepare``: transformers creates unsharded ones."""
+        """Select this plugin for an engine that shards models in ``prepare``, so that transformers creates unsharded ones."""
         self.zero3_init_flag = False
         self.set_deepspeed_weakref()
         self._selected = True
@@ -388,7 +388,7 @@ class DeepSpeedPlugin:
 
     @property
     def clips_by_default(self) -> bool:
-        """Whether ``gradient_clipping`` is a default, which the loop's own value replaces."""
+        """Whether ``gradient_clipping`` is a default that the loop's own value replaces."""
         return self.is_auto("gradient_clipping")
 
     def precision(self) -> Setting | None:
@@ -401,7 +401,7 @@ class DeepSpeedPlugin:
         return None
 
     def accumulation(self) -> Setting | None:
-        """Return the accumulation steps that the config or an argument sets, or None."""
+        """Return the accumulation steps set by the config or an argument, or None."""
         value = self.get_value("gradient_accumulation_steps", "auto")
         if value == "auto":
             return None
@@ -438,16 +438,16 @@ class DeepSpeedSchedulerWrapper(DrivenScheduler):
 
 
 class DeepSpeedOptimizerWrapper:
-    """An optimizer that DeepSpeed steps: ``step`` and ``zero_grad`` do nothing. For engines that the script created."""
+    """An optimizer that DeepSpeed steps; ``step`` and ``zero_grad`` do nothing. For engines that the script created."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
 
     def zero_grad(self, set_to_none: Any = None) -> None:
-        """Do nothing: DeepSpeed's step clears gradients."""
+        """Do nothing, because DeepSpeed's step clears gradients."""
 
     def step(self) -> None:
-        """Do nothing: ``DeepSpeedEngineWrapper.backward`` steps."""
+        """Do nothing, because ``DeepSpeedEngineWrapper.backward`` steps."""
 
     @property
     def step_was_skipped(self) -> bool:
@@ -456,18 +456,18 @@ class DeepSpeedOptimizerWrapper:
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
-            raise AttributeError(name)  # not set yet (unpickling)
+            raise AttributeError(name)  # not set yet while unpickling
         return getattr(self.optimizer, name)
 
 
 class DeepSpeedEngineWrapper:
-    """Calls backward and step of a DeepSpeed engine that the script created, as Accelerate does; ``prepare`` does not use it."""
+    """Runs backward and step of a DeepSpeed engine that the script created, as in Accelerate; ``prepare`` does not use it."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
 
     def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
-        """Backpropagate ``loss``, and step if ``sync_gradients``. Collective: then."""
+        """Backpropagate ``loss``, and step if ``sync_gradients``. Collective: if it steps."""
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
         self.engine.backward(loss, **kwargs)
         if sync_gradients:

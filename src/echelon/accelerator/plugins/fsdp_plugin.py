@@ -1,4 +1,4 @@
-"""``FullyShardedDataParallelPlugin``: how a model is sharded, in Accelerate's words, translated for the engine."""
+"""``FullyShardedDataParallelPlugin``: how a model is sharded, under Accelerate's names, translated for the engine."""
 
 from __future__ import annotations
 
@@ -49,62 +49,65 @@ _FLAGS = (
     "activation_checkpointing_offload",
     "cpu_ram_efficient_loading",
 )
-# What has no meaning any more: the value that asks for nothing, and why the others do nothing.
+# Options without effect: their neutral value, and why other values have no effect.
 _OBSOLETE = {
-    "backward_prefetch": ("NO_PREFETCH", "the next unit is always gathered during the backward pass of this one"),
-    "forward_prefetch": (False, "gathering overlaps with the forward pass by itself"),
+    "backward_prefetch": (
+        "NO_PREFETCH",
+        "the next unit is always gathered during the backward pass of the current one",
+    ),
+    "forward_prefetch": (False, "gathering always overlaps with the forward pass"),
     "limit_all_gathers": (True, "memory is freed in time without a limit"),
-    "use_orig_params": (True, "parameters keep their names and shapes"),
-    "sync_module_states": (False, "prepare() always sends rank zero's weights to all"),
-    "param_init_fn": (None, "parameters on the meta device get their weights from rank zero"),
-    "state_dict_config": (None, "whole state dicts are on the host of rank zero"),
-    "optim_state_dict_config": (None, "whole state dicts are on the host of rank zero"),
+    "use_orig_params": (True, "parameters always keep their names and shapes"),
+    "sync_module_states": (False, "prepare() always copies rank zero's weights to all ranks"),
+    "param_init_fn": (None, "parameters on the meta device receive their weights from rank zero"),
+    "state_dict_config": (None, "full state dicts are gathered on the host of rank zero"),
+    "optim_state_dict_config": (None, "full state dicts are gathered on the host of rank zero"),
 }
-# These may change after the Accelerator was made: they say how to save, not how to train.
+# Fields that affect saving, not training, and may change after the Accelerator was created.
 _CHANGEABLE = frozenset({"state_dict_type", "state_dict_config", "optim_state_dict_config", "_is_used"})
 
 _DTYPES = {"fp8": torch.bfloat16, "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-_STRATEGIES = tuple(ShardingStrategy)  # in the order of FSDP_SHARDING_STRATEGY, numbered from 1 on
+_STRATEGIES = tuple(ShardingStrategy)  # in the order of FSDP_SHARDING_STRATEGY, numbered from 1
 _RESHARDING = frozenset({ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD})
 _HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2})
 
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """How the model is sharded over the ranks. None: from the environment (``FSDP_*``), else as said below.
+    """How the model is sharded over the ranks. None: from the environment (``FSDP_*``), else the documented default.
 
-    All of it runs on ``torch.distributed.fsdp.fully_shard``; arguments of the older FSDP are translated, and what has no
-    meaning any more is told in one line of the log.
+    Sharding uses ``torch.distributed.fsdp.fully_shard``. Arguments of FSDP1 are translated, and those that have no effect are
+    logged in one line.
 
     Raises:
-        ConfigError: a value that is not known, settings that contradict each other, or a misspelled variable.
+        ConfigError: a value is unknown, settings contradict each other, or a variable is misspelled.
     """
 
     fsdp_version: int = None  # type: ignore[assignment]
-    """Whose arguments these are (1, the default, or 2): the defaults of ``state_dict_type`` and the meaning of numbers in
-    ``reshard_after_forward`` differ."""
+    """FSDP version of the arguments: 1 (default) or 2. It determines the default of ``state_dict_type`` and the meaning of
+    numbers in ``reshard_after_forward``."""
     sharding_strategy: Any = None
-    """``FULL_SHARD``, ``SHARD_GRAD_OP``, ``NO_SHARD``, ``HYBRID_SHARD``, ``HYBRID_SHARD_ZERO2``, their numbers from 1 on, or
-    torch's enum. Hybrid: sharded inside each machine."""
+    """``FULL_SHARD``, ``SHARD_GRAD_OP``, ``NO_SHARD``, ``HYBRID_SHARD``, ``HYBRID_SHARD_ZERO2``, their numbers from 1, or
+    torch's enum. Hybrid strategies shard within each machine."""
     reshard_after_forward: Any = None
-    """Free the whole parameters after the forward pass (the default); False: keep them until the backward pass; a number
-    (version 2): keep them sharded over so many ranks. In version 1 also what ``sharding_strategy`` takes."""
+    """Free unsharded parameters after the forward pass (default); False: keep them until the backward pass; a number
+    (version 2): reshard them over that many ranks. Version 1 also accepts the values of ``sharding_strategy``."""
     backward_prefetch: Any = None
-    """Without meaning any more, as what has no words here."""
+    """No effect, like the other fields without a description."""
     mixed_precision_policy: Any = None
     """A name (``bf16``, ``fp16``, ``fp8``, ``fp32``), a dict of dtypes, torch's ``MixedPrecisionPolicy`` or
-    ``MixedPrecision``; None: as the Accelerator's ``mixed_precision``. A name is the dtype of parameters and inputs; gradients
-    are summed in float32, as in DDP (Accelerate: in the low dtype), and outputs are not cast."""
+    ``MixedPrecision``; None: the Accelerator's ``mixed_precision``. A name is the dtype of parameters and inputs; gradients
+    are reduced in float32, as in DDP (in Accelerate in the low dtype), and outputs are not cast."""
     auto_wrap_policy: Any = None
-    """``transformer_based_wrap``, ``size_based_wrap``, ``no_wrap``, a function of a module, or one of torch's policies; None:
-    the classes in the model's ``_no_split_modules`` (Accelerate: ``no_wrap``)."""
+    """``transformer_based_wrap``, ``size_based_wrap``, ``no_wrap``, a function of a module, or a policy of torch; None:
+    the classes in the model's ``_no_split_modules`` (in Accelerate ``no_wrap``)."""
     cpu_offload: Any = None
     """True, or torch's ``CPUOffload`` or ``CPUOffloadPolicy``."""
     ignored_modules: Any = None
-    """Modules, or a regular expression for full names of modules or parameters: they stay whole on every rank."""
+    """Modules, or a regular expression for full names of modules or parameters, that stay unsharded on every rank."""
     state_dict_type: Any = None
-    """``FULL_STATE_DICT`` (default of version 1) or ``SHARDED_STATE_DICT`` (of version 2). Both write whole tensors: shards
-    are not offered yet."""
+    """``FULL_STATE_DICT`` (default of version 1) or ``SHARDED_STATE_DICT`` (of version 2). Both write full tensors, because
+    sharded state dicts are not supported."""
     state_dict_config: Any = None
     optim_state_dict_config: Any = None
     limit_all_gathers: bool = True
@@ -114,14 +117,14 @@ class FullyShardedDataParallelPlugin:
     forward_prefetch: bool = None  # type: ignore[assignment]
     activation_checkpointing: bool = None  # type: ignore[assignment]
     activation_checkpointing_offload: bool = None  # type: ignore[assignment]
-    """Not offered yet."""
+    """Not supported."""
     cpu_ram_efficient_loading: bool = None  # type: ignore[assignment]
-    """Only rank zero's weights are used, and sent in pieces: those of the other ranks need not be there, and each rank's are
-    freed on the way. transformers is told so, too, by the variables that it reads."""
+    """Load only on rank zero: its weights are sent in parts, and other ranks need no weights; each rank frees its own on the
+    way. The variables that transformers reads are set accordingly."""
     transformer_cls_names_to_wrap: list[str] | None = None
-    """For ``transformer_based_wrap``, which they stand for where no policy is given; None: ``_no_split_modules``."""
+    """Classes for ``transformer_based_wrap``, which is then the default policy; None: ``_no_split_modules``."""
     min_num_params: int | None = None
-    """For ``size_based_wrap``, which it stands for where no policy is given."""
+    """Size for ``size_based_wrap``, which is then the default policy."""
 
     def __post_init__(self) -> None:
         self._is_used = False
@@ -130,7 +133,7 @@ class FullyShardedDataParallelPlugin:
         if self.fsdp_version is None:
             self.fsdp_version = _integer("fsdp_version", environ.get(_variable("fsdp_version")) or 1)
         if self.fsdp_version not in (1, 2):
-            raise ConfigError(f"fsdp_version={self.fsdp_version!r} is not known", do="give 1 or 2")
+            raise ConfigError(f"fsdp_version={self.fsdp_version!r} is unknown", do="set 1 or 2")
         for name in _FLAGS:
             variable = _variable(name)
             if getattr(self, name) is None and environ.get(variable) is not None and not is_echelons_own(variable):
@@ -140,25 +143,25 @@ class FullyShardedDataParallelPlugin:
         if self.ignored_modules is None:
             self.ignored_modules = _text("ignored_modules")
         self._check_units(given)
-        without_meaning = self._settle()
+        without_effect = self._resolve()
         self.set_state_dict_type()
-        self._tell(without_meaning)
+        self._warn_of_unused(without_effect)
 
     def __setattr__(self, name: str, value: object) -> None:
         if self.__dict__.get("_is_used") and name not in _CHANGEABLE:
             raise UsageError(
-                f"fsdp_plugin.{name} was set after the Accelerator had been made with the plugin: it would have no effect",
-                do=f"give it to FullyShardedDataParallelPlugin({name}=)",
+                f"fsdp_plugin.{name} was set after an Accelerator was created with the plugin, and would have no effect",
+                do=f"pass it to FullyShardedDataParallelPlugin({name}=)",
             )
         super().__setattr__(name, value)
 
     # ---- the steps of the constructor ---------------------------------------------------------------------------------
 
-    def _settle(self) -> list[str]:
-        """Give the fields the types in which they are shown and used; return the parts that have no meaning any more."""
-        self._settle_strategy()
-        self._settle_units()
-        self._settle_offload()
+    def _resolve(self) -> list[str]:
+        """Convert the fields to their final types; return the options without effect."""
+        self._resolve_strategy()
+        self._resolve_units()
+        self._resolve_offload()
         if not (self.ignored_modules is None or isinstance(self.ignored_modules, str)):
             self.ignored_modules = list(self.ignored_modules)
         self.activation_checkpointing = bool(self.activation_checkpointing)
@@ -166,16 +169,16 @@ class FullyShardedDataParallelPlugin:
         self.activation_checkpointing_offload = bool(self.activation_checkpointing_offload)
         if self.activation_checkpointing_offload:
             raise ConfigError(
-                "activation_checkpointing_offload is not offered yet by this version of echelon",
-                do="leave it out: activation_checkpointing=True alone keeps one activation of each unit on the device",
+                "activation_checkpointing_offload is not supported by this version of echelon",
+                do="remove it: activation_checkpointing=True alone keeps one activation of each unit on the device",
             )
-        return self._settle_precision()
+        return self._resolve_precision()
 
-    def _settle_strategy(self) -> None:
+    def _resolve_strategy(self) -> None:
         strategy, reshard = self.sharding_strategy, self.reshard_after_forward
         if strategy is None and reshard is None:
             first, second = ("sharding_strategy", "reshard_after_forward")[:: 1 if self.fsdp_version == 1 else -1]
-            # A launcher exports both; each version looks at its own.
+            # A launcher exports both variables, and each version reads its own.
             name = first if _text(first) or not _text(second) else second
             default = "FULL_SHARD" if self.fsdp_version == 1 else "true"
             value = _text(name) or default
@@ -196,25 +199,25 @@ class FullyShardedDataParallelPlugin:
         self.sharding_strategy, self.reshard_after_forward = strategy, reshard
 
     def _check_units(self, given: frozenset[str]) -> None:
-        """Check that the code does not say in two ways what is a unit; ``given``: the fields that it gave."""
+        """Check that the code does not define units in two ways; ``given``: the fields set in code."""
         policy = self.auto_wrap_policy if self.auto_wrap_policy is not None else _text("auto_wrap_policy")
         belongs = {"transformer_cls_names_to_wrap": "TRANSFORMER_BASED_WRAP", "min_num_params": "SIZE_BASED_WRAP"}
         kind = _shown(policy).upper()
-        if policy is transformer_auto_wrap_policy:  # as the field shows it
+        if policy is transformer_auto_wrap_policy:  # the resolved value of the field
             kind = belongs["transformer_cls_names_to_wrap"]
         elif policy is size_based_auto_wrap_policy:
             kind = belongs["min_num_params"]
         used = [name for name in belongs if name in given and getattr(self, name)]
         if policy is None and len(used) > 1:
-            raise ConfigError(f"{' and '.join(used)} both say what is a unit", do="give one of them")
+            raise ConfigError(f"{' and '.join(used)} both define the units", do="set one of them")
         for name in used:
             if policy is not None and kind != belongs[name]:
                 raise ConfigError(
-                    f"{name} has no meaning with auto_wrap_policy={kind}",
-                    do=f"leave {name} out, or give auto_wrap_policy={belongs[name]!r}",
+                    f"{name} has no effect with auto_wrap_policy={kind}",
+                    do=f"remove {name}, or set auto_wrap_policy={belongs[name]!r}",
                 )
 
-    def _settle_units(self) -> None:
+    def _resolve_units(self) -> None:
         policy = self.auto_wrap_policy if self.auto_wrap_policy is not None else _text("auto_wrap_policy")
         classes: Any = self.transformer_cls_names_to_wrap
         size = self.min_num_params
@@ -226,8 +229,8 @@ class FullyShardedDataParallelPlugin:
             policy = self._policy(policy)
         elif not (policy is None or callable(policy)):
             raise ConfigError(
-                f"auto_wrap_policy is a {type(policy).__name__}, which cannot be called",
-                do="give the function in it, from a module to a bool",
+                f"auto_wrap_policy is a {type(policy).__name__}, which is not callable",
+                do="pass a function from a module to a bool",
             )
         if policy is transformer_auto_wrap_policy:
             classes = classes if classes is not None else _text("transformer_cls_names_to_wrap")
@@ -237,7 +240,7 @@ class FullyShardedDataParallelPlugin:
         self.auto_wrap_policy = policy
 
     def _policy(self, name: str) -> Callable[..., bool]:
-        """Return torch's policy of that name."""
+        """Return torch's policy of this name."""
         if name.upper() not in FSDP_AUTO_WRAP_POLICY:
             raise _unknown("auto_wrap_policy", name, FSDP_AUTO_WRAP_POLICY)
         if name.upper() == "NO_WRAP":
@@ -248,12 +251,12 @@ class FullyShardedDataParallelPlugin:
         self.min_num_params = _integer("min_num_params", size or 0)
         if not self.min_num_params:
             raise ConfigError(
-                "auto_wrap_policy='size_based_wrap' without a size",
-                do="give min_num_params, from how many parameters on a module is gathered by itself (say 1_000_000)",
+                "auto_wrap_policy='size_based_wrap' requires a size",
+                do="set min_num_params, the number of parameters above which a module is a separate unit (such as 1_000_000)",
             )
         return size_based_auto_wrap_policy
 
-    def _settle_offload(self) -> None:
+    def _resolve_offload(self) -> None:
         offload = self.cpu_offload or False
         if isinstance(offload, bool):
             if self.fsdp_version == 1:
@@ -261,15 +264,13 @@ class FullyShardedDataParallelPlugin:
             else:
                 offload = CPUOffloadPolicy() if offload else OffloadPolicy()
         if not isinstance(offload, CPUOffload | OffloadPolicy):
-            raise ConfigError(
-                f"cpu_offload={offload!r} says nothing about offloading", do="give True, CPUOffload or CPUOffloadPolicy"
-            )
+            raise ConfigError(f"cpu_offload={offload!r} is invalid", do="set True, CPUOffload or CPUOffloadPolicy")
         self.cpu_offload = offload
 
-    def _settle_precision(self) -> list[str]:
-        """Make the policy one of torch's; return the parts of it that have no meaning any more."""
+    def _resolve_precision(self) -> list[str]:
+        """Convert the policy to one of torch's; return the parts of it without effect."""
         policy = self.mixed_precision_policy
-        without_meaning = []
+        without_effect = []
         if isinstance(policy, str):
             self.set_mixed_precision(policy, override=True)
         elif isinstance(policy, Mapping):
@@ -278,91 +279,92 @@ class FullyShardedDataParallelPlugin:
                 if name not in known | {"buffer_dtype"}:
                     raise _unknown("mixed_precision_policy", name, sorted(known))
             if policy.get("buffer_dtype") is not None:
-                without_meaning.append("mixed_precision_policy['buffer_dtype'] (buffers keep their dtype)")
+                without_effect.append("mixed_precision_policy['buffer_dtype'] (buffers keep their dtype)")
             values = {name: _dtype(name, value) for name, value in policy.items() if name.endswith("_dtype")}
             param, output = values.get("param_dtype"), values.get("output_dtype")
-            reduce = values["reduce_dtype"] if "reduce_dtype" in values else _summed_in(param)
+            reduce = values["reduce_dtype"] if "reduce_dtype" in values else _reduce_dtype(param)
             cast = bool(policy.get("cast_forward_inputs", True))
             self.mixed_precision_policy = MixedPrecisionPolicy(param, reduce, output, cast)
         elif isinstance(policy, MixedPrecision):
             if policy.buffer_dtype is not None:
-                without_meaning.append("mixed_precision_policy.buffer_dtype (buffers keep their dtype)")
+                without_effect.append("mixed_precision_policy.buffer_dtype (buffers keep their dtype)")
             if policy.keep_low_precision_grads:
-                without_meaning.append(
-                    "mixed_precision_policy.keep_low_precision_grads (gradients have the parameter's)"
+                without_effect.append(
+                    "mixed_precision_policy.keep_low_precision_grads (gradients have the parameter's dtype)"
                 )
         elif policy is not None and not isinstance(policy, MixedPrecisionPolicy):
             raise ConfigError(
                 f"mixed_precision_policy is a {type(policy).__name__}",
-                do="give a name such as 'bf16', a dict of dtypes, or a MixedPrecisionPolicy",
+                do="set a name such as 'bf16', a dict of dtypes, or a MixedPrecisionPolicy",
             )
-        return without_meaning
+        return without_effect
 
-    def _tell(self, without_meaning: list[str]) -> None:
-        """Say in one line what was asked for and does nothing."""
-        for name, (nothing, why) in _OBSOLETE.items():
+    def _warn_of_unused(self, without_effect: list[str]) -> None:
+        """Warn in one line about options that have no effect."""
+        for name, (neutral, why) in _OBSOLETE.items():
             value = getattr(self, name)
-            if value is not None and value != nothing and str(value).upper() != nothing:
-                without_meaning.append(f"{name} ({why})")
-        if without_meaning:
+            if value is not None and value != neutral and str(value).upper() != neutral:
+                without_effect.append(f"{name} ({why})")
+        if without_effect:
             _logger.warning(
-                "FullyShardedDataParallelPlugin: without effect in torch's fully_shard: %s", "; ".join(without_meaning)
+                "FullyShardedDataParallelPlugin: options without effect in torch's fully_shard: %s",
+                "; ".join(without_effect),
             )
 
-    # ---- what scripts call --------------------------------------------------------------------------------------------
+    # ---- Accelerate's methods -----------------------------------------------------------------------------------------
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """Choose how state is saved: whole or in shards; None: what was given, from the environment, or by the version."""
-        asked = state_dict_type if state_dict_type is not None else self.state_dict_type
-        asked = _text("state_dict_type") if asked is None else asked
-        value = asked or ("FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT")
+        """Choose how state is saved, in full or in shards; None: the given value, the environment, or the version's default."""
+        given = state_dict_type if state_dict_type is not None else self.state_dict_type
+        given = _text("state_dict_type") if given is None else given
+        value = given or ("FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT")
         kind = value
         if not isinstance(value, StateDictType):
             kind = _numbered("state_dict_type", value, FSDP_STATE_DICT_TYPE, tuple(StateDictType))
         if kind is StateDictType.LOCAL_STATE_DICT:
             raise ConfigError(
-                "state_dict_type='LOCAL_STATE_DICT' has no meaning in torch's fully_shard",
-                do="give SHARDED_STATE_DICT or FULL_STATE_DICT",
+                "state_dict_type='LOCAL_STATE_DICT' is not supported by torch's fully_shard",
+                do="set SHARDED_STATE_DICT or FULL_STATE_DICT",
             )
-        if asked is not None and kind is StateDictType.SHARDED_STATE_DICT:
+        if given is not None and kind is StateDictType.SHARDED_STATE_DICT:
             _logger.warning(
-                "state_dict_type=SHARDED_STATE_DICT: this version writes whole tensors, which rank zero gathers one at a time "
-                "and which load on any number of ranks"
+                "state_dict_type=SHARDED_STATE_DICT: this version writes full tensors, which rank zero gathers one at a time "
+                "and which can be loaded on any number of ranks"
             )
         self.state_dict_type = kind
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
-        """Compute in ``mixed_precision`` (a name or a dtype) where no policy was given, or over it with ``override``.
+        """Use ``mixed_precision`` (a name or a dtype) if no policy was given; with ``override`` in any case.
 
         Args:
-            mixed_precision: the dtype of parameters and inputs; gradients are summed in float32.
-            buffer_autocast: without effect: buffers keep their dtype.
-            override: replace a policy that was given.
+            mixed_precision: dtype of parameters and inputs; gradients are reduced in float32.
+            buffer_autocast: no effect, because buffers keep their dtype.
+            override: replace an existing policy.
         """
         if override or self.mixed_precision_policy is None:
             dtype = _dtype("mixed_precision", mixed_precision)
-            self.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=_summed_in(dtype))
+            self.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=_reduce_dtype(dtype))
 
-    # ---- what the engine gets -----------------------------------------------------------------------------------------
+    # ---- for the engine -----------------------------------------------------------------------------------------------
 
     def sharding_options(self, world: World, *, mixed_precision: str, replicas: int | None = None) -> ShardingOptions:
-        """Return the options of the engine; from then on, only what says how to save may be changed.
+        """Return the options of the engine; afterwards only options for saving may change.
 
         Args:
             world: its machines are the groups of a hybrid strategy.
-            mixed_precision: of the run; it counts where the plugin has no policy.
-            replicas: from ``ParallelismConfig``; None: by the strategy.
+            mixed_precision: precision mode of the run, used if the plugin has no policy.
+            replicas: from ``ParallelismConfig``; None: determined by the strategy.
 
         Raises:
-            ConfigError: the ranks cannot be divided so.
+            ConfigError: the ranks cannot be divided this way.
         """
         if not self._is_used:
-            self._settle()  # fields may have been set since
+            self._resolve()  # fields may have changed since
         self._is_used = True
         policy = self.mixed_precision_policy
         dtype = None if mixed_precision == "no" else _DTYPES[mixed_precision]
         if policy is None:
-            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=_summed_in(dtype))
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=_reduce_dtype(dtype))
         if isinstance(policy, MixedPrecision):
             cast = policy.cast_forward_inputs or policy.cast_root_forward_inputs
             policy = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, None, cast)
@@ -376,7 +378,7 @@ class FullyShardedDataParallelPlugin:
             cpu_offload=offload.offload_params
             if isinstance(offload, CPUOffload)
             else isinstance(offload, CPUOffloadPolicy),
-            # True is torch's default and fails on a machine without an accelerator: only False was surely meant.
+            # True is torch's default and fails on a machine without an accelerator, so only False is taken as a choice.
             pin_memory=False if isinstance(offload, CPUOffloadPolicy) and not offload.pin_memory else None,
             param_dtype=policy.param_dtype,
             reduce_dtype=policy.reduce_dtype,
@@ -397,24 +399,24 @@ class FullyShardedDataParallelPlugin:
             own, left = divmod(world.world_size, world.local_world_size)
             if left:
                 raise ConfigError(
-                    f"{_shown(strategy)} shards inside each machine, and {world.world_size} processes are not a multiple of "
-                    f"the {world.local_world_size} of this one",
-                    do="start as many processes on every machine, or give ParallelismConfig(dp_replicate_size=, dp_shard_size=)",
+                    f"{_shown(strategy)} shards within each machine, but {world.world_size} processes are not a multiple of "
+                    f"the {world.local_world_size} on this machine",
+                    do="start equally many processes on every machine, or set ParallelismConfig(dp_replicate_size=, dp_shard_size=)",
                 )
         if given is None:
             return own
-        # A hybrid strategy and sizes: the sizes say over how many ranks.
+        # With a hybrid strategy and sizes, the sizes take precedence.
         if own != given and (strategy is ShardingStrategy.NO_SHARD or given in (1, world.world_size)):
             raise ConfigError(
                 f"fsdp_plugin with sharding_strategy={_shown(strategy)} means {own} replicas of the model on {world.world_size} "
-                f"processes, and parallelism_config says dp_replicate_size={given}",
+                f"processes, but parallelism_config sets dp_replicate_size={given}",
                 where="code Accelerator(fsdp_plugin=, parallelism_config=)",
-                do="leave one of them out, or make them fit",
+                do="remove one of them, or make them agree",
             )
         return given
 
     def _units(self) -> dict[str, Any]:
-        """Return which of the three ways says what is a unit, as fields of ``ShardingOptions``."""
+        """Return how units are defined, as fields of ``ShardingOptions``."""
         policy: Any = self.auto_wrap_policy
         keywords: dict[str, Any] = {}
         if isinstance(policy, functools.partial) and not policy.args:
@@ -435,7 +437,7 @@ def _variable(name: str) -> str:
 
 
 def _text(name: str) -> str | None:
-    """Return the variable of the field; what a launcher writes for None is None."""
+    """Return the variable of the field, or None; launchers write the text "None" for None."""
     text = environ.get(_variable(name))
     return None if text is None or text.lower() == "none" else text
 
@@ -446,12 +448,12 @@ def _integer(name: str, value: object) -> int:
     except ValueError:
         number = 0.5
     if number != int(number) or number < 0:
-        raise ConfigError(f"{name}={value!r} is not a number of things", do="give an integer from 0 on")
+        raise ConfigError(f"{name}={value!r} is not a count", do="set a non-negative integer")
     return int(number)
 
 
 def _numbered(name: str, value: object, names: list[str], members: tuple[Any, ...]) -> Any:
-    """Return the member that ``value`` names, in any case, or numbers from 1 on."""
+    """Return the member with the name ``value``, in any case, or with that number, from 1."""
     text = str(value).upper().lstrip("_")
     if text.isdigit() and 0 < int(text) <= len(members):
         return members[int(text) - 1]
@@ -482,8 +484,8 @@ def _resharding(value: object, *, version: int) -> bool | int | ShardingStrategy
 def _check_group(reshard: bool | int, shards: int) -> None:
     if not isinstance(reshard, bool) and (reshard < 1 or shards % reshard):
         raise ConfigError(
-            f"reshard_after_forward={reshard}: {shards} ranks, over which the model is sharded, are no multiple of it",
-            do="give a divisor of their number, True or False",
+            f"reshard_after_forward={reshard} does not divide the {shards} ranks over which the model is sharded",
+            do="set a divisor of that number, True or False",
         )
 
 
@@ -496,21 +498,21 @@ def _dtype(name: str, value: object) -> torch.dtype | None:
     raise _unknown(name, value, list(_DTYPES))
 
 
-def _summed_in(dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype for the sum of gradients: in bf16, hundreds of ranks would lose most of its eight bits."""
+def _reduce_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype for reducing gradients: bf16 would lose most of its eight bits over hundreds of ranks."""
     return None if dtype is None else torch.float32
 
 
 def _of_one_module(policy: Callable[..., Any]) -> Callable[[nn.Module], bool]:
-    """Return ``policy`` as a function of a module alone; the older FSDP's take three arguments."""
+    """Return ``policy`` as a function of only a module; FSDP1's policies take three arguments."""
     try:
         inspect.signature(policy).bind(module=None, recurse=False, nonwrapped_numel=0)
-    except (TypeError, ValueError):  # other arguments; or written in C, without a signature
+    except (TypeError, ValueError):  # other arguments, or implemented in C without a signature
         return policy
-    return functools.partial(_asked, policy)
+    return functools.partial(_call_policy, policy)
 
 
-def _asked(policy: Callable[..., Any], module: nn.Module) -> bool:
+def _call_policy(policy: Callable[..., Any], module: nn.Module) -> bool:
     numel = sum(parameter.numel() for parameter in module.parameters())
     return bool(policy(module=module, recurse=False, nonwrapped_numel=numel))
 
@@ -523,11 +525,11 @@ def _contradiction(strategy: ShardingStrategy, reshard: object) -> ConfigError:
     return ConfigError(
         f"sharding_strategy={_shown(strategy)} and reshard_after_forward={reshard} contradict each other",
         where="code FullyShardedDataParallelPlugin(sharding_strategy=, reshard_after_forward=)",
-        do="give one of them; FULL_SHARD is True, SHARD_GRAD_OP is False",
+        do="set one of them; FULL_SHARD is True, SHARD_GRAD_OP is False",
     )
 
 
 def _unknown(name: str, value: object, known: list[str]) -> ConfigError:
     near = get_close_matches(str(value).upper(), [one.upper() for one in known], n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return ConfigError(f"{name}={value!r} is not known", do=f"{hint}give one of {', '.join(known)}")
+    return ConfigError(f"{name}={value!r} is unknown", do=f"{hint}use one of {', '.join(known)}")

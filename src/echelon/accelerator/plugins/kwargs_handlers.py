@@ -1,4 +1,4 @@
-"""Options for the parts of torch that the Accelerator calls, under Accelerate's names and defaults."""
+"""Options of the torch components that the Accelerator calls, under Accelerate's names and defaults."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ ProfilerActivity = Literal["cpu", "xpu", "mtia", "cuda", "hpu"]
 
 @dataclass
 class KwargsHandler:
-    """Base of the handlers: fields are keyword arguments."""
+    """Base class of the handlers, whose fields are keyword arguments."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return a deep copy of the fields."""
         return copy.deepcopy({f.name: getattr(self, f.name) for f in fields(self)})
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults (from what they are without environment variables)."""
+        """Return the fields that differ from their defaults (without environment variables)."""
         with clear_environment():
             default = type(self)().to_dict()
         return {name: value for name, value in self.to_dict().items() if value != default[name]}
@@ -67,23 +67,23 @@ class DistributedDataParallelKwargs(KwargsHandler):
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
     comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
-    """Send gradients compressed."""
+    """Gradient compression hook."""
     comm_wrapper: DDPCommunicationHookType = DDPCommunicationHookType.NO
-    """Cast what ``comm_hook`` sends; FP16 or BF16."""
+    """FP16 or BF16: also cast what ``comm_hook`` sends."""
     comm_state_option: dict[str, Any] = field(default_factory=dict)
     """Arguments of ``PowerSGDState``."""
 
     def to_dict(
         self, ignore_keys: tuple[str, ...] = ("comm_hook", "comm_wrapper", "comm_state_option")
     ) -> dict[str, Any]:
-        """Return a deep copy of the fields that DDP itself takes."""
+        """Return a deep copy of DDP's own arguments."""
         return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
 
     def register_comm_hook(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
-        """Make ``model`` send its gradients as ``comm_hook`` says; nothing to do for NO.
+        """Register ``comm_hook`` on ``model``; does nothing for NO.
 
         Raises:
-            ConfigError: a combination that cannot work.
+            ConfigError: hook and wrapper cannot be combined.
         """
         register_comm_hook(
             model,
@@ -109,10 +109,10 @@ class InitProcessGroupKwargs(KwargsHandler):
     """Options of the process group."""
 
     backend: str | None = "nccl"
-    """The default means the backend of the device: gloo on a CPU."""
+    """Backend; the default means the backend of the device, such as gloo on a CPU."""
     init_method: str | None = None
     timeout: timedelta | None = None
-    """Of each collective. The default (shown as 10 minutes with nccl, else 30) means that of ``setup``."""
+    """Timeout of collectives. The default (shown as 10 minutes with nccl, else 30) means the default of ``setup``."""
 
     def __post_init__(self) -> None:
         if self.timeout is None:
@@ -121,12 +121,12 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 @dataclass
 class AORecipeKwargs(KwargsHandler):
-    """How torchao trains in fp8; making one needs the extra ``fp8``."""
+    """How torchao trains in fp8; requires the extra ``fp8``."""
 
     config: Any = None
     """A ``torchao.float8.Float8LinearConfig``; None: from the two fields below."""
     module_filter_func: Callable[[torch.nn.Module, str], bool] | None = None
-    """Which modules to convert, by module and name; None: every Linear but the first and the last."""
+    """Selects the modules to convert, by module and name; None: every Linear except the first and the last."""
     pad_inner_dim: bool | None = None
     """None: from the environment, else True."""
     enable_fsdp_float8_all_gather: bool | None = None
@@ -150,21 +150,21 @@ def fp8_recipe(given: AORecipeKwargs | None, *, precision: str, device: torch.de
     """Return the recipe of a run in ``precision`` on ``device``: ``given``, torchao's default for fp8, else None.
 
     Raises:
-        ConfigError: a recipe without fp8, another library than torchao, or a device that has no fp8.
+        ConfigError: the run does not use fp8, the backend is not torchao, or the device does not support fp8.
         MissingExtraError: torchao is not installed.
     """
     if precision != "fp8":
         if given is not None:
             raise ConfigError(
-                f"kwargs_handlers holds an AORecipeKwargs, and mixed_precision={precision!r}",
+                f"kwargs_handlers holds an AORecipeKwargs, but mixed_precision={precision!r}",
                 where="code Accelerator(kwargs_handlers=)",
-                do="give mixed_precision='fp8', or leave the recipe out",
+                do="set mixed_precision='fp8', or remove the recipe",
             )
         return None
     backend = parse_choice_from_env("ACCELERATE_FP8_BACKEND", "AO")
     if given is None and backend.upper() not in ("AO", "NO"):
         raise ConfigError(
-            f"fp8 through {backend} is not offered: echelon computes in fp8 through torchao",
+            f"fp8 with {backend} is not supported: echelon computes in fp8 with torchao",
             where="env ACCELERATE_FP8_BACKEND",
             do="set it to AO, or unset it",
         )
@@ -178,7 +178,7 @@ class ProfileKwargs(KwargsHandler):
     """Options of ``torch.profiler.profile``."""
 
     activities: list[ProfilerActivity] | None = None
-    """None: all that this machine has."""
+    """None: all activities that this machine supports."""
     schedule_option: dict[str, int] | None = None
     """Arguments of ``torch.profiler.schedule``; None: record everything."""
     on_trace_ready: Callable[..., Any] | None = None
@@ -188,13 +188,13 @@ class ProfileKwargs(KwargsHandler):
     with_flops: bool = False
     with_modules: bool = False
     output_trace_dir: str | None = None
-    """Where ``Accelerator.profile`` writes one trace a rank."""
+    """Folder into which ``Accelerator.profile`` writes one trace per rank."""
 
     def build(self) -> torch.profiler.profile:
-        """Return the profiler, not started.
+        """Return the profiler without starting it.
 
         Raises:
-            ConfigError: an activity that torch does not know.
+            ConfigError: torch does not support an activity.
         """
         return torch.profiler.profile(
             activities=None if self.activities is None else [_activity(name) for name in self.activities],
@@ -211,6 +211,6 @@ class ProfileKwargs(KwargsHandler):
 def _activity(name: str) -> torch.profiler.ProfilerActivity:
     known = [one for one in get_args(ProfilerActivity) if hasattr(torch.profiler.ProfilerActivity, one.upper())]
     if name not in known:
-        raise ConfigError(f"{name!r} is no activity of the profiler", do=f"give one of {', '.join(known)}")
+        raise ConfigError(f"{name!r} is not an activity of the profiler", do=f"use one of {', '.join(known)}")
     activity: torch.profiler.ProfilerActivity = getattr(torch.profiler.ProfilerActivity, name.upper())
     return activity

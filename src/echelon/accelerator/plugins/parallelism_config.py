@@ -1,4 +1,4 @@
-"""``ParallelismConfig``: how many ranks are on each axis, under Accelerate's names."""
+"""``ParallelismConfig``: the number of ranks on each axis of the device mesh, under Accelerate's names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BACKENDS = {"cp_backend": "torch", "sp_backend": "deepspeed"}
 _VARIABLES = (
     *(f"{_PREFIX}{axis.upper()}_SIZE" for axis in _AXES),
     *(f"{_PREFIX}{name.upper()}" for name in _BACKENDS),
-    # Of the handlers for axes that are refused.
+    # Variables of the handlers for unsupported axes.
     f"{_PREFIX}CP_COMM_STRATEGY",
     f"{_PREFIX}SP_SEQ_LENGTH",
     f"{_PREFIX}SP_SEQ_LENGTH_IS_VARIABLE",
@@ -32,11 +32,11 @@ _VARIABLES = (
 class ParallelismConfig:
     """The number of ranks on each axis of the device mesh; None: from the environment (``PARALLELISM_CONFIG_*``), else 1.
 
-    ``dp_replicate_size`` groups hold the model, each in ``dp_shard_size`` shards. The other axes are known, shown, and
-    refused by the Accelerator of this version.
+    The model has ``dp_replicate_size`` copies, each in ``dp_shard_size`` shards. The Accelerator of this version refuses the
+    other axes.
 
     Raises:
-        ConfigError: sizes below 1, an unknown backend, or axes that exclude each other.
+        ConfigError: a size is below 1, a backend is unknown, or axes exclude each other.
     """
 
     dp_replicate_size: int = None  # type: ignore[assignment]
@@ -51,21 +51,21 @@ class ParallelismConfig:
     sp_handler: Any = None
 
     def __post_init__(self) -> None:
-        self.device_mesh: DeviceMesh | None = None  # no field: settings are compared and shown without it
+        self.device_mesh: DeviceMesh | None = None  # not a field, so that comparison and repr ignore it
         refuse_misspelled(_PREFIX, _VARIABLES)
         for axis in _AXES:
-            self._settle_size(f"{axis}_size")
+            self._resolve_size(f"{axis}_size")
         for name, only in _BACKENDS.items():
             backend = getattr(self, name) or environ.get(_PREFIX + name.upper()) or only
             if backend != only:
-                raise ConfigError(f"{name}={backend!r} is not known", do=f"give {only!r}, or leave it out")
+                raise ConfigError(f"{name}={backend!r} is unknown", do=f"use {only!r}, or omit it")
             setattr(self, name, backend)
         if self.cp_enabled and self.sp_enabled:
             raise ConfigError(
-                f"cp_size={self.cp_size} and sp_size={self.sp_size}: both cut the sequences", do="set one of them to 1"
+                f"cp_size={self.cp_size} and sp_size={self.sp_size} both split sequences", do="set one of them to 1"
             )
 
-    def _settle_size(self, name: str) -> None:
+    def _resolve_size(self, name: str) -> None:
         given = getattr(self, name)
         variable = _PREFIX + name.upper()
         value = (environ.get(variable) or 1) if given is None else given
@@ -73,9 +73,9 @@ class ParallelismConfig:
         try:
             size = int(value)
         except (TypeError, ValueError):
-            raise ConfigError(f"{name}={value!r} is not an integer", where=where, do="give a number of ranks") from None
+            raise ConfigError(f"{name}={value!r} is not an integer", where=where, do="set a number of ranks") from None
         if size < 1:
-            raise ConfigError(f"{name}={size} is below 1", where=where, do="give 1 to leave this axis out")
+            raise ConfigError(f"{name}={size} is below 1", where=where, do="set 1 to disable this axis")
         setattr(self, name, size)
 
     def __repr__(self) -> str:
@@ -87,17 +87,17 @@ class ParallelismConfig:
         return json.dumps(asdict(self), default=vars)
 
     def check_covers(self, world_size: int) -> None:
-        """Check that this layout is one for ``world_size`` ranks; one that says nothing (all sizes are 1) always is.
+        """Check that this layout matches ``world_size`` ranks; one whose sizes are all 1 always does.
 
         Raises:
-            ConfigError: an axis that is not offered, or sizes whose product is another number.
+            ConfigError: an axis is not supported, or the product of the sizes differs.
         """
         if refused := [f"{axis}_size={self._size(axis)}" for axis in self.non_dp_dim_names]:
             raise ConfigError(
-                f"ParallelismConfig({', '.join(refused)}) is not offered yet by this version of echelon: layers are not split, "
-                "and sequences are not cut",
+                f"ParallelismConfig({', '.join(refused)}) is not supported by this version of echelon, which splits neither "
+                "layers nor sequences",
                 where="code Accelerator(parallelism_config=)",
-                do="set it to 1, and spread the model by dp_shard_size",
+                do="set it to 1, and shard the model with dp_shard_size",
             )
         if self.total_size not in (1, world_size):
             rest, left = divmod(world_size, self.dp_replicate_size)
@@ -110,7 +110,7 @@ class ParallelismConfig:
             )
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
-        """Return the mesh of the axes above 1, with the joint ones ``dp``, ``dp_shard_cp`` and ``dp_cp``; None: there are none.
+        """Return the mesh of the axes above 1, with the joint axes ``dp``, ``dp_shard_cp`` and ``dp_cp``; None without axes.
 
         Collective: every rank.
         """
@@ -126,21 +126,21 @@ class ParallelismConfig:
         return found
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """Return the mesh, made by the first call with a device type.
+        """Return the mesh, which the first call with a device type creates.
 
         Collective: the first call.
 
         Raises:
-            UsageError: there is none yet and no device type, or it was made for another one.
+            UsageError: there is no mesh and no device type, or the mesh has another device type.
         """
         if self.device_mesh is None:
             if device_type is None:
-                raise UsageError("there is no device mesh yet", do="give the device type, such as 'cuda'")
+                raise UsageError("there is no device mesh yet", do="pass the device type, such as 'cuda'")
             self.device_mesh = self.build_device_mesh(device_type)
         elif device_type not in (None, self.device_mesh.device_type):
             raise UsageError(
-                f"the device mesh was made for {self.device_mesh.device_type!r}, not {device_type!r}",
-                do="ask for the type that it was made for",
+                f"the device mesh was created for {self.device_mesh.device_type!r}, not {device_type!r}",
+                do="use the same device type",
             )
         return self.device_mesh
 
@@ -153,37 +153,37 @@ class ParallelismConfig:
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """Do several groups hold the model?"""
+        """Whether several groups of ranks hold a copy of the model."""
         return self.dp_replicate_size > 1
 
     @property
     def dp_shard_enabled(self) -> bool:
-        """Is the model sharded?"""
+        """Whether the model is sharded."""
         return self.dp_shard_size > 1
 
     @property
     def tp_enabled(self) -> bool:
-        """Are layers split?"""
+        """Whether layers are split (tensor parallelism)."""
         return self.tp_size > 1
 
     @property
     def cp_enabled(self) -> bool:
-        """Are sequences cut, for attention in rings?"""
+        """Whether sequences are split for ring attention (context parallelism)."""
         return self.cp_size > 1
 
     @property
     def sp_enabled(self) -> bool:
-        """Are sequences cut, for attention by heads?"""
+        """Whether sequences are split for attention by heads (sequence parallelism)."""
         return self.sp_size > 1
 
     @property
     def dp_dim_names(self) -> list[str]:
-        """The axes above 1 on which ranks have data of their own."""
+        """The axes above 1 on which ranks have different samples."""
         return self._above_one("dp_replicate", "dp_shard")
 
     @property
     def non_dp_dim_names(self) -> list[str]:
-        """The axes above 1 on which ranks have the same samples."""
+        """The axes above 1 on which ranks have equal samples."""
         return self._above_one("tp", "cp", "sp")
 
     @property
@@ -198,7 +198,7 @@ class ParallelismConfig:
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        """The axes of the mesh that ``fully_shard`` gets: the joint one of the shards is always there."""
+        """The mesh axes passed to ``fully_shard``, which always include the joint axis of the shards."""
         return [*self._above_one("dp_replicate"), "dp_shard_cp"]
 
     @property
@@ -208,15 +208,15 @@ class ParallelismConfig:
 
     @property
     def total_size(self) -> int:
-        """The number of ranks: the product of all sizes."""
+        """The number of ranks, which is the product of all sizes."""
         return self.data_parallel_size * self.non_data_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
-        """How many ranks have data of their own."""
+        """The number of ranks with different samples."""
         return self.dp_replicate_size * self.dp_shard_size
 
     @property
     def non_data_parallel_size(self) -> int:
-        """How many ranks have the same samples."""
+        """The number of ranks with equal samples."""
         return self.tp_size * self.cp_size * self.sp_size

@@ -1,4 +1,4 @@
-"""The names of ``accelerate.commands.config.config_args``."""
+"""Re-exports the names of ``accelerate.commands.config.config_args``."""
 
 from echelon.compat import unsupported as _unsupported
 from echelon.config.cluster import ClusterConfig as ClusterConfig, load_config_from_file as load_config_from_file

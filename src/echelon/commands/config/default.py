@@ -1,3 +1,3 @@
-"""The names of ``accelerate.commands.config.default``."""
+"""Re-exports the names of ``accelerate.commands.config.default``."""
 
 from echelon.config.first_config import write_basic_config as write_basic_config
