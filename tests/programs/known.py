@@ -70,7 +70,7 @@ _REFUSALS: list[_Refusal] = [
     _Refusal(
         "parity off goes on in mid-epoch on the same number of processes",
         lambda p, at: p.saves is not None and at.parity == "off",
-        "the checkpoint is of the middle of an epoch on . process",
+        "the checkpoint was saved in the middle of an epoch on . process",
     ),
     _Refusal(
         "LBFGS needs whole parameters",

@@ -395,7 +395,7 @@ def test_a_missing_or_damaged_file_is_named_and_nothing_is_loaded_from_beside_a_
         accelerator.load_state(folder)
     assert not model.weight.any()
     assert before.any()
-    with pytest.raises(UsageError, match="does not exist"):
+    with pytest.raises(UsageError, match="there is no folder"):
         accelerator.load_state(tmp_path / "elsewhere")
 
 

@@ -448,6 +448,6 @@ def test_a_checkpoint_of_transformers_tells_by_its_epoch_that_the_data_are_other
 def test_data_that_begin_anew_may_be_others(tmp_path: Path) -> None:
     _trainer(tmp_path, _Data(40), _Stop(7)).train()
     data = _Data(60)
-    with pytest.warns(EchelonWarning, match="the next epoch is over those of now.*40 samples, and has 60"):
+    with pytest.warns(EchelonWarning, match="the next epoch uses the current data.*40 samples, and has 60"):
         _trainer(tmp_path, data, ignore_data_skip=True).train(resume_from_checkpoint=True)
     assert data.seen[:60] == [*range(60)]

@@ -490,7 +490,7 @@ def test_a_name_that_no_file_has_is_a_damaged_manifest(name: bytes, tmp_path: Pa
         run.accelerator.end_training()
     _rewritten(tmp_path / "checkpoints/checkpoint_1/manifest.json", b"extra.txt", name)
     run = _Run(tmp_path)
-    with pytest.warns(EchelonWarning, match="(?s)passed over.*checkpoint_1: "):
+    with pytest.warns(EchelonWarning, match="(?s)were skipped.*checkpoint_1: "):
         assert run.accelerator.resume()
     assert run.value == 1.0
     assert "checkpoint_1 damaged" in _listed(tmp_path)

@@ -109,6 +109,6 @@ def test_the_launcher_says_it_before_a_rank_starts(
     assert ("the ranks are started" in told) is not is_refused
     if not is_refused:
         return
-    assert "requires the package 'deepspeed', which is not installed" in told
+    assert "needs the package 'deepspeed', which is not installed" in told
     assert f"where: file {CONFIG}:" in told
     assert f"{REMEDY} or add --engine fsdp2" in told

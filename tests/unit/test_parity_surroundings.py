@@ -79,7 +79,7 @@ def test_one_thread_and_two_are_not_mixed(tmp_path: Path) -> None:
             accelerator, *_ = _prepared()
         finally:
             torch.use_deterministic_algorithms(False)
-        with pytest.raises(CheckpointError, match="threads = 1, and here it is 2") as caught:
+        with pytest.raises(CheckpointError, match="threads = 1, but here it is 2") as caught:
             accelerator.load_state(tmp_path)
         assert "set OMP_NUM_THREADS=1" in str(caught.value)
 

@@ -345,7 +345,7 @@ def test_settings_that_cannot_be_are_told(arguments: dict[str, Any], text: str) 
         ("FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP", "Block", "FSDP_TRANSFORMER_CLS_TO_WRAP"),
         ("FSDP_OFLOAD_PARAMS", "true", "FSDP_OFFLOAD_PARAMS"),
         ("FSDP_OFFLOAD_PARAMS", "maybe", "'maybe' is neither yes nor no"),
-        ("FSDP_VERSION", "two", "fsdp_version='two' is not a number"),
+        ("FSDP_VERSION", "two", "fsdp_version='two' is not a count"),
         ("PARALLELISM_CONFIG_DP_SHARD", "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE"),
         ("PARALLELISM_CONFIG_TP_SIZE", "x", "tp_size='x' is not an integer"),
     ],

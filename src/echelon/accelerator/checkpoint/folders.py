@@ -150,7 +150,7 @@ def require_whole(world: World, folder: Path) -> None:
     storage = LocalStorage()
     require_folder_or_nothing(storage, folder)
     if not all(_gathered(place_of(storage, folder).is_dir())):
-        raise UsageError(f"{folder} does not exist", do="pass the folder of a checkpoint")
+        raise UsageError(f"there is no folder {folder}", do="pass the folder of a checkpoint")
     problem = _problem_on_any(world, folder)
     if problem is not None:
         raise CheckpointError(
