@@ -506,7 +506,7 @@ def test_the_newest_whole_checkpoint_is_loaded_and_it_says_what_was_passed_over(
         accelerator.load_state()
     assert model.weight.item() == 1
     (folders[1] / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"holds no whole checkpoint\n.*checkpoint_2.*\n.*checkpoint_1"):
+    with pytest.raises(CheckpointError, match=r"holds no complete checkpoint\n.*checkpoint_2.*\n.*checkpoint_1"):
         accelerator.load_state()
 
 

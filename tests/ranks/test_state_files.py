@@ -482,7 +482,7 @@ def test_what_could_not_be_loaded_again_is_refused_when_it_is_registered_and_whe
         accelerator.save_state(tmp_path / "s")
     assert os.listdir(tmp_path) == ["s"]
     other = Accelerator()
-    with pytest.raises(RuntimeError, match=r"holds the states of 1 registered objects .* and 0 are registered"):
+    with pytest.raises(RuntimeError, match=r"holds the states of 1 registered objects .* but 0 are registered"):
         other.load_state(tmp_path / "s")
 
 
@@ -503,7 +503,7 @@ def test_numbered_checkpoints_are_kept_up_to_the_limit_and_the_newest_is_loaded(
     assert model.weight.item() == 11.0
     project.iteration = 11
     with pytest.raises(
-        ValueError, match=r"checkpoint_11 is there already\n.*do:    set .*project_configuration.iteration"
+        ValueError, match=r"checkpoint_11 already exists\n.*do:    set .*project_configuration.iteration"
     ):
         accelerator.save_state()
     accelerator.end_training()

@@ -224,9 +224,7 @@ class Accelerator:
         lambda self: self.use_distributed and self.device.type != "cpu",
         doc="Whether there are several processes, each with its own accelerator; as in Accelerate, False on CPUs.",
     )
-    should_save_model: bool = view(
-        "is_local_main_process", "Whether this process writes the model; true on one process per machine."
-    )
+    should_save_model: bool = view("is_local_main_process", "Whether this process writes the model.")
 
     @property
     def state(self) -> AcceleratorState:
@@ -246,7 +244,7 @@ class Accelerator:
         doc="The fp8 library: torchao, or none without fp8.",
     )
     scaler: torch.amp.GradScaler | None = view(
-        "session.update.scaler", "The gradient scaler of an fp16 run, else None.", is_settable=True
+        "session.update.scaler", "The fp16 gradient scaler, or None.", is_settable=True
     )
     device_placement: bool = view(
         "session.device_placement", "Whether models and batches are moved to the device.", is_settable=True

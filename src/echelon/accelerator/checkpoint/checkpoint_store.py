@@ -22,7 +22,7 @@ from echelon.checkpoint.storage import LocalStorage
 from echelon.distributed.control import raise_on_all_ranks
 from echelon.distributed.small_messages import gather_bytes
 
-__all__ = ["PREFIX", "CheckpointStore"]
+__all__ = ["PREFIX", "CheckpointStore", "no_folder_error"]
 
 PREFIX = "checkpoint_"
 """Name prefix of automatically named checkpoints, followed by a number."""
@@ -173,10 +173,7 @@ class CheckpointStore:
         """Return the path of the next checkpoint."""
         if not self._project.automatic_checkpoint_naming:
             if output_dir is None:
-                raise UsageError(
-                    "save_state() was called without a folder",
-                    do="pass output_dir, or set ProjectConfiguration(automatic_checkpoint_naming=True)",
-                )
+                raise no_folder_error("save_state", do="pass output_dir")
             return Path(output_dir).expanduser()
         target = self.folder() / f"{PREFIX}{self._project.iteration}"
         if place_of(LocalStorage(), target).exists():
@@ -260,6 +257,14 @@ class CheckpointStore:
             return False
         self.failures.succeeded()
         return True
+
+
+def no_folder_error(function: str, *, do: str) -> UsageError:
+    """Return the error of a call that needs a folder because checkpoints are not named automatically."""
+    return UsageError(
+        f"{function}() was called without a folder",
+        do=f"{do}, or set ProjectConfiguration(automatic_checkpoint_naming=True)",
+    )
 
 
 def _metric_of(folder: Path) -> float | None:

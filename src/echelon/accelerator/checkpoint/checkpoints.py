@@ -19,7 +19,7 @@ from echelon.accelerator.checkpoint.accelerate_layout import (
     require_custom_states,
 )
 from echelon.accelerator.checkpoint.changed_data import DataPolicy
-from echelon.accelerator.checkpoint.checkpoint_store import PREFIX, CheckpointStore
+from echelon.accelerator.checkpoint.checkpoint_store import PREFIX, CheckpointStore, no_folder_error
 from echelon.accelerator.checkpoint.folders import has_checkpoint, newest_whole
 from echelon.accelerator.checkpoint.registry import CheckpointRegistry
 from echelon.accelerator.checkpoint.state_names import Allowed
@@ -308,10 +308,7 @@ class Checkpoints:
     def _resume(self, path: Any, *, must_exist: bool, options: dict[str, Any]) -> bool:
         is_named = self._project.automatic_checkpoint_naming
         if path is None and not is_named:
-            raise UsageError(
-                "resume() was called without a folder",
-                do="pass the folder that save_state() uses, or set ProjectConfiguration(automatic_checkpoint_naming=True)",
-            )
+            raise no_folder_error("resume", do="pass the folder that save_state() uses")
         self.store.wait()
         folder = _one_folder(path, self._session.world, "resume")
         with raise_on_all_ranks("resume"):
@@ -407,10 +404,7 @@ class Checkpoints:
         if input_dir is not None:
             folder = Path(input_dir).expanduser().absolute()
         elif not self._project.automatic_checkpoint_naming:
-            raise UsageError(
-                "load_state() was called without a folder",
-                do="pass input_dir, or set ProjectConfiguration(automatic_checkpoint_naming=True)",
-            )
+            raise no_folder_error("load_state", do="pass input_dir")
         else:
             found = self._newest()
             return place_of(storage, found), Checkpoint(found) if layout_of(found) == "echelon" else None

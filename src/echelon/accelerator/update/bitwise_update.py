@@ -50,13 +50,13 @@ class BitwiseUpdate(ExactUpdate):
     def __init__(self, parts: UpdateParts, *, environment: NumericsEnvironment) -> None:
         super().__init__(parts)
         self._kept = KeptGradients("bitwise")
-        self._kept = KeptGradients("bitwise")
         self._environment = environment
         self.num_shards = environment.canonical_shards
         self.shards = self.engine.build_sharded_update(self.num_shards, self.objects.parameters)
         # Buffer versions before the first update; None once it has been checked.
         self._versions: dict[int, int] | None = {}
         self._by_shard: dict[int, list[tuple[torch.Tensor, float]]] = {}  # losses of this rank in this update
+        self._contribution: Contribution | None = None
 
     def log_batch_size(self, batch_size: int | None) -> None:
         """Log once what a batch size means in this mode.

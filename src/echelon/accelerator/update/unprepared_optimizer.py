@@ -107,6 +107,8 @@ class UnpreparedOptimizerGuard:
         if self._parity != "off":
             raise UsageError(
                 f"{self._describe(optimizer)}: its steps are not postponed to the end of an update, not counted, and not saved",
+                where=f"step() at {user_line()}, parity={self._parity!r}",
+                do=self._advice(optimizer),
             )
         if self._scaler is not None and _holds_scaled_gradients(optimizer, self._scaler):
             raise UsageError(
