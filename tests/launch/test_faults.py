@@ -86,7 +86,7 @@ FIRST = {
     "async exception": r"rank {bad} failed first: InterruptedError: ",
     "abort": r"rank {bad} failed first: killed by SIGABRT \(signal 6\)",
     "segfault": r"rank {bad} failed first: killed by SIGSEGV \(signal 11\)",
-    "GIL held": r"stall \(a rank that does not answer\): rank {bad} is held by native code",
+    "GIL held": r"stall \(a rank that does not answer\): rank {bad} is blocked by native code",
     "SIGINT": r"rank {bad} failed first: killed by SIGINT \(signal 2\)",
     "SIGKILL": r"rank {bad} failed first: killed by SIGKILL \(signal 9\)",
     "SIGTERM": r"rank {bad} failed first: killed by SIGTERM \(signal 15\)",
@@ -95,7 +95,7 @@ FIRST = {
     "memory limit": r"rank {bad} failed first: RuntimeError: .*can't allocate memory",
     # gloo aborts, or all wait: by what the operations send, and when.
     "collective": r"(stall \()?(different collectives|uneven data)\)?: rank {bad} ",
-    "shape": r"(stall \()?different shapes\)?: rank {bad} does not call what the others call",
+    "shape": r"(stall \()?different shapes\)?: rank {bad} does not make the same call as the other ranks",
     "uneven": r"(stall \()?uneven data\)?: rank {bad} has left the training loop",
     "missing": r"stall \(a missing rank\): rank {bad} has not reached the collective",
 }

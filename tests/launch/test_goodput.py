@@ -126,7 +126,9 @@ def test_the_ledger_of_five_kills_adds_up_and_agrees_with_what_was_seen(command:
     assert steps["parts"]["data"]["least"] >= 8
     assert (steps["slowest"], steps["slow_part"]) == (1, "other")
     assert steps["slow_ms"] >= 20
-    assert re.search(r"echelon: rank 1 is slow: other [\d.]+ ms a step \(median [\d.]+\); the others wait", result.err)
+    assert re.search(
+        r"echelon: rank 1 is slow: other [\d.]+ ms per step \(median [\d.]+\); the other ranks wait", result.err
+    )
     doctor = command.echelon("doctor", str(path.parent))
     assert "goodput" in doctor.out
     assert "rank 1 is slow: other" in doctor.out

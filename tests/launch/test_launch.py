@@ -170,5 +170,5 @@ def test_port_asked_for_that_is_taken_is_told(command: Command) -> None:
     result = command.run([sys.executable, "-c", hold, sys.executable, "-m", "echelon", "launch"])
     assert result.code == 1
     assert "cannot listen on 127.0.0.1:" in result.err
-    assert "0 for a free one" in result.err
+    assert "0 for any free port" in result.err
     assert "Traceback" not in result.err

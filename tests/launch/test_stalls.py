@@ -97,7 +97,7 @@ def test_a_stopped_rank_is_named_and_the_run_restarted_without_it(command: Comma
     assert result.code == 0, result.err
     trained = re.findall(r"rank (\d) has trained in attempt 1", result.out)  # the ranks share a pipe: lines may mix
     assert sorted(trained) == ["0", "1"]
-    assert "stall (a stopped process): rank 1 is stopped (SIGSTOP), and rank 0 waits for others" in result.err
+    assert "stall (a stopped process): rank 1 is stopped (SIGSTOP), and rank 0 waits for other ranks" in result.err
     assert re.search(r"rank 0: in all_reduce number 5 of float\[4\]; " + at(command, "dist.all_reduce(x)"), result.err)
     assert re.search(r"rank 1: stopped; last seen at \S*train.py:\d+", result.err)
     waited = LIMIT.search(result.err)
@@ -110,7 +110,7 @@ def test_a_stopped_rank_is_named_and_the_run_restarted_without_it(command: Comma
     assert told.code == 0, told.err
     assert "attempt_0: stall (a stopped process): rank 1 is stopped" in told.out
     assert re.search(r"rank_0, most recent call last:\n(.*\n)*  File \"\S*train.py\", line \d+, in train", told.out)
-    assert "rank_1: no answer" in told.out
+    assert "rank_1: no stack recorded" in told.out
 
 
 def test_a_rank_that_does_not_come_stops_the_run_but_not_while_it_says_that_it_is_slow(command: Command) -> None:
@@ -118,7 +118,7 @@ def test_a_rank_that_does_not_come_stops_the_run_but_not_while_it_says_that_it_i
     assert result.code == 124, result.err
     text = report(result)
     assert text.startswith(
-        "echelon: stall (a missing rank): rank 1 has not reached the collective, and rank 0 waits for others"
+        "echelon: stall (a missing rank): rank 1 has not reached the collective, and rank 0 waits for other ranks"
     )
     assert re.search(r"rank 1: step 3, forward/backward; " + at(command, "time.sleep(1000)"), text)
     assert re.search(
@@ -133,7 +133,7 @@ def test_ranks_with_unlike_shapes_are_both_shown_with_their_lines(command: Comma
     result = stall(command, RAW, "dist.all_reduce(torch.ones(9))", args=("1",))
     assert result.code != 0
     text = report(result)
-    assert text.startswith("echelon: different shapes: the ranks are in different shapes: ")
+    assert text.startswith("echelon: different shapes: the ranks use different shapes: ")
     assert re.search(r"rank 0: in all_reduce number 5 of float\[4\]; " + at(command, "dist.all_reduce(x)"), text)
     assert re.search(r"rank 1: in all_reduce number 5 of float\[9\]; " + at(command, "torch.ones(9)"), text)
     assert "gloo aborted rank" in text
@@ -144,7 +144,7 @@ def test_ranks_with_unlike_shapes_are_both_shown_with_their_lines(command: Comma
 def test_uneven_data_is_told_from_a_wrong_call(command: Command) -> None:
     result = stall(command, DDP, "", "--on_stall=stop", args=("0",))
     text = report(result)
-    assert "uneven data: rank 0 has left the training loop, and rank 1 still train" in text.replace(
+    assert "uneven data: rank 0 has left the training loop, but rank 1 is still training" in text.replace(
         "stall (uneven data)", "uneven data"
     )
     assert re.search(r"rank 0: in barrier number \d+; " + at(command, "dist.barrier()"), text)
@@ -156,5 +156,5 @@ def test_native_code_that_holds_the_interpreter_is_named(command: Command) -> No
     result = stall(command, RAW, "ctypes.PyDLL(None).sleep(1000)", "--on_stall=stop", args=("1",))
     assert result.code == 124
     text = report(result)
-    assert text.startswith("echelon: stall (a rank that does not answer): rank 1 is held by native code")
+    assert text.startswith("echelon: stall (a rank that does not answer): rank 1 is blocked by native code")
     assert re.search(r"rank 1: silent; " + at(command, "sleep(1000)"), text)

@@ -17,7 +17,7 @@ from tests.launch.conftest import Command
 RAN = "open('ran', 'w')\n"
 
 CASES = {
-    "missing script": (["gone.py"], "there is no script gone.py", "check the path"),
+    "missing script": (["gone.py"], "the script gone.py does not exist", "check the path"),
     "no script": ([], "missing argument 'SCRIPT'", "see echelon launch --help"),
     "directory": (["."], ". is a directory, not a Python script", "give the file"),
     "not utf-8": (["latin.py"], "latin.py is not valid utf-8 text: byte 0xe9", "# -*- coding: latin-1 -*-"),
@@ -55,7 +55,7 @@ CASES = {
     "two names": (
         ["--num_processes", "2", "--nproc-per-node=3", "ok.py"],
         "are two names of the same setting",
-        "give one of the two",
+        "remove one of them",
     ),
     "several machines": (["--nnodes=2", "ok.py"], "need a rendezvous address", "give --main_process_ip"),
     "accelerate machines": (
@@ -65,18 +65,22 @@ CASES = {
     ),
     "second machine": (
         ["--machine_rank=1", "ok.py"],
-        "machine rank 1 is out of range for one machine",
-        "give the number of machines",
+        "machine rank 1 is out of range for a run on one machine",
+        "set the number of machines",
     ),
-    "another host": (["--rdzv_endpoint=10.0.0.7:29400", "ok.py"], "10.0.0.7 is not this machine", "remove the address"),
+    "another host": (
+        ["--rdzv_endpoint=10.0.0.7:29400", "ok.py"],
+        "10.0.0.7 is not an address of this machine",
+        "remove the address",
+    ),
     "rendezvous": (["--rdzv-backend=etcd", "ok.py"], "rendezvous backend 'etcd' is not supported", "remove it"),
     "port": (
         ["--master_port", "70000", "ok.py"],
         "main_process_port=70000 is above 65535",
         "an integer of at most 65535",
     ),
-    "module and program": (["-m", "--no_python", "ok.py"], "exclude each other", "give one of the two"),
-    "cpu and gpu": (["--cpu", "--multi_gpu", "ok.py"], "exclude each other", "give one of the two"),
+    "module and program": (["-m", "--no_python", "ok.py"], "are mutually exclusive", "remove one of them"),
+    "cpu and gpu": (["--cpu", "--multi_gpu", "ok.py"], "are mutually exclusive", "remove one of them"),
     "strict": (["--strict", "--mixed_precision=bf16", "ok.py"], "mixed_precision is set twice", "remove one"),
     "tutorial's hosts": (
         ["--localhost:0,2,3,4", "ok.py"],
@@ -89,7 +93,7 @@ CASES = {
         "a --hostfile",
     ),
     "machines in a file": (["--config_file", "two.yaml", "ok.py"], "where: file two.yaml:2", "give --main_process_ip"),
-    "two ways to shard": (["--use_fsdp", "--use-deepspeed", "ok.py"], "exclude each other", "give one of the two"),
+    "two ways to shard": (["--use_fsdp", "--use-deepspeed", "ok.py"], "are mutually exclusive", "remove one of them"),
     "nothing is sharded": (["--fsdp_version=2", "ok.py"], "fsdp_version=2 would have no effect", "add --use_fsdp"),
     "misspelt sharding flag": (
         ["--use_fsdp", "--fsdp_offload_parms", "true", "ok.py"],
@@ -103,7 +107,7 @@ CASES = {
     ),
     "missing json": (
         ["--deepspeed", "gone.json", "ok.py"],
-        "there is no file gone.json",
+        "the DeepSpeed config file gone.json does not exist",
         "correct the path",
     ),
     "engine and stage": (

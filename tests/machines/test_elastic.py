@@ -95,7 +95,7 @@ def test_a_machine_that_joins_late_is_taken_in_where_the_others_are(network: Net
     assert one.code == other.code == 0, one.err + other.err
     assert " worlds [1, 2], steps 60 of 60, each sample once True" in one.out, one.out
     assert "close True" in one.out, one.out
-    assert "joins: all ranks save at the same step" in one.err, one.err
+    assert "joined: all ranks save at the same step" in one.err, one.err
     assert a.processes() == b.processes() == []
 
 

@@ -59,9 +59,9 @@ def test_a_rank_that_does_not_come_is_named_with_its_machine_and_line_and_its_st
     ends = [command.finish(process) for process in started]
     assert [end.code for end in ends] == [124, 124], ends[0].err
     (report,) = [end.err for end in ends if "stall (" in end.err]  # where the others meet
-    assert "stall (a missing rank): rank 1 has not reached the collective, and rank 0 waits for others" in report, (
-        report
-    )
+    assert (
+        "stall (a missing rank): rank 1 has not reached the collective, and rank 0 waits for other ranks" in report
+    ), report
     assert re.search(r"rank 1: .*at \S*train.py:7: .*sleep\(1000\)", report), report
     assert re.search(r"rank 1: on \S+ \(127.0.0.1\)", report), report
     kept = list((command.directory / "logs").glob("*/attempt_0/stall_*.txt"))

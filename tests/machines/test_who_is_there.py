@@ -69,7 +69,7 @@ def test_each_machine_that_does_not_fit_is_told_why_and_the_others_wait_for_one_
     said = [says(process, r"do: +[^\n]*\n") for process in wrong]
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in said[0]
     assert "different settings: mixed_precision is bf16 (from flag --mixed_precision) there and not set on" in said[1]
-    assert re.search(r"it expects 3 machines, and \S+ expects 2", said[2])
+    assert re.search(r"this machine expects 3 machines, but \S+ expects 2", said[2])
     assert "it has another token" in said[3]
     assert [command.finish(process).code for process in wrong] == [1, 1, 1, 1]
     assert "missing machine rank 1" in says(first, "waiting for[^\n]*\n")
@@ -131,7 +131,7 @@ def test_an_address_that_nobody_answers_at_and_loopback_are_named_where_they_are
     said = says(unreachable, r"do: +[^\n]*\n")
     assert f"cannot connect to {a.address}:29500: Connection refused" in said
     assert "check that the launcher with machine rank 0 is running" in said
-    assert "a loopback address is the machine itself" in says(loopback, r"do: +[^\n]*\n")
+    assert "a loopback address always refers to the local machine" in says(loopback, r"do: +[^\n]*\n")
     end(network.command, unreachable, loopback)
 
 

@@ -51,7 +51,7 @@ def test_many_processes_share_few_cores_and_too_many_are_refused(
     with pytest.raises(ConfigError, match=f"{most + 1} processes on {cores} cores") as raised:
         check(most + 1)
     assert raised.value.where == "flag -n"
-    assert raised.value.do == f"give --num_processes {most} or fewer, or add --oversubscribe to start them anyway"
+    assert raised.value.do == f"use --num_processes {most} or fewer, or add --oversubscribe to start them anyway"
 
 
 def test_one_process_for_each_core_of_the_machine_is_never_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,11 @@ def test_one_process_for_each_core_of_the_machine_is_never_too_many(monkeypatch:
     ("room", "what", "do"),
     [
         ({"memory": Room(left=GIB, source="so")}, "8 processes need 1.1 GiB of memory to import torch, and 1.0 GiB", 7),
-        ({"tasks": Room(left=39, source="so")}, "8 processes need 40 of processes and threads, and 39 are left", 7),
+        (
+            {"tasks": Room(left=39, source="so")},
+            "8 processes need 40 of processes and threads, but only 39 are available",
+            7,
+        ),
         ({"files": Room(left=64 + 30, source="so")}, "8 processes need 40 of open files in the launcher, and 30", 6),
     ],
 )

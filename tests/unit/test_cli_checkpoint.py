@@ -191,7 +191,7 @@ def test_ls_lists_the_newest_first_and_what_was_left(echelon: Echelon, saved: Pa
 def test_verify_names_each_damaged_file_and_exits_with_1(echelon: Echelon, copy: Path) -> None:
     whole = echelon("checkpoint", "verify", copy)
     assert (whole.code, whole.err) == (0, "")
-    assert "whole: 4 files" in whole.out
+    assert "intact: 4 files" in whole.out
     _flip(copy / "rank_00000.safetensors")
     (copy / "rank_00000.json").unlink()
     torn = echelon("checkpoint", "verify", copy)
@@ -206,7 +206,7 @@ def test_verify_names_each_damaged_file_and_exits_with_1(echelon: Echelon, copy:
     ]
     wrong = echelon("checkpoint", "verify", copy / "gone")
     assert wrong.code == 2
-    assert "there is no folder" in wrong.err
+    assert "does not exist" in wrong.err
     assert "do:" in wrong.err
 
 
@@ -222,7 +222,7 @@ def test_show_tells_tensors_optimizers_settings_and_progress(echelon: Echelon, s
     lines = echelon("checkpoint", "show", saved).out.splitlines()
     assert any(line.split() == ["models.0.embed.weight", "float32", "[6,", "4]", "ranks", "0"] for line in lines)
     assert any(line.split()[:2] == ["cpu", "True"] and "(code Accelerator(cpu=))" in line for line in lines)
-    assert "  models.0.head.weight is models.0.embed.weight" in lines
+    assert "  models.0.head.weight is an alias of models.0.embed.weight" in lines
 
 
 def test_the_commands_in_the_document_run(

@@ -99,7 +99,7 @@ def test_a_value_of_a_file_stays_one_of_the_file_in_the_ranks(tmp_path: Path) ->
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"seed": 3}', '{"seed": [1, 99, "x"]}'])
 def test_a_spoilt_hand_over_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="ECHELON_CONFIG does not hold"):
+    with pytest.raises(ConfigError, match="ECHELON_CONFIG does not contain"):
         decode(text)
 
 
@@ -138,7 +138,7 @@ def test_a_variable_that_only_the_launcher_translates_is_refused_without_it() ->
     with environ.patch({"ECHELON_FSDP_VERSION": "2"}):
         with pytest.raises(ConfigError) as raised:
             Accelerator(cpu=True)
-        assert raised.value.what == "ECHELON_FSDP_VERSION is for echelon launch, and this process was not started by it"
+        assert raised.value.what == "ECHELON_FSDP_VERSION requires echelon launch, which did not start this process"
         assert raised.value.do == "start the script with echelon launch, or set FSDP_VERSION"
         with environ.patch({"ECHELON_CONFIG": json.dumps({"fsdp_version": [2, 3, "ECHELON_FSDP_VERSION"]})}):
             assert Accelerator(cpu=True).config.value.fsdp_version == 2

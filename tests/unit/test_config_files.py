@@ -198,7 +198,7 @@ IMPOSSIBLE = {
     "mpirun_config: {mpirun_hostfile: hosts}": "echelon detects its ranks",
     "megatron_lm_config: {megatron_lm_tp_degree: 2}": "distributed_type: FSDP or DEEPSPEED",
     "ipex_config: {ipex: true}": "PyTorch has these optimizations built in",
-    "fp8_config: {backend: TE, margin: 0}": "set it to AO",
+    "fp8_config: {backend: TE, margin: 0}": "set fp8_backend to AO",
 }
 
 
@@ -220,7 +220,7 @@ def test_a_key_that_asks_for_the_impossible_is_an_error_that_names_it_and_its_li
 
 
 TOGETHER = {
-    "mixed_precision: bf16\nmixed_precision: fp16": ("mixed_precision is given twice", "run.yaml:1 and", "run.yaml:2"),
+    "mixed_precision: bf16\nmixed_precision: fp16": ("mixed_precision is set twice", "run.yaml:1 and", "run.yaml:2"),
     "engine: zero1\nfsdp_config: {fsdp_version: 2}\ndistributed_type: FSDP": (
         *("sharded_by='fsdp' (from file", "run.yaml:3 (distributed_type: FSDP)) and engine='zero1' (from file"),
         "run.yaml:1) cannot both hold",
@@ -233,7 +233,7 @@ TOGETHER = {
         *("zero_stage=2 would have no effect: the model is sharded by fsdp", "run.yaml:2", "add --use_deepspeed"),
     ),
     "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: gone.json}": (
-        *("there is no file gone.json", "run.yaml:2"),
+        *("the DeepSpeed config file gone.json does not exist", "run.yaml:2"),
     ),
     "engine: fsdp3": ("there is no engine 'fsdp3'", "run.yaml:1", "did you mean 'fsdp2'?"),
 }

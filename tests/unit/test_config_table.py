@@ -185,7 +185,7 @@ def test_names_in_a_section_may_leave_its_prefix_out_and_the_section_its_end(tmp
 
 
 def test_two_flags_that_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match="--use_fsdp and --use_deepspeed exclude each other"):
+    with pytest.raises(ConfigError, match="--use_fsdp and --use_deepspeed are mutually exclusive"):
         flags_of("--use_fsdp", "--use_deepspeed")
     both = {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_DEEPSPEED": "1"}
     with (

@@ -351,7 +351,7 @@ def test_mismatches_are_refused_and_missing_machines_named(
     head = stage.node("head", machine_rank=0)
     waits = threading.Thread(target=head.next_generation)
     waits.start()
-    with pytest.raises(LaunchError, match="machine rank 0 is taken"):
+    with pytest.raises(LaunchError, match="already has machine rank 0"):
         stage.node("other", machine_rank=0)
     with pytest.raises(LaunchError, match="different settings: a is 1 there and not set on head"):
         stage.node("other", settings={"a": "1"})
@@ -360,7 +360,7 @@ def test_mismatches_are_refused_and_missing_machines_named(
     def is_reported() -> bool:
         nonlocal output
         output += capsys.readouterr().err
-        return "1 of 2 machines joined: head (127.0.0.1, machine rank 0); missing machine rank 1" in output
+        return "1 of 2 machines have joined: head (127.0.0.1, machine rank 0); missing machine rank 1" in output
 
     wait_for(is_reported)
     right = stage.node("other", machine_rank=1)
@@ -411,4 +411,4 @@ def test_an_incomplete_rendezvous_ends_the_run(stage: Stage, capsys: pytest.Capt
     stage.open(join=0.2 * SECOND)
     with pytest.raises(RunOver):
         stage.node("head").next_generation()
-    assert "1 of 2 machines joined" in capsys.readouterr().err
+    assert "1 of 2 machines have joined" in capsys.readouterr().err

@@ -61,7 +61,7 @@ def test_a_rank_that_is_elsewhere_is_missing() -> None:
     found = verdict(views, {**TOGETHER, 2: answer("all_reduce", line=31, pending=False)})
     assert found is not None
     assert (found.kind, found.culprits) == (Class.MISSING, (2,))
-    assert found.what == "rank 2 has not reached the collective, and ranks 0-1, 3 wait for others"
+    assert found.what == "rank 2 has not reached the collective, and ranks 0-1, 3 wait for other ranks"
     assert found.ranks[2] == "at train.py:31: dist.all_reduce(x)"
     assert found.ranks[0] == "in all_reduce number 2 of float[4]; at train.py:12: dist.all_reduce(x)"
     assert found.is_alarm
@@ -153,7 +153,7 @@ def test_a_rank_behind_the_training_loop_is_uneven_data() -> None:
     found = verdict([seen_now(rank) for rank in ALL], {0: answer("barrier", line=14), **answers})
     assert found is not None
     assert (found.kind, found.culprits) == (Class.UNEVEN, (0,))
-    assert found.what == "rank 0 has left the training loop, and ranks 1-3 still train"
+    assert found.what == "rank 0 has left the training loop, but ranks 1-3 are still training"
 
 
 def test_another_collective_and_another_shape_are_told_apart() -> None:

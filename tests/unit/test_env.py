@@ -121,7 +121,7 @@ def test_the_limits_of_a_container_are_told(tmp_path: Path) -> None:
     assert found["cpu"] == "A CPU of 1 GHz"
     assert found["memory"] == "1.95 GB, 1000.0 MB available"
     assert found["cgroup limits"] == "memory.max 1000000, cpu.max 100000 100000"
-    assert found["cores"].endswith("of which 1 can be used")
+    assert found["cores"].endswith(" 1 usable")
     assert "/dev/shm" in found
 
 

@@ -63,7 +63,7 @@ def test_the_attribute_that_cannot_go_to_the_workers_is_named(
 ) -> None:
     what, do = _say(_error_of(**options), tmp_path)
     assert part in what
-    assert "this cannot be sent to the worker processes of the DataLoader" in do
+    assert "make the object picklable for the DataLoader workers" in do
     assert "__getitem__ on first use" in do
 
 

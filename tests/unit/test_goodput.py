@@ -281,7 +281,7 @@ def test_who_waits_is_not_who_is_slow() -> None:
     found = steps(r0=[1, 10, 20, 35], r1=[2, 11, 20, 33], r2=[1, 40, 20, 5], r3=[1, 10, 21, 34])
     assert found.slowest == 2
     assert found.verdict == (
-        "rank 2 is slow: forward 40.0 ms a step (median 10.5); the others wait up to 30.0 ms a step for it"
+        "rank 2 is slow: forward 40.0 ms per step (median 10.5); the other ranks wait for it for up to 30.0 ms per step"
     )
     forward, wait = found.parts["forward"], found.parts["wait"]
     assert (forward.least, forward.least_rank, forward.median, forward.most, forward.most_rank) == (10, 0, 10.5, 40, 2)

@@ -259,7 +259,7 @@ def test_a_loop_that_others_wait_for_becomes_an_alarm_and_another_hang_is_told_b
     told = watch(run, until_s=150.0, fault=(3, "loop", 5.0))
     assert [stall.kind for _, stall in told] == [Class.SLOW, Class.LONG]
     assert [stall.is_alarm for _, stall in told] == [False, True]
-    assert told[1][1].what == "rank 3 has been computing for 40 seconds, and ranks 0-2 wait for others"
+    assert told[1][1].what == "rank 3 has been computing for 40 seconds, and ranks 0-2 wait for other ranks"
     # A compile that takes too long is told once; a rank that is gone beside it is told, too.
     compiling = Part("compile", 200.0, doing=COMPILE, is_moving=False, busy=0.0)
     training = Part("training", 1.0, phase=Phase.TRAIN)

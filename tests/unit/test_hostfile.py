@@ -31,10 +31,10 @@ def test_a_hostfile_names_machines_and_slots_in_its_order(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("text", "what", "line"),
     [
-        ("worker-0 slots=4\nworker-1\n", "'worker-1' is not a machine with slots", 2),
-        ("worker-0 slots=four\n", "'worker-0 slots=four' is not a machine with slots", 1),
-        ("worker-0 slots=0\n", "is not a machine with slots", 1),
-        ("-oProxyCommand=rm slots=1\n", "is not a machine with slots", 1),
+        ("worker-0 slots=4\nworker-1\n", "'worker-1' is not a valid hostfile line", 2),
+        ("worker-0 slots=four\n", "'worker-0 slots=four' is not a valid hostfile line", 1),
+        ("worker-0 slots=0\n", "is not a valid hostfile line", 1),
+        ("-oProxyCommand=rm slots=1\n", "is not a valid hostfile line", 1),
         ("\nworker-0 slots=1\nworker-0 slots=2\n", "worker-0 is listed twice", 3),
     ],
 )
@@ -48,7 +48,7 @@ def test_a_bad_line_of_a_hostfile_is_named(tmp_path: Path, text: str, what: str,
 
 
 def test_a_hostfile_that_is_empty_or_missing_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="names no machines\n  where: flag -H"):
+    with pytest.raises(ConfigError, match="lists no machines\n  where: flag -H"):
         read_hostfile(_file(tmp_path, "# nobody\n"), where="flag -H")
     with pytest.raises(ConfigError, match=r"cannot read the hostfile .*: No such file"):
         read_hostfile(tmp_path / "none")
@@ -87,11 +87,11 @@ def test_excluding(text: str, expected: object) -> None:
     ("text", "what", "do"),
     [
         ("worker-2", "worker-2 is not in the hostfile", "did you mean worker-"),
-        ("a", "a is not in the hostfile", "it has worker-0, worker-1"),
-        ("worker-1:5", "worker-1 has no slot 5", "give slots 0 to 1"),
+        ("a", "a is not in the hostfile", "use one of worker-0, worker-1"),
+        ("worker-1:5", "worker-1 has no slot 5", "use slots 0 to 1"),
         ("worker-1:", "'worker-1:' is not a list of machines", "worker-0@worker-1:0,2"),
         ("worker-0;worker-1:x", "is not a list of machines", "worker-0@worker-1:0,2"),
-        ("worker-0@worker-0:1", "names worker-0 twice", "worker-0:0,1 once"),
+        ("worker-0@worker-0:1", "names worker-0 twice", "slots: worker-0:0,1"),
         ("worker-0@worker-1", "excludes all slots", "fewer"),
     ],
 )
@@ -150,10 +150,10 @@ def test_the_machines_are_those_of_the_hostfile_the_filters_and_the_number(tmp_p
         ({"deepspeed_hostfile": "", "num_machines": 3}, "num_machines=3, but the hostfile and the filters name 2"),
         ({"deepspeed_hostfile": "", "gpu_ids": "0,1"}, "gpu_ids='0,1' selects accelerators of one machine"),
         ({"deepspeed_hostfile": "", "deepspeed_multinode_launcher": "slurm"}, "launcher 'slurm' is not supported"),
-        ({"deepspeed_exclusion_filter": "a:0"}, "the other machines are unknown"),
+        ({"deepspeed_exclusion_filter": "a:0"}, "requires a hostfile"),
         (
             {"deepspeed_hostfile": "", "deepspeed_inclusion_filter": "a", "deepspeed_exclusion_filter": "b"},
-            "exclude each other",
+            "are mutually exclusive",
         ),
     ],
 )

@@ -94,7 +94,7 @@ def test_is_host_and_listen_on_decide_where_an_address_cannot(port: int) -> None
 
 def test_a_name_that_hides_a_loopback_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("echelon.launch.multinode.machines.addresses_of", lambda host, where: ["127.0.1.1"])
-    with pytest.raises(ConfigError, match=r"node0 resolves to 127.0.1.1 here, a loopback address"):
+    with pytest.raises(ConfigError, match=r"node0 resolves to the loopback address 127.0.1.1"):
         met(settings(num_machines=2), CliOverrides(rdzv_endpoint="node0:29500"))
 
 
@@ -114,7 +114,7 @@ def test_a_file_of_accelerates_counts_the_processes_of_all_machines(tmp_path: Pa
     assert per_machine(resolved, {}, CliOverrides(), 2).value.num_processes == 4
     by_flag = settings(num_processes=8, num_machines=2)
     assert per_machine(by_flag, {"num_processes": "--nproc_per_node"}, CliOverrides(), 2).value.num_processes == 8
-    with pytest.raises(ConfigError, match="8 processes cannot be divided among 3 machines"):
+    with pytest.raises(ConfigError, match="8 processes cannot be divided equally among 3 machines"):
         per_machine(settings(num_processes=8, num_machines=3), {}, CliOverrides(), 3)
     with pytest.raises(ConfigError, match="on 1 to 2 machines"):
         per_machine(by_flag, {"num_processes": "--num_processes"}, CliOverrides(nnodes="1:2"), 2)

@@ -27,7 +27,7 @@ def a_new_process() -> None:
 @pytest.mark.parametrize("name", ["ECHELON_HELD", "ECHELON_CLUSTER", "ECHELON_SITE_SCRATCH", "ECHELON_HOME"])
 def test_a_sites_own_variable_stops_no_training_and_is_told_once(name: str) -> None:
     with environ.patch({name: "1", "ECHELON_SEED": "7"}):
-        with pytest.warns(EchelonWarning, match=f"{name} in the environment: not known to echelon, and without effect"):
+        with pytest.warns(EchelonWarning, match=f"ignoring unknown environment variables: {name}"):
             assert current().value.seed == 7
         assert current().value.seed == 7  # a second warning would be an error here
 
@@ -74,7 +74,7 @@ def test_the_launcher_says_it_once_for_its_ranks(
     with environ.patch({"ECHELON_HELD": "1"}):
         assert _run(["launch", "-q", "--cpu", "--num_processes=2", "train.py"]) == 1
     told = capsys.readouterr().err
-    assert told.count("echelon: warning: ECHELON_HELD in the environment: not known to echelon") == 1
+    assert told.count("echelon: warning: ignoring unknown environment variables: ECHELON_HELD") == 1
     assert "the ranks are started" in told
 
 

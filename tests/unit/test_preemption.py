@@ -272,7 +272,7 @@ def test_the_launcher_leads_the_ranks_and_says_who_did_not_come(
         assert node.report_end() == 143
         error = capsys.readouterr().err
         assert "SIGUSR1 to rank 1: all ranks save at the same step and exit (within 0.05 s; a second signal" in error
-        assert "the ranks did not reach a common step within 0.05 s, and were stopped" in error
+        assert "the ranks did not reach a common step within 0.05 s and were stopped" in error
         assert "where: rank 0: no step yet; rank 1: no step yet (at the stop barrier)" in error
         signals.come(signal.SIGTERM)
         with pytest.raises(Interrupted):

@@ -82,7 +82,7 @@ def test_what_the_ranks_told_is_shown_and_noted(run: Any, tmp_path: Path, monkey
     names = ["world", "exact", "data", "restart", "bandwidth", "bitwise"]
     assert [line.split()[1] for line in lines if line.startswith(("ok ", "\u2713 "))] == names
     assert "    all_reduce      1.0 KB: 2000 us                   1.0 MB: 2000 us   0.500 (0.750)" in lines
-    assert lines[-1].startswith("every check passed, in ")
+    assert lines[-1].startswith("every check passed (")
     assert lines[-1].endswith("evidence.json")
     evidence = _evidence(tmp_path)
     assert evidence["passed"] is True
@@ -107,7 +107,7 @@ def test_a_check_that_failed_is_an_exit_code_and_what_to_do(run: Any, tmp_path: 
     assert result.exit_code == 1
     assert "exact is told" in result.output
     assert "do: mend exact" in result.output
-    assert "failed: exact, in " in result.output
+    assert "failed: exact (" in result.output
     assert "- bitwise" in result.output
     assert _evidence(tmp_path)["passed"] is False
     assert [part for part, *_ in _log(tmp_path)] == ["layout"]  # what was left out is not made alone
@@ -122,7 +122,7 @@ def test_a_start_that_failed_is_shown_with_its_report_and_counts_for_the_check_i
     assert "exact      its processes ended with exit code 1" in result.output
     assert "    | echelon: rank 1 failed first" in result.output
     assert "line 0\n" not in result.output
-    output = Path(result.output.partition("the whole output is in ")[2].splitlines()[0])
+    output = Path(result.output.partition("see the report; ")[2].partition(" contains")[0])
     assert "line 0\n" in output.read_text(encoding="utf-8")
     assert [(check["name"], check["passed"]) for check in _evidence(tmp_path)["checks"]] == [
         ("world", True),
@@ -141,14 +141,14 @@ def test_a_wrong_setting_is_told_as_the_launcher_tells_it(run: Any, tmp_path: Pa
 def test_a_run_without_ranks_here_has_shown_nothing(run: Any) -> None:
     result = run(layout={"told": [], "code": 0})
     assert result.exit_code == 1
-    assert "no process of the run was on this machine" in result.output
+    assert "no process of the run is on this machine" in result.output
 
 
 @pytest.mark.parametrize(
     ("flags", "what"),
     [
         (["train.py"], "echelon test runs its own program, not 'train.py'"),
-        (["--output", "none/x.json"], "there is no folder none"),
+        (["--output", "none/x.json"], "the folder none does not exist"),
     ],
 )
 def test_a_wrong_command_line_starts_nothing(run: Any, tmp_path: Path, flags: list[str], what: str) -> None:

@@ -45,13 +45,13 @@ def test_the_accelerators_named_are_used(name: str, text: str, num_accelerators:
     ("values", "num_accelerators", "what"),
     [
         ({"gpu_ids": "0,4"}, 4, "0,4: this machine has 4 accelerators, numbered from 0"),
-        ({"gpu_ids": "0,1"}, 0, "0,1 names accelerators, and this machine has no accelerator that torch can use"),
+        ({"gpu_ids": "0,1"}, 0, "0,1 names accelerators, but this machine has no accelerator that torch can use"),
         ({"gpu_ids": "0;1"}, 4, "'0;1' is not a list of accelerators"),
         ({"gpu_ids": "1,1"}, 4, "'1,1' is not a list of accelerators"),
         ({"deepspeed_inclusion_filter": "a:0@b:0"}, 4, "a is not this machine"),
         ({"deepspeed_exclusion_filter": "localhost:0,1"}, 2, "localhost:0,1 excludes all accelerators"),
         ({"deepspeed_exclusion_filter": "localhost"}, 2, "localhost excludes all accelerators"),
-        ({"deepspeed_exclusion_filter": "localhost:0"}, 0, "uses no accelerators that could be excluded"),
+        ({"deepspeed_exclusion_filter": "localhost:0"}, 0, "uses no accelerators, so that none can be excluded"),
         ({"deepspeed_inclusion_filter": "localhost", "gpu_ids": "0"}, 2, "both select accelerators"),
     ],
 )
@@ -93,7 +93,7 @@ def test_a_flag_names_the_accelerators_instead_of_a_file() -> None:
 @pytest.mark.parametrize("flag", ["--num_gpus", "--num-gpus", "--num_accelerators"])
 def test_a_number_of_gpus_on_a_machine_without_is_an_error_unless_the_run_is_of_the_cpu(flag: str) -> None:
     flags, typed = {"num_processes": "2", "multi_gpu": False}, {"num_processes": flag}
-    with pytest.raises(ConfigError, match=f"{flag} requests accelerators, and this machine has no accelerator"):
+    with pytest.raises(ConfigError, match=f"{flag} requests accelerators, but this machine has no accelerator"):
         launch._num_processes(resolve(RunConfig, [_settings(num_processes=2)]), flags, typed, 0)
     assert launch._num_processes(resolve(RunConfig, [_settings(num_processes=2, cpu=True)]), flags, typed, 0) == 2
     plain = {"num_processes": "--num_processes"}

@@ -96,7 +96,7 @@ def test_a_file_that_is_no_board_is_refused(board: Board, tmp_path: Path) -> Non
     other.write_bytes(b"\0" * 4096)
     with pytest.raises(ValueError, match="is not a status board of version 3"):
         Slot(str(other), 0)
-    with pytest.raises(ValueError, match="has 3 slots, and no slot 3"):
+    with pytest.raises(ValueError, match="has only 3 slots, no slot 3"):
         Slot(board.path, 3)
 
 

@@ -290,7 +290,7 @@ def test_a_printed_manifest_says_where_the_secret_comes_from(
         (["--volume", "runs", *MINIMAL], ["'runs' has no ':'", "flag --volume"]),
         (["--volume", "runs:out", *MINIMAL], ["runs:out is not a volume", "CLAIM:/path"]),
         (["--grace", "25", *MINIMAL], ["killed 25 s after", "may take 25 s", "more than 25 s"]),
-        (["--apply", "--output", "job.yaml", *MINIMAL], ["--apply and --output exclude each other"]),
+        (["--apply", "--output", "job.yaml", *MINIMAL], ["--apply and --output are mutually exclusive"]),
         (["--kind", "pytorchjob", *MINIMAL], ["pytorchjob", "trainjob"]),
     ],
 )

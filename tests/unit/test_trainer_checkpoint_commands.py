@@ -53,7 +53,7 @@ def test_the_output_folder_is_listed_and_verified(tmp_path: Path, capsys: pytest
         "checkpoint-2",
     ]
     assert _run(["checkpoint", "verify", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.count(": whole: 7 files") == 2
+    assert capsys.readouterr().out.count(": intact: 7 files") == 2
     weights = tmp_path / "checkpoint-2" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     assert _run(["checkpoint", "verify", str(tmp_path)]) == 1
@@ -71,7 +71,7 @@ def test_a_training_is_exported_with_its_weights(tmp_path: Path, capsys: pytest.
         state = torch.load(out / optimizer, weights_only=True)["state"]
         assert sorted(values["step"].item() for values in state.values()) == [4, 4]
         assert _run(["checkpoint", "export", str(out), str(tmp_path / "again"), "--format", layout]) == 2
-        assert f"already has another layout ({layout})" in capsys.readouterr().err
+        assert f"has the layout of another program ({layout})" in capsys.readouterr().err
     _trained(tmp_path / "weights", save_only_model=True)
     assert _run(["checkpoint", "export", str(tmp_path / "weights"), str(tmp_path / "3"), "--format", "accelerate"]) == 1
     assert "merge its weights instead" in capsys.readouterr().err

@@ -225,6 +225,6 @@ def test_a_first_config_file_is_one_that_the_launcher_reads(tmp_path: Path, caps
     config = resolve(RunConfig, [from_file(path)]).value
     assert (config.mixed_precision, config.num_processes) == ("bf16", max(1, torch.accelerator.device_count()))
     assert write_basic_config(save_location=path) is False
-    assert "exists and was not changed" in capsys.readouterr().out
+    assert "already exists and was not changed" in capsys.readouterr().out
     with pytest.raises(ValueError, match="unknown mixed_precision='half'"):
         write_basic_config("half", tmp_path / "other.json")

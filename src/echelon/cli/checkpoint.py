@@ -1,6 +1,6 @@
-"""``echelon checkpoint``: list, verify, show and merge checkpoints, and convert them from and to other programs' layouts.
+"""``echelon checkpoint``: lists, verifies, shows, merges and converts checkpoints.
 
-Exit codes: 0 for success, 1 when a checkpoint is damaged or cannot be converted, 2 for a wrong command line.
+Exit codes: 0 for success, 1 if a checkpoint is damaged or cannot be converted, 2 for an invalid command line.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command() -> None:
     """List, verify, show, merge, export and import checkpoints.
 
-    No code in a checkpoint is run. Exit codes: 0 success, 1 damaged, 2 wrong command line.
+    These commands never run code from a checkpoint. Exit codes: 0 success, 1 damaged, 2 invalid command line.
     """
 
 
 @command.command("ls")
 @click.argument("folder", default=".")
-@click.option("--verify", is_flag=True, help="Read every file and compare its checksum; exit with 1 if one is damaged.")
+@click.option("--verify", is_flag=True, help="Verify the checksum of every file; exit with 1 if one is damaged.")
 @_JSON
 @click.pass_context
 def ls(ctx: click.Context, folder: str, verify: bool, as_json: bool) -> None:
-    """List the checkpoints in FOLDER (or in FOLDER/checkpoints), newest first, and what interrupted saves left."""
+    """List the checkpoints in FOLDER (or in FOLDER/checkpoints), newest first, and the leftovers of interrupted saves."""
     path, found = _listed(_folder(folder), verify=_bar if verify else None)
     if as_json:
         click.echo(_json({"folder": str(path), **asdict(found)}))
@@ -55,13 +55,13 @@ def ls(ctx: click.Context, folder: str, verify: bool, as_json: bool) -> None:
 @_JSON
 @click.pass_context
 def verify(ctx: click.Context, paths: tuple[str, ...], as_json: bool) -> None:
-    """Read every file of each checkpoint PATH (or of all checkpoints in a folder) and name the damaged ones; exit with 1 if there are any."""
+    """Verify the checksums of each checkpoint PATH (or of all checkpoints in a folder); exit with 1 if one is damaged."""
     results = [_verified(folder) for path in paths for folder in _all_in(_folder(path))]
     if as_json:
         click.echo(_json(results))
     else:
         for result in results:
-            click.echo("\n  ".join([f"{result['path']}: {result['told']}", *result["problems"]]))
+            click.echo("\n  ".join([f"{result['path']}: {result['status']}", *result["problems"]]))
     ctx.exit(1 if any(result["problems"] for result in results) else 0)
 
 
@@ -69,7 +69,7 @@ def verify(ctx: click.Context, paths: tuple[str, ...], as_json: bool) -> None:
 @click.argument("path")
 @_JSON
 def show(path: str, as_json: bool) -> None:
-    """Print the content of a checkpoint (in a folder of several: of the newest): tensors, optimizers, progress, settings with their origins, and layout."""
+    """Print the tensors, optimizers, progress, settings and layout of a checkpoint, or of the newest one in a folder."""
     from echelon.checkpoint.formats.layouts import require_whole  # noqa: PLC0415 - torch
     from echelon.checkpoint.formats.weight_files import weight_files  # noqa: PLC0415 - torch
     from echelon.checkpoint.read import Checkpoint  # noqa: PLC0415 - torch
@@ -86,14 +86,15 @@ def show(path: str, as_json: bool) -> None:
 @click.argument("path")
 @click.argument("out")
 @click.option(
-    "--max_shard_size", default="5GB", show_default=True, help="Size limit of a file; several files have an index."
+    "--max_shard_size", default="5GB", show_default=True, help="Maximum file size; several files get an index."
 )
-@click.option("--model", type=int, help="Index of the model in prepare(), from 0; required if there are several.")
+@click.option("--model", type=int, help="Index of the model in prepare(), from 0; required if there is more than one.")
 @click.option("--precision", type=click.Choice(["fp32", "fp16", "bf16"]), help="Convert floating-point weights.")
 def merge(path: str, out: str, max_shard_size: str, model: int | None, precision: str | None) -> None:
-    """Write the whole weights of a model in the checkpoint PATH as safetensors into the new folder OUT.
+    """Write the full weights of a model in the checkpoint PATH as safetensors to the new folder OUT.
 
-    In a folder of several checkpoints, the newest is used. It needs one process and a few megabytes, whatever number of ranks saved it.
+    If PATH contains several checkpoints, the newest is used. One process and a few megabytes of memory suffice, whatever
+    number of ranks saved the checkpoint.
     """
     from echelon.accelerator.models.model_sizes import convert_file_size_to_int  # noqa: PLC0415 - torch
     from echelon.checkpoint.formats import merged_weights  # noqa: PLC0415 - torch
@@ -113,9 +114,9 @@ def merge(path: str, out: str, max_shard_size: str, model: int | None, precision
     "--format", "layout", type=click.Choice(["accelerate", "transformers"]), required=True, help="The layout to write."
 )
 def export(path: str, out: str, layout: str) -> None:
-    """Write the checkpoint PATH as files that Accelerate's load_state or transformers' Trainer reads, into the new folder OUT.
+    """Convert the checkpoint PATH for Accelerate's load_state or transformers' Trainer, in the new folder OUT.
 
-    In a folder of several checkpoints, the newest is used.
+    If PATH contains several checkpoints, the newest is used.
     """
     from echelon.checkpoint.formats import accelerate, merged_weights, transformers  # noqa: PLC0415 - torch
     from echelon.checkpoint.formats.layouts import TRAINER_STATE, require_layout  # noqa: PLC0415 - torch
@@ -123,9 +124,9 @@ def export(path: str, out: str, layout: str) -> None:
     path = str(_newest_in(_folder(path)))
     if (present := require_layout(Path(path))) != "echelon":
         raise UsageError(
-            f"{path} already has another layout ({present})",
+            f"{path} has the layout of another program ({present})",
             where="echelon checkpoint export",
-            do="use it as it is, or convert it with echelon checkpoint import and export the result",
+            do="use it unchanged, or run echelon checkpoint import first and export the result",
         )
     write = {"accelerate": accelerate.export_accelerate, "transformers": transformers.export_transformers}[layout]
     with _new_folder(_folder(path), out) as (source, folder):
@@ -137,8 +138,8 @@ def export(path: str, out: str, layout: str) -> None:
     click.echo(f"wrote {out}")
     if layout == "transformers" and not has_state:
         click.echo(
-            f"its {TRAINER_STATE} sets logging, evaluation and saving to every 500 steps: a resumed Trainer follows that file, not "
-            "its arguments, so edit it as needed"
+            f"its {TRAINER_STATE} sets logging, evaluation and saving to every 500 steps; a resumed Trainer uses that file, not "
+            "its arguments, so edit the file as needed"
         )
 
 
@@ -149,10 +150,10 @@ def export(path: str, out: str, layout: str) -> None:
     "--parameters",
     multiple=True,
     metavar="FILE",
-    help="File with the names of an optimizer's parameters, one per line, in the order of its groups; repeat for each optimizer.",
+    help="File with the parameter names of an optimizer, one per line, in the order of its groups; repeat for each optimizer.",
 )
 def import_(path: str, out: str, parameters: tuple[str, ...]) -> None:
-    """Write the checkpoint PATH of Accelerate or of transformers' Trainer as the new checkpoint OUT in echelon's format."""
+    """Convert the checkpoint PATH of Accelerate or transformers' Trainer to echelon's format, in the new folder OUT."""
     from echelon.checkpoint.formats import accelerate, conversion, merged_weights, transformers  # noqa: PLC0415 - torch
     from echelon.checkpoint.formats.layouts import require_whole  # noqa: PLC0415 - torch
 
@@ -162,7 +163,7 @@ def import_(path: str, out: str, parameters: tuple[str, ...]) -> None:
     layout = require_whole(source)
     if layout == "echelon":
         raise UsageError(
-            f"{path} already is in echelon's own format", where="echelon checkpoint import", do="use it as it is"
+            f"{path} already has echelon's format", where="echelon checkpoint import", do="use it unchanged"
         )
     read = {"accelerate": accelerate.import_accelerate, "transformers": transformers.import_transformers}[layout]
     imported = read(source, parameters=[_lines(name) for name in parameters])
@@ -174,19 +175,19 @@ def import_(path: str, out: str, parameters: tuple[str, ...]) -> None:
 
 
 def _folder(path: str) -> Path:
-    """Return an existing folder; of a checkpoint that a crash left under its other name, its own name."""
+    """Return ``path``. It must exist, possibly under the other name that a crash during a commit leaves."""
     from echelon.checkpoint.commit import place_of  # noqa: PLC0415 - torch
     from echelon.checkpoint.storage import LocalStorage  # noqa: PLC0415 - torch
 
     folder = Path(path).expanduser()
     if not place_of(LocalStorage(), folder).is_dir():
-        raise UsageError(f"there is no folder {path}", where="echelon checkpoint", do="check the path")
+        raise UsageError(f"the folder {path} does not exist", where="echelon checkpoint", do="check the path")
     return folder
 
 
 def _listed(folder: Path, *, verify: Any = None) -> tuple[Path, Listing]:
-    """Return ``folder`` or the ``checkpoints`` in it, and its content."""
-    from echelon.checkpoint.listing import list_folder  # noqa: PLC0415 - torch, which --help does not need
+    """List ``folder`` or, if it contains no checkpoints, its ``checkpoints`` folder; return the folder and the listing."""
+    from echelon.checkpoint.listing import list_folder  # noqa: PLC0415 - torch
 
     found = list_folder(folder, verify=verify)
     if not found.entries and (folder / "checkpoints").is_dir():
@@ -196,7 +197,7 @@ def _listed(folder: Path, *, verify: Any = None) -> tuple[Path, Listing]:
 
 
 def _all_in(folder: Path) -> list[Path]:
-    """Return ``folder`` if it is a checkpoint of echelon's format, else the checkpoints in it."""
+    """Return ``folder`` if it is a checkpoint in echelon's format, else the checkpoints in it."""
     from echelon.checkpoint.formats.layouts import layout_of  # noqa: PLC0415 - torch
 
     place, found = (folder, None) if layout_of(folder) == "echelon" else _listed(folder)
@@ -204,7 +205,7 @@ def _all_in(folder: Path) -> list[Path]:
 
 
 def _newest_in(folder: Path) -> Path:
-    """Return ``folder`` if it is a checkpoint, else the newest one in it, with a message."""
+    """Return ``folder`` if it is a checkpoint, else the newest one in it, and print which one is used."""
     from echelon.checkpoint.formats.layouts import layout_of  # noqa: PLC0415 - torch
 
     if layout_of(folder) is not None:
@@ -220,13 +221,13 @@ def _newest_in(folder: Path) -> Path:
 def _require_new(target: Path) -> None:
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise UsageError(
-            f"{target} already exists", where="echelon checkpoint", do="give a new folder, or remove it first"
+            f"{target} already exists", where="echelon checkpoint", do="pass a new folder, or remove this one first"
         )
 
 
 @contextmanager
 def _new_folder(source: Path, out: str) -> Iterator[tuple[Path, Path]]:
-    """Yield ``source`` and a folder that becomes ``out`` when the block ends well."""
+    """Yield ``source`` and a temporary folder that becomes ``out`` if the block succeeds."""
     from echelon.checkpoint.commit import new_folder  # noqa: PLC0415 - torch
     from echelon.checkpoint.formats.merged_weights import require_apart  # noqa: PLC0415 - torch
     from echelon.checkpoint.storage import LocalStorage  # noqa: PLC0415 - torch
@@ -242,7 +243,7 @@ def _lines(path: str) -> list[str]:
     try:
         return [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read: {error}", where="--parameters", do="check the path") from error
+        raise UsageError(f"cannot read {path}: {error}", where="--parameters", do="check the path") from error
 
 
 # ---- output ---------------------------------------------------------------------------------------------------------
@@ -250,8 +251,8 @@ def _lines(path: str) -> list[str]:
 
 @contextmanager
 def _bar(label: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar for ``num_bytes``, on a terminal."""
-    from tqdm import tqdm  # noqa: PLC0415 - for long work only
+    """Show a progress bar for ``num_bytes`` if the output is a terminal."""
+    from tqdm import tqdm  # noqa: PLC0415 - needed only for long operations
 
     with tqdm(total=num_bytes, desc=label, unit="B", unit_scale=True, leave=False, delay=0.5, disable=None) as bar:
 
@@ -270,22 +271,22 @@ def _verified(folder: Path) -> dict[str, Any]:
         layout = require_layout(folder)
         if layout != "echelon":
             raise UsageError(
-                f"{folder} has another layout ({layout}), which has no checksums: damage cannot be detected",
+                f"{folder} has the layout of another program ({layout}), without checksums to detect damage",
                 where="echelon checkpoint verify",
                 do="convert it with echelon checkpoint import",
             )
         checkpoint = Checkpoint(folder)
         problems = problems_of(checkpoint, _bar)
     except CheckpointError as error:
-        return {"path": str(folder), "told": "damaged", "problems": [error.what]}
+        return {"path": str(folder), "status": "damaged", "problems": [error.what]}
     num_bytes = sum(facts.size for facts in checkpoint.manifest.files.values())
-    told = "damaged" if problems else f"whole: {len(checkpoint.manifest.files) + 1} files, {_size(num_bytes)}"
-    return {"path": str(folder), "told": told, "problems": problems}
+    status = "damaged" if problems else f"intact: {len(checkpoint.manifest.files) + 1} files, {_size(num_bytes)}"
+    return {"path": str(folder), "status": status, "problems": problems}
 
 
 def _listing(folder: Path, found: Listing) -> str:
     if not found.entries and not found.leftovers:
-        return f"{folder} holds no checkpoints"
+        return f"{folder} contains no checkpoints"
     lines = [("name", "step", "epoch", "size", "ranks", "age", "layout", "state")]
     lines += [
         (
@@ -306,9 +307,9 @@ def _listing(folder: Path, found: Listing) -> str:
 
 
 def _state(entry: CheckpointEntry) -> str:
-    told: str = "complete, has no checksums" if entry.state == "unknown" else entry.state
-    told += "".join(f"; {problem}" for problem in entry.problems[:2])
-    return told if entry.place == entry.name else f"{told}; stored as {entry.place}"
+    state: str = "complete, has no checksums" if entry.state == "unknown" else entry.state
+    state += "".join(f"; {problem}" for problem in entry.problems[:2])
+    return state if entry.place == entry.name else f"{state}; stored as {entry.place}"
 
 
 def _content(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -320,9 +321,11 @@ def _content(checkpoint: Checkpoint) -> dict[str, Any]:
     manifest = checkpoint.manifest
     files = sorted(manifest.files)
     if OBJECTS in files and (wrong := checkpoint.problems(share=files.index(OBJECTS), num_shares=len(files))):
-        raise CheckpointError("; ".join(wrong), do="use another checkpoint")
+        raise CheckpointError(
+            "; ".join(wrong), do="run echelon checkpoint ls --verify on its folder to find an intact checkpoint"
+        )
     objects = checkpoint.objects() if OBJECTS in files else {}
-    # A Trainer writes its weights only to files that other programs read.
+    # A Trainer stores its weights only in files that other programs can read.
     beside = [file for file in weight_files(checkpoint.folder) if file.suffix == ".safetensors"]
     return {
         "path": str(checkpoint.folder),
@@ -386,15 +389,15 @@ def _readable(content: dict[str, Any]) -> str:
     if content.get("config"):
         chosen = [(f"  {name}", str(value), f"({origin})") for name, (value, origin) in content["config"].items()]
         own = [row for row in chosen if row[2] != "(default)"]
-        parts.append(f"settings ({len(chosen) - len(own)} others have their defaults)")
+        parts.append(f"settings ({len(chosen) - len(own)} others have default values)")
         parts += [_table(own)] if own else []
     for i, groups in enumerate(content.get("optimizers", [])):
-        told = [
+        lines_of_groups = [
             f"  group {j}: {group['params']} parameters, "
             + ", ".join(f"{key}={value}" for key, value in group.items() if key != "params")
             for j, group in enumerate(groups)
         ]
-        parts.append("\n".join([f"optimizer {i}", *told]))
+        parts.append("\n".join([f"optimizer {i}", *lines_of_groups]))
     tensors = [
         (
             "  " + one["name"],
@@ -405,9 +408,9 @@ def _readable(content: dict[str, Any]) -> str:
         for one in content["tensors"]
     ]
     parts.append("\n".join([f"{len(tensors)} tensors", _table(tensors)]))
-    parts += [f"  {name} is {target}" for name, target in content["aliases"].items()]
+    parts += [f"  {name} is an alias of {target}" for name, target in content["aliases"].items()]
     if content.get("objects") or content.get("files"):
-        parts.append(f"also holds {', '.join(content.get('objects') or content['files'])}")
+        parts.append(f"also contains {', '.join(content.get('objects') or content['files'])}")
     return "\n".join(parts)
 
 
@@ -426,7 +429,7 @@ def _json(value: Any) -> str:
 
 
 def _for_json(value: Any) -> Any:
-    """Return ``value`` as strict JSON: other types become text."""
+    """Return ``value`` with every type that strict JSON lacks converted to text."""
     if isinstance(value, dict):
         return {str(key): _for_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""``echelon config``: create a config file, and show the settings with their origins."""
+"""``echelon config``: creates config files, and shows settings with their origins."""
 
 from __future__ import annotations
 
@@ -27,59 +27,57 @@ def _file_option(text: str) -> Callable[[Callable[..., None]], Callable[..., Non
 
 
 @click.group("config", invoke_without_command=True)
-@_file_option(f"The file to write: .toml, or .yaml or .json with accelerate's names. Default: {PROJECT_FILE}.")
+@_file_option(f"File to write: .toml, or .yaml or .json with accelerate's names (default: {PROJECT_FILE}).")
 @click.pass_context
 def command(ctx: click.Context, config_file: str | None) -> None:
-    """Create a config file from a few questions; or show, convert and compare settings."""
+    """Create a config file from a few questions, or show, convert and compare settings."""
     if ctx.invoked_subcommand is not None:
         return
     path = Path(config_file or PROJECT_FILE)
     try:
-        if path.exists() and not yes(f"{path} exists. Overwrite it?", default=False):
+        if path.exists() and not yes(f"{path} already exists. Overwrite it?", default=False):
             return
         _write(path, ask())
     except EOFError as error:
         raise UsageError(
-            "the questions were not answered",
+            "standard input ended before all questions were answered",
             where="standard input",
             do="echelon config default writes a file without questions",
         ) from error
 
 
 @command.command("default")
-@_file_option("The file to write. Default: echelon's own path, where the launcher finds it.")
-@click.option("--mixed-precision", metavar="[no|fp16|bf16|fp8]", default="no", help="The dtype of autocast.")
+@_file_option("File to write (default: the path where the launcher finds it).")
+@click.option("--mixed-precision", metavar="[no|fp16|bf16|fp8]", default="no", help="Autocast dtype (default: no).")
 def default(config_file: str | None, mixed_precision: str) -> None:
-    """Write a file with one process per accelerator, without questions."""
-    from echelon.config.first_config import write_basic_config  # noqa: PLC0415 - counts devices, by torch
+    """Write a config file with one process per accelerator, without asking questions."""
+    from echelon.config.first_config import write_basic_config  # noqa: PLC0415 - counts devices with torch
 
     write_basic_config(mixed_precision, config_file)
 
 
 @command.command("update")
-@_file_option("The file. Default: the one that the launcher would find.")
+@_file_option("File to update (default: the one that the launcher would find).")
 def update(config_file: str | None) -> None:
-    """Rewrite a file with the names of this version, with the same settings."""
+    """Rewrite a config file with the names of this version and the same settings."""
     path = Path(config_file) if config_file else find()
     if path is None:
         raise UsageError("no config file found", where="echelon config update", do="pass --config_file PATH")
     values = chosen(_of_file(path))
     if values.get("deepspeed_config_file") == str(path):
-        raise UsageError(
-            f"{path} is DeepSpeed's file, not echelon's or accelerate's", do="pass --config_file with one of these"
-        )
+        raise UsageError(f"{path} is a DeepSpeed file", do="pass --config_file with a file of echelon or accelerate")
     _write(path, values)
 
 
 @command.command("explain")
-@_file_option("A file of settings. Default: the one that the launcher would find.")
-@click.option("--run", metavar="DIR", help="Explain the settings of a run that was started with --log_dir.")
-@click.option("--strict", is_flag=True, help="Fail if two sources give one setting different values.")
+@_file_option("Config file (default: the one that the launcher would find).")
+@click.option("--run", metavar="DIR", help="Show the settings of a run that was started with --log_dir.")
+@click.option("--strict", is_flag=True, help="Fail if two sources give a setting different values.")
 def explain(config_file: str | None, run: str | None, strict: bool) -> None:
     """Print every setting with its value, its origin, and the values that it overrides."""
     if run is not None:
         if config_file is not None:
-            raise UsageError("--run and --config_file exclude each other", do="pass one of the two")
+            raise UsageError("--run and --config_file are mutually exclusive", do="remove one of them")
         resolved = of_run(run)
     else:
         path = config_file or find()
@@ -98,9 +96,9 @@ def explain(config_file: str | None, run: str | None, strict: bool) -> None:
 @click.argument("target", metavar="TO")
 @click.option("--overwrite", is_flag=True, help="Replace TO if it exists.")
 def convert(source: str, target: str, overwrite: bool) -> None:
-    """Write the settings of the file FROM to TO, in the format of its suffix: .toml, or accelerate's .yaml or .json."""
+    """Convert the config file FROM to the format of TO's suffix: .toml, or accelerate's .yaml or .json."""
     if Path(target).exists() and not overwrite:
-        raise UsageError(f"{target} exists", where="echelon config convert", do="add --overwrite")
+        raise UsageError(f"{target} already exists", where="echelon config convert", do="add --overwrite")
     _write(Path(target), chosen(_of_file(source)))
 
 
@@ -109,7 +107,7 @@ def convert(source: str, target: str, overwrite: bool) -> None:
 @click.argument("second", metavar="B")
 @click.pass_context
 def diff(ctx: click.Context, first: str, second: str) -> None:
-    """Print the settings that differ between two files or runs (folders); exit with 1 if any do."""
+    """Print the settings that differ between two files or runs (folders); exit with 1 if there are any."""
     found = differences(*(of_run(one) if Path(one).is_dir() else _of_file(one) for one in (first, second)))
     click.echo(found or "no differences")
     ctx.exit(1 if found else 0)
@@ -123,4 +121,4 @@ def _write(path: Path, values: dict[str, object]) -> None:
     write(path, values)
     click.echo(f"wrote {path}")
     if path.suffix != ".toml" and (names := unknown_to_accelerate(values)):
-        click.echo(f"accelerate does not know {', '.join(names)} and would reject this file; echelon reads it")
+        click.echo(f"accelerate would reject this file because of {', '.join(names)}; echelon reads it")

@@ -1,4 +1,4 @@
-"""``echelon doctor RUN``: diagnose a run from its folder; ``echelon doctor --nnodes N ...``: test the connection of machines."""
+"""``echelon doctor RUN`` diagnoses a run; ``echelon doctor --nnodes N ...`` tests the connections between machines."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ __all__ = ["command"]
 @click.option("--all-threads", is_flag=True, help="Show all threads of each rank, not only the main thread.")
 @click.pass_context
 def command(ctx: click.Context, args: tuple[str, ...], all_threads: bool) -> None:
-    """Diagnose a run, or test the connection between machines.
+    """Diagnose a run, or test the connections between machines.
 
-    RUN is the folder that a stall report names: below --log_dir, else a temporary one. Shows where the time went, the stalls
-    with the stack of each rank, and the errors of the ranks.
+    RUN is the folder named in a stall report: a folder below --log_dir, or a temporary one. Shows where the time went, the
+    stack of each rank at each stall, and the errors of the ranks.
 
-    With --nnodes and the other rendezvous flags of `echelon launch`, run on each machine: shows which machines join, which are
-    refused and why, and which are missing; then measures the speed between each two, with one process per machine.
+    To test connections, run this command on each machine with --nnodes and the other rendezvous flags of `echelon launch`. It
+    shows which machines join, which are refused and why, and which are missing, and then measures the bandwidth between each
+    pair of machines with one process per machine.
     """
     if any(arg.replace("_", "-").partition("=")[0] in _MULTINODE_FLAGS for arg in args):
         ctx.exit(_test_machines(args))
     if len(args) != 1 or args[0].startswith("-"):
         raise UsageError(
-            "echelon doctor needs the folder of a run, or --nnodes N ...",
-            do="give one; echelon doctor --help lists the options",
+            "echelon doctor requires the folder of a run, or --nnodes N ...",
+            do="see echelon doctor --help",
         )
     _diagnose_run(Path(args[0]), all_threads=all_threads)
 
@@ -54,7 +55,7 @@ def _test_machines(args: tuple[str, ...]) -> int:
         else [f"--rdzv-conf=join_timeout={_JOIN_S}"]
     )
     argv = ["--nproc-per-node=1", "--stall-timeout=30", "--on-stall=stop", *conf, *args, "-m", "echelon.testing.links"]
-    from echelon.cli.main import cli  # noqa: PLC0415 - it imports this file
+    from echelon.cli.main import cli  # noqa: PLC0415 - main imports this module
 
     code = cli.main(args=["launch", *argv], prog_name="echelon", standalone_mode=False)
     return code if isinstance(code, int) else 0
@@ -64,7 +65,7 @@ def _diagnose_run(run: Path, *, all_threads: bool) -> None:
     attempts = sorted(run.glob("attempt_*"), key=lambda path: int(path.name.rpartition("_")[2]))
     if not attempts:
         raise UsageError(
-            f"{run} is not the folder of a run", do="give the folder that the report names, or one below --log_dir"
+            f"{run} is not the folder of a run", do="pass the folder named in the report, or one below --log_dir"
         )
     goodput = read_goodput(run)
     for line in [] if goodput is None else goodput.lines():
@@ -88,7 +89,7 @@ def _stalls(attempt: Path, *, all_threads: bool) -> Iterator[str]:
                 answer = json.loads((folder / ANSWER_FILE.format(number)).read_text(encoding="utf-8"))
                 stacks = [answer["stack"], *(answer["threads"] if all_threads else [])]
             except (OSError, ValueError, KeyError, TypeError):
-                yield f"\n{folder.name}: no answer"
+                yield f"\n{folder.name}: no stack recorded"
                 continue
             for stack in stacks:
                 yield f"\n{folder.name}, most recent call last:\n{''.join(stack).rstrip()}"

@@ -1,4 +1,4 @@
-"""``echelon env``: the facts that a bug report needs, without secrets."""
+"""``echelon env``: prints the facts that a bug report needs, without secrets."""
 
 from __future__ import annotations
 
@@ -29,23 +29,21 @@ __all__ = ["command"]
 
 
 @click.command("env")
-@click.option(
-    "--config-file", metavar="PATH", help="A file of settings. Default: the one that the launcher would find."
-)
-@click.option("--addresses", is_flag=True, help="Also show addresses, hosts and paths: of interfaces and settings.")
+@click.option("--config-file", metavar="PATH", help="Config file (default: the one that the launcher would find).")
+@click.option("--addresses", is_flag=True, help="Also show addresses, hosts and paths of interfaces and settings.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(config_file: str | None, addresses: bool, as_json: bool) -> None:
-    """Show versions, machine, devices, network and settings, to paste into a bug report.
+    """Show versions, machine, devices, network and settings for a bug report.
 
-    It contains no secrets: variables appear by name, a few with numbers; settings without free text; paths without the home
-    folder; no names of users or hosts.
+    The output contains no secrets: only the names of most variables, no free-text settings, no home folder in paths, and no
+    user or host names.
     """
     report: dict[str, Any] = {
         "versions": versions(),
         "system": system(),
         "devices": devices(),
         "network": interfaces(with_addresses=addresses),
-        "started by": ", ".join(starters()) or "no known launcher (a shell)",
+        "started by": ", ".join(starters()) or "no known launcher",
         "settings": _settings(config_file, with_addresses=addresses),
         "variables": variables(),
     }
@@ -66,7 +64,7 @@ def _settings(config_file: str | None, *, with_addresses: bool) -> dict[str, str
         layers = [from_environment(), *([from_file(path)] if path else [])]
         resolved = derive(resolve(RunConfig, layers))
     except ConfigError as error:
-        # Its text may quote the value.
+        # The message may quote the value.
         return without_home(f"invalid ({error.where}); see echelon config explain")
     found = settings(resolved, with_addresses=with_addresses)
     return {"file": without_home(str(path)), **found} if path else found

@@ -1,7 +1,7 @@
-"""Facts about an installation and a machine that anybody may see: no secrets, no names of people or hosts.
+"""Facts about an installation and a machine for public bug reports, without secrets, user names and host names.
 
-``torch.utils.collect_env`` is no substitute: it takes seconds (``pip list``, compilers) and shows no control groups, network
-interfaces or settings.
+``torch.utils.collect_env`` takes seconds (``pip list``, compilers) and does not show control groups, network interfaces and
+settings.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["devices", "interfaces", "settings", "starters", "system", "variables
 
 Facts = dict[str, str]
 
-# Beside the packages that echelon requires or that its extras install.
+# Shown in addition to the packages that echelon and its extras require.
 _PACKAGES = (
     "accelerate",
     "lightning",
@@ -54,7 +54,7 @@ _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", 
 _NAMES = frozenset({*_RANKS, "MASTER_ADDR", "MASTER_PORT"})
 _NUMBERS = re.compile(r"[\d,]{1,64}")
 _LEVEL = re.compile("off|version|debug|info|detail|trace|warn|warning|error|critical|abort", re.IGNORECASE)
-# Variables whose values are shown if they have the expected form: a secret in one of them is a mistake.
+# Variables whose values are shown if they have the expected form, which a secret pasted by mistake would not have.
 _SHOWN = MappingProxyType(
     {
         **dict.fromkeys(
@@ -66,14 +66,14 @@ _SHOWN = MappingProxyType(
         **dict.fromkeys(("NCCL_DEBUG", "TORCH_DISTRIBUTED_DEBUG", "GLOO_LOG_LEVEL", "ECHELON_LOG_LEVEL"), _LEVEL),
     }
 )
-# Linux's numbers of hardware, of if_arp.h.
+# Linux hardware type numbers (if_arp.h).
 _KINDS = MappingProxyType(
     {1: "ethernet", 32: "infiniband", 512: "ppp", 768: "tunnel", 772: "loopback", 65534: "point to point"}
 )
 
 
 def versions() -> Facts:
-    """Return the versions of Python, of echelon, and of the packages that it uses."""
+    """Return the versions of Python, echelon, and the packages that it uses."""
     build = " ".join([platform.python_implementation(), *platform.python_build(), platform.python_compiler()])
     found = {
         "echelon": __version__,
@@ -90,10 +90,10 @@ def versions() -> Facts:
 
 
 def _packages() -> Sequence[str]:
-    """Return the packages that echelon requires or that an extra other than ``dev`` installs."""
+    """Return the packages that echelon or any of its extras except ``dev`` requires."""
     try:
         requirements = metadata.requires("echelon") or []
-    except metadata.PackageNotFoundError:  # run from its source
+    except metadata.PackageNotFoundError:  # run from a source tree
         requirements = ["torch", "numpy", "safetensors"]
     names = [
         match[0]
@@ -104,16 +104,16 @@ def _packages() -> Sequence[str]:
 
 
 def system(root: Path = Path("/")) -> Facts:
-    """Return the operating system, the CPU, and what a process may use of the machine.
+    """Return the operating system, the CPU, and the resources that a process may use.
 
     Args:
-        root: of the file system.
+        root: root of the file system.
     """
     found = {"system": _system_name(), "kernel": f"{platform.release()} {platform.machine()}"}
     if any(libc := platform.libc_ver()):
         found["libc"] = " ".join(libc)
     found["cpu"] = _cpu_model(root)
-    found["cores"] = f"{os.cpu_count()}, of which {usable_cores(root)} can be used"
+    found["cores"] = f"{os.cpu_count()}, {usable_cores(root)} usable"
     memory = _memory(root)
     if memory:
         found["memory"] = memory
@@ -137,7 +137,7 @@ def system(root: Path = Path("/")) -> Facts:
 def _system_name() -> str:
     try:
         return platform.freedesktop_os_release()["PRETTY_NAME"]
-    except (OSError, KeyError):  # no Linux
+    except (OSError, KeyError):  # not Linux
         return f"{platform.system()} {platform.mac_ver()[0]}".strip()
 
 
@@ -153,7 +153,7 @@ def _memory(root: Path) -> str:
 
 
 def _group_limit(root: Path, name: str) -> str:
-    """Return the tightest limit of the control groups of this process; empty: none is set, or they are not of version 2."""
+    """Return the tightest limit in this process's control groups (version 2 only); empty if none is set."""
     folders = (folder for folder, version in group_folders("", root) if version == 2)
     limits = [text for folder in folders if (text := _read(folder / name).strip()) and not text.startswith("max")]
     return min(limits, key=lambda text: int(text.split()[0]), default="")
@@ -162,10 +162,10 @@ def _group_limit(root: Path, name: str) -> str:
 def _open_files() -> str | None:
     if sys.platform == "win32":
         return None
-    import resource  # noqa: PLC0415 - not on Windows
+    import resource  # noqa: PLC0415 - not available on Windows
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return f"{soft}, at most {hard}"
+    return f"{soft} (hard limit {hard})"
 
 
 def _read(path: Path) -> str:
@@ -176,7 +176,7 @@ def _read(path: Path) -> str:
 
 
 def devices() -> Facts:
-    """Return the accelerators, the backends, and how torch was built."""
+    """Return the accelerators, the backends, and torch's build settings."""
     import torch  # noqa: PLC0415 - `echelon env --help` does not need it
 
     backends = [name for name in ("nccl", "gloo", "mpi", "ucc", "xccl") if torch.distributed.is_backend_available(name)]
@@ -199,16 +199,16 @@ def devices() -> Facts:
 def _driver() -> str:
     try:
         return get_driver_version()
-    except (OSError, CalledProcessError, IndexError):  # no NVIDIA GPU here
+    except (OSError, CalledProcessError, IndexError):  # no NVIDIA GPU
         return ""
 
 
 def interfaces(*, with_addresses: bool = False, root: Path = Path("/")) -> Facts:
-    """Return the kind, state and speed of each network interface, and whether its addresses are loopback, private or public.
+    """Return the kind, state, speed and address classes (loopback, link-local, private, public) of each network interface.
 
     Args:
-        with_addresses: also the addresses themselves.
-        root: of the file system.
+        with_addresses: also return the addresses.
+        root: root of the file system.
     """
     import psutil  # noqa: PLC0415 - `echelon env --help` does not need it
 
@@ -231,7 +231,7 @@ def interfaces(*, with_addresses: bool = False, root: Path = Path("/")) -> Facts
 
 
 def _speed(folder: Path) -> str:
-    text = _read(folder / "speed").strip()  # megabits a second; -1, or no file content: unknown
+    text = _read(folder / "speed").strip()  # Mbit/s; -1 or empty if unknown
     return f"{int(text) / 1000:g} Gbit/s" if text.isdigit() else ""
 
 
@@ -243,7 +243,7 @@ def _class_of(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
 
 
 def variables() -> Facts:
-    """Return the variables that affect a run: their names, and the values of a few that are numbers or levels."""
+    """Return the names of the variables that affect a run, and the values of a few numbers and log levels."""
     found = {}
     for name, value in sorted(environ.snapshot().items()):
         if _PREFIX.match(name) or name in _NAMES:
@@ -253,12 +253,12 @@ def variables() -> Facts:
 
 
 def starters() -> list[str]:
-    """Return what started this process: a launcher, a scheduler or a notebook."""
+    """Return the launcher, scheduler or notebook that started this process."""
     found = []
     try:
         starter = detect().starter
-    except ConfigError as error:  # its text may hold the value of a variable
-        found.append(f"variables that contradict each other ({error.where})")
+    except ConfigError as error:  # its message may contain the value of a variable
+        found.append(f"contradictory variables ({error.where})")
     else:
         found += [] if starter == "single" else [starter]
     for variable, name in (
@@ -275,7 +275,7 @@ def starters() -> list[str]:
 
 
 def settings(resolved: Resolved[RunConfig], *, with_addresses: bool = False) -> Facts:
-    """Return the settings that differ from the defaults, each with its origin, without free text (paths, hosts, addresses).
+    """Return the non-default settings with their origins, without free text (paths, hosts, addresses).
 
     Args:
         resolved: the settings.
@@ -297,12 +297,12 @@ def _choices(kinds: Sequence[object]) -> set[object]:
 
 
 def without_home(text: str) -> str:
-    """Return ``text`` with ``~`` for this user's home, and without the user's name in other paths."""
+    """Return ``text`` with ``~`` for this user's home folder and ``USER`` for the user name in other paths."""
     homes = {str(Path.home()), str(Path.home().resolve())} - {"/"}
     for home in sorted(homes, key=len, reverse=True):
         text = re.sub(rf"(?<![\w.~-]){re.escape(home)}(?![\w.-])", "~", text)
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a container may run under a number that has no name
+    except (KeyError, OSError):  # in a container, the user id may have no name
         return text
     return re.sub(rf"(?<=/){re.escape(user)}(?=/|$)", "USER", text)

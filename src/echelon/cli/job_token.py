@@ -1,4 +1,4 @@
-"""``echelon token``: create the secret that the machines of a run share."""
+"""``echelon token``: creates the secret that the machines of a run share."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["command"]
 def command(path: Path | None) -> None:
     """Create the secret that the machines of a run share.
 
-    Writes it to PATH (for ECHELON_TOKEN_FILE), or to the file that every run of this user reads. Only the owner can read the
-    file. The secret is not printed.
+    Writes it to PATH (for ECHELON_TOKEN_FILE), or to the default file that every run of this user reads. Only the owner can
+    read the file. The secret is not printed.
     """
     target = default_token_file() if path is None else path
     if make_token_file(target):
         click.echo(
-            f"{target}: created a token; copy this file to all machines of a run (not needed with a shared home)"
+            f"{target}: created a token; copy this file to all machines of a run, unless they share the home folder"
         )
         return
     if path is None:

@@ -1,4 +1,4 @@
-"""``echelon launch``: flags and files become a job, torch's agent runs it, its end becomes a report."""
+"""``echelon launch``: turns flags and config files into a job, runs it with torch's elastic agent, and reports how it ended."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from echelon.base.errors import ConfigError, LaunchError
 from echelon.base.printable import printable
 from echelon.cli.launch_options import NUMBERS, LaunchCommand, flag_layer, options, typed_flags
 from echelon.config.derive import check as check_settings, check_installed, derive
-from echelon.config.files import accelerators_asked_for, from_file
+from echelon.config.files import find_accelerator_request, from_file
 from echelon.config.origin import SettingSource
 from echelon.config.resolve import Layer, Resolved, resolve
 from echelon.config.run_record import RUN_FILE, to_run_file
@@ -68,7 +68,7 @@ _OF_ACCELERATORS = re.compile("gpus|accelerators")
 def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: Any) -> None:
     """Run SCRIPT on one or more processes, on this machine or on several.
 
-    On several machines, run the same command on each. Flags may be written with _ or -. Everything after SCRIPT is passed to it.
+    On several machines, run the same command on each. Flags may be written with _ or -. All arguments after SCRIPT are passed to it.
     """
     with watch() as interrupts:
         try:
@@ -84,22 +84,22 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: 
 def _kind(flags: Mapping[str, Any]) -> Any:
     if flags["module"] and flags["no_python"]:
         raise ConfigError(
-            "-m and --no_python exclude each other", where="flags -m, --no_python", do="give one of the two"
+            "-m and --no_python are mutually exclusive", where="flags -m, --no_python", do="remove one of them"
         )
     return "module" if flags["module"] else "program" if flags["no_python"] else "script"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
-    """What the user asked for."""
+    """The parsed command line."""
 
     script: Script
     flags: Mapping[str, Any]
     typed: Mapping[str, str]
-    """The flag of each parameter, as the user typed it."""
+    """Parameter name -> flag as the user typed it."""
     resolved: Resolved[RunConfig]
     file: Path | None
-    """The config file that was found without being named."""
+    """Config file that was found on the search path, not named with ``--config_file``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +109,9 @@ class _Machines:
     number: int
     overrides: CliOverrides
     step: Step | None
-    """The Slurm step of this launcher."""
+    """Slurm step of this launcher."""
     port: int
-    """Of the store of a run on one machine; 0: a free one."""
+    """Store port of a run on one machine; 0 for any free port."""
 
     @property
     def is_single(self) -> bool:
@@ -129,7 +129,7 @@ class _Processes:
 
 def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupts: Interrupts) -> int:
     began_ns = process_start_ns()
-    # First all checks that need no torch, whose import takes a second or two.
+    # Run all checks that do not need torch first, because importing it takes one or two seconds.
     typed = typed_flags(ctx)
     layer = flag_layer(flags, typed)
     check(script)
@@ -137,7 +137,7 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
     if any(
         getattr(resolved.value, f"deepspeed_{name}") for name in ("hostfile", "inclusion_filter", "exclusion_filter")
     ):
-        from echelon.cli.multi_host_launch import run_on_other_machines  # noqa: PLC0415 - seldom needed
+        from echelon.cli.multi_host_launch import run_on_other_machines  # noqa: PLC0415 - rarely needed
 
         code = run_on_other_machines(ctx, resolved, interrupts)
         if code is not None:
@@ -147,14 +147,16 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
     processes = _count_processes(request, machines)
     outputs = _outputs(flags, processes.number)
     if outputs.debugged is not None and script.kind == "program":
-        raise ConfigError("--debugger needs a Python script", where="flag --no_python", do="remove one of the two")
+        raise ConfigError(
+            "--debugger requires a Python script", where="flag --no_python", do="remove one of the two flags"
+        )
     plan = None
     if not machines.is_single:
         plan = make_plan(resolved, machines.overrides, num_processes=processes.number, step=machines.step)
     variables = _variables(request, processes, plan)
     value = resolved.value
     with ExitStack() as stack:
-        # With a shared disk several machines may start in the same second, and pods have the same process ids.
+        # On a shared disk, several machines may start in the same second, and pods often have equal process ids.
         machine = "" if plan is None else f"{plan.info.host}-{plan.info.uid[:4]}-"
         directory = stack.enter_context(_directory(flags["log_dir"], machine))
         stack.enter_context(_terminal_restored())
@@ -167,7 +169,7 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
                 slow_timeout=None if value.slow_timeout is None else timedelta(seconds=value.slow_timeout),
             ),
             preemption_grace=timedelta(seconds=flags["preemption_grace"]),
-            logs=str(directory) if flags["log_dir"] else "above; --log_dir DIR keeps the output of each rank apart",
+            logs=str(directory) if flags["log_dir"] else "above; --log_dir DIR writes one log file per rank",
             directory=directory,
             began_ns=began_ns,
         )
@@ -176,7 +178,7 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
             node = LocalNode(num_processes=processes.number, port=machines.port, rules=rules, interrupts=interrupts)
         else:
             node = stack.enter_context(multinode_session(plan, rules, interrupts))
-        from echelon.launch.agent import Job, run_job  # noqa: PLC0415 - imports torch: after all checks
+        from echelon.launch.agent import Job, run_job  # noqa: PLC0415 - imports torch
 
         job = Job(
             script=script,
@@ -185,7 +187,7 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
             outputs=outputs,
             run_id=flags["rdzv_id"] or f"echelon-{os.getpid()}",
             monitor_interval=timedelta(seconds=flags["monitor_interval"]),
-            is_warm=not flags["no_warm"] and outputs.debugged is None,  # a forked rank has no terminal to read from
+            is_warm=not flags["no_warm"] and outputs.debugged is None,  # a forked rank cannot read from the terminal
             rules=rules,
         )
         interrupts.hold()
@@ -198,7 +200,7 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
 
 
 def _resolve(layer: Layer, flags: Mapping[str, Any]) -> tuple[Path | None, Resolved[RunConfig]]:
-    """Return the config file that was found without being named, and the settings of the run."""
+    """Return the config file that was found on the search path, and the settings of the run."""
     found = None if flags["config_file"] else find()
     named = flags["config_file"] or found
     layers = [layer, from_environment(), *([from_file(named)] if named else [])]
@@ -229,15 +231,15 @@ def _check_one_machine(request: _Request) -> None:
     value, origins = request.resolved.value, request.resolved.origins
     if value.machine_rank != 0:
         raise ConfigError(
-            f"machine rank {value.machine_rank} is out of range for one machine",
+            f"machine rank {value.machine_rank} is out of range for a run on one machine",
             where=str(origins["machine_rank"]),
-            do="give the number of machines (--num_machines, --nnodes), or remove the machine rank",
+            do="set the number of machines (--num_machines, --nnodes), or remove the machine rank",
         )
     if value.rdzv_backend not in (None, "c10d", "static"):
         raise ConfigError(
             f"rendezvous backend {value.rdzv_backend!r} is not supported",
             where=str(origins["rdzv_backend"]),
-            do="remove it: on one machine the processes always use loopback",
+            do="remove it; on one machine, the processes always use loopback",
         )
     endpoint = request.flags["rdzv_endpoint"]
     hosts = [(value.main_process_ip, str(origins["main_process_ip"]))]
@@ -246,9 +248,9 @@ def _check_one_machine(request: _Request) -> None:
     for host, origin in hosts:
         if host is not None and not is_this_machine(host):
             raise ConfigError(
-                f"{host} is not this machine, and the run has one machine",
+                f"{host} is not an address of this machine, the only one of the run",
                 where=origin,
-                do="give the number of machines (--num_machines, --nnodes), or remove the address: on one machine the processes "
+                do="set the number of machines (--num_machines, --nnodes), or remove the address; on one machine, the processes "
                 "always use loopback",
             )
 
@@ -261,16 +263,16 @@ def _port(request: _Request) -> int:
         return 0
     if not port.isdigit() or int(port) > 65535:
         where = f"flag {request.typed['rdzv_endpoint']}"
-        raise ConfigError(f"{port!r} is not a port", where=where, do="give host:port, port 0 to 65535")
+        raise ConfigError(f"{port!r} is not a port", where=where, do="use HOST:PORT with a port from 0 to 65535")
     return int(port)
 
 
 def _count_processes(request: _Request, machines: _Machines) -> _Processes:
-    """Return the processes of this machine, checked against the machine and the settings."""
+    """Return the processes of this machine after checking that the machine and the settings allow them."""
     resolved, flags, typed = request.resolved, request.flags, request.typed
     if flags["multi_gpu"] and resolved.value.cpu:
         raise ConfigError(
-            "--multi_gpu and --cpu exclude each other", where=f"flag {typed['multi_gpu']}", do="give one of the two"
+            "--multi_gpu and --cpu are mutually exclusive", where=f"flag {typed['multi_gpu']}", do="remove one of them"
         )
     slots = named_slots(resolved)
     num_accelerators = 0 if resolved.value.cpu else num_devices()
@@ -294,21 +296,23 @@ def _count_processes(request: _Request, machines: _Machines) -> _Processes:
 def per_machine(
     resolved: Resolved[RunConfig], typed: Mapping[str, str], overrides: CliOverrides, num_machines: int
 ) -> Resolved[RunConfig]:
-    """Return the settings with ``num_processes`` of this machine: accelerate's counts all machines, torchrun's one."""
+    """Return the settings with ``num_processes`` per machine, as torchrun counts. accelerate counts those of all machines."""
     total = resolved.value.num_processes
     flag = typed.get("num_processes", "").replace("_", "-")
     if total is None or (flag and flag != "--num-processes"):
         return resolved
-    is_fixed = resolved.value.num_machines == 1  # the number is that of a Slurm step
+    is_fixed = resolved.value.num_machines == 1  # num_machines comes from a Slurm step
     least, most = (num_machines, num_machines) if is_fixed else node_range(resolved, overrides)
     if total % num_machines or least != most:
         problem = (
-            f"cannot be divided among {num_machines} machines" if least == most else f"on {least} to {most} machines"
+            f"cannot be divided equally among {num_machines} machines"
+            if least == most
+            else f"on {least} to {most} machines"
         )
         raise ConfigError(
             f"{total} processes {problem}",
             where=str(resolved.origins["num_processes"]),
-            do="give the number of processes per machine: --nproc_per_node N",
+            do="set the number of processes per machine: --nproc_per_node N",
         )
     return replace(resolved, value=replace(resolved.value, num_processes=total // num_machines))
 
@@ -325,14 +329,14 @@ def _num_processes(
         raise ConfigError(
             "this machine has no accelerator",
             where=f"flag {typed['num_processes'] if flag == 'gpu' else typed['multi_gpu']}",
-            do="give --num_processes N to run N processes on the CPU",
+            do="use --num_processes N to run N processes on the CPU",
         )
     if num_accelerators == 0 and not resolved.value.cpu and _OF_ACCELERATORS.search(typed.get("num_processes", "")):
         raise no_accelerator(f"{typed['num_processes']} requests accelerators", f"flag {typed['num_processes']}")
     named = 0 if slots is None else len(slots.of(num_accelerators, on_cpu=resolved.value.cpu))
     usable = named if named and num_accelerators else num_accelerators
     if flag in NUMBERS:
-        # As torchrun: auto is one per accelerator, on a machine without any one per core.
+        # As in torchrun, auto means one per accelerator, or one per core on a machine without accelerators.
         return (os.cpu_count() or 1) if flag == "cpu" or num_accelerators == 0 else usable
     number, origin = resolved.value.num_processes, resolved.origins["num_processes"]
     if slots is not None and named and (number is None or origin.source < slots.origin.source):
@@ -344,14 +348,14 @@ def _num_processes(
         raise ConfigError(
             f"{number} processes, but {what} accelerators",
             where=str(origin),
-            do=f"give at most {usable}, or --cpu to run all of them on the CPU",
+            do=f"use at most {usable}, or --cpu to run all of them on the CPU",
         )
     return number
 
 
 def _check_file_for_cpu(path: str | Path | None) -> None:
-    """Refuse a config file that was written for accelerators: this machine has none, and the CPU was not requested."""
-    setting = None if path is None else accelerators_asked_for(path)
+    """Raise an error if the config file requests accelerators. This machine has none, and ``--cpu`` was not given."""
+    setting = None if path is None else find_accelerator_request(path)
     if setting is not None:
         raise no_accelerator(f"distributed_type: {setting.value} requests accelerators", str(setting.origin))
 
@@ -368,14 +372,14 @@ def _origin_of_number(request: _Request, slots: Slots | None) -> str:
 def _outputs(flags: Mapping[str, Any], num_processes: int) -> Outputs:
     tee, redirects = flags["tee"], flags["redirects"]
     if redirects is not None and flags["log_dir"] is None:
-        raise ConfigError("--redirects needs a folder for the files", where="flag --redirects", do="add --log_dir DIR")
+        raise ConfigError("--redirects requires --log_dir", where="flag --redirects", do="add --log_dir DIR")
     debugged = flags["debugger"]
     if debugged is not None and debugged >= num_processes:
         raise ConfigError(
-            f"there is no rank {debugged}", where="flag --debugger", do=f"give a rank from 0 to {num_processes - 1}"
+            f"there is no rank {debugged}", where="flag --debugger", do=f"use a rank from 0 to {num_processes - 1}"
         )
     if tee is None and redirects is None:
-        # The other ranks leave the terminal to the debugger, or at least mark their lines.
+        # The output of the other ranks goes to files, or at least gets a prefix, so that the debugger stays readable.
         if flags["log_dir"] is not None and debugged is not None:
             redirects = "3"
         elif flags["log_dir"] is not None or debugged is not None:
@@ -388,7 +392,7 @@ def _outputs(flags: Mapping[str, Any], num_processes: int) -> Outputs:
 
 
 def _variables(request: _Request, processes: _Processes, plan: MultinodePlan | None) -> dict[str, str]:
-    """Return the environment variables of every rank; print the launcher's notes about the settings."""
+    """Return the environment variables for the ranks, and print the launcher's notes about the settings."""
     threads = request.flags["num_cpu_threads_per_process"]
     variables = rank_variables(
         request.resolved,
@@ -399,7 +403,7 @@ def _variables(request: _Request, processes: _Processes, plan: MultinodePlan | N
     )
     if processes.slots is not None and processes.num_accelerators:
         variables.update(limit_devices(processes.slots.of(processes.num_accelerators, on_cpu=False)))
-    if (message := without_effect()) is not None:  # once per job: the ranks leave it to the launcher
+    if (message := without_effect()) is not None:  # the ranks do not repeat this warning
         print(f"echelon: warning: {printable(message)}", file=sys.stderr)
     if not request.flags["quiet"]:
         _print_notes(request, None if threads is not None else variables.get("OMP_NUM_THREADS"))
@@ -409,7 +413,8 @@ def _variables(request: _Request, processes: _Processes, plan: MultinodePlan | N
 def _print_notes(request: _Request, chosen_threads: str | None) -> None:
     if request.file is not None:
         print(
-            f"echelon: settings from {printable(str(request.file))}; --config_file names another file", file=sys.stderr
+            f"echelon: settings from {printable(str(request.file))}; --config_file selects another file",
+            file=sys.stderr,
         )
     for lost in request.resolved.shadowed:
         winner = getattr(request.resolved.value, lost.name)
@@ -421,14 +426,14 @@ def _print_notes(request: _Request, chosen_threads: str | None) -> None:
     if chosen_threads is not None:
         print(
             f"echelon: OMP_NUM_THREADS={chosen_threads} for each process ({usable_cores()} usable cores); "
-            "--num_cpu_threads_per_process N changes it",
+            "--num_cpu_threads_per_process N overrides it",
             file=sys.stderr,
         )
 
 
 @contextmanager
 def _terminal_restored() -> Iterator[None]:
-    """Restore the terminal at the end: a debugger that is killed while it waits for input leaves it without echo."""
+    """Restore the terminal at the end, because a debugger that is killed while it reads input leaves echo disabled."""
     if not sys.stdin.isatty():
         yield
         return
@@ -443,7 +448,7 @@ def _terminal_restored() -> Iterator[None]:
 
 @contextmanager
 def _directory(log_dir: str | None, machine: str = "") -> Iterator[Path]:
-    """Yield a new folder: below ``log_dir``, else a temporary one, which is kept if it holds the stacks of a stall."""
+    """Yield a new folder below ``log_dir``, or a temporary one that is kept only if it contains stacks of a stall."""
     if log_dir is None:
         path = Path(tempfile.mkdtemp(prefix="echelon-"))
         try:
@@ -459,7 +464,7 @@ def _directory(log_dir: str | None, machine: str = "") -> Iterator[Path]:
         raise ConfigError(
             f"cannot create the log folder {path}: {error.strerror}",
             where="flag --log_dir",
-            do="give a folder that you can write to",
+            do="use a folder that you can write to",
         ) from error
     yield path
 
@@ -468,7 +473,7 @@ def _report_interrupted(stop: Interrupted) -> int:
     error = LaunchError(
         f"stopped by {signal.Signals(stop.number).name}: all processes have ended",
         where=f"the launcher (process {os.getpid()})",
-        do="start it again with the same command",
+        do="rerun the same command",
     )
     print(f"echelon: {error}", file=sys.stderr)
     return EXIT_CODE if stop.number in SIGNALS else 128 + stop.number

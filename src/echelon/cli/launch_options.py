@@ -1,4 +1,4 @@
-"""The flags of ``echelon launch``: those of the settings table, and the launcher's own."""
+"""The flags of ``echelon launch``: one per setting, and the launcher's own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUMBERS = ("auto", "gpu", "cpu")
 """Values of ``--num_processes`` besides a number, as in torchrun."""
 
 ARGV = "echelon.launch.argv"
-# These take no value, as in accelerate; other booleans take true or false.
+# Booleans without a value, as in accelerate; the others take true or false.
 _SWITCHES = frozenset(
     {"cpu", "debug", "same_network", "enable_cpu_affinity", "use_parallelism_config"}
     | {"dynamo_use_fullgraph", "dynamo_use_dynamic", "dynamo_use_regional_compilation"}
@@ -44,7 +44,7 @@ _HEADINGS = MappingProxyType(
         "fp8_config": "fp8",
     }
 )
-# Options by heading; a setting without an entry here has the heading of its section, else "training".
+# Options by heading. The heading of other settings is their section, or "training".
 _FIELDS = MappingProxyType(
     {
         "processes": "num_processes gpu_ids enable_cpu_affinity cpu multi_gpu num_cpu_threads_per_process oversubscribe",
@@ -59,10 +59,10 @@ _FIELDS = MappingProxyType(
 
 
 class LaunchCommand(click.Command):
-    """Keeps the flags as typed: an origin names ``--nproc_per_node`` if the user typed that."""
+    """Click command that keeps the flags as typed, so that an origin names ``--nproc_per_node`` if the user typed that."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse; for the ``--localhost:0,2`` of some tutorials, name the right flag."""
+        """Parse the arguments. The error for ``--localhost:0,2``, from some tutorials, suggests the right flag."""
         args = self._with_rank(args)
         ctx.meta[ARGV] = list(args)
         try:
@@ -78,7 +78,7 @@ class LaunchCommand(click.Command):
             ) from error
 
     def _with_rank(self, args: list[str]) -> list[str]:
-        """Return the arguments with ``--debugger`` as ``--debugger=0``: click would take the script for its value."""
+        """Replace a bare ``--debugger`` by ``--debugger=0``, because click would read the script as its value."""
         valued = {name for p in self.params if isinstance(p, click.Option) and not p.is_flag for name in p.opts}
         i = 0
         while i < len(args) and args[i].startswith("-") and args[i] != "--":
@@ -88,7 +88,7 @@ class LaunchCommand(click.Command):
         return args
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the options under headings."""
+        """Write the options under headings."""
         heading_of = {field: name for name, fields in _FIELDS.items() for field in fields.split()}
         records: dict[str, list[tuple[str, str]]] = {name: [] for name in _HEADINGS}
         for param in self.get_params(ctx):
@@ -103,16 +103,16 @@ class LaunchCommand(click.Command):
 
 
 class _Setting(click.Option):
-    """An option of the settings table; its help is the docstring of the field."""
+    """Option for a setting; its help text is the docstring of the field."""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """Read the help from the schema, which only ``--help`` needs."""
+        """Read the help text from the schema; only ``--help`` needs it."""
         self.help = self.help or field_docs(RunConfig)[self.name or ""].replace("``", "")
         return super().get_help_record(ctx)
 
 
 def options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add all flags to the function of the command."""
+    """Decorate ``command`` with all flags."""
     added = [*map(_option, (key for key in KEYS if key.flags)), *_own_options()]
     for option in reversed(added):
         command = option(command)
@@ -156,19 +156,22 @@ _OWN_FLAGS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("-m", "--module"), "Run SCRIPT as a module, as python -m does."),
     (("--no-python",), "Run SCRIPT as a program, without Python."),
     (("--local-rank-arg",), "Append --local_rank=N to the arguments of SCRIPT."),
-    (("--no-local-rank",), "Accepted for compatibility (default: no --local_rank is appended)."),
-    (("--no-warm",), "Start restarted processes as new programs; do not fork them from one that has imported torch."),
+    (("--no-local-rank",), "Accepted for compatibility; without --local-rank-arg, no --local_rank is appended."),
+    (
+        ("--no-warm",),
+        "Restart processes as new programs instead of forking them from a process that has imported torch.",
+    ),
     (
         ("--summary",),
-        "Print at the end where the time went and which rank was slow (default: after a restart, or if a rank slowed the "
+        "Print at the end how much time the run lost, and which rank was slow (default: after a restart, or if a rank slowed the "
         "others down in a run of more than a minute).",
     ),
-    (("--oversubscribe",), "Start more processes than the cores, memory or limits of this machine allow."),
-    (("--quiet", "-q"), "Print errors only, no notes of the launcher."),
-    (("--standalone",), "Accepted for compatibility (every run on one machine is standalone)."),
+    (("--oversubscribe",), "Allow more processes than the cores, memory or limits of this machine support."),
+    (("--quiet", "-q"), "Do not print the launcher's notes, only errors."),
+    (("--standalone",), "Accepted for compatibility; every run on one machine is standalone."),
     (
         ("--insecure-network",),
-        "Run on several machines without a token: anybody who reaches the port can join the run.",
+        "Run on several machines without a token. Anyone who can reach the port can join the run.",
     ),
 )
 # Names, metavar, type, default, help.
@@ -185,8 +188,8 @@ _OWN_VALUES: tuple[tuple[tuple[str, ...], str, Any, Any, str], ...] = (
         "PATH",
         None,
         None,
-        "Config file in YAML, JSON or TOML, with echelon's or accelerate's names, or a DeepSpeed JSON. Flags and environment "
-        "override it (default: ./echelon.toml, or the file that echelon config or accelerate config wrote).",
+        "YAML, JSON or TOML file with echelon's or accelerate's names, or a DeepSpeed JSON file. Flags and environment variables "
+        "override it (default: ./echelon.toml, else the file that echelon config or accelerate config wrote).",
     ),
     (("--log-dir",), "DIR", None, None, "Write the output of each rank to a new folder below DIR."),
     (
@@ -194,46 +197,46 @@ _OWN_VALUES: tuple[tuple[tuple[str, ...], str, Any, Any, str], ...] = (
         "WHAT",
         None,
         None,
-        "Prefix output with the rank and copy it to the log files: 0 none, 1 stdout, 2 stderr, 3 both, or 0:3,1:2 per rank "
+        "Prefix output with the rank and copy it to the log files: 0 none, 1 stdout, 2 stderr, 3 both; 0:3,1:2 sets it per rank "
         "(default: 3 with --log-dir).",
     ),
-    (("-r", "--redirects"), "WHAT", None, None, "As --tee, but write to the files of --log-dir only."),
+    (("-r", "--redirects"), "WHAT", None, None, "Like --tee, but write only to the log files in --log-dir."),
     (
         ("--max-restarts",),
         "N",
         click.IntRange(min=0),
         0,
-        "How often to restart all processes after a failure (default: 0).",
+        "Maximum number of restarts of all processes after failures (default: 0).",
     ),
     (
         ("--preemption-grace",),
         "SECONDS",
         click.FloatRange(min=0.0),
         25.0,
-        "Time the ranks get to agree on a step after SIGTERM or SIGUSR1; they save there and exit with code 143. 0: stop them "
-        "at once (default: 25, because Kubernetes and Slurm kill after 30).",
+        "Time the ranks get to agree on a step after SIGTERM or SIGUSR1. They save at that step and exit with code 143. 0 stops them "
+        "immediately (default: 25, because Kubernetes and Slurm send SIGKILL after 30).",
     ),
     (
         ("--monitor-interval",),
         "SECONDS",
         click.FloatRange(min=0.001, max=60.0),
         0.05,
-        "How often to check the processes (default: 0.05).",
+        "Interval between checks of the processes (default: 0.05).",
     ),
     (
         ("--debugger",),
         "[RANK]",
         click.IntRange(min=0),
         None,
-        "Attach the terminal to RANK (default: 0) for breakpoint(); an exception opens pdb where it was raised. Stall detection "
-        "pauses while the debugger waits.",
+        "Attach the terminal to RANK (default: 0) for breakpoint(). An exception opens pdb where it was raised. Stall detection "
+        "pauses while the debugger waits for input.",
     ),
     (
         ("--rdzv-endpoint",),
         "HOST[:PORT]",
         None,
         None,
-        "Address of the rendezvous host; same as --main-process-ip and --main-process-port.",
+        "Address of the rendezvous host; equivalent to --main-process-ip and --main-process-port.",
     ),
     (("--rdzv-id",), "NAME", None, None, "Name of the run, the same on all machines (TORCHELASTIC_RUN_ID)."),
     (
@@ -241,25 +244,31 @@ _OWN_VALUES: tuple[tuple[tuple[str, ...], str, Any, Any, str], ...] = (
         "NAME=VALUE,...",
         None,
         None,
-        "Rendezvous settings: join_timeout (600 s), last_call_timeout (30 s, how long to wait for more than MIN of --nnodes "
+        "Rendezvous settings: join_timeout (600 s), last_call_timeout (30 s; how long to wait for more machines than the minimum of --nnodes "
         "MIN:MAX), keep_alive_interval (2 s), keep_alive_max_attempt (5), is_host.",
     ),
-    (("--local-addr",), "ADDRESS", None, None, "Address of this machine on the network of the others."),
+    (
+        ("--local-addr",),
+        "ADDRESS",
+        None,
+        None,
+        "Address of this machine on the network that it shares with the other machines.",
+    ),
     (
         ("--listen-on",),
         "ADDRESS",
         None,
         None,
-        "Address to listen on, on the rendezvous host, if it differs from the one that the others use (NAT). 0.0.0.0: all.",
+        "Address on which the rendezvous host listens, if it differs from the one that the other machines use (NAT). 0.0.0.0 means all.",
     ),
 )
 
 
 def typed_flags(ctx: click.Context) -> dict[str, str]:
-    """Return for each parameter given on the command line the flag as the user typed it.
+    """Return parameter name -> flag as the user typed it, for each parameter given on the command line.
 
     Raises:
-        ConfigError: two names of one flag were given, with different values.
+        ConfigError: two names of one flag have different values.
     """
     argv: list[str] = ctx.meta[ARGV]
     head = argv[: len(argv) - 1 - len(ctx.params["args"])]
@@ -282,17 +291,17 @@ def typed_flags(ctx: click.Context) -> dict[str, str]:
             raise ConfigError(
                 f"{before[0]} {before[1]} and {flag} {value} are two names of the same setting",
                 where=f"flags {before[0]}, {flag}",
-                do="give one of the two",
+                do="remove one of them",
             )
         typed[name] = (flag, value)
     return {name: flag for name, (flag, _) in typed.items()}
 
 
 def flag_layer(flags: Mapping[str, Any], typed: Mapping[str, str]) -> Layer:
-    """Return the settings among the flags.
+    """Return a layer with the settings that flags give.
 
     Raises:
-        ConfigError: flags that are not supported, or exclude each other.
+        ConfigError: a flag is not supported, or two flags are mutually exclusive.
     """
     for name, do in (
         ("tpu", TPU_ALTERNATIVE),
@@ -303,18 +312,20 @@ def flag_layer(flags: Mapping[str, Any], typed: Mapping[str, str]) -> Layer:
             raise ConfigError(what, where=f"flag {typed[name]}", do=do)
     values = {key.field: (flags[key.field], typed[key.field]) for key in KEYS if key.field in typed}
     if flags["num_processes"] in NUMBERS:
-        del values["num_processes"]  # resolved once the devices are known
+        del values["num_processes"]  # resolved when the devices are known
     elif (number := flags["num_processes"]) is not None and not _is_positive(number):
         raise ConfigError(
             f"{number!r} is not a number of processes",
             where=f"flag {typed['num_processes']}",
-            do="give a positive integer, or auto, gpu or cpu",
+            do="use a positive integer, auto, gpu or cpu",
         )
     if "num_machines" in values and (min_max := flags["num_machines"].split(":"))[1:]:
         values["num_machines"] = (min_max[-1], typed["num_machines"])  # torchrun's 1:4
     chosen = [name for name in _USE if flags[name]]
     if len(chosen) > 1:
-        raise ConfigError("--use_fsdp and --use_deepspeed exclude each other", where="flags", do="give one of the two")
+        raise ConfigError(
+            "--use_fsdp and --use_deepspeed are mutually exclusive", where="flags", do="remove one of them"
+        )
     if chosen:
         values["sharded_by"] = (_USE[chosen[0]], typed[chosen[0]])
     elif "deepspeed_config_file" in values:

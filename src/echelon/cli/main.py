@@ -1,4 +1,4 @@
-"""The command ``echelon``: runs a sub-command and prints errors as what / where / do."""
+"""The ``echelon`` command: runs a subcommand and prints errors as what / where / do."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from echelon.base.errors import ConfigError, EchelonError, UsageError
 
 __all__ = ["cli", "main"]
 
-# Name -> (module, one line of help). Imported when the command is used: `echelon --help` loads none of them.
+# Name -> (module, help line). A module is imported when its command is used; `echelon --help` imports none of them.
 _COMMANDS = {
     "checkpoint": ("echelon.cli.checkpoint", "List, verify, show, merge, export and import checkpoints."),
     "config": ("echelon.cli.config", "Create, show, convert and compare settings, with the origin of each value."),
-    "doctor": ("echelon.cli.doctor", "Show why a run stalled or failed: the stack of each rank, and the errors."),
+    "doctor": ("echelon.cli.doctor", "Show why a run stalled or failed: the stack and errors of each rank."),
     "env": ("echelon.cli.env", "Show versions, platform and devices, for bug reports."),
     "launch": ("echelon.cli.launch", "Run a script on one or more processes, on one machine or several."),
     "merge-weights": (
         "echelon.cli.merge_weights",
-        "Write the weights of a checkpoint to one file, as accelerate does.",
+        "Write the weights of a checkpoint to one file (accelerate's options).",
     ),
     "submit": ("echelon.cli.submit", "Submit a script as a Slurm or Kubernetes job."),
-    "test": ("echelon.cli.test", "Train a small problem on several processes, and compare it with one process."),
-    "token": ("echelon.cli.job_token", "Create the shared secret of the machines of a run."),
+    "test": ("echelon.cli.test", "Train a small model on several processes and compare the result with one process."),
+    "token": ("echelon.cli.job_token", "Create the secret that the machines of a run share."),
 }
 
 
@@ -53,7 +53,7 @@ class _LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
-            from difflib import get_close_matches  # noqa: PLC0415 - needed for a mistyped command only
+            from difflib import get_close_matches  # noqa: PLC0415 - needed only for unknown commands
 
             near = get_close_matches(args[0], _COMMANDS, n=1)
             raise UsageError(
@@ -68,7 +68,7 @@ class _LazyGroup(click.Group):
     cls=_LazyGroup,
     context_settings={
         "help_option_names": ["-h", "--help"],
-        # Every flag works as --num_processes and as --num-processes. Names only; values are never touched.
+        # Accept every flag as --num_processes and as --num-processes. Values are not normalized.
         "token_normalize_func": lambda name: name.replace("_", "-"),
         "max_content_width": 110,
     },
@@ -79,19 +79,19 @@ def cli() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit: 0, 2 for a wrong command line or setting, else 1 or the script's own code."""
+    """Run the command line and exit with 0, 2 for an invalid command line or setting, or 1 or the script's exit code."""
     code = _run(argv)
     if argv is None and "torch" in sys.modules:
-        _leave(code)
+        _exit_without_unloading(code)
     sys.exit(code)
 
 
-def _leave(code: int) -> NoReturn:
-    """Exit as the interpreter does, but without unloading modules, which takes torch a quarter of a second."""
+def _exit_without_unloading(code: int) -> NoReturn:
+    """Exit like the interpreter, but skip unloading the modules, which takes 0.25 s with torch."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # the reader is gone, or the stream is closed
+        with suppress(OSError, ValueError):  # the reader has exited, or the stream is closed
             stream.flush()
     os._exit(code)
 
@@ -123,7 +123,7 @@ def _from_click(error: click.ClickException, argv: Sequence[str]) -> UsageError:
     do = f"see {command} --help"
     if isinstance(error, click.NoSuchOption):
         near = error.possibilities
-        typed = (token.partition("=")[0] for token in argv)  # click reports the name with - for _
+        typed = (token.partition("=")[0] for token in argv)  # click reports the normalized name
         name = next((flag for flag in typed if flag.replace("_", "-") == error.option_name), error.option_name)
         do = f"did you mean {near[0]}?" if near else do
         return UsageError(f"unknown flag {name}", where=command, do=do)

@@ -1,4 +1,4 @@
-"""``echelon merge-weights``: the weights of a checkpoint in one file, with accelerate's options."""
+"""``echelon merge-weights``: writes the weights of a checkpoint to one file, with accelerate's options."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ __all__ = ["command"]
 @click.command("merge-weights")
 @click.argument("checkpoint_directory")
 @click.argument("output_path")
-@click.option("--unsafe_serialization", is_flag=True, help="Write pytorch_model.bin, not model.safetensors.")
-@click.option("--remove_checkpoint_dir", is_flag=True, help="Delete the checkpoint, optimizers and all, afterwards.")
+@click.option("--unsafe_serialization", is_flag=True, help="Write pytorch_model.bin instead of model.safetensors.")
+@click.option(
+    "--remove_checkpoint_dir", is_flag=True, help="Delete the whole checkpoint, including optimizer states, afterwards."
+)
 def command(
     checkpoint_directory: str, output_path: str, unsafe_serialization: bool, remove_checkpoint_dir: bool
 ) -> None:
@@ -19,7 +21,7 @@ def command(
 
     echelon checkpoint merge does the same with more options.
     """
-    from echelon.checkpoint.formats.merged_weights import merge_fsdp_weights  # noqa: PLC0415 - torch, which --help does not need
+    from echelon.checkpoint.formats.merged_weights import merge_fsdp_weights  # noqa: PLC0415 - imports torch
 
     merge_fsdp_weights(checkpoint_directory, output_path, not unsafe_serialization, remove_checkpoint_dir)
     name = "pytorch_model.bin" if unsafe_serialization else "model.safetensors"

@@ -1,4 +1,4 @@
-"""A run on the machines of a hostfile or ``--include``: which they are, and the command line of each."""
+"""Runs on the machines of a hostfile or ``--include``: selects the machines and builds their command lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from echelon.launch.ssh.ssh_launcher import run_on_hosts
 
 __all__ = ["hosts_of", "run_on_other_machines"]
 
-# The flags that select machines: each machine gets its own rank instead.
+# Flags that select machines. They are not passed on; each machine gets its rank instead.
 _REPLACED = frozenset(
     {"deepspeed_hostfile", "deepspeed_inclusion_filter", "deepspeed_exclusion_filter", "deepspeed_multinode_launcher"}
     | {"num_machines", "machine_rank"}
@@ -32,10 +32,10 @@ _OF_CLUSTERS = frozenset({"openmpi", "mpich", "impi", "mvapich", "slurm"})
 
 
 def run_on_other_machines(ctx: click.Context, resolved: Resolved[RunConfig], interrupts: Interrupts) -> int | None:
-    """Start the run on the machines that the settings name; return its exit code. None: it runs on this machine.
+    """Start the run on the machines that the settings name, and return its exit code, or None for a run on this machine.
 
     Raises:
-        ConfigError: the hostfile or the filters are invalid, or contradict other settings.
+        ConfigError: the hostfile or the filters are invalid or contradict other settings.
         LaunchError: a machine cannot be reached.
     """
     hosts = hosts_of(resolved)
@@ -59,12 +59,13 @@ def run_on_other_machines(ctx: click.Context, resolved: Resolved[RunConfig], int
 
 
 def hosts_of(resolved: Resolved[RunConfig]) -> tuple[Host, ...] | None:
-    """Return the machines that the hostfile and the filters name; None: only this one.
+    """Return the machines that the hostfile and the filters select, or None if they select only this machine.
 
-    Also None if this launcher is already one of several (``--machine_rank``, or DeepSpeed's launcher "standard").
+    The result is also None if the user starts a launcher on each machine (``--machine_rank``, or DeepSpeed's launcher
+    "standard").
 
     Raises:
-        ConfigError: the hostfile or the filters are invalid, or contradict other settings.
+        ConfigError: the hostfile or the filters are invalid or contradict other settings.
     """
     value, origins = resolved.value, resolved.origins
     given = [name for name in (_HOSTFILE, _INCLUDE, _EXCLUDE) if getattr(value, name) is not None]
@@ -72,26 +73,26 @@ def hosts_of(resolved: Resolved[RunConfig]) -> tuple[Host, ...] | None:
     if not given or origins["machine_rank"].source >= SettingSource.ENV or launcher == "standard":
         return None
     if _HOSTFILE not in given and all(map(is_this_machine, _names(getattr(value, given[0])))):
-        return None  # accelerators of this machine: see named_slots()
+        return None  # the filter selects accelerators of this machine, see named_slots()
     if launcher is not None and launcher not in _BY_SSH:
         raise ConfigError(
             f"launcher {launcher!r} is not supported",
             where=str(origins[_LAUNCHER]),
-            do="remove it (ssh starts the machines), or start the script with mpirun or srun, whose ranks are recognized"
+            do="remove it to use ssh, or start the script itself with mpirun or srun; echelon detects their ranks"
             if launcher in _OF_CLUSTERS
-            else "remove it, or give pdsh (uses ssh) or standard (start each machine yourself)",
+            else "remove it, or use pdsh (by ssh) or standard (you start the launcher on each machine)",
         )
     if _INCLUDE in given and _EXCLUDE in given:
         raise ConfigError(
-            "an inclusion and an exclusion filter exclude each other",
+            "an inclusion and an exclusion filter are mutually exclusive",
             where=f"{origins[_INCLUDE]}, {origins[_EXCLUDE]}",
-            do="give one of the two",
+            do="remove one of them",
         )
     if value.gpu_ids is not None:
         raise ConfigError(
-            f"gpu_ids={value.gpu_ids!r} selects accelerators of one machine, and {given[0]} names several",
+            f"gpu_ids={value.gpu_ids!r} selects accelerators of one machine, but {given[0]} names several machines",
             where=f"{origins['gpu_ids']}, {origins[given[0]]}",
-            do="give --include worker-0:0,1@worker-1:0,1",
+            do="use --include worker-0:0,1@worker-1:0,1",
         )
     return _of_num_machines(_filtered(resolved, given), resolved, has_filter=given != [_HOSTFILE])
 
@@ -110,9 +111,9 @@ def _filtered(resolved: Resolved[RunConfig], given: Sequence[str]) -> tuple[Host
         return hosts
     if hosts is None:
         raise ConfigError(
-            f"{value.deepspeed_exclusion_filter}: the other machines are unknown",
+            f"the exclusion filter {value.deepspeed_exclusion_filter!r} requires a hostfile",
             where=where[_EXCLUDE],
-            do="give a --hostfile, or use --include",
+            do="add --hostfile FILE, or use --include",
         )
     return excluding(hosts, value.deepspeed_exclusion_filter, where=where[_EXCLUDE])
 
@@ -122,12 +123,12 @@ def _of_num_machines(hosts: tuple[Host, ...], resolved: Resolved[RunConfig], *, 
     origin, number = resolved.origins["num_machines"], resolved.value.num_machines
     if origin.source is SettingSource.DEFAULT or number == len(hosts):
         return hosts
-    # In accelerate's file the number of all machines; as a flag the number to use.
+    # accelerate's file contains the number of all machines, the flag the number of machines to use.
     if number > len(hosts) or has_filter:
         raise ConfigError(
             f"num_machines={number}, but the hostfile and the filters name {len(hosts)} machines",
             where=str(origin),
-            do=f"give {len(hosts)}, or remove it",
+            do=f"set it to {len(hosts)}, or remove it",
         )
     return hosts[:number]
 
@@ -137,7 +138,7 @@ def _names(text: str) -> list[str]:
 
 
 def _without(flags: Sequence[str], params: Sequence[click.Parameter]) -> list[str]:
-    """Return the flags without the replaced ones and their values."""
+    """Return ``flags`` without the flags in ``_REPLACED`` and their values."""
     by_name = {name: option for option in params if isinstance(option, click.Option) for name in option.opts}
     left: list[str] = []
     i = 0

@@ -1,4 +1,4 @@
-"""``echelon submit``: submit a training to Slurm or Kubernetes, or print its batch script or manifest."""
+"""``echelon submit``: submits a training job to Slurm or Kubernetes, or prints its batch script or manifest."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from echelon.launch.script import Script, check
 
 __all__ = ["command"]
 
-_SETTINGS = {"allow_interspersed_args": False}  # everything after SCRIPT is passed to it
+_SETTINGS = {"allow_interspersed_args": False}  # all arguments after SCRIPT are passed to it
 
 
 @click.group("submit")
 def command() -> None:
-    """Submit a training to a cluster (see docs/clusters.md).
+    """Submit a training job to a cluster (see docs/clusters.md).
 
-    On each machine echelon launch starts the processes; the cluster provides the rendezvous address.
+    On each machine, echelon launch starts the processes. The cluster provides the rendezvous address.
     """
 
 
 def _common(function: Any) -> Any:
-    """Add the options of all clusters."""
+    """Add the options that all clusters share."""
     options = [
         click.argument("script", metavar="SCRIPT"),
         click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]..."),
@@ -51,11 +51,16 @@ def _common(function: Any) -> Any:
             "--env", multiple=True, metavar="NAME=VALUE", help="Set an environment variable of the job; repeatable."
         ),
         click.option(
-            "--launch-args", default="", metavar="TEXT", help="Flags of echelon launch, such as '--parity exact'."
+            "--launch-args",
+            default="",
+            metavar="TEXT",
+            help="Additional flags of echelon launch, such as '--parity exact'.",
         ),
         click.option("-m", "--module", is_flag=True, help="Run SCRIPT as a module, as python -m does."),
         click.option("--no-python", is_flag=True, help="Run SCRIPT as a program, without Python."),
-        click.option("--output", metavar="FILE", help="Write the batch script or manifest to FILE; submit nothing."),
+        click.option(
+            "--output", metavar="FILE", help="Write the batch script or manifest to FILE without submitting it."
+        ),
     ]
     for option in reversed(options):
         function = option(function)
@@ -68,7 +73,7 @@ def _common(function: Any) -> Any:
     "--cpus-per-task",
     type=click.IntRange(min=1),
     metavar="N",
-    help="CPUs of the launcher and all its processes; with --direct, of each process.",
+    help="CPUs for the launcher and all its processes; with --direct, for each process.",
 )
 @click.option("--partition", "-p", metavar="NAME", help="Partition of the job.")
 @click.option("--account", "-A", metavar="NAME", help="Account to charge.")
@@ -80,24 +85,24 @@ def _common(function: Any) -> Any:
     "--log-dir",
     metavar="DIR",
     default=".",
-    help="Write output to DIR/NAME-ID.out, on a shared disk (default: current directory).",
+    help="Write output to DIR/NAME-ID.out; DIR must be on a shared disk (default: current directory).",
 )
 @click.option(
     "--requeue/--no-requeue",
     default=True,
-    help="Requeue the job after a preemption or at its time limit (default: yes).",
+    help="Requeue the job after a preemption or before its time limit (default: yes).",
 )
 @click.option(
     "--signal",
     metavar="USR1@SECONDS",
     default="USR1@120",
-    help="Signal that makes the job save and exit, SECONDS before its time limit, or none (default: USR1@120).",
+    help="Signal that makes the job save and exit SECONDS before its time limit, or none (default: USR1@120).",
 )
 @click.option(
     "--setup",
     multiple=True,
     metavar="TEXT",
-    help="Shell line to run before the training, such as 'source venv/bin/activate'; repeatable.",
+    help="Shell line to run before the job, such as 'source venv/bin/activate'; repeatable.",
 )
 @click.option("--python", metavar="PATH", help="Python interpreter (default: this one; with --setup: python).")
 @click.option(
@@ -107,16 +112,16 @@ def _common(function: Any) -> Any:
     help="Option to pass to sbatch, such as --exclusive; repeatable.",
 )
 @click.option("--srun", multiple=True, metavar="OPTIONS", help="Options to pass to srun; repeatable.")
-@click.option("--direct", is_flag=True, help="Start the ranks by srun, one task each, without echelon launch.")
-@click.option("--dry-run", is_flag=True, help="Print the batch script; submit nothing.")
+@click.option("--direct", is_flag=True, help="Start each rank as a task of srun, without echelon launch.")
+@click.option("--dry-run", is_flag=True, help="Print the batch script without submitting it.")
 @click.pass_context
 def slurm(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: Any) -> None:
     """Run SCRIPT as a Slurm batch job.
 
-    The job saves and requeues itself before its time limit; each start resumes from the last checkpoint.
+    The job saves and requeues itself before its time limit. Each start resumes from the last checkpoint.
     """
     wanted = _script(script, args, flags)
-    check(wanted)  # the cluster's machines share these files
+    check(wanted)  # the machines of the cluster share these files
     launch_args, grace = _launch_args(ctx, flags)
     if flags["direct"] and launch_args:
         raise ConfigError(
@@ -155,13 +160,13 @@ def slurm(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: An
         raise ConfigError(
             f"{flags['output']}: --output is the file for the batch script",
             where="flag --output",
-            do="give --log_dir DIR for the output of the job",
+            do="use --log_dir DIR for the output of the job",
         )
     _one_of(flags, "dry_run", "output")
     if flags["dry_run"] or flags["output"]:
         _show(text, flags["output"])
         return
-    folder.mkdir(parents=True, exist_ok=True)  # without it sbatch accepts the job, but its output is lost
+    folder.mkdir(parents=True, exist_ok=True)  # without this folder, sbatch accepts the job, but its output is lost
     answer = _run(["sbatch", "--parsable"], text, "on a login node of the cluster; --dry_run only prints the script")
     number = answer.strip().partition(";")[0]
     click.echo(f"submitted job {number}; its output goes to {folder}/{job.name}-{number}.out")
@@ -173,14 +178,14 @@ def slurm(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: An
     "--image",
     required=True,
     metavar="IMAGE",
-    help="Container image with Python, echelon and SCRIPT (SCRIPT may be in a volume).",
+    help="Container image with Python, echelon and SCRIPT, which may also be in a volume.",
 )
 @click.option("--name", metavar="NAME", help="Name of the job (default: the name of SCRIPT).")
 @click.option(
     "--kind",
     type=click.Choice(["job", "trainjob"]),
     default="job",
-    help="Indexed Job, or TrainJob of Kubeflow Trainer 2.2 (default: job).",
+    help="Kind of object: an Indexed Job, or a TrainJob of Kubeflow Trainer 2.2 (default: job).",
 )
 @click.option("--runtime", default="torch-distributed", metavar="NAME", help="ClusterTrainingRuntime of a TrainJob.")
 @click.option("--namespace", "-n", metavar="NAME", help="Namespace of the job.")
@@ -196,14 +201,14 @@ def slurm(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: An
     "--volume",
     multiple=True,
     metavar="CLAIM:PATH",
-    help="Mount a PersistentVolumeClaim at PATH, for example for checkpoints; repeatable.",
+    help="Mount a PersistentVolumeClaim at PATH, such as one for checkpoints; repeatable.",
 )
 @click.option("--secret", metavar="NAME", help="Secret whose key 'token' the machines share (default: NAME-token).")
 @click.option(
     "--user",
     type=click.IntRange(min=0),
     default=1000,
-    help="User id in the pods; 0: that of the image, also root (default: 1000).",
+    help="User id in the pods; 0 uses the image's user, which may be root (default: 1000).",
 )
 @click.option(
     "--grace",
@@ -217,7 +222,7 @@ def slurm(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: An
     type=click.IntRange(min=0),
     default=3,
     metavar="N",
-    help="How often to restart a failed run (default: 3).",
+    help="Maximum number of restarts of a failed run (default: 3).",
 )
 @click.option(
     "--port",
@@ -269,7 +274,7 @@ def kubernetes(ctx: click.Context, /, script: str, args: tuple[str, ...], **flag
     _show(text, flags["output"])
     if job.nodes > 1:
         click.echo(
-            f"echelon: the machines share the key 'token' of the Secret {job.secret}; create it with --apply, or with: "
+            f"echelon: the machines read the key 'token' of the Secret {job.secret}; create it with --apply, or with: "
             f"echelon token FILE; kubectl create secret generic {job.secret} --from-file=token=FILE",
             err=True,
         )
@@ -277,16 +282,16 @@ def kubernetes(ctx: click.Context, /, script: str, args: tuple[str, ...], **flag
 
 def _apply(job: PodJob, text: str) -> None:
     where = [] if job.namespace is None else ["--namespace", job.namespace]
-    advice = "where kubectl can reach the cluster; without --apply the manifest is only printed"
+    advice = "where kubectl can reach the cluster, or omit --apply to only print the manifest"
     if job.nodes > 1:
         there = _run(
             ["kubectl", "get", "secret", job.secret, *where, "--ignore-not-found", "--output=name"], "", advice
         )
         if not there.strip():
-            import json  # noqa: PLC0415 - here only
-            import secrets  # noqa: PLC0415 - here only
+            import json  # noqa: PLC0415 - needed only here
+            import secrets  # noqa: PLC0415 - needed only here
 
-            # create, not apply, which would store a copy in an annotation.
+            # kubectl apply would store a copy of the secret in an annotation.
             made = json.dumps(token_secret(job, secrets.token_hex(32)))
             click.echo(_run(["kubectl", "create", *where, "--filename=-"], made, advice).rstrip())
     click.echo(_run(["kubectl", "apply", *where, "--filename=-"], text, advice).rstrip())
@@ -301,7 +306,7 @@ def _script(script: str, args: tuple[str, ...], flags: dict[str, Any]) -> Script
 def _one_of(flags: dict[str, Any], one: str, other: str) -> None:
     if flags[one] and flags[other]:
         raise ConfigError(
-            f"--{one} and --{other} exclude each other", where=f"flags --{one}, --{other}", do="give one of the two"
+            f"--{one} and --{other} are mutually exclusive", where=f"flags --{one}, --{other}", do="remove one of them"
         )
 
 
@@ -311,7 +316,7 @@ def _processes(flags: dict[str, Any]) -> int:
         raise ConfigError(
             f"{processes} processes per machine, but only {gpus} GPUs",
             where="flags --nproc_per_node, --gpus_per_node",
-            do="give at most one process per GPU",
+            do="use at most one process per GPU",
         )
     return int(processes or gpus or 1)
 
@@ -323,12 +328,12 @@ def _variables(flags: dict[str, Any]) -> dict[str, str]:
 def _pair(text: str, sign: str, flag: str) -> tuple[str, str]:
     name, found, value = text.partition(sign)
     if not found or not name:
-        raise ConfigError(f"{text!r} has no {sign!r}", where=f"flag {flag}", do=f"give NAME{sign}VALUE")
+        raise ConfigError(f"{text!r} has no {sign!r}", where=f"flag {flag}", do=f"use NAME{sign}VALUE")
     return name, value
 
 
 def _launch_args(ctx: click.Context, flags: dict[str, Any]) -> tuple[tuple[str, ...], float]:
-    """Return the flags for ``echelon launch``, checked here and not in the job, and its preemption grace in seconds."""
+    """Return the flags for ``echelon launch``, checked before the job starts, and its preemption grace in seconds."""
     from echelon.cli.launch import command as launch  # noqa: PLC0415 - needed only here
 
     words = shlex.split(flags["launch_args"])
@@ -337,7 +342,7 @@ def _launch_args(ctx: click.Context, flags: dict[str, Any]) -> tuple[tuple[str, 
         raise ConfigError(
             f"{parsed.params['script']!r} is not a flag of echelon launch",
             where="flag --launch_args",
-            do="put the arguments of the script after the script",
+            do="pass the arguments of the script after SCRIPT",
         )
     return tuple(words), float(parsed.params["preemption_grace"])
 
@@ -355,7 +360,7 @@ def _show(text: str, file: str | None) -> None:
 
 
 def _run(argv: list[str], text: str, advice: str) -> str:
-    """Run a program of the cluster with ``text`` as its input; return its output."""
+    """Run a command of the cluster with ``text`` as its standard input, and return its output."""
     program = argv[0]
     if shutil.which(program) is None:
         raise LaunchError(
@@ -367,6 +372,6 @@ def _run(argv: list[str], text: str, advice: str) -> str:
         raise LaunchError(
             f"{program} failed (exit code {done.returncode}): {output}",
             where=shlex.join(argv),
-            do="fix the reported problem",
+            do=f"fix the problem that {program} reports",
         )
     return done.stdout

@@ -1,4 +1,4 @@
-"""``echelon test``: train a small problem on the layout that the flags describe, and check the results."""
+"""``echelon test``: trains a small model with the given flags of ``echelon launch``, and checks the results."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ __all__ = ["command"]
 _PROGRAM = "echelon.testing.self_test"
 _CHECKS = ("world", "exact", "data", "restart", "bandwidth", "bitwise")
 _POLL_S = 0.05
-_GRACE_S = 10.0  # the launcher needs 5 to end everything
-_SHOWN_LINES = 40  # of the output of a launch that failed: the launcher's report has fewer than 30
+_GRACE_S = 10.0  # the launcher stops its processes within 5
+_SHOWN_LINES = 40  # of the output of a failed launch; the launcher's report has fewer than 30
 _WRONG_SETTING = 2  # the launcher's exit code
-# The user's own flags come later, and win.
+# The user's flags follow these flags and override them.
 _STALL = ("--stall_timeout", "60", "--on_stall", "stop")
-# What tells a process that it belongs to a layout.
+# Variables that make a process part of a larger run.
 _OF_LAYOUT = (
     "ECHELON_",
     "ACCELERATE_",
@@ -51,29 +51,31 @@ _OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_AD
 
 @click.command("test", context_settings={"ignore_unknown_options": True})
 @click.option(
-    "--gpus", metavar="all|N|0,2", help="All accelerators of this machine, N of them, or those with these numbers."
+    "--gpus",
+    metavar="all|N|0,2",
+    help="Use all accelerators of this machine, N accelerators, or those with these numbers.",
 )
 @click.option("--quick", is_flag=True, help="Measure the bandwidth of small messages only.")
 @click.option(
     "--output",
     metavar="PATH",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="The evidence file. Default: echelon-test-<time>.json",
+    help="File for the results (default: echelon-test-<time>.json).",
 )
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[FLAGS OF ECHELON LAUNCH]...")
 @click.pass_context
 def command(ctx: click.Context, gpus: str | None, quick: bool, output: Path | None, flags: tuple[str, ...]) -> None:
-    """Train a small problem on several processes, and compare it with one process.
+    """Train a small model on several processes and compare the result with one process.
 
     The flags of echelon launch choose the processes: --num_processes, --cpu, --config_file, --num_machines, ... On several
-    machines, start it on each of them, as echelon launch. Exit code 0: every check passed; 1: a check failed.
+    machines, run it on each machine, like echelon launch. Exit codes: 0 if every check passed, 1 if a check failed.
     """
     layout = [*_of_gpus(gpus), *flags]
     _check_flags(ctx, layout)
     output = output or Path(time.strftime("echelon-test-%Y%m%d-%H%M%S.json"))
     if not output.parent.is_dir():
         raise ConfigError(
-            f"there is no folder {output.parent}", where="flag --output", do="create it, or pass another path"
+            f"the folder {output.parent} does not exist", where="flag --output", do="create it, or pass another path"
         )
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="echelon-test-"))
@@ -87,11 +89,11 @@ def command(ctx: click.Context, gpus: str | None, quick: bool, output: Path | No
         click.echo(f"echelon: stopped by {signal.Signals(stop.number).name}; all processes have ended", err=True)
         ctx.exit(128 + stop.number)
     finally:
-        if not results.failed:  # else the whole output is in it
+        if not results.failed:  # otherwise it contains the output of the processes
             shutil.rmtree(folder)
     _write(output, layout, results.records, seconds=time.monotonic() - began)
     verdict = f"failed: {', '.join(results.failed)}" if results.failed else "every check passed"
-    click.echo(f"{verdict}, in {time.monotonic() - began:.1f} s; figures: {output}")
+    click.echo(f"{verdict} ({time.monotonic() - began:.1f} s); results: {output}")
     ctx.exit(1 if results.failed else 0)
 
 
@@ -102,7 +104,7 @@ def _write(path: Path, layout: Sequence[str], records: Sequence[Mapping[str, Any
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "passed": all(record["passed"] is not False for record in records),
         "seconds": round(seconds, 1),
-        # Names only: values may be addresses and paths.
+        # Names only, because values may be addresses and paths.
         "flags": [flag.partition("=")[0] for flag in layout if flag.startswith("-")],
         "versions": versions(),
         "system": system(),
@@ -112,7 +114,7 @@ def _write(path: Path, layout: Sequence[str], records: Sequence[Mapping[str, Any
         write_evidence(path, document)
     except OSError as error:
         raise ConfigError(
-            f"cannot write {path}: {error.strerror}", where="flag --output", do="pass a path that you can write to"
+            f"cannot write {path}: {error.strerror}", where="flag --output", do="pass a writable path"
         ) from error
 
 
@@ -125,7 +127,7 @@ def _of_gpus(gpus: str | None) -> list[str]:
 
 
 def _check_flags(ctx: click.Context, layout: Sequence[str]) -> None:
-    """Raise for flags that ``echelon launch`` does not know, and for a script, before anything starts."""
+    """Raise an error for flags that ``echelon launch`` does not accept, and for a script, before a process starts."""
     context = launch.command.make_context("launch", [*layout, "-m", _PROGRAM], parent=ctx.parent)
     if context.params["script"] != _PROGRAM:
         raise UsageError(
@@ -136,7 +138,7 @@ def _check_flags(ctx: click.Context, layout: Sequence[str]) -> None:
 
 
 class _Results:
-    """The results of the checks, printed as they arrive; on a terminal, the current check is shown below."""
+    """Results of the checks, printed as they arrive. A terminal also shows the current check."""
 
     def __init__(self, folder: Path) -> None:
         self.records: list[dict[str, Any]] = []
@@ -159,21 +161,21 @@ class _Results:
 
     @property
     def failed(self) -> list[str]:
-        """The checks that did not pass."""
+        """Names of the checks that failed."""
         return [record["name"] for record in self.records if record["passed"] is False]
 
     @property
     def names(self) -> set[str]:
-        """The finished checks."""
+        """Names of the finished checks."""
         return {record["name"] for record in self.records}
 
     @property
     def current(self) -> str:
-        """The running check."""
+        """Name of the running check."""
         return self._current or next((name for name in _CHECKS if name not in self.names), _CHECKS[-1])
 
-    def look(self) -> None:
-        """Read the new messages of the ranks."""
+    def read_messages(self) -> None:
+        """Process new messages from the ranks."""
         for one in next(self._told):
             if isinstance(one, TestStart):
                 self._current = one.name
@@ -199,12 +201,12 @@ class _Results:
         self._bar.update()
 
     def add_failure(self, code: int, output: Path) -> None:
-        """Record that a launch ended with ``code``, and print the end of its output, which has the launcher's report."""
+        """Record that a launch failed with ``code``, and print the end of its output with the launcher's report."""
         lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
         what = f"its processes ended with exit code {code}"
         self.add(
             CheckFinding(
-                name=self.current, passed=False, text=what, do=f"see the report; the whole output is in {output}"
+                name=self.current, passed=False, text=what, do=f"see the report; {output} contains the complete output"
             )
         )
         for line in lines[-_SHOWN_LINES:]:
@@ -216,7 +218,7 @@ class _Results:
 
 
 def _table(collectives: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a line for each collective: its times and bandwidths by size."""
+    """Yield a line with the times and bandwidths of each collective, by message size."""
     by_name: dict[str, list[str]] = {}
     for one in collectives:
         speed = f" {one['algorithm_gb_per_s']:7.3f} ({one['bus_gb_per_s']:.3f})"
@@ -224,15 +226,15 @@ def _table(collectives: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         cell = f"{convert_bytes(one['size_bytes'])}: {one['seconds'] * 1e6:.0f} us{'' if is_latency else speed}"
         by_name.setdefault(one["name"], []).append(cell)
     if by_name:
-        yield "of each size the time of a call, and the algorithm (and bus) bandwidth in GB/s"
+        yield "time per call, and algorithm (and bus) bandwidth in GB/s, for each message size"
     for name, cells in by_name.items():
         yield f"{name:<14}  {'  '.join(f'{cell:<32}' for cell in cells)}".rstrip()
 
 
 def _run(layout: Sequence[str], folder: Path, results: _Results, interrupts: Interrupts, *, is_quick: bool) -> None:
-    """Start the ranks, then one process that repeats the bitwise check alone."""
+    """Run the ranks, and then the single process that the bitwise check compares them with."""
     program = ["-m", _PROGRAM]
-    # The ranks that are killed on purpose are the first attempt.
+    # One restart, because the restart check kills the ranks of the first attempt.
     start = [sys.executable, "-m", "echelon", "launch", *_STALL, *layout, "--max_restarts", "1", *program]
     environment = environ.snapshot()
     output = folder / "layout.txt"
@@ -243,8 +245,8 @@ def _run(layout: Sequence[str], folder: Path, results: _Results, interrupts: Int
     if code != 0:
         return results.add_failure(code, output)
     if not results.records:
-        do = "start echelon test on one of its machines"
-        results.add(CheckFinding(name="world", passed=False, text="no process of the run was on this machine", do=do))
+        do = "run echelon test on one of the machines of the run"
+        results.add(CheckFinding(name="world", passed=False, text="no process of the run is on this machine", do=do))
     elif "bitwise" not in results.names:
         alone = {
             name: value
@@ -264,7 +266,7 @@ def _run_part(
     """Run ``argv`` with its output in a file, print results as they arrive, and return its exit code.
 
     Raises:
-        Interrupted: a signal came; the processes are stopped.
+        Interrupted: a signal was received; the processes are stopped.
     """
     with output.open("wb") as file:
         process = subprocess.Popen(
@@ -273,20 +275,20 @@ def _run_part(
         try:
             while process.poll() is None:
                 interrupts.check()
-                results.look()
+                results.read_messages()
                 time.sleep(_POLL_S)
         finally:
             _end(process)
-    results.look()
+    results.read_messages()
     return process.returncode
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is not None:
         return
-    process.send_signal(signal.SIGINT)  # on SIGTERM a training run would save first
+    process.send_signal(signal.SIGINT)  # SIGTERM would make the ranks save first
     try:
         process.wait(timeout=_GRACE_S)
     except subprocess.TimeoutExpired:
-        process.kill()  # its ranks end with it
+        process.kill()  # its ranks are killed with it
         process.wait()

@@ -1,1 +1,1 @@
-"""What the user chose, and where each choice came from."""
+"""Settings and their origins."""

@@ -1,4 +1,4 @@
-"""``ClusterConfig`` and ``load_config_from_file``: a file of settings under accelerate's names, for scripts that read one."""
+"""``ClusterConfig`` and ``load_config_from_file``, for scripts that read a config file with accelerate's names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["ClusterConfig", "load_config_from_file"]
 
 @dataclass
 class ClusterConfig:
-    """The settings in a file, as accelerate names them; sections are dicts, empty where the file has none."""
+    """The settings of a config file under accelerate's names. Sections are dicts, empty if the file has no such section."""
 
     compute_environment: str
     distributed_type: str
@@ -59,35 +59,38 @@ class ClusterConfig:
                 setattr(self, field.name, {})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings without None and empty sections."""
+        """Return the settings as a dict, without None values and empty sections."""
         return {name: value for name, value in asdict(self).items() if value is not None and value != {}}
 
     def to_yaml_file(self, yaml_file: str | Path) -> None:
-        """Write YAML."""
+        """Write the settings to a YAML file."""
         write_mapping(Path(yaml_file), self.to_dict(), suffix=".yaml")
 
     def to_json_file(self, json_file: str | Path) -> None:
-        """Write JSON."""
+        """Write the settings to a JSON file."""
         write_mapping(Path(json_file), self.to_dict(), suffix=".json")
 
     @classmethod
     def from_yaml_file(cls, yaml_file: str | Path | None = None) -> ClusterConfig:
-        """Read a file; None: the one that the launcher would find."""
+        """Read a config file; None selects the one that the launcher would find."""
         return load_config_from_file(yaml_file)
 
     @classmethod
     def from_json_file(cls, json_file: str | Path | None = None) -> ClusterConfig:
-        """Read a file; None: the one that the launcher would find."""
+        """Read a config file; None selects the one that the launcher would find."""
         return load_config_from_file(json_file)
 
 
 def load_config_from_file(config_file: str | Path | None) -> ClusterConfig:
-    """Return the settings in ``config_file``, in any format that the launcher reads; None: in the one that it would find.
+    """Return the settings in ``config_file``, which has any format that the launcher reads.
+
+    If ``config_file`` is None, the file that the launcher would find is read. Settings that accelerate does not have, such as
+    ``engine`` and ``parity``, are omitted.
 
     Raises:
-        ConfigError: there is none, or it requests something that is not supported.
+        ConfigError: no file exists, or it contains an unsupported setting.
 
-    Source: accelerate.commands.config.load_config_from_file. Settings that accelerate does not have (engine, parity, ...) are left out.
+    Source: accelerate.commands.config.load_config_from_file.
     """
     path = config_file if config_file is not None else find()
     if path is None:

@@ -1,4 +1,4 @@
-"""Settings derived from others, and conflicts between settings: for the launcher and ``config explain``."""
+"""Derived settings and conflicts between settings, for the launcher and ``echelon config explain``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from echelon.config.schema import RunConfig
 
 __all__ = ["SHARDING", "check", "check_installed", "given", "section_in_use", "derive", "with_engine"]
 
-# Which sharding settings each engine accepts; the first is the default of its name alone.
+# Sharding settings that each engine accepts; the first is the default.
 _TAKES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "single": (),
@@ -42,8 +42,8 @@ _HOW = MappingProxyType(
 _PACKAGES = MappingProxyType({"deepspeed": "deepspeed"})
 _BY_SHARDING = MappingProxyType({"fsdp": "fsdp2", "deepspeed": "deepspeed"})
 SHARDING = frozenset(_HOW)
-"""The sections about sharding; a run uses one of them."""
-# Fields that a DeepSpeed JSON file also has, and their names there.
+"""Sections of sharding settings; a run uses at most one."""
+# Fields that a DeepSpeed JSON file can also set -> their names in that file.
 _IN_JSON = MappingProxyType(
     {
         "zero_stage": "zero_optimization.stage",
@@ -59,17 +59,17 @@ _IN_JSON = MappingProxyType(
 
 
 def given(resolved: Resolved[RunConfig], name: str) -> bool:
-    """Tell whether a file, the environment, a flag or code gave the setting ``name``."""
+    """Return whether a file, the environment, a flag or code set ``name``."""
     return resolved.origins[name].source > SettingSource.DERIVED
 
 
 def section_in_use(resolved: Resolved[RunConfig]) -> str | None:
-    """Return the section of settings that controls how the model is sharded."""
+    """Return the section that controls how the model is sharded, or None if it is not sharded."""
     return _SECTION.get(resolved.value.sharded_by or "")
 
 
 def derive(resolved: Resolved[RunConfig]) -> Resolved[RunConfig]:
-    """Fill in the settings that follow from others; the origin of each names the other."""
+    """Fill in the settings that follow from other settings; their origins name these settings."""
     derived: dict[str, tuple[Any, str]] = {}
     value, origins = resolved.value, resolved.origins
     if value.engine is not None and value.sharded_by is None and _TAKES.get(value.engine):
@@ -94,7 +94,7 @@ def derive(resolved: Resolved[RunConfig]) -> Resolved[RunConfig]:
 
 
 def with_engine(resolved: Resolved[RunConfig]) -> Resolved[RunConfig]:
-    """Fill in the engine that the run will use, for display; the ranks choose it themselves."""
+    """Fill in the engine that the run will use. For display only: the ranks choose the engine themselves."""
     value, origins = resolved.value, resolved.origins
     if value.engine is not None or value.num_processes is None:
         return resolved
@@ -106,14 +106,14 @@ def with_engine(resolved: Resolved[RunConfig]) -> Resolved[RunConfig]:
 
 
 def check(resolved: Resolved[RunConfig], *, world_size: int | None = None) -> None:
-    """Raise for unsupported and conflicting settings; ``resolved`` comes from ``derive``.
+    """Raise an error for unsupported and conflicting settings.
 
     Args:
-        resolved: the settings.
-        world_size: the number of processes; None: unknown.
+        resolved: settings from ``derive``.
+        world_size: number of processes; None if unknown.
 
     Raises:
-        ConfigError: it names the settings and their origins.
+        ConfigError: a setting is unsupported or has no effect, or two settings contradict each other.
     """
     _check_offered(resolved)
     _check_engine(resolved)
@@ -123,14 +123,14 @@ def check(resolved: Resolved[RunConfig], *, world_size: int | None = None) -> No
 
 
 def check_installed(resolved: Resolved[RunConfig], script: Path | None) -> None:
-    """Raise if the package of the engine is not installed.
+    """Raise an error if the package that the engine needs is not installed.
 
     Args:
-        resolved: from ``derive``.
-        script: what the ranks run. If it names another engine with the same settings, the ranks check instead.
+        resolved: settings from ``derive``.
+        script: script that the ranks run. If it names another engine with the same settings, the ranks check instead.
 
     Raises:
-        MissingExtraError: it is not installed here.
+        MissingExtraError: the package is not installed on this machine.
     """
     value = resolved.value
     engine = value.engine or _BY_SHARDING.get(value.sharded_by or "", "")
@@ -154,9 +154,9 @@ def _check_offered(resolved: Resolved[RunConfig]) -> None:
     value, origins = resolved.value, resolved.origins
     if value.fp8_backend not in (None, "AO", "NO"):
         raise ConfigError(
-            f"fp8_backend={value.fp8_backend!r}: fp8 is supported through torchao only",
+            f"fp8_backend={value.fp8_backend!r} is not supported; only torchao (AO) is",
             where=str(origins["fp8_backend"]),
-            do="set it to AO, and remove the settings of other fp8 libraries",
+            do="set fp8_backend to AO, and remove the settings of other fp8 libraries",
         )
     if value.engine is not None and value.engine not in _TAKES:
         others = {point.name for point in entry_points(group="echelon.engines")}
@@ -185,15 +185,15 @@ def _check_engine(resolved: Resolved[RunConfig]) -> None:
 
 
 def _check_sections(resolved: Resolved[RunConfig]) -> None:
-    """Raise for settings of a kind of sharding that this run does not use: they would be ignored."""
+    """Raise an error for settings of an unused kind of sharding, which would be ignored."""
     used = section_in_use(resolved)
-    # Sections of an overridden choice, which has been reported.
+    # Sections of overridden values of sharded_by, which the launcher reports already.
     lost = {_SECTION[str(s.value)] for s in resolved.shadowed if s.name == "sharded_by" and s.value is not None}
     for key in KEYS:
         how = _HOW.get(key.section or "")
         if how is None or key.section in {used, *lost} or key.shared or not given(resolved, key.field):
             continue
-        # A variable without accelerate's prefix may belong to another program; and it has no effect without ACCELERATE_USE_...
+        # The variable may belong to another program (FSDP_...), and has no effect without ACCELERATE_USE_...
         if resolved.origins[key.field].source is SettingSource.ENV:
             continue
         raise ConfigError(
@@ -207,7 +207,7 @@ def _check_sections(resolved: Resolved[RunConfig]) -> None:
 def _check_json(resolved: Resolved[RunConfig], path: str, world_size: int | None) -> None:
     origin = resolved.origins["deepspeed_config_file"]
     if not Path(path).is_file():
-        raise ConfigError(f"there is no file {path}", where=str(origin), do="correct the path")
+        raise ConfigError(f"the DeepSpeed config file {path} does not exist", where=str(origin), do="correct the path")
     said = {".".join(entry.keys): entry for entry in read(path)}
     for name, other in _IN_JSON.items():
         entry, value = said.get(other), getattr(resolved.value, name)

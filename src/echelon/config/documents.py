@@ -1,4 +1,4 @@
-"""Files of settings - YAML, JSON, TOML - as one flat list of entries, each with its line."""
+"""YAML, JSON and TOML config files as a flat list of entries with line numbers."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ __all__ = ["DocumentEntry", "read"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentEntry:
-    """One value of a file."""
+    """One value in a config file."""
 
     keys: tuple[str, ...]
-    """The path of names to it, outermost first."""
+    """Names of the nested mappings, outermost first, and of the value."""
     value: Any
-    """Never a mapping, except an empty one."""
+    """Parsed value; never a non-empty mapping."""
     place: str
     """``path:line``."""
 
 
 def read(path: str | Path) -> list[DocumentEntry]:
-    """Return the entries of the file ``path`` in order; its suffix chooses TOML or JSON, else YAML.
+    """Return the entries of the file ``path`` in order. Its suffix selects TOML or JSON; any other suffix means YAML.
 
     Raises:
-        ConfigError: it is missing, does not match its suffix, gives a name twice, or is not a mapping.
+        ConfigError: the file is missing or invalid, contains a name twice, or is not a mapping.
     """
     path = Path(path)
     try:
@@ -48,7 +48,7 @@ def read(path: str | Path) -> list[DocumentEntry]:
     for entry in entries:
         if entry.keys in seen:
             raise ConfigError(
-                f"{'.'.join(entry.keys)} is given twice",
+                f"{'.'.join(entry.keys)} is set twice",
                 where=f"file {seen[entry.keys]} and {entry.place}",
                 do="remove one of the two",
             )
@@ -57,13 +57,13 @@ def read(path: str | Path) -> list[DocumentEntry]:
 
 
 def _read_yaml(path: Path, text: str) -> list[DocumentEntry]:
-    import yaml  # noqa: PLC0415 - 20 ms that `echelon --help` and a run without a file need not pay
+    import yaml  # noqa: PLC0415 - takes 20 ms, and not every command reads a file
 
     is_json = path.suffix == ".json"
     try:
         if is_json:
             data = json.loads(text)
-            text = text.expandtabs()  # JSON may be indented with tabs, YAML may not; JSON strings contain none
+            text = text.expandtabs()  # YAML rejects the tabs that may indent JSON; JSON strings cannot contain tabs
         else:
             data = yaml.safe_load(text)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -80,15 +80,15 @@ def _read_yaml(path: Path, text: str) -> list[DocumentEntry]:
 
 
 def _flat(path: Path, node: Node, data: dict[Any, Any], keys: tuple[str, ...]) -> Iterator[DocumentEntry]:
-    # The nodes have the lines and the duplicates; the parser has the values.
+    # The nodes provide line numbers and duplicate keys, the parsed data provides the values.
     values = {str(key): value for key, value in data.items()}
     for key, child in node.value:
         name = str(key.value)
-        if name not in values:  # `<<: *other`, or a name that YAML does not read as text (`on: 1`)
+        if name not in values:  # `<<: *other`, or a name that YAML does not parse as text (`on: 1`)
             raise ConfigError(
                 f"{name!r} is not the name of a setting",
                 where=f"file {path}:{key.start_mark.line + 1}",
-                do="write it out",
+                do="write the setting out: no YAML merge keys (<<), no names that YAML parses as true or false",
             )
         value = values[name]
         here = (*keys, name)
@@ -100,9 +100,9 @@ def _flat(path: Path, node: Node, data: dict[Any, Any], keys: tuple[str, ...]) -
 
 def _read_toml(path: Path, text: str) -> list[DocumentEntry]:
     if sys.version_info >= (3, 11):
-        import tomllib  # noqa: PLC0415 - needed for such a file only
+        import tomllib  # noqa: PLC0415 - needed for TOML files only
     else:
-        import tomli as tomllib  # noqa: PLC0415 - the same parser, before Python 3.11
+        import tomli as tomllib  # noqa: PLC0415 - the same parser for Python before 3.11
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -124,7 +124,7 @@ def _read_toml(path: Path, text: str) -> list[DocumentEntry]:
 
 
 def _lines_of_toml(text: str) -> dict[tuple[str, ...], int]:
-    """Return the line of each name at the beginning of a line; tomllib reports none."""
+    """Return the line number of each key, which tomllib does not report."""
     lines: dict[tuple[str, ...], int] = {}
     table: tuple[str, ...] = ()
     for number, line in enumerate(text.splitlines(), start=1):

@@ -1,4 +1,4 @@
-"""A configuration as a table of values, origins and overridden values; and the differences of two."""
+"""A configuration as a table of values, origins and overridden values, and the differences between two configurations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["differences", "show", "show_json"]
 
 
 def show(resolved: Resolved[RunConfig]) -> str:
-    """Return one line per setting: name, value, origin, and in brackets the values that it overrides."""
+    """Return one line per setting: name, value, origin, and in parentheses the values that it overrides."""
     rows = []
     for name in field_names(RunConfig):
         lost = [f"{s.value!r} from {s.origin}" for s in resolved.shadowed if s.name == name]
@@ -23,7 +23,7 @@ def show(resolved: Resolved[RunConfig]) -> str:
 
 
 def show_json(path: str, resolved: Resolved[RunConfig]) -> str:
-    """Return one line per setting in a DeepSpeed JSON file: name, value, place, and what fills in an "auto"."""
+    """Return one line per setting in a DeepSpeed JSON file: name, value, file line, and the source of an "auto" value."""
     rows = []
     for entry in read(path):
         name = ".".join(entry.keys)
@@ -32,7 +32,7 @@ def show_json(path: str, resolved: Resolved[RunConfig]) -> str:
     return _table(rows)
 
 
-# What fills in an "auto" at the start of the run, apart from settings.
+# Sources of "auto" values that are not settings.
 _FILLED = MappingProxyType(
     {
         "train_micro_batch_size_per_gpu": "the batch size of the loader",
@@ -63,7 +63,7 @@ def _filled(name: str, resolved: Resolved[RunConfig]) -> str:
 
 
 def differences(first: Resolved[RunConfig], second: Resolved[RunConfig]) -> str:
-    """Return one line per setting that differs: name, and its value and origin in both. Empty: no differences."""
+    """Return one line per setting that differs: its name, and both values and origins. Empty if nothing differs."""
     rows = []
     for name in field_names(RunConfig):
         values = [repr(getattr(resolved.value, name)) for resolved in (first, second)]

@@ -1,4 +1,4 @@
-"""Read a config file (echelon's, accelerate's, or a DeepSpeed JSON file) into a layer."""
+"""Convert a config file (echelon's, accelerate's, or a DeepSpeed JSON file) to a layer."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from echelon.config.key_table import BY_FIELD, KEYS, SECTIONS
 from echelon.config.origin import Origin, Setting, SettingSource
 from echelon.config.resolve import Layer
 
-__all__ = ["accelerators_asked_for", "from_file"]
+__all__ = ["find_accelerator_request", "from_file"]
 
-# accelerate's `distributed_type`: the fields that it sets. The others set none: devices are detected.
+# accelerate's `distributed_type` -> the field that it sets, or None.
 _ON_ACCELERATORS = tuple(f"MULTI_{device}" for device in ("GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON"))
 _TYPES = MappingProxyType(
     {
@@ -31,8 +31,8 @@ _TYPES = MappingProxyType(
 _MEGATRON = "set distributed_type: FSDP or DEEPSPEED to shard the model"
 _MPI = "remove it, and start the script with mpirun itself: echelon detects its ranks"
 _SAGEMAKER = "run echelon launch inside the instance that SageMaker starts"
-# Names of accelerate that set no field, with what to do where one requests something. Empty values, false and "no" request
-# nothing; the names in _SILENT request nothing outside of TPUs.
+# accelerate's names that set no field. Those in _SILENT only concern TPUs and are ignored. The names in _REFUSED raise an error
+# with this advice, unless their value is empty, false or "no".
 _SILENT = frozenset({"main_training_function", "use_mps_device", "use_xpu"})
 _REFUSED = MappingProxyType(
     {
@@ -59,18 +59,22 @@ _OTHER_FP8 = frozenset(
         *("optimization_level", "opt_level"),
     )
 )
-_FIRST = ("compute_environment", "distributed_type")  # the reason for what else a file of that kind has
-# What no file of settings has at its top, and DeepSpeed's have.
+_FIRST = (
+    "compute_environment",
+    "distributed_type",
+)  # checked first: they explain the other unsupported settings of a file
+# Top-level names that only DeepSpeed's files contain.
 _DEEPSPEED = frozenset({"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "steps_per_print"})
 
 
 def from_file(path: str | Path) -> Layer:
-    """Make a layer of the settings in a file; each keeps its line.
+    """Return a layer with the settings in a file and their line numbers.
 
-    The names are echelon's or accelerate's, in YAML, JSON or TOML; a DeepSpeed JSON file is taken as ``deepspeed_config_file``.
+    The file is YAML, JSON or TOML and uses echelon's or accelerate's names. A DeepSpeed JSON file becomes
+    ``deepspeed_config_file``.
 
     Raises:
-        ConfigError: the file cannot be read, has an unknown name, or requests something that is not supported.
+        ConfigError: the file cannot be read, or contains an unknown or unsupported setting.
     """
     entries = read(path)
     if Path(path).suffix == ".json" and _DEEPSPEED & {entry.keys[0] for entry in entries}:
@@ -83,18 +87,18 @@ def from_file(path: str | Path) -> Layer:
     return layer
 
 
-def accelerators_asked_for(path: str | Path) -> Setting | None:
-    """Return accelerate's ``distributed_type`` of a file where it names a kind of accelerators (``MULTI_GPU``), else None.
+def find_accelerator_request(path: str | Path) -> Setting | None:
+    """Return the ``distributed_type`` of a file if it requests accelerators (``MULTI_GPU``), else None.
 
-    It sets no field, because devices are found out. ``use_cpu: false`` asks for none: accelerate writes it for a laptop. Nor does
-    a file without ``num_processes``: accelerate writes that number always, ``echelon config`` only where somebody said it.
+    ``use_cpu: false`` is not such a request: accelerate writes it on every machine. Neither is a file without
+    ``num_processes``: accelerate always writes this setting, and ``echelon config`` only if the user gave it.
 
     Raises:
         ConfigError: the file cannot be read.
     """
-    said = {entry.keys: entry for entry in read(path)}
-    kind = said.get(("distributed_type",))
-    if kind is None or str(kind.value).upper() not in _ON_ACCELERATORS or ("num_processes",) not in said:
+    entries = {entry.keys: entry for entry in read(path)}
+    kind = entries.get(("distributed_type",))
+    if kind is None or str(kind.value).upper() not in _ON_ACCELERATORS or ("num_processes",) not in entries:
         return None
     return Setting(kind.value, Origin(SettingSource.FILE, kind.place))
 
@@ -106,20 +110,20 @@ def _add(layer: dict[str, Setting], entry: DocumentEntry) -> None:
         _refuse(entry)
     elif first == "compute_environment":
         if str(value) not in ("LOCAL_MACHINE", "0"):
-            raise _impossible(entry, do=_SAGEMAKER)
+            raise _unsupported(entry, do=_SAGEMAKER)
     elif first == "distributed_type":
         known = str(value).upper()
         if known not in _TYPES:
             do = TPU_ALTERNATIVE if known in ("TPU", "XLA") else _MEGATRON if known == "MEGATRON_LM" else None
-            raise _impossible(entry, do=do or f"give one of {', '.join(_TYPES)}")
+            raise _unsupported(entry, do=do or f"use one of {', '.join(_TYPES)}")
         if (sets := _TYPES[known]) is not None:
             layer.setdefault(
                 sets[0], Setting(sets[1], Origin(SettingSource.FILE, f"{entry.place} (distributed_type: {value})"))
             )
-    elif first == "fp16" and len(entry.keys) == 1:  # older than mixed_precision
+    elif first == "fp16" and len(entry.keys) == 1:  # the predecessor of mixed_precision
         origin = Origin(SettingSource.FILE, f"{entry.place} (fp16: {value})")
         layer.setdefault("mixed_precision", Setting("fp16" if value else "no", origin))
-    elif (field := _field(entry)) is not None and not _is_nothing(field, value):
+    elif (field := _field(entry)) is not None and not _is_default(field, value):
         if isinstance(value, (list, tuple)):
             value = ",".join(str(part) for part in value)
         layer[field] = Setting(value, origin)
@@ -127,15 +131,15 @@ def _add(layer: dict[str, Setting], entry: DocumentEntry) -> None:
 
 def _refuse(entry: DocumentEntry) -> None:
     do = _REFUSED.get(entry.keys[0])
-    if entry.keys[-1] == "mpirun_ccl":  # a detail of mpirun, meaningless without its hostfile
+    if entry.keys[-1] == "mpirun_ccl":  # has no effect without mpirun's hostfile
         return
-    asks = str(entry.value).strip("[]' ").lower() not in ("", "no", "none", "false", "0", "{}")
-    if asks and do is not None:
-        raise _impossible(entry, do=do)
+    is_set = str(entry.value).strip("[]' ").lower() not in ("", "no", "none", "false", "0", "{}")
+    if is_set and do is not None:
+        raise _unsupported(entry, do=do)
 
 
 def _field(entry: DocumentEntry) -> str | None:
-    """Return the field that a name in a file sets; None: it sets none here."""
+    """Return the field that an entry sets, or None for a setting of another fp8 library."""
     section, name = _section(entry.keys[0]), entry.keys[-1]
     if len(entry.keys) > (1 if section is None else 2):
         raise _unknown(entry, ())
@@ -146,12 +150,12 @@ def _field(entry: DocumentEntry) -> str | None:
         raise _unknown(entry, [*names, *SECTIONS, *_FIRST, *_SILENT, *_REFUSED])
     prefix = SECTIONS[section]
     names = {other: key.field for key in KEYS if key.section == section for other in (key.field, *key.names)}
-    # accelerate's `deepspeed_config: {fsdp_version: 2}` would set that, too: here a name belongs to its section.
+    # Unlike in accelerate, a name sets a field of its own section only.
     for candidate in (name, prefix + name):
         if candidate in names:
             return names[candidate]
     if section == "fp8_config" and {name, prefix + name} & _OTHER_FP8:
-        return None  # a setting of another fp8 library, which the error about fp8_backend names
+        return None  # the error about fp8_backend covers it
     raise _unknown(entry, names)
 
 
@@ -162,12 +166,12 @@ def _section(name: str) -> str | None:
     return None
 
 
-def _is_nothing(field: str, value: Any) -> bool:
-    """Tell whether this is a value that accelerate writes where the user requested nothing."""
+def _is_default(field: str, value: Any) -> bool:
+    """Return whether accelerate writes this value for a setting that the user did not choose."""
     return (field == "num_processes" and value == -1) or (field == "gpu_ids" and str(value).lower() in ("all", ""))
 
 
-def _impossible(entry: DocumentEntry, *, do: str) -> ConfigError:
+def _unsupported(entry: DocumentEntry, *, do: str) -> ConfigError:
     return ConfigError(
         f"{'.'.join(entry.keys)}: {entry.value} is not supported by echelon",
         where=f"file {entry.place}",
@@ -179,7 +183,7 @@ def _unknown(entry: DocumentEntry, names: Any) -> ConfigError:
     known = [name for name in names if name not in _REFUSED] if len(entry.keys) == 1 else list(names)
     near = get_close_matches(entry.keys[-1], known, n=1)
     if not near and len(entry.keys) > 1:  # a known name in the wrong section
-        near = [f"{BY_FIELD[name].section or 'the top'}: {name}" for name in BY_FIELD if name == entry.keys[-1]]
+        near = [f"{BY_FIELD[name].section or 'top level'}: {name}" for name in BY_FIELD if name == entry.keys[-1]]
     return ConfigError(
         f"unknown setting {'.'.join(entry.keys)!r}",
         where=f"file {entry.place}",

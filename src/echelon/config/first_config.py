@@ -14,7 +14,7 @@ from echelon.config.write import write
 __all__ = ["default_config_file", "write_basic_config"]
 
 default_config_file = str(own_file())
-"""The default path of ``write_basic_config``, as determined when this module was imported."""
+"""Default path of ``write_basic_config``, determined when this module is imported."""
 
 
 def write_basic_config(mixed_precision: str = "no", save_location: str | Path | None = None) -> Path | bool:
@@ -22,20 +22,20 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
 
     Args:
         mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8``.
-        save_location: the file; its suffix chooses the format: .toml, or .yaml or .json with accelerate's names. None: the
-            default path of echelon, where the launcher finds it.
+        save_location: path of the file. Its suffix selects the format: .toml, or .yaml or .json with accelerate's names. None:
+            the path where the launcher finds it.
 
     Returns:
-        The path; False if the file exists, which is not changed.
+        The path, or False if the file already exists; it is not changed.
 
     Raises:
-        ConfigError: an unknown precision or file format.
+        ConfigError: the precision or the file format is unknown.
 
     Source: accelerate.utils.write_basic_config.
     """
     path = own_file() if save_location is None else Path(save_location)
     if path.exists():
-        print(f"{path} exists and was not changed; pass another save_location to write a new file")
+        print(f"{path} already exists and was not changed; pass another save_location to write a new file")
         return False
     precision = mixed_precision.lower()
     if precision not in get_args(Precision):

@@ -1,6 +1,6 @@
-"""The table of names: of each setting the field, accelerate's variable, the place in accelerate's files, the flags.
+"""The names of each setting: field, accelerate's variable, section and names in accelerate's files, flags.
 
-Compatibility is data: files, environment, flags, what the launcher exports and docs/configuration.md all read it here.
+Config files, environment variables, flags, the variables that the launcher exports and docs/configuration.md use this table.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ class Key:
     """The names of one setting."""
 
     field: str
-    """In ``RunConfig``; every key has the variable ``ECHELON_<FIELD>`` too."""
+    """Field of ``RunConfig``; the variable ``ECHELON_<FIELD>`` also sets it."""
     variable: str | None = None
-    """The variable with which accelerate's launcher passes it to its ranks."""
+    """Variable with which accelerate's launcher passes the setting to the ranks."""
     section: str | None = None
-    """Its section in accelerate's file; None: the top level."""
+    """Section in accelerate's file; None for the top level."""
     names: tuple[str, ...] = ()
-    """Its other names in files: old ones, and the one that accelerate writes first where it is not the field's."""
+    """Other names in files. If accelerate's name differs from the field's, it comes first."""
     flags: tuple[str, ...] = ()
-    """Its flags; empty: it cannot be set on a command line."""
+    """Command-line flags; empty if no flag sets it."""
     shared: bool = False
-    """It is in a section of accelerate's file, but also applies without the feature of that section."""
+    """Whether the setting also applies without the feature of its section."""
 
     @property
     def written(self) -> str:
-        """Its name in accelerate's files."""
+        """The name in accelerate's files."""
         return self.names[0] if self.field in _RENAMED else self.field
 
 
-# Sections of a file: accelerate's name -> the prefix that the names in it may be given without.
+# Sections of a file: accelerate's name -> the prefix that names in the section may omit.
 SECTIONS = MappingProxyType(
     {
         "fsdp_config": "fsdp_",
@@ -46,12 +46,12 @@ SECTIONS = MappingProxyType(
 )
 _RENAMED = frozenset({"cpu"})
 
-# `sharded_by` is three names in accelerate: a variable (or flag --use_...) of its own for each value.
+# accelerate has no `sharded_by`, but a separate variable (and flag --use_...) for each of its values.
 USE = MappingProxyType({"ACCELERATE_USE_FSDP": "fsdp", "ACCELERATE_USE_DEEPSPEED": "deepspeed"})
 
 
 def own_variable(field: str) -> str:
-    """Return echelon's variable of a field."""
+    """Return echelon's variable for a field."""
     return f"ECHELON_{field.upper()}"
 
 
@@ -60,7 +60,7 @@ def _flag(field: str, *others: str) -> tuple[str, ...]:
 
 
 def _keys(section: str, variables: str, *fields: str) -> tuple[Key, ...]:
-    """Return keys whose variable is ``variables`` followed by the field without the section's prefix."""
+    """Return one key per field, with the variable prefix ``variables`` and the field prefix of ``section``."""
     prefix = SECTIONS[section]
     return tuple(
         Key(
@@ -158,29 +158,14 @@ KEYS = (
         flags=_flag("zero3_init_flag"),
     ),
     *_keys("deepspeed_config", "ACCELERATE_DEEPSPEED_", "zero3_save_16bit_model", "deepspeed_moe_layer_cls_names"),
-    Key(
-        field="deepspeed_hostfile",
-        section="deepspeed_config",
-        flags=_flag("deepspeed_hostfile", "--hostfile", "-H"),
-        shared=True,
-    ),
-    Key(
-        field="deepspeed_multinode_launcher",
-        section="deepspeed_config",
-        flags=_flag("deepspeed_multinode_launcher", "--launcher"),
-        shared=True,
-    ),
-    Key(
-        field="deepspeed_inclusion_filter",
-        section="deepspeed_config",
-        flags=_flag("deepspeed_inclusion_filter", "--include", "-i"),
-        shared=True,
-    ),
-    Key(
-        field="deepspeed_exclusion_filter",
-        section="deepspeed_config",
-        flags=_flag("deepspeed_exclusion_filter", "--exclude", "-e"),
-        shared=True,
+    *(
+        Key(field=field, section="deepspeed_config", flags=_flag(field, *others), shared=True)
+        for field, *others in (
+            ("deepspeed_hostfile", "--hostfile", "-H"),
+            ("deepspeed_multinode_launcher", "--launcher"),
+            ("deepspeed_inclusion_filter", "--include", "-i"),
+            ("deepspeed_exclusion_filter", "--exclude", "-e"),
+        )
     ),
     Key(
         field="use_parallelism_config",
@@ -198,7 +183,7 @@ KEYS = (
 
 BY_FIELD = MappingProxyType({key.field: key for key in KEYS})
 
-# Variables that are not settings of this table; other unknown ones are compared with the table to find misspellings.
+# Known variables that are not in this table. Any other unknown variable is checked for misspellings.
 OTHER_VARIABLES = frozenset(
     {
         "ACCELERATE_ALLOW_CP_STANDALONE",
@@ -217,14 +202,14 @@ OTHER_VARIABLES = frozenset(
         "ACCELERATE_USE_MPS_DEVICE",
         "ACCELERATE_USE_SAGEMAKER",
         "ACCELERATE_USE_XPU",
-        # Exchanged between its processes.
+        # Set by echelon for its own processes.
         "ECHELON_BOARD",
         "ECHELON_CHOSEN_THREADS",
         "ECHELON_CONFIG",
         "ECHELON_LAUNCHER",
         "ECHELON_SET_GLOO_SOCKET_IFNAME",
         "ECHELON_WROTE_FOR_TRANSFORMERS",
-        # Read elsewhere.
+        # Read by other modules.
         "ECHELON_CHECKPOINT_FORMAT",
         "ECHELON_LOG_LEVEL",
         "ECHELON_SSH_ARGS",

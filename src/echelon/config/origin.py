@@ -1,4 +1,4 @@
-"""The origin of a setting; sources are ordered from the lowest to the highest precedence."""
+"""The origin of a setting."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Origin", "Setting", "SettingSource"]
 
 
 class SettingSource(IntEnum):
-    """The layers of configuration; the higher one takes precedence."""
+    """Sources of settings, from lowest to highest precedence."""
 
     DEFAULT = 0
     DERIVED = 1
@@ -22,7 +22,7 @@ class SettingSource(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The layer of a setting, and the name of the flag, variable, file line or argument."""
+    """Source of a setting, and the flag, variable, file line or argument that set it."""
 
     source: SettingSource
     detail: str = ""
@@ -33,7 +33,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value as it was given, and its origin."""
+    """A value before conversion, and its origin."""
 
     value: object
     origin: Origin

@@ -1,4 +1,4 @@
-"""Merge layers of settings into one frozen configuration with the origin of each value."""
+"""Merge layers of settings into one configuration that knows the origin of each value."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ class Shadowed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved(Generic[T]):
-    """The configuration, the origin of each field, and the overridden values."""
+    """A configuration, the origin of each field, and the overridden values."""
 
     value: T
     origins: Mapping[str, Origin]
     shadowed: tuple[Shadowed, ...]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _resolved, (self.value, dict(self.origins), self.shadowed)  # a mappingproxy does not pickle
+        return _resolved, (self.value, dict(self.origins), self.shadowed)  # a mappingproxy cannot be pickled
 
 
 def resolve(schema: type[T], layers: Iterable[Layer], *, strict: bool = False) -> Resolved[T]:
-    """Merge ``layers`` (in any order) into one ``schema``: code > flag > environment > file > default.
+    """Merge ``layers``, in any order, into a ``schema``. Precedence: code > flag > environment > file > default.
 
-    The same setting in two layers is not a conflict: the higher one wins, the lower one is kept in ``shadowed``.
+    If two layers contain the same setting, the higher layer wins and the lower value is kept in ``shadowed``.
 
     Raises:
-        ConfigError: an unknown name (the nearest one is given), a value of the wrong type, or, when ``strict``,
-            two layers that give one setting different values.
+        ConfigError: a name is unknown, a value has the wrong type or, if ``strict``, two layers give a setting different
+            values.
     """
     names = field_names(schema)
     types = field_types(schema)

@@ -1,4 +1,4 @@
-"""The settings of a run with their origins and overridden values, as a file in the run's folder."""
+"""The file in a run's folder with its settings, their origins and the overridden values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RUN_FILE = "config.json"
 
 
 def to_run_file(resolved: Resolved[RunConfig]) -> str:
-    """Return the text of a run's file."""
+    """Return the content of the file for a run with these settings."""
     chosen = {
         name: [getattr(resolved.value, name), *_plain(origin)]
         for name, origin in resolved.origins.items()
@@ -28,14 +28,14 @@ def to_run_file(resolved: Resolved[RunConfig]) -> str:
 
 
 def of_run(folder: str | Path) -> Resolved[RunConfig]:
-    """Return the settings of the run in ``folder``, or of the last one below it (``--log_dir``).
+    """Return the settings of the run in ``folder``, or of the last run below it (``--log_dir``).
 
     Raises:
-        ConfigError: there is no run, or its file is corrupt.
+        ConfigError: the folder contains no run, or the file is corrupt.
     """
     path = Path(folder) / RUN_FILE
     if not path.is_file():
-        # The names of folders below --log_dir begin with the time.
+        # The names of folders below --log_dir begin with the start time.
         path = max(Path(folder).glob(f"*/{RUN_FILE}"), default=path)
     try:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -46,12 +46,12 @@ def of_run(folder: str | Path) -> Resolved[RunConfig]:
         )
     except OSError as error:
         raise ConfigError(
-            f"there is no run in {folder}: {path.name} is missing",
+            f"{folder} contains no run: {path.name} is missing",
             do="pass a folder that echelon launch --log_dir DIR created",
         ) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
-            f"{path} is not the config record of a run: {error}",
+            f"{path} is not a valid record of a run's settings: {error}",
             do="pass a folder that echelon launch --log_dir DIR created",
         ) from error
     resolved = resolve(RunConfig, [layer])

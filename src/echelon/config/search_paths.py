@@ -1,4 +1,4 @@
-"""Where config files are searched when none is named."""
+"""The search path for config files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PROJECT_FILE = "echelon.toml"
 
 
 def own_file() -> Path:
-    """Return the path of echelon's config file for all projects of this user."""
+    """Return the path of this user's echelon config file."""
     home = environ.get("XDG_CONFIG_HOME")
     return (Path(home) if home else Path.home() / ".config") / "echelon" / "default_config.toml"
 
@@ -26,7 +26,7 @@ def accelerate_file() -> Path:
 
 
 def find() -> Path | None:
-    """Return the first file that exists: in this folder, echelon's for this user, accelerate's. None: there is none."""
+    """Return the first existing file of: project file in the current folder, user's echelon file, accelerate's file; else None."""
     own, theirs = own_file(), accelerate_file()
     candidates = (
         Path(PROJECT_FILE),

@@ -1,4 +1,4 @@
-"""The layers: flags, environment variables, code, and the one JSON that the launcher hands to the ranks."""
+"""Layers of settings from flags, environment variables and code, and the JSON that the launcher passes to the ranks."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ __all__ = [
 CONFIG_VARIABLE = "ECHELON_CONFIG"
 
 CHOSEN_THREADS = "ECHELON_CHOSEN_THREADS"
-"""The OMP_NUM_THREADS that the launcher chose for this machine; ignored where results must not depend on the machine."""
+"""Variable with the OMP_NUM_THREADS that the launcher chose; ignored if results must not depend on the machine."""
 
-# A misspelled variable with one of the last two prefixes may belong to another program.
+# Unknown variables with one of the last two prefixes may belong to other programs and are not checked for misspellings.
 _OWN_PREFIX = "ECHELON_"
 _PREFIXES = ("ACCELERATE_", _OWN_PREFIX, "FSDP_", "PARALLELISM_CONFIG_")
 _FIELDS = MappingProxyType(
@@ -57,17 +57,17 @@ _BY_LAUNCHER = frozenset(key.field for key in KEYS if key.section not in (None, 
 _PER_MACHINE = frozenset(
     {"num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "gpu_ids"}
     | {"same_network", "deepspeed_hostfile", "deepspeed_inclusion_filter", "deepspeed_exclusion_filter"}
-    | {"stall_timeout", "slow_timeout", "on_stall"}  # those of the rendezvous host apply
+    | {"stall_timeout", "slow_timeout", "on_stall"}  # the values of the rendezvous host apply
 )
 
 
 def from_flags(values: Mapping[str, tuple[object, str]]) -> Layer:
-    """Make a layer from command-line flags: field -> (value, the flag as typed)."""
+    """Return a layer with command-line flags, given as field -> (value, flag as typed)."""
     return {name: Setting(value, Origin(SettingSource.FLAG, flag)) for name, (value, flag) in values.items()}
 
 
 def from_code(owner: str, values: Mapping[str, object]) -> Layer:
-    """Make a layer from the arguments of ``owner`` in code; None means that the argument was not given."""
+    """Return a layer with the arguments of the class or function ``owner`` that are not None."""
     return {
         name: Setting(value, Origin(SettingSource.CODE, f"{owner}({name}=)"))
         for name, value in values.items()
@@ -76,10 +76,10 @@ def from_code(owner: str, values: Mapping[str, object]) -> Layer:
 
 
 def from_environment() -> Layer:
-    """Make a layer from the ``ECHELON_*`` variables and the equivalent ones of accelerate.
+    """Return a layer with the ``ECHELON_*`` variables and accelerate's equivalents.
 
     Raises:
-        ConfigError: a variable with one of these prefixes is misspelled, or both kinds of sharding are requested.
+        ConfigError: a variable is misspelled, or both kinds of sharding are requested.
     """
     layer: dict[str, Setting] = {}
     use = []
@@ -105,7 +105,7 @@ def from_environment() -> Layer:
 
 
 def without_effect() -> str | None:
-    """Return a warning about variables that begin with echelon's prefix and are unknown; None: there are none."""
+    """Return a warning about unknown variables with echelon's prefix, or None if there are none."""
     names = sorted(
         name
         for name, text in environ.snapshot().items()
@@ -114,8 +114,8 @@ def without_effect() -> str | None:
     if not names:
         return None
     return (
-        f"{', '.join(names)} in the environment: not known to echelon, and without effect. For a variable of your own, choose a name "
-        f"that does not begin with {_OWN_PREFIX}; `echelon config explain` shows the settings in effect"
+        f"ignoring unknown environment variables: {', '.join(names)}. For your own variables, choose names "
+        f"that do not begin with {_OWN_PREFIX}; `echelon config explain` shows the settings in effect"
     )
 
 
@@ -125,7 +125,7 @@ def _warn_once(message: str) -> None:
 
 
 def encode(resolved: Resolved[RunConfig]) -> str:
-    """Write the chosen (not the default) settings and their origins as one JSON text, for ``ECHELON_CONFIG``."""
+    """Return the non-default settings and their origins as JSON for ``ECHELON_CONFIG``."""
     values: dict[str, Any] = asdict(resolved.value)
     chosen = {
         name: [values[name], int(origin.source), origin.detail]
@@ -136,7 +136,7 @@ def encode(resolved: Resolved[RunConfig]) -> str:
 
 
 def decode(text: str) -> Layer:
-    """Read what ``encode`` wrote, so that rank 3 still says "flag --mixed-precision".
+    """Return the layer that ``encode`` wrote, with the original origins.
 
     Raises:
         ConfigError: the text was not written by ``encode``.
@@ -148,43 +148,43 @@ def decode(text: str) -> Layer:
         }
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{CONFIG_VARIABLE} does not hold a configuration written by echelon launch: {error}",
+            f"{CONFIG_VARIABLE} does not contain a configuration written by echelon launch: {error}",
             where=f"env {CONFIG_VARIABLE}",
-            do=f"unset {CONFIG_VARIABLE}; it is made by the launcher, not by hand",
+            do=f"unset {CONFIG_VARIABLE}; only echelon launch may set it",
         ) from error
 
 
 def current(code: Layer | None = None) -> Resolved[RunConfig]:
-    """Resolve the configuration of this process: ``code`` over what the launcher resolved over the environment."""
+    """Resolve the settings of this process: ``code`` overrides the environment, which overrides the launcher's settings."""
     text = environ.get(CONFIG_VARIABLE)
-    handed = decode(text) if text else {}
-    # The launcher has resolved the environment, and exports the result under accelerate's names, too. Only a variable with
-    # another value (set in the script, for example) counts.
-    later = {
-        name: setting for name, setting in from_environment().items() if not _says(handed.get(name), name, setting)
+    passed = decode(text) if text else {}
+    # The launcher also exports its settings under accelerate's names. Only a variable with a different value, set for
+    # example by the script, overrides them.
+    changed = {
+        name: setting for name, setting in from_environment().items() if not _is_same(passed.get(name), name, setting)
     }
-    if not text and (message := without_effect()) is not None:  # else the launcher has warned
+    if not text and (message := without_effect()) is not None:  # otherwise the launcher has warned
         _warn_once(message)
-    return resolve(RunConfig, [handed, later, code or {}])
+    return resolve(RunConfig, [passed, changed, code or {}])
 
 
 def is_debug() -> bool:
-    """Return ``current().value.debug`` without resolving the other settings: every collective calls this."""
+    """Return ``current().value.debug`` without resolving the other settings, because every collective calls this."""
     text = environ.get(CONFIG_VARIABLE)
-    handed = decode(text).get("debug") if text else None
+    passed = decode(text).get("debug") if text else None
     key = BY_FIELD["debug"]
     variables = (own_variable(key.field), str(key.variable))
     found = [
         Setting(text, Origin(SettingSource.ENV, name)) for name in variables if (text := environ.get(name)) is not None
     ]
-    setting = found[0] if found else handed
+    setting = found[0] if found else passed
     if setting is None:
         return False
     return bool(coerce(field_types(RunConfig)["debug"], "debug", setting.value, where=str(setting.origin)))
 
 
 def fingerprint(resolved: Resolved[RunConfig]) -> dict[str, tuple[object, str]]:
-    """Return what all ranks must share: the value and origin of each setting that differs from its default."""
+    """Return the value and origin of each non-default setting that must be the same on all ranks."""
     default = RunConfig()
     return {
         name: (value, str(origin))
@@ -194,10 +194,10 @@ def fingerprint(resolved: Resolved[RunConfig]) -> dict[str, tuple[object, str]]:
 
 
 def refuse_launchers_variables(resolved: Resolved[RunConfig]) -> None:
-    """Raise for ``ECHELON_*`` variables that only ``echelon launch`` translates, in a process that it did not start.
+    """Raise an error for ``ECHELON_*`` variables that require ``echelon launch``, in a process that it did not start.
 
     Raises:
-        ConfigError: there is one; in a process, these settings are read from accelerate's variables.
+        ConfigError: such a variable is set. Processes read these settings from accelerate's variables.
     """
     if environ.get(CONFIG_VARIABLE) is not None:
         return
@@ -205,14 +205,14 @@ def refuse_launchers_variables(resolved: Resolved[RunConfig]) -> None:
         if origin.source is SettingSource.ENV and origin.detail == own_variable(name) and name in _BY_LAUNCHER:
             other = BY_FIELD[name].variable or ", ".join(USE)
             raise ConfigError(
-                f"{origin.detail} is for echelon launch, and this process was not started by it",
+                f"{origin.detail} requires echelon launch, which did not start this process",
                 where=str(origin),
                 do=f"start the script with echelon launch, or set {other}",
             )
 
 
-def _says(handed: Setting | None, name: str, setting: Setting) -> bool:
-    """Tell whether ``setting`` equals the value that the launcher passed on."""
-    if handed is None:
+def _is_same(passed: Setting | None, name: str, setting: Setting) -> bool:
+    """Return whether ``setting`` equals the value that the launcher passed."""
+    if passed is None:
         return False
-    return handed.value == coerce(field_types(RunConfig)[name], name, setting.value, where=str(setting.origin))
+    return passed.value == coerce(field_types(RunConfig)[name], name, setting.value, where=str(setting.origin))

@@ -16,36 +16,36 @@ from echelon.config.schema import RunConfig
 
 __all__ = ["chosen", "for_accelerate", "unknown_to_accelerate", "write", "write_mapping"]
 
-# Settings without a name in accelerate's file. echelon reads them at its top level; accelerate rejects such a file.
+# Settings that accelerate's files do not have. echelon reads them at the top level; accelerate rejects a file with them.
 _OWN = ("engine", "parity", "max_micro_batch_size", "canonical_shards", "seed", "allow_changed_data")
 _TYPES = MappingProxyType({"fsdp": "FSDP", "deepspeed": "DEEPSPEED"})
 
 
 def chosen(resolved: Resolved[RunConfig]) -> dict[str, Any]:
-    """Return the settings that were given and differ from the defaults."""
+    """Return the settings that the user gave and that differ from the defaults."""
     default = RunConfig()
     values = {key.field: getattr(resolved.value, key.field) for key in KEYS if given(resolved, key.field)}
     return {name: value for name, value in values.items() if value != getattr(default, name)}
 
 
 def write(path: str | Path, values: Mapping[str, Any]) -> None:
-    """Write ``values`` (field -> value) to ``path``, in the format of its suffix.
+    """Write ``values`` (field -> value) to ``path`` in the format of its suffix.
 
     Raises:
-        ConfigError: another suffix, or the file cannot be written.
+        ConfigError: the suffix is unknown, or the file cannot be written.
     """
     write_mapping(Path(path), _sections(values) if Path(path).suffix == ".toml" else for_accelerate(values))
 
 
 def write_mapping(path: Path, data: Mapping[str, Any], *, suffix: str | None = None) -> None:
-    """Write ``data`` to ``path``, in the format of ``suffix``; None: of its own.
+    """Write ``data`` to ``path`` in the format of ``suffix`` (default: the suffix of ``path``).
 
     Raises:
-        ConfigError: another suffix, or the file cannot be written.
+        ConfigError: the suffix is unknown, or the file cannot be written.
     """
     suffix = suffix or path.suffix
     if suffix == ".toml":
-        import tomli_w  # noqa: PLC0415 - the launcher, which imports this layer, writes none
+        import tomli_w  # noqa: PLC0415 - the launcher imports this module, but writes no files
 
         text = tomli_w.dumps(data)
     elif suffix == ".json":
@@ -64,13 +64,13 @@ def write_mapping(path: Path, data: Mapping[str, Any], *, suffix: str | None = N
 
 
 def unknown_to_accelerate(values: Mapping[str, Any]) -> list[str]:
-    """Return the names among ``values`` that accelerate rejects."""
+    """Return the names in ``values`` that accelerate rejects."""
     alone = ["gradient_accumulation_steps"] if values.get("sharded_by") not in _DEEPSPEED else []
     return [name for name in (*_OWN, *alone) if name in values]
 
 
 def _sections(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return TOML's tables: ``fsdp_version`` is ``version`` in ``[fsdp]``."""
+    """Return ``values`` as TOML tables; ``fsdp_version`` becomes ``version`` in ``[fsdp]``."""
     tables: dict[str, Any] = {}
     for name, value in values.items():
         key = BY_FIELD[name]
@@ -79,13 +79,12 @@ def _sections(values: Mapping[str, Any]) -> dict[str, Any]:
         else:
             table = tables.setdefault(key.section.removesuffix("_config"), {})
             table[name.removeprefix(SECTIONS[key.section])] = value
-    return dict(
-        sorted(tables.items(), key=lambda item: isinstance(item[1], dict))
-    )  # TOML needs plain values before tables
+    # TOML requires plain values before tables.
+    return dict(sorted(tables.items(), key=lambda item: isinstance(item[1], dict)))
 
 
 def for_accelerate(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``values`` (field -> value) under the names of accelerate's file, with the entries that such a file requires."""
+    """Return ``values`` (field -> value) under accelerate's names, with the entries that accelerate requires."""
     several = values.get("num_processes", 2) > 1
     plain = ("MULTI_CPU" if values.get("cpu") else "MULTI_GPU") if several else "NO"
     sharded_by = values.get("sharded_by")

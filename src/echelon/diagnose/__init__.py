@@ -1,1 +1,1 @@
-"""From what the ranks noted to what is wrong; pure functions, no processes."""
+"""Diagnose stalls, stragglers and lost time from the records of the ranks. Starts no processes."""

@@ -1,4 +1,4 @@
-"""Compare the collectives that the ranks have started: where they first differ, or who is behind."""
+"""Compare the collectives that the ranks have started: find the first difference, or the ranks that are behind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 __all__ = ["CollectiveCall", "Divergence", "History", "first_divergence", "read_history"]
 
-# Sizes may differ between ranks: only the kind is compared.
+# Sizes may differ between ranks, so only the kind is compared.
 _UNLIKE_SIZES = frozenset(
     {"gather", "scatter", "all_to_all", "all_to_allv", "all_to_all_single", "alltoall", "alltoall_base"}
 )
@@ -16,10 +16,10 @@ _UNLIKE_SIZES = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCall:
-    """One call, as torch's flight recorder has it."""
+    """One call of a collective, from torch's flight recorder."""
 
     number: int
-    """Counted from 1 in its group."""
+    """Number of the call in its group, from 1."""
     kind: str
     sizes: tuple[tuple[int, ...], ...] = ()
     dtypes: tuple[str, ...] = ()
@@ -30,7 +30,7 @@ class CollectiveCall:
         return f"{self.kind} number {self.number}" + (f" of {tensors}" if tensors else "")
 
     def matches(self, other: CollectiveCall) -> bool:
-        """Tell whether this and ``other`` of another rank can be the same operation."""
+        """Return whether this and ``other`` on another rank can be the same operation."""
         if self.kind != other.kind:
             return False
         return self.kind in _UNLIKE_SIZES or (self.sizes, self.dtypes) == (other.sizes, other.dtypes)
@@ -38,34 +38,34 @@ class CollectiveCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """The collectives that one rank has started in one group, the oldest first."""
+    """Collectives that a rank has started in a group, oldest first."""
 
     ranks: tuple[int, ...]
-    """The ranks of the group."""
+    """Ranks of the group."""
     started: tuple[CollectiveCall, ...]
 
     @property
     def number(self) -> int:
-        """The number of the last one."""
+        """Number of the last call, or 0."""
         return self.started[-1].number if self.started else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """The first difference between the ranks of a group."""
+    """First difference between the ranks of a group."""
 
     kind: Literal["other operation", "other shape", "behind"]
     at: Mapping[int, CollectiveCall | None]
-    """What each rank has started there; None for a rank that is behind."""
+    """Call of each rank at the difference; None for a rank that is behind."""
     diverging: tuple[int, ...]
-    """The ranks that differ from the majority; empty: no majority."""
+    """Ranks that differ from the majority; empty without a majority."""
 
 
 def read_history(data: Any) -> dict[str, History]:
-    """Return the history of each group from a rank's record (``Reporter.collectives``); {} if it has none.
+    """Return group name -> history from a rank's record (``Reporter.collectives``), or {} if it has none.
 
     Raises:
-        ValueError, TypeError, KeyError: invalid record.
+        ValueError, TypeError, KeyError: the record is invalid.
     """
     found = {}
     for name, group in (data or {}).get("groups", {}).items():
@@ -84,10 +84,10 @@ def read_history(data: Any) -> dict[str, History]:
 
 
 def first_divergence(histories: Mapping[int, Mapping[str, History]]) -> Divergence | None:
-    """Return where the ranks first differ: in what they call, else in how far they are; None: nowhere.
+    """Return the first difference between calls, else between numbers of calls; None if there is no difference.
 
     Args:
-        histories: by rank and group; ranks without any are ignored.
+        histories: histories by rank and group; ranks without a history are ignored.
     """
     names = sorted({name for groups in histories.values() for name in groups})
     for name in names:
@@ -121,7 +121,7 @@ def _first_difference(histories: Mapping[int, History]) -> Divergence | None:
 
 
 def _minority(at: Mapping[int, CollectiveCall]) -> tuple[int, ...]:
-    """Return the ranks that differ from what more than half of them call."""
+    """Return the ranks that differ from the call of more than half of the ranks; empty without such a majority."""
     groups: list[list[int]] = []
     for rank, collective in at.items():
         group = next((group for group in groups if at[group[0]].matches(collective)), None)

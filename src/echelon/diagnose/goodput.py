@@ -25,57 +25,57 @@ _ITEM_OF = MappingProxyType(
 )
 _GOOD = ("compute", "communication", "program")
 ITEMS = (*_GOOD, "data wait", "checkpoint", "init", "detection", "restart", "lost steps", "end")
-"""The items of the breakdown."""
+"""Items of the breakdown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimes:
-    """The times on the board for one rank at the end of its attempt."""
+    """Times of a rank on the board at the end of an attempt."""
 
     rank: int
     times: Times | None = None
     marks: Sequence[Mark] = ()
     ended_ns: int | None = None
-    """When its program ended by itself before the end of the attempt; None: it did not."""
+    """When its program ended by itself; None if it was still running at the end of the attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One start of all ranks, and its end; times are on ``time.monotonic_ns``."""
+    """One start of all ranks. Times are on ``time.monotonic_ns``."""
 
     started_ns: int
     failed_ns: int
-    """First sign of the failure: an exit, an exception, the last progress before a stall; if it ended well, its end."""
+    """First sign of the failure: an exit, an exception, or the last progress before a stall; without a failure, the end."""
     noticed_ns: int
-    """When the launcher noticed it."""
+    """When the launcher detected it."""
     ranks: Sequence[RankTimes]
 
     @property
     def loaded(self) -> int | None:
-        """Step that its training loop resumed from, -1: no checkpoint; None: its loop never started."""
+        """Step from which its training loop resumed, -1 without a checkpoint, None if the loop never started."""
         found = [one.times for one in self.ranks if one.times is not None]
         step = max((times.loaded for times in found), default=-1)
         return step if step >= 0 or any(times.begun_ns for times in found) else None
 
     def has_mark(self, step: int) -> bool:
-        """Tell whether it has started a checkpoint of ``step``."""
+        """Return whether the attempt has started a checkpoint of ``step``."""
         return any(mark.step == step for one in self.ranks for mark in one.marks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeBreakdown:
-    """Seconds by item, the mean over the ranks; they add up to ``wall_s``."""
+    """Seconds by item, averaged over the ranks. The sum is ``wall_s``."""
 
     wall_s: float
     num_restarts: int
     seconds: Mapping[str, float]
-    """``compute`` and ``communication`` of steps that were kept, ``data wait``, ``checkpoint``; ``init``: until the
-    training loop; ``detection``: from a failure until it was noticed; ``restart``: from then to the next training loop;
-    ``lost steps``: repeated later; ``end``: after the program; ``program``: all of a program that records nothing."""
+    """``compute`` and ``communication`` of steps that were kept; ``data wait``; ``checkpoint``; ``init`` until the training
+    loop; ``detection`` between a failure and its detection; ``restart`` until the next training loop; ``lost steps`` that
+    were repeated later; ``end`` after the program; ``program`` for the whole time of a program that records nothing."""
 
     @property
     def goodput(self) -> float:
-        """The fraction of the time spent on computation and communication of steps that were kept."""
+        """Fraction of the time that was spent on computation and communication of steps that were kept."""
         return sum(self.seconds.get(item, 0.0) for item in _GOOD) / self.wall_s if self.wall_s else 0.0
 
     def __str__(self) -> str:
@@ -84,23 +84,23 @@ class TimeBreakdown:
         return f"goodput {self.goodput:.1%} of {self.wall_s:.1f} s: {items}{restarts}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return what ``from_json`` reads."""
+        """Return the breakdown as JSON data for ``from_json``."""
         seconds = {item: round(s, 6) for item, s in self.seconds.items()}
         return {"wall_s": self.wall_s, "num_restarts": self.num_restarts, "seconds": seconds}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> TimeBreakdown:
-        """Read what ``to_json`` gave."""
+        """Return the breakdown that ``to_json`` returned as JSON data."""
         return cls(wall_s=data["wall_s"], num_restarts=data["num_restarts"], seconds=data["seconds"])
 
 
 def account(attempts: Sequence[Attempt], *, began_ns: int, ended_ns: int) -> TimeBreakdown:
-    """Return where the time went.
+    """Return the time breakdown of a run.
 
     Args:
-        attempts: in order.
+        attempts: attempts in order.
         began_ns: start of the launcher.
-        ended_ns: its end.
+        ended_ns: end of the launcher.
     """
     totals = dict.fromkeys(ITEMS, 0.0)
     is_recorded = any(one.times is not None and one.times.begun_ns for attempt in attempts for one in attempt.ranks)
@@ -123,7 +123,7 @@ def account(attempts: Sequence[Attempt], *, began_ns: int, ended_ns: int) -> Tim
 def _row(
     attempt: Attempt, one: RankTimes, kept: int | None, *, edge: int, before: str, is_recorded: bool
 ) -> dict[str, float]:
-    """Return the nanoseconds of one rank from ``edge`` to the failure."""
+    """Return the nanoseconds of a rank by item, from ``edge`` to the failure."""
     row = dict.fromkeys(ITEMS, 0.0)
     failed_ns, spent = attempt.failed_ns, spent_in(attempt, one)
     if spent is None or one.times is None:
@@ -141,9 +141,9 @@ def _row(
 
 
 def spent_in(attempt: Attempt, one: RankTimes) -> list[int] | None:
-    """Return the nanoseconds of each part of a rank's training loop, up to the failure or its own end; None: no loop.
+    """Return the nanoseconds of each part of a rank's training loop until the failure or its end; None without a loop.
 
-    Their sum is the time since the loop started.
+    The sum is the time since the loop started.
     """
     times = one.times
     if times is None or not 0 < times.begun_ns < attempt.failed_ns:
@@ -160,9 +160,9 @@ def spent_in(attempt: Attempt, one: RankTimes) -> list[int] | None:
 
 
 def _kept_up_to(attempts: Sequence[Attempt]) -> list[int | None]:
-    """Return for each attempt the step up to which its work was kept; -1: none of it; None: all."""
+    """Return for each attempt the step up to which its work was kept; -1 for none, None for all of it."""
     kept: list[int | None] = []
-    need: int | None = None  # the step that the later attempts build on
+    need: int | None = None  # the step from which the later attempts continue
     for attempt in reversed(attempts):
         kept.append(need)
         if attempt.loaded is not None and (need is None or attempt.has_mark(need)):
@@ -171,10 +171,10 @@ def _kept_up_to(attempts: Sequence[Attempt]) -> list[int | None]:
 
 
 def _lost_from(attempt: Attempt, one: RankTimes, kept: int | None) -> Sequence[int] | None:
-    """Return what the rank had spent on each part when the lost work started; None: nothing was lost."""
+    """Return the time that the rank had spent on each part when the lost work started, or None if nothing was lost."""
     if kept is None:
         return None
     if not attempt.has_mark(kept):
         return [0] * len(StepPart)
-    # A rank without this mark died or was stopped when the others had started to save.
+    # A rank without this mark died or was stopped after other ranks had started to save.
     return next((mark.spent_ns for mark in reversed(one.marks) if mark.step == kept), None)

@@ -1,4 +1,4 @@
-"""Stall diagnosis: whether a run hangs, why, and which rank causes it, from the boards of all ranks and their stacks."""
+"""Stall diagnosis: detects whether a run hangs, why, and because of which rank, from the boards and stacks of all ranks."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ __all__ = [
 ]
 
 _SILENT_S = 10.0
-"""How old a heartbeat may be before a running rank counts as held by native code."""
+"""Age of a heartbeat after which a running rank counts as blocked by native code."""
 _BUSY = 0.1
-"""A rank that computes uses at least this fraction of CPU time."""
+"""Minimum fraction of CPU time that a computing rank uses."""
 _WORK_S = 0.5
-"""CPU time since the last check that shows that a process works, whatever its heartbeat."""
+"""CPU time since the last check that shows that a process is working, even without a heartbeat."""
 _MAX_LINES = 8
 _LONG_PHASES = frozenset({Phase.SAVE, Phase.LOAD})
 _SEEN_PHASES = ("compiling", "importing")
-"""Phases that the reporter sees in the stack; the program records the others."""
+"""Phases that the reporter sees in the stack. The program records the other phases."""
 _PhaseKey: TypeAlias = tuple[str, int]
 LONG_FACTOR = 10
 """Default limit of a declared slow phase, as a multiple of the stall timeout."""
@@ -55,14 +55,14 @@ class Class(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankView:
-    """What the launcher knows about one rank at one moment."""
+    """The launcher's knowledge about a rank at a point in time."""
 
     rank: int
     watch: Watch | None = None
     note: StatusNote | None = None
     exit_code: int | None = None
     is_stopped: bool = False
-    """By SIGSTOP, for example."""
+    """Whether the process is stopped, for example by SIGSTOP."""
     cpu_s: float = 0.0
     """CPU time of the process."""
     num_faults: int = 0
@@ -70,7 +70,7 @@ class RankView:
 
     @property
     def waits(self) -> bool:
-        """Whether it is in a call that may wait for other ranks."""
+        """Whether the rank is in a call that may wait for other ranks."""
         doing = Doing.NOTHING if self.watch is None else self.watch.doing
         in_call = doing & (Doing.COMMUNICATES | Doing.ENDED) == Doing.COMMUNICATES
         # A signal handler or a hook that hangs during a wait does not wait for another rank.
@@ -83,12 +83,12 @@ class RankView:
 
     @property
     def slow_phase(self) -> str:
-        """The slow phase that it declares; empty: none, or it waits nevertheless.
+        """Slow phase that the rank declares; empty if there is none, or if it waits nevertheless.
 
-        ``StallClock.declared`` tells whether that is still true: a stopped rank declares it for ever.
+        The declaration of a stopped rank persists; ``StallClock.declared`` checks whether the rank is alive.
         """
         if self.watch is not None and self.watch.doing & Doing.ENDED:
-            return "exiting, after its program"
+            return "exiting after the end of its program"
         if self.waits:
             return ""
         if self.watch is not None and self.watch.doing & (Doing.COMPILES | Doing.IMPORTS):
@@ -101,24 +101,24 @@ class RankView:
 
     @property
     def progress(self) -> tuple[object, ...]:
-        """Equal at two moments if the rank has made no progress in between."""
+        """Value that changes if the rank makes progress."""
         watch, note = self.watch, self.note
         counts = (watch.num_collectives if watch else 0, note and (note.num_operations, note.step, note.phase))
-        # In a wait of echelon the thread polls, and its stack changes.
+        # While echelon waits, the thread polls, so that its stack changes.
         is_own_wait = note is not None and note.waits
         return (*counts, self.waits, 0 if watch is None or is_own_wait else watch.signature)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a rank answered to a request, or wrote when it failed."""
+    """Answer of a rank to a request, or its record of a failure."""
 
     call_site: CallSite | None = None
     trains: bool = False
     """Whether it is in a backward pass, or in the forward pass of a wrapped model."""
     histories: Mapping[str, History] = field(default_factory=dict)
     no_histories: str = ""
-    """Why ``histories`` is empty."""
+    """Reason for empty ``histories``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,21 +127,21 @@ class Stall:
 
     kind: Class
     culprits: tuple[int, ...]
-    """The ranks that are late or differ; empty: no majority, or unknown."""
+    """Ranks that are late or differ from the majority; empty if they are unknown."""
     what: str
-    """The first line of the report."""
+    """First line of the report."""
     ranks: Mapping[int, str]
-    """Where each rank is."""
+    """Rank -> state and call site."""
     do: str
     waited_s: float
 
     @property
     def is_alarm(self) -> bool:
-        """Whether it needs action: a rank that is merely slow catches up."""
+        """Whether the stall requires action. A rank that is only slow catches up."""
         return self.kind is not Class.SLOW
 
     def lines(self) -> list[str]:
-        """Return where the ranks are, one line per distinct text, the culprits first."""
+        """Return the states of the ranks, one line per distinct text, culprits first."""
         by_text: dict[str, list[int]] = {}
         for rank, text in sorted(self.ranks.items(), key=lambda item: (item[0] not in self.culprits, item[0])):
             by_text.setdefault(text, []).append(rank)
@@ -159,7 +159,7 @@ class _LastProgress:
 
 @dataclass(slots=True)
 class _Work:
-    """When a process was last seen to work, by the system's counters."""
+    """Time when the system's counters last showed that a process was working."""
 
     time: float
     cpu_s: float
@@ -170,13 +170,14 @@ class _Work:
 class StallClock:
     """Tracks how long each rank has made no progress, and how long it has been in a declared slow phase.
 
-    A declared phase counts only while the rank is alive: its process runs, and its reporter writes or, where native code holds
-    the GIL, the system's counters show that the process works. A rank that waits for one in a declared phase is excused until
-    the phase ends. The phase itself may last ``long_timeout_s``.
+    A declared phase counts only while the rank is alive: its process is running, and either its reporter writes heartbeats or,
+    if native code holds the GIL, the system's counters show that the process is working. Ranks that wait for a rank in a declared
+    phase do not count as stalled until the phase ends. The phase itself may last ``long_timeout_s``.
 
     Args:
-        timeout_s: how long a rank may wait for others without progress.
-        long_timeout_s: how long a declared phase, or a computation that others wait for, may last; None: ten times as long.
+        timeout_s: how long a rank may wait for other ranks without progress.
+        long_timeout_s: how long a declared phase, or a computation for which other ranks wait, may last; None for ten times
+            ``timeout_s``.
     """
 
     def __init__(self, timeout_s: float, long_timeout_s: float | None = None) -> None:
@@ -185,14 +186,14 @@ class StallClock:
         self._last_progress: dict[int, _LastProgress] = {}
         self._work: dict[int, _Work] = {}
         self._phases: dict[int, dict[_PhaseKey, float]] = {}
-        """Rank -> its current declared phases, each with its start."""
+        """Rank -> current declared phases with their start times."""
         self._reported: set[tuple[int, _PhaseKey]] = set()
-        """Phases that were reported as too long."""
+        """Phases that have been reported as too long."""
         self._excused = float("-inf")
-        """When a rank was last seen in a declared phase."""
+        """Time when a rank was last seen in a declared phase."""
 
     def update(self, views: Sequence[RankView], now: float) -> frozenset[tuple[str, int]]:
-        """Track progress since the last update; return (suspicion, rank) pairs; empty: no reason to ask the ranks."""
+        """Track progress since the last update, and return (suspicion, rank) pairs; empty if there is no suspicion."""
         for view in views:
             known = self._last_progress.get(view.rank)
             if known is None or (not view.is_stopped and known.progress != view.progress):
@@ -202,7 +203,7 @@ class StallClock:
                 self._work[view.rank] = _Work(now, view.cpu_s, view.num_faults)
         running = [view for view in views if view.exit_code is None]
         if any(view.is_debugged and self._is_alive(view, now) for view in running):
-            for last in self._last_progress.values():  # the others wait for the debugger
+            for last in self._last_progress.values():  # the other ranks wait for the debugger
                 last.time = now
             self._phases.clear()
             return frozenset()
@@ -219,7 +220,7 @@ class StallClock:
                 self._reported = {entry for entry in self._reported if entry[0] != view.rank}
             return
         phases = self._phases.setdefault(view.rank, {})
-        # A compiler imports in between: the compilation continues. After any other phase it starts anew.
+        # Imports during a compilation do not interrupt it; any other phase does.
         if view.slow_phase not in _SEEN_PHASES:
             for phase in [phase for phase in phases if phase[0] in _SEEN_PHASES]:
                 del phases[phase]
@@ -243,7 +244,7 @@ class StallClock:
         return ["away"] if any(now - self._last_progress[o.rank].time >= self._timeout_s for o in others) else []
 
     def stalled_s(self, view: RankView, now: float) -> float:
-        """Return how long the rank has made no progress, without the time in which it waited for a declared phase."""
+        """Return how long the rank has made no progress, without the time that it waited for a declared phase."""
         last = self._last_progress[view.rank].time
         return now - (last if self._is_away(view, now) else max(last, self._excused))
 
@@ -251,18 +252,18 @@ class StallClock:
         return not view.waits or view.is_stopped or self.is_silent(view, now)
 
     def declared(self, view: RankView, now: float) -> str:
-        """Return the slow phase that a rank declares, if it is alive; empty: none."""
+        """Return the slow phase that a rank declares if it is alive, else an empty string."""
         return view.slow_phase if view.slow_phase and self._is_alive(view, now) else ""
 
     def overdue(self, view: RankView, now: float) -> bool:
-        """Tell whether the rank exceeds the limit of a declared phase, and that was not reported."""
+        """Return whether the rank exceeds the limit of a declared phase and this has not been reported."""
         started = self._phases.get(view.rank, {}).get(_phase_of(view))
         if started is None or not self.declared(view, now) or (view.rank, _phase_of(view)) in self._reported:
             return False
         return now - started >= self.long_timeout_s
 
     def mark_reported(self, views: Sequence[RankView], now: float) -> None:
-        """Remember that the phases that exceed the limit now were reported."""
+        """Record that the phases that currently exceed the limit have been reported."""
         self._reported |= {(view.rank, _phase_of(view)) for view in views if self.overdue(view, now)}
 
     def _is_alive(self, view: RankView, now: float) -> bool:
@@ -278,17 +279,17 @@ class StallClock:
 
     @property
     def _silent_s(self) -> float:
-        # Less than the stall timeout: a held rank looks as before, as if it waited with the others.
+        # Less than the stall timeout, because a blocked rank keeps its last record and appears to wait like the other ranks.
         return max(2.0, min(_SILENT_S, self._timeout_s / 2))
 
     def is_silent(self, view: RankView, now: float) -> bool:
-        """Tell whether the rank's heartbeat is missing without an explanation although its process runs."""
+        """Return whether the rank's heartbeat is missing without an explanation although its process is running."""
         if view.watch is None or view.is_stopped or _has_ended(view):
-            return False  # it has not started to write, is stopped, or has finished
+            return False  # it has not started writing, is stopped, or has finished
         return not self._is_fresh(view, now) and not self.declared(view, now)
 
     def is_busy(self, view: RankView, now: float) -> bool:
-        """Tell whether the rank computes, or makes progress."""
+        """Return whether the rank computes or makes progress."""
         last = self._last_progress[view.rank]
         return now - last.time < self._timeout_s / 2 or view.cpu_s - last.cpu_s > _BUSY * (now - last.time)
 
@@ -298,21 +299,21 @@ def _has_ended(view: RankView) -> bool:
 
 
 def _phase_of(view: RankView) -> _PhaseKey:
-    """Return the identity of the declared phase that the rank is in."""
-    # A loop that declares each of its iterations is not one long phase.
+    """Return the key of the declared phase that the rank is in."""
+    # The time distinguishes the iterations of a loop that declares each of them.
     return view.slow_phase, 0 if view.note is None or view.slow_phase in _SEEN_PHASES else view.note.time_ns
 
 
 def diagnose(
     views: Sequence[RankView], answers: Mapping[int, Answer], clock: StallClock, *, now: float
 ) -> Stall | None:
-    """Return why the run stalls; None: it does not.
+    """Return the cause of a stall, or None if the run does not stall.
 
     Args:
-        views: of all ranks, taken after the answers.
-        answers: by rank; of a rank that gave none, nothing.
-        clock: that has looked at ``views``.
-        now: on the clock's time.
+        views: views of all ranks, taken after the answers.
+        answers: answers of the ranks that answered.
+        clock: clock that has been updated with ``views``.
+        now: current time of the clock.
     """
     running = [view for view in views if view.exit_code is None]
     waiting = [view for view in running if view.waits and not view.is_stopped and not clock.is_silent(view, now)]
@@ -323,31 +324,32 @@ def diagnose(
     def stall(kind: Class, culprits: Sequence[int], what: str, do: str) -> Stall:
         return Stall(kind=kind, culprits=tuple(culprits), what=what, ranks=texts, do=do, waited_s=waited)
 
-    waiters = f", and {name_ranks([v.rank for v in waiting])} wait{'s' if len(waiting) == 1 else ''} for others"
+    waiters = f", and {name_ranks([v.rank for v in waiting])} wait{'s' if len(waiting) == 1 else ''} for other ranks"
     waiters = waiters if waiting else ""
     if stopped := [view.rank for view in running if view.is_stopped]:
         what = f"{name_ranks(stopped)} {_is(stopped)} stopped (SIGSTOP){waiters}"
         return stall(Class.STOPPED, stopped, what, "continue the process (kill -CONT), or stop the run")
     if silent := [view.rank for view in running if clock.is_silent(view, now)]:
-        what = (
-            f"{name_ranks(silent)} {_is(silent)} held by native code: none of its threads can run Python code{waiters}"
-        )
+        what = f"{name_ranks(silent)} {_is(silent)} blocked by native code that holds the GIL{waiters}"
         return stall(
             Class.SILENT,
             silent,
             what,
-            "look at the line above for a library that holds the GIL while it waits",
+            "look for a library call at the line above that holds the GIL while it waits",
         )
     if overdue := [view for view in running if clock.overdue(view, now)]:
         names = [view.rank for view in overdue]
         doing = " and ".join(dict.fromkeys(view.slow_phase for view in overdue))
         what = f"{name_ranks(names)} {_has(names)} been {doing} for {format_duration(clock.long_timeout_s)}{waiters}"
         return stall(
-            Class.LONG, names, what, "raise --slow_timeout SECONDS if it makes progress; otherwise read its stack"
+            Class.LONG,
+            names,
+            what,
+            "increase --slow_timeout SECONDS if the rank makes progress; otherwise, read its stack",
         )
     if not waiting:
         return None
-    # A process may live on for long after its program, and the others wait in vain.
+    # A process may keep running long after its program has ended, while other ranks wait for it.
     if ended := [view.rank for view in views if view.exit_code == 0 or (view.exit_code is None and _has_ended(view))]:
         what = f"{name_ranks(ended)} {_has(ended)} exited{waiters}"
         return stall(Class.UNEVEN, ended, what, _UNEVEN)
@@ -358,22 +360,22 @@ def diagnose(
             Class.MISSING,
             idle,
             what,
-            "find out why this rank is elsewhere: every rank must make the same collective calls",
+            "find out why this rank does not call the collective; every rank must call the same collectives",
         )
     if len(undeclared) < len(running):
-        return None  # the others wait for a declared phase
+        return None  # the waiting ranks wait for a declared phase
     if away:
         is_long = min(clock.stalled_s(view, now) for view in waiting) >= clock.long_timeout_s
         return stall(
             *_of_computing_ranks([view.rank for view in away], clock.long_timeout_s if is_long else None, waiters)
         )
     if len(waiting) < 2:
-        return None  # a single process waits for something else
+        return None  # a single process does not wait for another rank
     # A backward pass counts as a waiting call from its start.
     computing = [v.rank for v in waiting if clock.is_busy(v, now) and not _has_started(answers.get(v.rank))]
     if computing:
         what = f"{name_ranks(computing)} {_is(computing)} slow, but alive"
-        return stall(Class.SLOW, computing, what, "wait; it computes")
+        return stall(Class.SLOW, computing, what, "wait, because the rank is computing")
     found = first_divergence({rank: answer.histories for rank, answer in answers.items()})
     if found is not None:
         kind, what, do = _of_divergence(found, trains={rank for rank, answer in answers.items() if answer.trains})
@@ -382,27 +384,27 @@ def diagnose(
 
 
 def _of_computing_ranks(ranks: list[int], long_s: float | None, waiters: str) -> tuple[Class, list[int], str, str]:
-    """Return kind, culprits, text and advice for ranks that compute while others wait; ``long_s``: the limit that they exceed."""
+    """Return kind, culprits, text and advice for ranks that compute while others wait; ``long_s`` is an exceeded limit."""
     if long_s is not None:
         what = f"{name_ranks(ranks)} {_has(ranks)} been computing for {format_duration(long_s)}{waiters}"
-        do = "check that its loop ends; if this is meant to take so long, declare it: with accelerator.slow(...)"
+        do = "check that its loop ends; if the work is expected to take this long, declare it: with accelerator.slow(...)"
         return Class.LONG, ranks, what, do
     what = f"{name_ranks(ranks)} {_is(ranks)} slow, but alive{waiters}"
-    return Class.SLOW, ranks, what, 'wait, or declare it: with accelerator.slow("what it does")'
+    return Class.SLOW, ranks, what, 'wait, or declare the work: with accelerator.slow("what it does")'
 
 
 _UNEVEN = (
-    "make every rank run the same number of steps: equally many batches (drop_last, a padded sampler, "
-    "join_uneven_inputs), and no early break or return on one rank"
+    "make every rank run the same number of steps: use equal numbers of batches (drop_last, a padded sampler, "
+    "join_uneven_inputs), and avoid an early break or return on one rank"
 )
-_SAME = "call the same collectives, with the same shapes, in the same order on every rank; look for `if rank == 0` around one"
+_SAME = "call the same collectives with the same shapes in the same order on every rank; look for a collective in `if rank == 0`"
 
 
 def disagreement(answers: Mapping[int, Answer]) -> Stall | None:
-    """Return how the collectives of the ranks of a failed run differ; None: no known difference.
+    """Return the difference between the collectives of the ranks of a failed run, or None if no difference is known.
 
     Args:
-        answers: what the ranks wrote when they lost contact, or answered after that.
+        answers: records that the ranks wrote when they lost contact, or answers after that.
     """
     found = first_divergence({rank: answer.histories for rank, answer in answers.items()})
     if found is None:
@@ -422,22 +424,22 @@ def _of_divergence(found: Divergence, *, trains: set[int]) -> tuple[Class, str, 
         others = next(str(collective) for collective in found.at.values() if collective is not None)
         return (
             Class.MISSING,
-            f"{name_ranks(ranks)} {_has(ranks)} not reached {others}, which the others have started",
-            "find out what this rank waits for: every rank must make the same collective calls in the same order",
+            f"{name_ranks(ranks)} {_has(ranks)} not reached {others}, which the other ranks have started",
+            "find out what this rank waits for; every rank must call the same collectives in the same order",
         )
     elsewhere = {rank for rank in found.at if rank not in trains}
     if found.kind == "other operation" and trains and elsewhere and trains & set(found.at):
         who = sorted(elsewhere)
         return (
             Class.UNEVEN,
-            f"{name_ranks(who)} {_has(who)} left the training loop, and {name_ranks(sorted(trains))} still train",
+            f"{name_ranks(who)} {_has(who)} left the training loop, but {name_ranks(sorted(trains))} {_is(sorted(trains))} still training",
             _UNEVEN,
         )
     kind = Class.OTHER_OPERATION if found.kind == "other operation" else Class.OTHER_SHAPE
     calls = ", ".join(f"{name_ranks(group)} in {text}" for text, group in _ranks_by_call(found).items())
     if not ranks:
-        return kind, f"the ranks are in {kind.value}: {calls}", _SAME
-    return kind, f"{name_ranks(ranks)} {_does(ranks)} not call what the others call: {calls}", _SAME
+        return kind, f"the ranks use {kind.value}: {calls}", _SAME
+    return kind, f"{name_ranks(ranks)} {_does(ranks)} not make the same call as the other ranks: {calls}", _SAME
 
 
 def _ranks_by_call(found: Divergence) -> dict[str, list[int]]:
@@ -468,7 +470,7 @@ def _without_histories(
 
 
 def _is_at(answer: Answer | None, note: StatusNote) -> bool:
-    """Tell whether the rank is at the line of the operation that it last recorded."""
+    """Return whether the rank is at the line of the operation that it recorded last."""
     call_site = None if answer is None else answer.call_site
     return (
         call_site is not None and call_site.line == note.line and call_site.file.endswith(note.file.removeprefix("..."))
@@ -486,7 +488,7 @@ def _line_of(view: RankView, answer: Answer | None) -> str:
 
 
 def _describe_rank(view: RankView, answer: Answer | None, clock: StallClock, now: float) -> str:
-    """Return where the rank is: state, operation, phase and step, line of user code."""
+    """Return the state, operation, phase, step and line of user code of a rank."""
     if view.exit_code is not None:
         return f"exited (code {view.exit_code})"
     parts: list[str] = []

@@ -1,4 +1,4 @@
-"""Straggler detection: the time of a step by rank and part, and which rank makes the others wait."""
+"""Straggler detection: step times by rank and part, and the rank for which the other ranks wait."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["StepTimeSpread", "Steps", "steps_of"]
 _OWN = (StepPart.DATA, StepPart.FORWARD, StepPart.BACKWARD, StepPart.OPTIMIZER, StepPart.OTHER)
 _MIN_STEPS = 20
 _MIN_WAIT = 0.1
-"""A rank counts as slow if the others wait for it during this fraction of a step."""
+"""A rank counts as slow if the other ranks wait for it for at least this fraction of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimeSpread:
-    """Milliseconds of one part of a step, over the ranks."""
+    """Spread of the time of one part of a step over the ranks, in milliseconds."""
 
     least: float
     least_rank: int
@@ -37,35 +37,35 @@ class StepTimeSpread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """The parts of a step, and the slow rank."""
+    """Times of the parts of a step, and the slow rank."""
 
     num_steps: int
     parts: Mapping[str, StepTimeSpread]
-    """``communication`` is that of the rank that waited least, the same for all; ``wait`` is the rest of each rank's."""
+    """``communication`` is the shortest communication time of all ranks; ``wait`` is what exceeds it on each rank."""
     slowest: int | None = None
-    """The rank that the others waited for; None: none."""
+    """Rank for which the other ranks waited, or None."""
     slow_part: str = ""
-    """The part in which it was slow."""
+    """Part in which it was slow."""
     slow_ms: float = 0.0
-    """Its time of that part, per step."""
+    """Its time of that part per step."""
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {spread}" for name, spread in self.parts.items() if spread.most >= 0.05)
-        return f"of {self.num_steps} steps, ms a step, least / median / most of the ranks: {parts}"
+        return f"{self.num_steps} steps, ms per step, min / median / max over the ranks: {parts}"
 
     @property
     def verdict(self) -> str:
-        """Which rank is slow, in words; empty: none."""
+        """Sentence that names the slow rank; empty if there is none."""
         if self.slowest is None:
             return ""
         own, wait = self.parts[self.slow_part], self.parts["wait"]
         return (
-            f"rank {self.slowest} is slow: {self.slow_part} {self.slow_ms:.1f} ms a step (median {own.median:.1f}); "
-            f"the others wait up to {wait.most:.1f} ms a step for it"
+            f"rank {self.slowest} is slow: {self.slow_part} {self.slow_ms:.1f} ms per step (median {own.median:.1f}); "
+            f"the other ranks wait for it for up to {wait.most:.1f} ms per step"
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return what ``from_json`` reads."""
+        """Return the record as JSON data for ``from_json``."""
         parts = {
             name: {field: getattr(spread, field) for field in StepTimeSpread.__slots__}
             for name, spread in self.parts.items()
@@ -75,21 +75,21 @@ class Steps:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Steps:
-        """Read what ``to_json`` gave."""
+        """Return the record that ``to_json`` returned as JSON data."""
         parts = {name: StepTimeSpread(**spread) for name, spread in data["parts"].items()}
         slow = {name: data[name] for name in ("slowest", "slow_part", "slow_ms")}
         return cls(num_steps=data["num_steps"], parts=parts, **slow)
 
 
 def steps_of(spent_ms: Mapping[int, Sequence[float]], *, num_steps: int) -> Steps | None:
-    """Return the parts of a step; None: there were no steps.
+    """Return the times of the parts of a step, or None if there were no steps.
 
-    An early rank waits in communication for a late one, so its time there says nothing about itself: what exceeds the
-    shortest communication of all ranks counts as ``wait``.
+    Fast ranks wait for slow ranks in communication. Therefore, communication time beyond the shortest of all ranks counts as
+    ``wait``.
 
     Args:
         spent_ms: rank -> time of each ``StepPart``.
-        num_steps: of each rank.
+        num_steps: number of steps of each rank.
     """
     if not num_steps or not spent_ms:
         return None

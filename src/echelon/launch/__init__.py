@@ -1,1 +1,1 @@
-"""Start the processes of a run, watch them, explain how they ended."""
+"""Start and monitor the processes of a run, and report how they end."""

@@ -1,4 +1,4 @@
-"""The launcher's agent on torch's elastic agent: torch drives the generations, echelon starts, watches and stops the ranks."""
+"""The launcher's elastic agent: torch drives the generations; echelon starts, monitors and stops the ranks."""
 
 from __future__ import annotations
 
@@ -38,49 +38,49 @@ from echelon.status.notes import BOARD_VARIABLE
 
 __all__ = ["Job", "run_job"]
 
-# What the warm server imports. torch._dynamo: the first optimizer imports it, which takes as long as torch itself.
+# Modules that the warm server imports. The first optimizer imports torch._dynamo, which takes as long as importing torch.
 _TORCH_MODULES = ("torch", "torch.distributed", "torch._dynamo")
-# For programs that use echelon: only they write notes on the board.
+# Imported for programs that use echelon, which are those that write notes on the board.
 _ECHELON_MODULES = (
     "echelon.accelerator.accelerator",
     "echelon.trainer",
     "echelon.checkpoint.save",
     "safetensors.torch",
 )
-# Not SIGTERM, which means preemption: victims of another rank's failure have nothing to save. The short grace lets those
-# that handle the signal clean up.
+# Not SIGTERM, which means preemption; ranks that stop because another rank failed do not save. The short grace period lets
+# signal handlers clean up.
 _STOP_SIGNAL = signal.SIGHUP if hasattr(signal, "SIGHUP") else signal.SIGTERM
 _GRACE_AFTER_FAILURE = timedelta(seconds=1)
-# The user or the scheduler asked: scripts may save, but all ends within 5 s.
+# After a signal from the user or the scheduler, scripts may save, but the run ends within 5 s.
 _GRACE_AFTER_SIGNAL = timedelta(seconds=3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What one machine runs."""
+    """The part of a run on one machine."""
 
     script: Script
     num_processes: int
     environment: Mapping[str, str]
-    """What every rank gets on top of the launcher's own environment."""
+    """Variables of every rank in addition to the launcher's own environment."""
     outputs: Outputs
     run_id: str
     monitor_interval: timedelta
     is_warm: bool = True
-    """Restarted ranks are forked from a process that has imported torch; False: each is a new program."""
+    """Whether restarted ranks are forked from a process that has imported torch, or started as new programs."""
     rules: RunRules
 
 
 def run_job(job: Job, interrupts: Interrupts, node: Node) -> GoodputReport:
-    """Run ``job`` to its end, which ``node`` reports; return where the time of this machine went.
+    """Run ``job`` until it ends, and return the goodput of this machine. ``node`` reports how the run ended.
 
     Args:
-        job: what runs.
-        interrupts: the launcher's signals.
-        node: this machine's part in the run.
+        job: the part of the run on this machine.
+        interrupts: signals to the launcher.
+        node: interface to the run.
 
     Raises:
-        Interrupted: a signal came; the processes are stopped.
+        Interrupted: a signal was received; the processes are stopped.
         LaunchError: the processes cannot be started.
     """
     handler = NodeRendezvous(node, job.run_id)
@@ -96,7 +96,7 @@ def run_job(job: Job, interrupts: Interrupts, node: Node) -> GoodputReport:
     try:
         agent.run()
     except RunOver:
-        pass  # the node knows how the run ended
+        pass  # the normal end of a run for a waiting node; its report_end() reports how the run ended
     finally:
         goodput = agent.close()
         handler.shutdown()
@@ -105,9 +105,9 @@ def run_job(job: Job, interrupts: Interrupts, node: Node) -> GoodputReport:
 
 @final
 class _Agent(SimpleElasticAgent):
-    """The members that torch leaves to an agent.
+    """Implements the abstract methods of torch's agent.
 
-    Not ``LocalElasticAgent``: that one stops ranks for up to 30 s, in three places, and takes over our signals.
+    Not a ``LocalElasticAgent``, which takes up to 30 s to stop ranks, in three places, and replaces our signal handlers.
     """
 
     def __init__(self, spec: WorkerSpec, job: Job, interrupts: Interrupts, node: Node, handler: NodeRendezvous) -> None:
@@ -122,10 +122,10 @@ class _Agent(SimpleElasticAgent):
         self._goodput = GoodputRecorder(job.rules.directory / GOODPUT_FILE, began_ns=job.rules.began_ns)
 
     def close(self) -> GoodputReport:
-        """Stop the helper processes, remove the board of the last attempt, and return where the time went."""
+        """Stop the helper processes, remove the board of the last attempt, and return the goodput."""
         self._warm.close()
         self._guardian.close()
-        self._end_attempt(noticed_ns=time.monotonic_ns())  # of an attempt that was interrupted
+        self._end_attempt(noticed_ns=time.monotonic_ns())  # if the attempt was interrupted
         self._remove_board()
         return self._goodput.finish()
 
@@ -147,7 +147,7 @@ class _Agent(SimpleElasticAgent):
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """Number the ranks as the node says: torch asks the others through a store, and waits minutes for a lost one."""
+        """Number the ranks as the node determines. torch would exchange them through a store and wait minutes for a lost agent."""
         first, size = self._handler.generation.first_rank, self._handler.generation.world_size
         return [
             Worker(local_rank=i, global_rank=first + i, role_rank=first + i, world_size=size, role_world_size=size)
@@ -155,11 +155,11 @@ class _Agent(SimpleElasticAgent):
         ]
 
     def _exit_barrier(self) -> None:
-        """Do nothing: the node knows that all machines have ended."""
+        """Do nothing, because the node knows that all machines have ended."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         job, generation = self._job, self._handler.generation
-        # The rendezvous host may have been restarted, and count from 0.
+        # A restarted rendezvous host counts from 0.
         self._attempt = max(generation.number, self._attempt + 1)
         self._interrupts.check()
         directory = job.rules.directory / f"attempt_{self._attempt}"
@@ -186,7 +186,7 @@ class _Agent(SimpleElasticAgent):
     def _rank_environments(
         self, group: WorkerGroup, num_restarts: int, directory: Path, board: Board
     ) -> dict[int, dict[str, str]]:
-        """Return local rank -> its environment: what torchrun sets, and what the job adds."""
+        """Return local rank -> environment: the variables that torchrun sets, and those of the job."""
         common = {
             **environ.snapshot(),
             **self._job.environment,
@@ -203,7 +203,7 @@ class _Agent(SimpleElasticAgent):
         }
         common.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
         for secret in (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE):
-            common.pop(secret, None)  # programs print their environment
+            common.pop(secret, None)  # programs may print their environment
         return {
             worker.local_rank: {
                 **common,
@@ -214,7 +214,7 @@ class _Agent(SimpleElasticAgent):
                 LAUNCHER_VARIABLE: own_identity(),
                 "ROLE_RANK": str(worker.role_rank),
                 "ROLE_WORLD_SIZE": str(worker.role_world_size),
-                # For scripts that decorate their main with torch's @record.
+                # For scripts that use torch's @record decorator.
                 "TORCHELASTIC_ERROR_FILE": str(directory / f"rank_{worker.global_rank}" / "torchelastic_error.json"),
             }
             for worker in group.workers
@@ -229,7 +229,7 @@ class _Agent(SimpleElasticAgent):
         ends = self._workers.ends()
         self._end_attempt(failed_ns=result.failed_ns, noticed_ns=result.noticed_ns or time.monotonic_ns())
         if result.then == "preempted" and None in self._workers.exit_codes():
-            self._workers.stop(signal.SIGKILL, grace=timedelta())  # they did not reach the stop barrier in time
+            self._workers.stop(signal.SIGKILL, grace=timedelta())  # not all ranks reached the stop barrier in time
         if result.then in ("done", "preempted"):
             self._workers.drain()
             return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(end.rank for end in ends))
@@ -238,22 +238,22 @@ class _Agent(SimpleElasticAgent):
         return _failed(worker_group, ends)
 
     def _prepare_warm(self) -> None:
-        """Let the warm server import torch; not before the ranks communicate: until then they need the processors."""
-        if not self._job.is_warm or not self._node.may_restart or not self._communicates():
+        """Let the warm server import torch once the ranks communicate; before that, they need the CPU themselves."""
+        if not self._job.is_warm or not self._node.may_restart or not self._have_communicated():
             return
         assert self._board is not None
         uses_echelon = self._board.note(0) is not None
         modules = (*_TORCH_MODULES, *_ECHELON_MODULES) if uses_echelon else _TORCH_MODULES
         self._warm.prepare(next(iter(self._environments.values())), modules)
 
-    def _communicates(self) -> bool:
-        """Tell whether the ranks have called collectives: their script uses torch, and has imported it."""
+    def _have_communicated(self) -> bool:
+        """Return whether all ranks have called a collective, so that they have imported torch."""
         assert self._board is not None
         watches = [self._board.watch(index) for index in range(self._board.num_slots)]
         return all(watch is not None and watch.num_collectives > 0 for watch in watches)
 
     def _stop_workers(self, worker_group: WorkerGroup, *_args: object, **_kwargs: object) -> None:
-        # torch 2.7 passes is_restart as well.
+        # torch 2.7 also passes is_restart.
         if self._workers is not None:
             self._workers.stop(
                 _STOP_SIGNAL, grace=_GRACE_AFTER_FAILURE, is_impatient=lambda: self._interrupts.count > 0
@@ -261,18 +261,18 @@ class _Agent(SimpleElasticAgent):
             self._workers = None
 
     def _shutdown(self, *_args: object, **_kwargs: object) -> None:
-        """Stop what still runs at the end of ``run``: nothing, unless it ends by an exception."""
+        """Stop the processes that are still running when ``run`` ends with an exception."""
         if self._workers is None or all(code is not None for code in self._workers.exit_codes()):
             return
         number: int = _STOP_SIGNAL
         try:
             self._interrupts.check()
         except Interrupted as stop:
-            number = stop.number  # a script that saves at Ctrl-C, or at the scheduler's SIGTERM, sees that signal
-            # Before its ranks end: the other machines would take them for the cause.
+            number = stop.number  # scripts may handle Ctrl-C or the scheduler's SIGTERM by saving
+            # Before the ranks end, because the other machines would report them as the cause.
             self._node.leave(f"interrupted by {signal.Signals(number).name}", 128 + number)
         if self._node.is_preempting:
-            number = signal.SIGKILL  # the second signal: stop immediately
+            number = signal.SIGKILL  # a second signal stops the ranks immediately
         seen = self._interrupts.count
         self._workers.stop(number, grace=_GRACE_AFTER_SIGNAL, is_impatient=lambda: self._interrupts.count > seen)
         self._workers = None
@@ -280,7 +280,7 @@ class _Agent(SimpleElasticAgent):
 
 def _failed(group: WorkerGroup, ends: list[RankEnd]) -> RunResult:
     ids = {worker.global_rank: worker for worker in group.workers}
-    # Torch needs one failure at least; after a stall no rank has failed.
+    # torch requires at least one failure, but after a stall no rank has failed.
     failed = [end for end in ends if end.failed] or ends[:1]
     return RunResult(
         state=WorkerState.FAILED,

@@ -1,4 +1,4 @@
-"""The environment variables that the launcher sets for its ranks."""
+"""Environment variables that the launcher sets for its ranks."""
 
 from __future__ import annotations
 
@@ -33,46 +33,46 @@ def rank_variables(
     has_accelerator: bool,
     interface: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Return the variables of every rank of a run on this machine.
+    """Return the variables that are equal for all ranks on this machine.
 
     Args:
-        resolved: the configuration, passed on as one JSON.
-        num_processes: on this machine.
-        num_threads: OMP_NUM_THREADS of each process; None: the user's, else an equal share of the cores.
-        has_accelerator: whether this machine has one.
-        interface: variables that bind the ranks to the network of the other machines; None: a single machine.
+        resolved: settings, passed to the ranks as JSON.
+        num_processes: number of processes on this machine.
+        num_threads: OMP_NUM_THREADS of each process; None for the user's value or, if unset, an equal share of the cores.
+        has_accelerator: whether this machine has an accelerator.
+        interface: variables that bind the ranks to the network of the other machines; None on a single machine.
     """
     own = loopback_variables() if interface is None else interface
     variables = {**own, CONFIG_VARIABLE: encode(resolved), **_for_accelerate(resolved)}
     if num_processes > 1 and not has_accelerator:
-        # Without this accelerate runs every process alone on a machine without accelerators.
+        # Without this variable and without accelerators, accelerate runs every process as a separate run.
         variables["ACCELERATE_USE_CPU"] = "true"
     if num_threads is not None:
         variables["OMP_NUM_THREADS"] = str(num_threads)
     elif num_processes > 1 and environ.get("OMP_NUM_THREADS") is None:
-        # All cores for each rank slow all of them down; torchrun's one thread leaves most of a large machine idle.
+        # Ranks that each use all cores slow each other down; one thread each, as in torchrun, leaves most cores idle.
         variables["OMP_NUM_THREADS"] = variables[CHOSEN_THREADS] = str(threads_of_each(num_processes))
     return variables
 
 
 def _for_accelerate(resolved: Resolved[RunConfig]) -> Mapping[str, str]:
-    """Return the variables that accelerate's launcher sets; the plugins of echelon read them, too."""
+    """Return the variables that accelerate's launcher sets. echelon's plugins also read them."""
     used = section_in_use(resolved)
-    # Without defaults: a rank would take them for choices of the user.
+    # Defaults are omitted, because a rank would treat them as choices of the user.
     variables = {
         key.variable: str(value).lower() if value is None or isinstance(value, bool) else str(value)
         for key in KEYS
         if key.variable is not None
         and resolved.origins[key.field].source is not SettingSource.DEFAULT
-        # The user's own variable must not win where a stronger layer sets None.
+        # If a higher layer sets None, the user's own variable must not win.
         and ((value := getattr(resolved.value, key.field)) is not None or environ.get(key.variable) is not None)
         and (key.section not in SHARDING or key.section == used or key.shared)
     }
     if used is not None:
-        # Also for the other kind: a weaker layer may have set it.
+        # Set both variables, because a lower layer may have set the other one.
         variables.update({name: str(kind == resolved.value.sharded_by).lower() for name, kind in USE.items()})
     if "ACCELERATE_DEEPSPEED_CONFIG_FILE" in variables:
-        # With this accelerate refuses settings that are in the JSON, too.
+        # With this variable, accelerate rejects settings that the JSON file also contains.
         fields = [
             key.field
             for key in KEYS

@@ -1,4 +1,4 @@
-"""Signals to the launcher (Ctrl-C, SIGTERM, SIGUSR1, SIGHUP): raised at once before processes run, and at ``check`` after that."""
+"""Signals to the launcher (Ctrl-C, SIGTERM, SIGUSR1, SIGHUP), raised immediately or, while processes run, by ``check``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["Interrupted", "Interrupts", "watch"]
 _SIGNALS = (signal.SIGINT, *SIGNALS, *((signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()))
 
 
-class Interrupted(BaseException):  # not an Exception: no caller may take it for a failure
-    """The signal ``number`` asked the launcher to stop."""
+class Interrupted(BaseException):  # not an Exception, because it is not a failure
+    """Raised after the launcher received the signal ``number``."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -31,26 +31,26 @@ class Interrupts:
 
     @property
     def count(self) -> int:
-        """Number of signals: the second one means at once."""
+        """Number of received signals. The second one stops the run immediately."""
         return len(self._received)
 
     @property
     def first(self) -> int | None:
-        """The first signal; None: none."""
+        """The first received signal, or None."""
         return self._received[0] if self._received else None
 
     def check(self) -> None:
-        """Raise ``Interrupted`` if there was a signal."""
+        """Raise ``Interrupted`` if a signal was received."""
         if self._received:
             raise Interrupted(self._received[0])
 
     def hold(self) -> None:
-        """From now on raise in ``check`` only: an exception while a process is started would lose it."""
+        """Raise only in ``check`` from now on, because an exception while a process is being started would leak the process."""
         self._held = True
         self.check()
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Handle the signal ``number``."""
+        """Record the signal ``number``; the signal handler."""
         self._received.append(number)
         if not self._held:
             raise Interrupted(number)
@@ -58,14 +58,14 @@ class Interrupts:
 
 @contextmanager
 def watch() -> Iterator[Interrupts]:
-    """Handle the signals inside the ``with`` block; an ignored one (nohup, a shell's ``&``) stays ignored."""
+    """Handle the signals inside the ``with`` block. Signals that are ignored (nohup, a shell's ``&``) stay ignored."""
     interrupts = Interrupts()
     before = {number: signal.getsignal(number) for number in _SIGNALS}
-    taken = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
-    for number in taken:
+    replaced = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in replaced:
         signal.signal(number, interrupts.on_signal)
     try:
         yield interrupts
     finally:
-        for number, handler in taken.items():
+        for number, handler in replaced.items():
             signal.signal(number, handler)

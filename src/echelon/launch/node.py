@@ -1,4 +1,4 @@
-"""How one machine takes part in a run: alone (``LocalNode``) or with others (``MultinodeNode``); the agent knows only ``Node``."""
+"""The interface between the agent and a run on one machine (``LocalNode``) or several (``MultinodeNode``)."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from echelon.status.board import Board
 __all__ = ["AttemptRanks", "GenerationResult", "Node", "NodeGeneration", "RunOver", "RunRules", "Then"]
 
 Then: TypeAlias = Literal["done", "restart", "stop", "preempted", "lost"]
-"""What follows a generation; ``lost``: this node lost the coordinator and tries to rejoin."""
+"""What follows a generation. ``lost`` means that this node lost the coordinator and tries to rejoin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRules:
-    """What the user asked for, on one machine or several."""
+    """Rules of a run that the user sets, on one machine or several."""
 
     max_restarts: int
     stall: StallRules
     preemption_grace: timedelta
-    """Time the ranks get to agree on a step and save when preempted; zero: they are stopped at once."""
+    """Time the ranks get to agree on a step when preempted; with zero, they are stopped immediately."""
     logs: str
-    """Where logs are, or how to get some: for the report."""
+    """Location of the logs, or how to get logs, for reports."""
     directory: Path
-    """For records and logs; one folder for each attempt and rank below it."""
+    """Folder for records and logs, with a subfolder for each attempt and rank."""
     began_ns: int
-    """When the launcher started, on ``time.monotonic_ns``."""
+    """``time.monotonic_ns()`` at the start of the launcher."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeGeneration:
-    """One start of all ranks, as one node sees it."""
+    """One start of all ranks, from the view of one node."""
 
     number: int
     group_rank: int
@@ -46,25 +46,25 @@ class NodeGeneration:
     first_rank: int
     world_size: int
     port: int
-    """Port of the store if it is on this machine, else 0."""
+    """Port of the store if the store is on this machine, else 0."""
     num_restarts: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResult:
-    """How a generation ends."""
+    """How a generation ended."""
 
     then: Then
     code: int = 0
-    """Exit code of the launcher, if it ends."""
+    """Exit code of the launcher if the run ends."""
     failed_ns: int | None = field(default=None, compare=False)
-    """First sign of the failure, on ``time.monotonic_ns``; None: there was none."""
+    """``time.monotonic_ns()`` of the first sign of a failure; None without a failure."""
     noticed_ns: int | None = field(default=None, compare=False)
-    """When the failure was noticed; None: now."""
+    """``time.monotonic_ns()`` when the failure was detected; None for now."""
 
 
-class RunOver(BaseException):  # not an Exception: no caller may take it for a failure
-    """The run ended while this node waited for a generation; ``result`` says how."""
+class RunOver(BaseException):  # not an Exception, because it is not a failure
+    """Raised if the run ends while this node waits for a generation; ``result`` tells how it ended."""
 
     def __init__(self, result: GenerationResult) -> None:
         super().__init__(result)
@@ -79,35 +79,35 @@ class AttemptRanks:
     workers: Workers
     directory: Path
     numbers: list[int]
-    """Global ranks, in the order of the board's slots."""
+    """Global ranks in the order of the board's slots."""
 
 
 class Node(ABC):
-    """Decides for the ranks of one machine: when a generation starts, how it ends, and what the launcher exits with."""
+    """Decides when a generation starts and ends on this machine, and the launcher's exit code."""
 
     goodput: GoodputReport | None = None
-    """Goodput of all machines, at the end of the run, on the rendezvous host."""
+    """Goodput of all machines; set at the end of the run on the rendezvous host."""
 
     @abstractmethod
     def next_generation(self) -> NodeGeneration:
         """Wait for the next generation.
 
         Raises:
-            Interrupted: a signal came.
-            LaunchError: this node cannot take part.
+            Interrupted: a signal was received.
+            LaunchError: this node cannot join the run.
             RunOver: no generation follows.
         """
 
     @abstractmethod
     def watch(self, ranks: AttemptRanks | None) -> None:
-        """Watch the ranks of a new attempt; None: forget the last ones, whose board is closed now."""
+        """Watch the ranks of a new attempt; None stops watching the last attempt, whose board is being closed."""
 
     @abstractmethod
     def poll(self) -> GenerationResult | None:
-        """Return how the generation ends; None: it goes on.
+        """Return how the generation ended, or None if it continues.
 
         Raises:
-            Interrupted: signals came that stop the run.
+            Interrupted: a signal stops the run.
         """
 
     @property
@@ -118,16 +118,16 @@ class Node(ABC):
     @property
     @abstractmethod
     def is_preempting(self) -> bool:
-        """Whether the ranks were asked to save and exit."""
+        """Whether the ranks have been requested to save and exit."""
 
     @abstractmethod
     def connect_to_store(self) -> socket.socket:
-        """Open a connection to the store of this generation, if it is on another machine."""
+        """Open a connection to the store of this generation if the store is on another machine."""
 
     @abstractmethod
     def leave(self, reason: str, code: int) -> None:
-        """Tell the other machines, if any, that this one leaves the run."""
+        """Notify the other machines, if any, that this machine leaves the run."""
 
     @abstractmethod
     def report_end(self) -> int:
-        """Print how the run ended, if nobody has; return the launcher's exit code."""
+        """Print how the run ended, unless that has been reported, and return the launcher's exit code."""

@@ -1,14 +1,15 @@
-"""``notebook_launcher`` and ``debug_launcher``: run a function of a notebook on several processes, forked from the kernel.
+"""``notebook_launcher`` and ``debug_launcher``: run a function of a notebook on several processes forked from the kernel.
 
-A function of a cell cannot be imported, and the data of cells may be large: a fork has all of it. But a fork keeps only one
-thread, and cannot use a device that was used before it. So:
+A function of a cell cannot be imported, and the data of cells may be large; a forked process has both. But a forked process
+has only one thread, and cannot use a device that the kernel has used. Therefore:
 
-* torch's CPU threads do not exist in the child, and an operation that needs them would hang. Each child computes on one
-  thread. (The pools of other libraries, such as scikit-learn, can still hang: call them in the children only, or on one
-  thread.)
-* After the kernel has used the device (and on systems without fork) the processes are new, and the function, its arguments and
-  the globals that they name are sent to them by value (cloudpickle).
-* Autograd's device threads, which a backward pass in the kernel starts, do not exist in the child, which raises an error.
+* Each child computes on one thread, because torch's CPU threads do not exist in it and an operation that needs them would hang.
+  The thread pools of other libraries, such as scikit-learn, can still hang: use these libraries only in the children, or with
+  one thread.
+* If the kernel has used the device, or the system cannot fork, new processes are started. The function, its arguments and the
+  globals that they use are sent to them by value (cloudpickle).
+* If the kernel has run a backward pass on the device, the child raises an error, because autograd's device threads do not exist
+  in it.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from echelon.launch.spawn import StartMethod, spawn
 
 __all__ = ["debug_launcher", "notebook_launcher"]
 
-# torch is imported inside the functions: this layer must import without it.
+# This layer must be importable without torch, which is imported inside the functions.
 
-# How long to wait for the last output of a child whose own children (DataLoader workers) hold the pipe open.
+# How long to wait for the last output of a child whose own children (DataLoader workers) keep the pipe open.
 _DRAIN = timedelta(seconds=1)
 
 
@@ -62,29 +63,30 @@ def notebook_launcher(
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
 ) -> None:
-    """Call ``function(*args)`` on several processes of this machine; what they print appears in the cell.
+    """Call ``function(*args)`` on several processes of this machine, and show their output in the cell.
 
-    The processes are forked: everything that the cells have defined and loaded is available. Pass models and data as arguments
-    or globals; to return a result, write it to a file on one rank. After a cell has used the device, new processes get copies
-    of the function, its arguments, and the globals that they name.
+    The processes are forked, so that they have everything that the cells have defined and loaded. Pass models and data as
+    arguments or globals. To return a result, write it to a file on one rank. If a cell has used the device, the processes are
+    new and get copies of the function, its arguments, and the globals that they use.
 
     Args:
-        function: the training function, which creates its own Accelerator.
-        args: its arguments. Parameters named ``rank`` and ``world_size`` that they lack are filled in.
-        num_processes: None: one per accelerator, or 1 without any. 1: the function runs in this process.
-        mixed_precision: ``no``, ``fp16`` or ``bf16``; the default of Accelerators in the function.
-        use_port, master_addr, rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id, log_line_prefix_template: ignored, with a
-            warning: processes of one machine use a free port on loopback.
-        node_rank, num_nodes: 0 and 1: several machines are not supported.
-        max_restarts: 0: restarts are not supported.
+        function: training function, which creates its own Accelerator.
+        args: arguments of ``function``. Missing parameters named ``rank`` and ``world_size`` are filled in.
+        num_processes: number of processes; default: one per accelerator, or 1 without accelerators. With 1, the function runs
+            in this process.
+        mixed_precision: ``no``, ``fp16`` or ``bf16``; default of the Accelerators that the function creates.
+        use_port, master_addr, rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id, log_line_prefix_template: ignored with a
+            warning; the processes use a free port on loopback.
+        node_rank, num_nodes: must be 0 and 1; several machines are not supported.
+        max_restarts: must be 0; restarts are not supported.
         monitor_interval: seconds between checks of the processes.
 
     Raises:
-        ConfigError: invalid ``mixed_precision`` or ``num_processes``.
-        UsageError: an unsupported argument, a process group in the kernel, or ``args`` that do not fit.
-        LaunchError: a rank failed (includes its traceback); the others are stopped.
+        ConfigError: ``mixed_precision`` or ``num_processes`` is invalid.
+        UsageError: an argument is not supported, the kernel has a process group, or ``args`` do not match ``function``.
+        LaunchError: a rank failed (includes its traceback); the other ranks are stopped.
 
-    Source: accelerate.notebook_launcher (its ``mixed_precision`` has no effect; this one's has).
+    Source: accelerate.notebook_launcher. Unlike there, ``mixed_precision`` has an effect.
     """
     _check_supported(num_nodes=(num_nodes, 1), node_rank=(node_rank, 0), max_restarts=(max_restarts, 0))
     _warn_ignored(
@@ -96,7 +98,7 @@ def notebook_launcher(
         rdzv_id=(rdzv_id, "none"),
         log_line_prefix_template=(log_line_prefix_template, None),
     )
-    # "no" is also the default: then the environment decides.
+    # "no" is also the default, with which the environment decides.
     given = {"num_processes": num_processes, "mixed_precision": mixed_precision if mixed_precision != "no" else None}
     resolved = current(from_code("notebook_launcher", given))
     count = _count_devices()
@@ -124,7 +126,7 @@ def debug_launcher(function: Callable[..., object], args: Sequence[object] = (),
     """Call ``function(*args)`` on ``num_processes`` forked processes on the CPU, for a trial run.
 
     Raises:
-        LaunchError: a rank failed (includes its traceback); the others are stopped.
+        LaunchError: a rank failed (includes its traceback); the other ranks are stopped.
 
     Source: accelerate.debug_launcher.
     """
@@ -138,20 +140,20 @@ def _check_supported(**settings: tuple[int, int]) -> None:
     for name, (value, only) in settings.items():
         if value != only:
             raise UsageError(
-                f"notebook_launcher({name}={value}) is not supported: it runs once, on this machine",
+                f"notebook_launcher({name}={value}) is not supported: the function runs once, on this machine",
                 where=f"code notebook_launcher({name}=)",
-                do=f"remove {name}, or put the function into a script and run it with echelon launch",
+                do=f"remove {name}, or move the function to a script and run it with echelon launch",
             )
 
 
 def _warn_ignored(**settings: tuple[object, object]) -> None:
     names = [name for name, (value, default) in settings.items() if value != default]
     if names:
-        warn(f"notebook_launcher: {', '.join(names)} ignored: processes of one machine use a free port on loopback")
+        warn(f"notebook_launcher ignores {', '.join(names)}: processes of one machine use a free port on loopback")
 
 
 def _count_devices() -> int:
-    # Otherwise torch initializes the CUDA runtime, which processes forked later could not use.
+    # Otherwise torch initializes the CUDA runtime, which processes that are forked later could not use.
     with environ.patch({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
         return num_devices()
 
@@ -169,7 +171,7 @@ def _start_method(*, uses_device: bool) -> StartMethod:
 
 
 class _ByValue:
-    """A value that is pickled by cloudpickle, so that it need not be importable in the other process.
+    """A value that is pickled with cloudpickle, so that the other process need not import it.
 
     Raises:
         LaunchError: cloudpickle is not installed.
@@ -178,22 +180,22 @@ class _ByValue:
 
     def __init__(self, value: object) -> None:
         try:
-            import cloudpickle  # noqa: PLC0415 - an extra, and only here
+            import cloudpickle  # noqa: PLC0415 - an optional package, needed only here
         except ImportError as error:
             raise LaunchError(
-                "new processes are needed because the kernel has used the device (or the system cannot fork), and "
-                "cloudpickle, which sends functions of cells to them, is not installed",
+                "the function needs new processes because the kernel has used the device (or the system cannot fork), but "
+                "cloudpickle, which sends functions of cells to new processes, is not installed",
                 where="notebook_launcher or debug_launcher",
-                do="pip install 'echelon[notebook]'; or restart the kernel, and use the device in the function only",
+                do="pip install 'echelon[notebook]', or restart the kernel and use the device only in the function",
             ) from error
         self._load: Callable[[bytes], object] = cloudpickle.loads
         try:
             self._data: bytes = cloudpickle.dumps(value)
-        except Exception as error:  # whatever the __reduce__ of the user's objects raises
+        except Exception as error:  # a user's __reduce__ may raise any exception
             raise UsageError(
-                f"what the function uses cannot be sent to new processes: {type(error).__name__}: {error}",
-                where="notebook_launcher or debug_launcher, where ranks cannot be forked: the kernel has used the device, or there is no fork",
-                do="create it inside the function; or restart the kernel, and use the device in the function only",
+                f"the function, its arguments and globals cannot be sent to new processes: {type(error).__name__}: {error}",
+                where="notebook_launcher or debug_launcher; ranks cannot be forked because the kernel has used the device or the system cannot fork",
+                do="create the object inside the function, or restart the kernel and use the device only in the function",
             ) from error
 
     def __reduce__(self) -> tuple[Callable[[bytes], object], tuple[bytes]]:
@@ -211,9 +213,8 @@ def _run_ranks(
     caller: str,
 ) -> None:
     _refuse_process_group()
-    arguments_of_rank(
-        function, args, rank=0, world_size=num_processes, caller=caller, rank_first=False
-    )  # check that they fit
+    # Validates args.
+    arguments_of_rank(function, args, rank=0, world_size=num_processes, caller=caller, rank_first=False)
     uses_device = num_accelerators > 0 and not resolved.value.cpu
     method = _start_method(uses_device=uses_device)
     num_threads = 1 if method == "fork" else None
@@ -243,7 +244,7 @@ def _run_ranks(
             while not context.join(timeout=0 if output.is_open else interval):
                 output.relay(timeout=interval)
         except BaseException:
-            context.terminate()  # the cell was interrupted, or a rank failed: leave no process behind
+            context.terminate()  # the cell was interrupted, or a rank failed
             raise
         finally:
             output.drain()
@@ -256,14 +257,14 @@ def _refuse_process_group() -> None:
 
     if dist.is_available() and dist.is_initialized():
         raise UsageError(
-            "this kernel is in a process group, which forked processes cannot leave or use",
-            do="destroy it first: echelon.distributed.cleanup() or torch.distributed.destroy_process_group()",
+            "this kernel has initialized a process group, which forked processes can neither use nor leave",
+            do="call echelon.distributed.cleanup() or torch.distributed.destroy_process_group() first",
         )
 
 
 @dataclass(slots=True, kw_only=True)
 class _Output:
-    """The pipes from the children: (read end, write end) of stdout and stderr of each rank."""
+    """Pipes from the children: (read end, write end) of stdout and stderr of each rank."""
 
     pipes: list[dict[Literal["stdout", "stderr"], tuple[int, int]]]
     readers: dict[int, tuple[Literal["stdout", "stderr"], codecs.IncrementalDecoder]] = field(default_factory=dict)
@@ -279,7 +280,7 @@ class _Output:
         return output
 
     def __getstate__(self) -> list[dict[str, Any]]:
-        # For a spawned process, which inherits only the files that are passed.
+        # For a spawned process, which inherits only the file descriptors that are passed to it.
         return [{name: DupFd(write_end) for name, (_, write_end) in pipes.items()} for pipes in self.pipes]
 
     def __setstate__(self, state: list[dict[Literal["stdout", "stderr"], Any]]) -> None:
@@ -291,7 +292,7 @@ class _Output:
         return bool(self.readers)
 
     def redirect(self, rank: int) -> None:
-        """In the child ``rank``: redirect all output, of Python and native code, to its pipes."""
+        """Redirect all output of Python and native code to the pipes of ``rank``; called in the child."""
         for name, number in (("stdout", 1), ("stderr", 2)):
             os.dup2(self.pipes[rank][name][1], number)  # type: ignore[index]
             stream = open(  # noqa: SIM115 - for the life of the process
@@ -314,7 +315,7 @@ class _Output:
                 os.close(end)
 
     def drain(self) -> None:
-        """Show the remaining output, without waiting for pipes that stay open."""
+        """Show the remaining output, without waiting long for pipes that stay open."""
         deadline = time.monotonic() + _DRAIN.total_seconds()
         while self.readers and (left := deadline - time.monotonic()) > 0:
             self.relay(timeout=left)
@@ -331,7 +332,7 @@ class _Output:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Child:
-    """What each process runs after ``spawn`` has set its rank."""
+    """The function that each process runs after ``spawn`` has set its rank."""
 
     call: tuple[Callable[..., object], tuple[object, ...]]
     variables: Mapping[str, str]
@@ -341,7 +342,7 @@ class _Child:
     caller: str
 
     def __call__(self, rank: int) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the kernel's own handler would not run inside a collective
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the kernel's handler would not run inside a collective
         self.output.redirect(rank)
         environ.write(self.variables)
         if self.is_forked:
@@ -361,34 +362,34 @@ def _limit_to_one_thread() -> None:
     set_num_threads = torch.set_num_threads
     set_num_threads(1)
 
-    def keep(nthreads: int) -> None:
+    def ignore(nthreads: int) -> None:
         if nthreads > 1:
             warn(
-                f"torch.set_num_threads({nthreads}) is ignored: the kernel's threads do not survive a fork, and torch "
-                "would wait for them for ever; a script started with echelon launch can use more"
+                f"torch.set_num_threads({nthreads}) is ignored: the kernel's threads do not exist in a forked process, and "
+                "torch would hang; a script that echelon launch starts can use more threads"
             )
 
-    torch.set_num_threads = keep
+    torch.set_num_threads = ignore
 
 
 def _check_device() -> None:
-    """Refuse a device that the kernel has used: every use of it in a fork fails, with a less helpful message."""
+    """Raise an error for a device that the kernel has used. Any use of it in a forked process fails, but less clearly."""
     import torch  # noqa: PLC0415 - torch-free layer
 
     module: Any = torch.get_device_module()
     is_in_bad_fork: Callable[[], bool] = getattr(module, "_is_in_bad_fork", lambda: False)
     reason = ""
     if is_in_bad_fork():
-        reason = "a cell has already used it (a tensor on it, or torch.cuda.is_available())"
+        reason = "a cell has used it (created a tensor on it, or called torch.cuda.is_available())"
     else:
         try:
             torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             if "fork" not in str(error):
                 raise
-            reason = "a cell has already run a backward pass, which starts torch's device threads"
+            reason = "a cell has run a backward pass, which starts torch's device threads"
     if reason:
         raise LaunchError(
             f"the {torch.accelerator.current_accelerator()} device cannot be used in a process forked from this kernel: {reason}",
-            do="restart the kernel and do that in the function only, or train on the CPU (ECHELON_CPU=1)",
+            do="restart the kernel and do that only in the function, or train on the CPU (ECHELON_CPU=1)",
         )

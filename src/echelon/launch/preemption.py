@@ -1,8 +1,8 @@
-"""Preemption, the launcher's part: who asked the run to save and exit, and the report if the ranks were too slow.
+"""The launcher's part of preemption: detects requests to save and exit, and reports ranks that take too long.
 
-SIGTERM or SIGUSR1 reaches the launcher or any rank. The ranks are not sent a signal: they read a command on the status board
-(``status/stop_barrier.py``), so that the signal that stops them after a failure cannot be mistaken for a preemption. A run in
-which no rank takes part (a script that does not use echelon, or is still starting) cannot save this way, and is stopped.
+SIGTERM or SIGUSR1 reaches the launcher or any rank. The launcher does not forward it to the ranks, which instead read a command
+on the status board (``status/stop_barrier.py``); so a signal that stops ranks after a failure cannot be mistaken for a
+preemption. If no rank reads the board, because the script does not use echelon or is still starting, the run is stopped.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class PreemptionRequest:
     """Detects a request to save and exit: a signal to the launcher, or to a rank of this machine.
 
     Args:
-        interrupts: the launcher's signals.
-        grace: time the ranks get to agree on a step; zero: signals stop the run at once.
-        on_request: called once per attempt with who asked, in words.
+        interrupts: signals to the launcher.
+        grace: time the ranks get to agree on a step; with zero, signals stop the run immediately.
+        on_request: called once per attempt with a description of the requester.
     """
 
     def __init__(self, interrupts: Interrupts, grace: timedelta, on_request: Callable[[str], None]) -> None:
@@ -44,10 +44,10 @@ class PreemptionRequest:
         self.is_pending = False
 
     def check(self) -> None:
-        """Call ``on_request`` if somebody has asked.
+        """Call ``on_request`` if there is a new request.
 
         Raises:
-            Interrupted: signals came that stop the run: others, a second one, or no rank takes part.
+            Interrupted: the run must stop: another signal or a second one was received, or no rank reads the board.
         """
         if not self.is_pending and (requester := self._find_requester()):
             self.is_pending, self.requester = True, requester
@@ -57,7 +57,7 @@ class PreemptionRequest:
             self._interrupts.check()
 
     def _find_requester(self) -> str:
-        """Return who has asked, in words; empty: nobody has, or no rank takes part."""
+        """Return a description of the requester; empty if there is no request, or no rank reads the board."""
         if self._board is None or not self._grace or not any(self._board.read_positions()):
             return ""
         first = self._interrupts.first or 0
@@ -70,13 +70,13 @@ class PreemptionRequest:
 def stop_barrier_timeout(
     requester: str, grace: timedelta, positions: Mapping[int, int], notes: Mapping[int, StatusNote | None]
 ) -> LaunchError:
-    """Return the error of ranks that did not reach a common step in time.
+    """Return the error for ranks that did not reach a common step in time.
 
     Args:
-        requester: who asked, in words.
-        grace: the time they had.
-        positions: of each rank, as ``stop_barrier.py`` encodes it.
-        notes: what each rank last noted.
+        requester: description of the requester.
+        grace: time limit of the ranks.
+        positions: position of each rank, in the encoding of ``stop_barrier.py``.
+        notes: last status note of each rank.
     """
     where: dict[str, list[int]] = {}
     for rank, position in positions.items():
@@ -85,17 +85,17 @@ def stop_barrier_timeout(
         text += " (at the stop barrier)" if state_of(position) is RankState.STOPPED else ""
         where.setdefault(text, []).append(rank)
     return LaunchError(
-        f"{requester}: the ranks did not reach a common step within {grace.total_seconds():g} s, and were stopped",
+        f"{requester}: the ranks did not reach a common step within {grace.total_seconds():g} s and were stopped",
         where="; ".join(f"{name_ranks(ranks)}: {text}" for text, ranks in where.items()),
         do="the next start resumes from the last checkpoint; --preemption_grace SECONDS gives the ranks more time",
     )
 
 
 def report_preempted(requester: str, error: LaunchError | None = None) -> int:
-    """Print how a preempted run ended; return the launcher's exit code."""
+    """Print how a preempted run ended, and return the launcher's exit code."""
     text = (
         f"{requester or 'preempted'}: all ranks stopped at the same step; exit code {EXIT_CODE}; "
-        "start it again with the same command"
+        "rerun the same command to resume"
     )
     print(f"echelon: {error or text}", file=sys.stderr)
     return EXIT_CODE

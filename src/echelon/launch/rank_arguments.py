@@ -1,4 +1,4 @@
-"""The arguments of a function that runs on every rank: parameters named after the rank and the world size are filled in."""
+"""Arguments of a function that runs on every rank; parameters such as ``rank`` and ``world_size`` are filled in."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from echelon.base.errors import UsageError
 
 __all__ = ["arguments_of_rank"]
 
-# What tutorials call them.
+# Parameter names that tutorials use.
 _RANK = frozenset({"rank", "local_rank"})
 _WORLD_SIZE = frozenset({"world_size", "num_processes", "nprocs"})
 _NONE: Mapping[str, object] = MappingProxyType({})
@@ -25,23 +25,23 @@ def arguments_of_rank(
     caller: str,
     rank_first: bool,
 ) -> tuple[tuple[object, ...], Mapping[str, object]]:
-    """Return the arguments of ``function`` on ``rank``: ``args`` (after the rank), and by name the parameters to fill in.
+    """Return the positional and keyword arguments of ``function`` on ``rank``.
 
     Args:
-        function: the user's.
-        args: the user's.
-        rank: of the process.
-        world_size: of the run.
-        caller: the function that the user called, for the error.
-        rank_first: ``caller`` passes the rank before ``args``, as torch's spawn does.
+        function: function of the user.
+        args: arguments of the user.
+        rank: rank of the process.
+        world_size: number of ranks.
+        caller: name of the function that the user called, for the error.
+        rank_first: whether ``caller`` passes the rank before ``args``, like torch's spawn.
 
     Raises:
-        UsageError: ``args`` do not fit the function.
+        UsageError: ``args`` do not match the signature of ``function``.
     """
     given = (rank, *args) if rank_first else tuple(args)
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a C function, for example
+    except (TypeError, ValueError):  # for example a C function
         return given, _NONE
     if _fits(signature, given, _NONE):
         return given, _NONE
@@ -50,7 +50,7 @@ def arguments_of_rank(
         for name, parameter in signature.parameters.items()
         if name in _RANK | _WORLD_SIZE and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY
     }
-    # ``args`` fill the other parameters, in order.
+    # ``args`` are the other parameters, in order.
     others = [
         name
         for name, parameter in signature.parameters.items()
@@ -60,11 +60,11 @@ def arguments_of_rank(
     if filled and len(args) <= len(others) and _fits(signature, (), by_name):
         return (), by_name
     name = getattr(function, "__qualname__", repr(function))
-    first = "the rank, and then " if rank_first else ""
+    first = "the rank and then " if rank_first else ""
     raise UsageError(
         f"{name}{signature} cannot be called by {caller}(args={tuple(args)!r}), which passes {first}args",
         where=f"code {caller}(args=)",
-        do="pass one value per parameter in args; parameters named rank and world_size are filled in",
+        do="pass one value per parameter in args, except for parameters named rank and world_size, which are filled in",
     )
 
 

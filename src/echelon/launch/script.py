@@ -1,4 +1,4 @@
-"""The program to run, and checks before a process is started or torch is imported."""
+"""The program to run, and checks of it that need neither a process nor torch."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class Script:
     """A program and its arguments."""
 
     kind: Literal["script", "module", "program"]
-    """``python file``, ``python -m module``, or any executable."""
+    """Python file, Python module (``python -m``), or any executable."""
     target: str
     args: tuple[str, ...]
     has_local_rank: bool = False
-    """Put ``--local_rank=N`` before ``args``, as DeepSpeed's launcher does."""
+    """Whether to insert ``--local_rank=N`` before ``args``, like DeepSpeed's launcher."""
 
     def args_of(self, local_rank: int) -> tuple[str, ...]:
-        """Return the arguments of one process."""
+        """Return the arguments of the process ``local_rank``."""
         return (f"--local_rank={local_rank}", *self.args) if self.has_local_rank else self.args
 
 
 def check(script: Script) -> None:
-    """Refuse a program that would fail on every rank at its first line.
+    """Raise an error for a program that would fail on every rank when it starts.
 
     Raises:
         ConfigError: the target does not exist, is a directory, cannot be read, or is not Python source.
@@ -49,7 +49,7 @@ def check(script: Script) -> None:
 
 
 def _check_module(name: str) -> None:
-    # Only the first part: to find a submodule Python imports the parent package.
+    # Check only the top-level package, because looking up a submodule would import its parents.
     top = name.partition(".")[0]
     path = [os.getcwd(), *sys.path]
     if not top or (top not in sys.builtin_module_names and PathFinder.find_spec(top, path) is None):
@@ -71,15 +71,15 @@ def _check_source(name: str) -> None:
     path = Path(name)
     if path.is_dir():
         raise ConfigError(
-            f"{name} is a directory, not a Python script", do=f"give the file, for example {path / 'train.py'}"
+            f"{name} is a directory, not a Python script", do=f"pass a file, for example {path / 'train.py'}"
         )
     try:
         data = path.read_bytes()
     except FileNotFoundError as error:
         raise ConfigError(
-            f"there is no script {name}",
+            f"the script {name} does not exist",
             where=f"directory {os.getcwd()}",
-            do="check the path; use -m for a module, --no_python for another program",
+            do="check the path; use -m for a module, or --no_python for another program",
         ) from error
     except OSError as error:
         raise ConfigError(f"cannot read the script {name}: {error.strerror}", do="check its permissions") from error
@@ -93,7 +93,7 @@ def _check_source(name: str) -> None:
             where=f"{name}:{line}",
             do="save it as UTF-8, or declare its encoding in the first line: # -*- coding: latin-1 -*-",
         ) from error
-    except SyntaxError as error:  # detect_encoding: an unknown encoding, or a first line that is not UTF-8
+    except SyntaxError as error:  # unknown encoding, or a first line that is not UTF-8
         raise ConfigError(
             f"{name} is not Python source: {error.msg}",
             where=f"{name}:1",
@@ -101,7 +101,7 @@ def _check_source(name: str) -> None:
         ) from error
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the ranks show it
+            warnings.simplefilter("ignore")  # the ranks show these warnings
             compile(data, name, "exec", dont_inherit=True)
     except SyntaxError as error:
         source = f": {error.text.strip()}" if error.text else ""
@@ -109,4 +109,4 @@ def _check_source(name: str) -> None:
             f"syntax error: {error.msg}", where=f"{name}:{error.lineno}{source}", do="fix this line"
         ) from error
     except ValueError as error:  # null bytes, before Python 3.12
-        raise ConfigError(f"{name} is not Python source: {error}", where=name, do="give a Python file") from error
+        raise ConfigError(f"{name} is not Python source: {error}", where=name, do="pass a Python file") from error

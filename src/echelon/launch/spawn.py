@@ -1,4 +1,4 @@
-"""``spawn``: run a function on several processes, as ``torch.multiprocessing.spawn``, with the environment set up."""
+"""``spawn``: like ``torch.multiprocessing.spawn``, but sets the environment variables of each rank."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 __all__ = ["SpawnContext", "StartMethod", "spawn"]
 
-# torch is imported inside the functions: this layer must import without it.
+# This layer must be importable without torch, which is imported inside the functions.
 
 StartMethod = Literal["spawn", "fork", "forkserver"]
 
-# How long the other ranks may take after a failure: their errors tell which rank failed first.
+# How long the other ranks may run after a failure. Their errors show which rank failed first.
 _GRACE = timedelta(seconds=1)
 _TRACEBACK_FILE = "traceback.txt"
 
@@ -50,34 +50,34 @@ def spawn(
 ) -> SpawnContext | None:
     """Call ``fn(rank, *args)`` on ``nprocs`` new processes of this machine.
 
-    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, so ``setup()`` needs no arguments in
-    ``fn``; the store lives in this process, on loopback.
+    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, so that ``fn`` can call ``setup()``
+    without arguments. The store runs in this process, on loopback.
 
     Args:
-        fn: at the top level of a module, so that the new processes can import it.
-        args: passed after the rank. A parameter ``world_size`` of ``fn`` that they lack is filled in.
+        fn: function at the top level of a module, so that the new processes can import it.
+        args: arguments after the rank. A missing ``world_size`` argument of ``fn`` is filled in.
         nprocs: number of processes.
-        join: wait for all processes, and raise if one fails.
-        daemon: the processes end with this one, and may not have children.
-        start_method: ``fork`` also runs functions of a notebook, if no device was used before.
+        join: wait for all processes, and raise an error if one fails.
+        daemon: make the processes daemonic: they end with this process and cannot have children.
+        start_method: ``fork`` also runs functions of a notebook, if this process has not used a device.
 
     Returns:
-        None with ``join``, else the context to join later.
+        None if ``join``, else a context to join later.
 
     Raises:
-        UsageError: ``nprocs`` below 1, or ``args`` that do not fit ``fn``.
-        LaunchError: a rank failed (with ``join``); includes the traceback of the first failed rank.
+        UsageError: ``nprocs`` is below 1, or ``args`` do not match the signature of ``fn``.
+        LaunchError: a rank failed (only if ``join``); includes the traceback of the rank that failed first.
 
     Source: torch.multiprocessing.spawn.
     """
     if nprocs < 1:
         raise UsageError(
-            f"spawn(nprocs={nprocs}): at least one process is needed",
+            f"spawn(nprocs={nprocs}) starts no process",
             where="code spawn(nprocs=)",
-            do="give nprocs=1 or more",
+            do="pass nprocs=1 or more",
         )
-    arguments_of_rank(fn, args, rank=0, world_size=nprocs, caller="spawn", rank_first=True)  # check that they fit
-    import torch.multiprocessing as mp  # noqa: PLC0415 - torch-free layer
+    arguments_of_rank(fn, args, rank=0, world_size=nprocs, caller="spawn", rank_first=True)  # validates args
+    import torch.multiprocessing as mp  # noqa: PLC0415 - imports torch
 
     from echelon.launch.multinode.rendezvous import LOOPBACK, LoopbackStore  # noqa: PLC0415 - imports torch
 
@@ -94,7 +94,7 @@ def spawn(
     start: Any = mp.start_processes  # torch has no types for it
     processes = start(
         _run_rank,
-        # With join=False ranks may outlive this thread, with which torch would kill them.
+        # With join=False, ranks may outlive this thread; torch would kill them when it ends.
         args=(fn, tuple(args), common, str(directory), own_identity(), not join and not _is_main_thread()),
         nprocs=nprocs,
         join=False,
@@ -108,7 +108,7 @@ def spawn(
         while not context.join():
             pass
     except BaseException:
-        context.terminate()  # for example Ctrl-C: leave no process behind
+        context.terminate()  # for example after Ctrl-C
         raise
     return None
 
@@ -122,7 +122,7 @@ def _run_rank(
     parent: str,
     by_thread: bool,
 ) -> None:
-    die_with(parent, by_thread=by_thread)  # torch uses SIGINT, which native code ignores
+    die_with(parent, by_thread=by_thread)  # torch sends SIGINT, which native code ignores
     environ.write({**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
     own = os.path.join(directory, str(rank))
     os.makedirs(own)
@@ -142,7 +142,7 @@ def _is_main_thread() -> bool:
 
 @final
 class SpawnContext:
-    """The running ranks of ``spawn(join=False)``, and their store."""
+    """The ranks started by ``spawn(join=False)``, and their store."""
 
     def __init__(self, processes: ProcessContext, store: LoopbackStore, directory: Path) -> None:
         self._context = processes
@@ -151,24 +151,24 @@ class SpawnContext:
 
     @property
     def processes(self) -> list[BaseProcess]:
-        """The processes, by rank."""
+        """The processes in the order of their ranks."""
         return list(self._context.processes)
 
     def pids(self) -> list[int]:
-        """Return the process ids, by rank."""
+        """Return the process ids in the order of the ranks."""
         return [process.pid for process in self._context.processes]
 
     def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
-        """Wait for one or more ranks to end; return True when all have ended, else call it again.
+        """Wait until at least one rank ends. Return True if all ranks have ended; otherwise, call it again.
 
         Args:
-            timeout: seconds to wait; None: until a rank ends.
-            grace_period: seconds that the other ranks get after a failure.
+            timeout: maximum number of seconds to wait; None to wait until a rank ends.
+            grace_period: number of seconds after which the other ranks are stopped if a rank fails.
 
         Raises:
-            LaunchError: a rank failed; the others are stopped.
+            LaunchError: a rank failed; the other ranks are stopped.
         """
-        from torch.multiprocessing.spawn import ProcessException  # noqa: PLC0415 - torch-free layer
+        from torch.multiprocessing.spawn import ProcessException  # noqa: PLC0415 - imports torch
 
         grace = _GRACE.total_seconds() if grace_period is None else grace_period
         try:
@@ -180,7 +180,7 @@ class SpawnContext:
         return done
 
     def terminate(self) -> None:
-        """Kill the ranks that still run."""
+        """Kill the ranks that are still running."""
         for process in self._context.processes:
             if process.is_alive():
                 process.kill()
@@ -188,7 +188,7 @@ class SpawnContext:
         self._close()
 
     def _explained(self, error: Any) -> LaunchError:
-        # Ranks that torch killed were still running, or had failed and were slow to exit.
+        # Ranks that torch killed were still running, or had failed but not exited yet.
         ends = []
         for rank, process in enumerate(self._context.processes):
             record, code = read_record(self._directory / str(rank) / ERROR_FILE), process.exitcode
@@ -205,7 +205,7 @@ class SpawnContext:
         try:
             text = (self._directory / str(rank) / _TRACEBACK_FILE).read_text(encoding="utf-8")
         except OSError:
-            return f"rank {rank} left no traceback"
+            return f"rank {rank} recorded no traceback"
         return f"traceback of rank {rank}:\n{textwrap.indent(text.rstrip(), '    ')}"
 
     def _close(self) -> None:

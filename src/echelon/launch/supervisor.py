@@ -1,4 +1,4 @@
-"""Watch the ranks: when the run stalls, ask every rank for its stack, save the stacks, and report the cause."""
+"""Detect stalls: request the stack of every rank, save the stacks, and report the cause."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ from echelon.launch.local.ranks import Ranks
 __all__ = ["STALLED", "OnStall", "StallRules", "Supervisor"]
 
 STALLED = 124
-"""Exit code of a run that was stopped because it stalled, as that of timeout(1)."""
+"""Exit code of a run that is stopped because of a stall; timeout(1) uses the same code."""
 
 OnStall: TypeAlias = Literal["report", "restart", "stop"]
 
 _POLL_EVERY_S = 0.5
 _REQUEST_EVERY_S = 3.0
-"""The ranks write their stacks at most this often."""
+"""Minimum interval between requests for stacks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StallRules:
-    """When a run counts as stalled, and what follows."""
+    """Time limits for stalls, and the action after a stall."""
 
     timeout: timedelta
-    """How long a rank may wait for others without progress; zero: for ever."""
+    """How long a rank may wait for other ranks without progress; zero disables the limit."""
     on_stall: OnStall
     slow_timeout: timedelta | None = None
-    """How long a declared slow phase may last; None: ten times ``timeout``; zero: for ever."""
+    """How long a declared slow phase may last; None for ten times ``timeout``, zero for no limit."""
 
     @property
     def slow_s(self) -> float:
-        """How many seconds a declared slow phase may last."""
+        """Maximum number of seconds of a declared slow phase."""
         limit = LONG_FACTOR * self.timeout if self.slow_timeout is None else self.slow_timeout
         return limit.total_seconds() or math.inf
 
 
 @final
 class Supervisor:
-    """Detects and reports stalls of the ranks of one attempt.
+    """Detects and reports stalls in one attempt.
 
     Args:
-        ranks: the ranks.
-        directory: of the run, for the report.
-        rules: what counts as a stall.
-        machines: rank -> name of its machine; empty: a single machine.
-        clock: in seconds, the clock of the heartbeats.
+        ranks: ranks of the attempt.
+        directory: folder of the run, for the report.
+        rules: limits and action.
+        machines: rank -> name of its machine; empty on a single machine.
+        clock: clock of the heartbeats, in seconds.
     """
 
     def __init__(
@@ -74,23 +74,23 @@ class Supervisor:
         self._clock = StallClock(rules.timeout.total_seconds(), rules.slow_s)
         self._next_poll = 0.0
         self._suspicions: frozenset[tuple[str, int]] = frozenset()
-        """Why the ranks were last asked, and when."""
+        """Suspicions that caused the last request for stacks."""
         self._requested_at = float("-inf")
         self._reported: set[str] = set()
-        """Alarms since the last progress."""
+        """Alarms reported since the last progress."""
         self._last_note = ""
 
     def poll(self) -> Stall | None:
-        """Report a new stall and return it; None: no stall, or one that was reported before."""
+        """Report and return a new stall; return None if there is none, or if it has been reported already."""
         now = self._now()
         if now < self._next_poll or not self._rules.timeout:
             return None
         self._next_poll = now + _POLL_EVERY_S
         suspicions = self._clock.update(self._ranks.views(), now)
         if not suspicions:
-            self._reported.clear()  # progress: another stall is reported again
+            self._reported.clear()  # after progress, the same stall is reported again
             return None
-        # The ranks need not answer the same suspicion again and again; a new one cannot wait.
+        # Repeat a request for the same suspicions only after the full timeout; a new suspicion needs new stacks soon.
         quiet_s = self._rules.timeout.total_seconds() if suspicions == self._suspicions else _REQUEST_EVERY_S
         if now - self._requested_at < quiet_s:
             return None
@@ -99,7 +99,7 @@ class Supervisor:
         self._suspicions, self._requested_at = suspicions, now
         views = self._ranks.views()
         if not self._clock.update(views, now):
-            return None  # progress while we asked
+            return None  # the ranks made progress during the request
         for view in views:
             if view.rank not in answers and self._clock.is_silent(view, now):
                 answers[view.rank] = self._ranks.stack_of(view)
@@ -142,7 +142,7 @@ class Supervisor:
         return f"no progress for {stall.waited_s:.0f} s {limit}"
 
     def _machine_lines(self, stall: Stall) -> list[str]:
-        """Return which machines the ranks of the stall are on."""
+        """Return lines that name the machines of the stalled ranks."""
         ranks: dict[str, list[int]] = {}
         for rank in stall.culprits or stall.ranks:
             if rank in self._machines:

@@ -1,4 +1,4 @@
-"""Find the attribute of a dataset that cannot be pickled for the workers of its DataLoader: pickle only names its type."""
+"""Find the attribute of a dataset that cannot be pickled for DataLoader workers. pickle reports only its type."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 __all__ = ["unpicklable_part"]
 
 _DATALOADER = os.path.join("torch", "utils", "data", "dataloader.py")
-_SENT = ("dataset", "collate_fn", "worker_init_fn", "generator")  # what torch sends to each worker
+_SENT = ("dataset", "collate_fn", "worker_init_fn", "generator")  # attributes that torch sends to each worker
 _MAX_DEPTH = 6
 
 
 def unpicklable_part(error: BaseException) -> str:
-    """Return what in a DataLoader cannot be pickled, as ``dataset.lock, of the class Images``; empty: a different error."""
+    """Return the unpicklable part of a DataLoader, such as ``dataset.lock, of the class Images``; empty for other errors."""
     if "pickle" not in str(error):
         return ""
     traceback = error.__traceback__
@@ -55,7 +55,7 @@ class _Nowhere:
 
 
 class _Probe(pickle.Pickler):
-    """Discards its output; tensors, which torch shares itself, count as picklable."""
+    """Pickler for a trial run. Tensors, which torch shares itself, count as picklable."""
 
     def reducer_override(self, value: Any) -> Any:
         torch = sys.modules.get("torch")
@@ -67,6 +67,6 @@ class _Probe(pickle.Pickler):
 def _is_picklable(value: Any) -> bool:
     try:
         _Probe(_Nowhere()).dump(value)
-    except Exception:  # noqa: BLE001 - whatever the __reduce__ of the user's objects raises
+    except Exception:  # noqa: BLE001 - a user's __reduce__ may raise any exception
         return False
     return True

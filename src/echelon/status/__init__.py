@@ -1,1 +1,1 @@
-"""What each rank is doing, as others may see it."""
+"""The status of each rank, visible to the launcher."""

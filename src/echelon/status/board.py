@@ -1,16 +1,16 @@
-"""The status board: a small file in shared memory in which each rank records its status, and which the launcher reads.
+"""The status board: a small file in shared memory to which each rank writes its status, and which the launcher reads.
 
-Layout, version 3, little-endian. Header of 64 bytes: ``8s`` magic, ``I`` version, ``I`` number of slots, ``I`` request number
-(the launcher increments it to request every rank's stacks). Then a slot of 2048 bytes for each local rank: the record
-``Watch`` at 0 and 160, the record ``StatusNote`` at 320 and 672, ``Times`` at 1024 and 1152, and the last eight records
-``Mark`` from 1280 on, 80 bytes each. A record is ``I`` CRC-32 of the rest, ``I`` its number, and its fields in the order
-below; texts are UTF-8, padded with zeros. At 24 of the header and 1920 of a slot are two words each for preemption.
+Layout (version 3, little-endian): A header of 64 bytes contains ``8s`` magic, ``I`` version, ``I`` number of slots, and ``I``
+request number, which the launcher increments to request the stacks of all ranks. A slot of 2048 bytes per local rank follows,
+with the record ``Watch`` at offsets 0 and 160, ``StatusNote`` at 320 and 672, ``Times`` at 1024 and 1152, and the last eight
+``Mark`` records from 1280, with 80 bytes each. A record consists of ``I`` CRC-32 of the rest, ``I`` number, and its fields in the
+order below. Texts are UTF-8, padded with zeros. Offset 24 of the header and 1920 of a slot each contain two words for preemption.
 
-Each record but ``Mark`` is stored twice, written in turn, with its number and checksum: a reader takes the newest intact
-one. So it never sees a torn record, also on processors that reorder stores, and a rank that dies while it writes leaves the
-previous one. ``Watch`` has one writer, the reporter's thread; the others have another, the thread that trains.
+Each record except ``Mark`` has two copies, which are written alternately. A reader uses the newest copy whose checksum is correct.
+Therefore, it never sees a torn record, even on processors that reorder stores, and if a rank dies during a write, the previous
+copy remains. The reporter's thread is the only writer of ``Watch``, the training thread the only writer of the other records.
 
-Standard library only, and nothing of echelon: the ranks of programs that do not use echelon load this file by its path.
+This file uses only the standard library, because ranks whose programs do not use echelon load it by its path.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _TIMES_AT = (1024, 1152)
 _MARK = struct.Struct("<Q8Q")
 _MARKS_AT = tuple(range(1280, 1920, 80))
 _POSITION_AT, _SIGNAL_AT = 1920, 1928
-# Native byte order and alignment, so that loads and stores are atomic.
+# Native byte order and alignment make loads and stores atomic.
 _WORD = struct.Struct("@Q")
 _FILE_BYTES = 100
 _TRIES = 3
@@ -56,7 +56,7 @@ _PREFIX = "echelon-board-"
 
 
 class Phase(IntEnum):
-    """What part of a training program a rank is in."""
+    """Phase of a training program."""
 
     NONE = 0
     DATA = 1
@@ -67,7 +67,7 @@ class Phase(IntEnum):
     EVALUATE = 6
 
     def __str__(self) -> str:
-        """Return the text for reports."""
+        """Return the name of the phase for reports."""
         return _IN_WORDS[self]
 
 
@@ -83,68 +83,68 @@ _IN_WORDS = (
 
 
 class StepPart(IntEnum):
-    """What the time of a training loop is spent on."""
+    """Part of a step of a training loop, to which time is assigned."""
 
     DATA = 0
     FORWARD = 1
     """Calls of prepared models."""
     BACKWARD = 2
     COMMUNICATION = 3
-    """Transfer, and the wait for later ranks."""
+    """Transfers, and waiting for slower ranks."""
     OPTIMIZER = 4
     EVALUATION = 5
     CHECKPOINT = 6
     OTHER = 7
-    """All else in the loop: a loss outside the model, the program's own work on a batch, logging."""
+    """The rest of the loop, such as a loss outside the model, processing of batches, and logging."""
 
 
 class Doing(IntFlag):
-    """What the reporter sees in the stack of the main thread."""
+    """Activity of the main thread, as the reporter sees it in the stack."""
 
     NOTHING = 0
     COMMUNICATES = 1
-    """In a call that may wait for other ranks."""
+    """It is in a call that may wait for other ranks."""
     TRAINS = 2
-    """That call is a backward pass, or a forward pass of a wrapped model."""
+    """That call is part of a backward pass, or of a forward pass of a wrapped model."""
     COMPILES = 4
-    """In a compiler."""
+    """It is in a compiler."""
     ENDED = 8
-    """The program is over, and the interpreter exits; nothing more is recorded."""
+    """The program has ended and the interpreter is exiting; nothing more is recorded."""
     FINISHED = 16
-    """The program ended well."""
+    """The program succeeded."""
     DUMPS = 32
-    """``DUMP_SIGNAL`` makes it write its stacks, whatever holds the GIL."""
+    """``DUMP_SIGNAL`` makes the process write its stacks, even if native code holds the GIL."""
     DEBUGS = 64
-    """In a debugger, which is no stall."""
+    """It is in a debugger, which is not a stall."""
     IMPORTS = 128
-    """Importing a module."""
+    """It is importing a module."""
     ELSEWHERE = 256
-    """The innermost code is not of Python, torch or echelon."""
+    """The innermost code is not part of Python, torch or echelon."""
 
 
 class Watch(NamedTuple):
-    """What the reporter of a rank last saw."""
+    """Last sample of a rank's reporter."""
 
     time_ns: int
-    """``time.monotonic_ns``: the heartbeat."""
+    """``time.monotonic_ns()`` of the sample, the heartbeat."""
     pid: int
     signature: int
-    """Of the main thread's stack: it changes when the thread makes progress."""
+    """Hash of the main thread's stack, which changes when the thread makes progress."""
     num_collectives: int
-    """Started by this rank, over all groups."""
+    """Number of collectives that this rank has started in all groups."""
     doing: Doing
     answered: int
-    """The last request that it has answered."""
+    """Number of the last request that it has answered."""
     line: int
     file: str
 
     def shifted(self, offset_ns: int) -> Watch:
-        """Return the record with its time moved to another clock."""
+        """Return the record with its time converted to another clock."""
         return self._replace(time_ns=self.time_ns + offset_ns)
 
 
 class StatusNote(NamedTuple):
-    """What the program of a rank last recorded."""
+    """Last record of a rank's program."""
 
     time_ns: int
     step: int
@@ -153,48 +153,48 @@ class StatusNote(NamedTuple):
     line: int
     phase: Phase
     waits: bool
-    """``operation`` has not returned."""
+    """Whether ``operation`` has not returned."""
     operation: str
     detail: str
-    """The structure of the data (shapes, dtypes)."""
+    """Structure of the data (shapes, dtypes)."""
     slow: str
-    """The slow phase that it has declared; empty: none."""
+    """Slow phase that it has declared, or empty."""
     file: str
 
     def shifted(self, offset_ns: int) -> StatusNote:
-        """Return the record with its time moved to another clock."""
+        """Return the record with its time converted to another clock."""
         return self._replace(time_ns=self.time_ns + offset_ns)
 
 
 class Times(NamedTuple):
-    """Where the time of a rank went since its training loop started."""
+    """Time that a rank has spent on each part since its training loop started."""
 
     begun_ns: int
-    """When the loop started, on ``time.monotonic_ns``; 0: not yet."""
+    """``time.monotonic_ns()`` at the start of the loop; 0 before it."""
     since_ns: int
-    """Since when it is in ``part``; that time is not in ``spent_ns`` yet."""
+    """``time.monotonic_ns()`` at the start of the current ``part``, whose time is not in ``spent_ns`` yet."""
     loaded: int
-    """Step of the checkpoint that it resumed from; -1: none."""
+    """Step of the checkpoint from which it resumed; -1 if it did not resume."""
     num_steps: int
-    """Optimizer steps of this process."""
+    """Number of optimizer steps of this process."""
     part: StepPart
     spent_ns: tuple[int, ...]
-    """By ``StepPart``."""
+    """Nanoseconds by ``StepPart``."""
 
     def shifted(self, offset_ns: int) -> Times:
-        """Return the record with its times moved to another clock."""
+        """Return the record with its times converted to another clock."""
         return self._replace(begun_ns=self.begun_ns + offset_ns, since_ns=self.since_ns + offset_ns)
 
 
 class Mark(NamedTuple):
-    """Where the time had gone when a checkpoint was started."""
+    """Time that a rank had spent on each part at the start of a checkpoint."""
 
     step: int
-    """Of the run."""
+    """Step of the run."""
     spent_ns: tuple[int, ...]
 
 
-# The same few texts repeat.
+# Cached, because a few texts repeat.
 @lru_cache(maxsize=1024)
 def _text(text: str, num_bytes: int) -> bytes:
     data = text.encode("utf-8", "replace")
@@ -212,18 +212,18 @@ def _string(data: bytes) -> str:
 
 
 class Slot:
-    """The part of a board that one rank writes.
+    """The part of a board that a rank writes.
 
     Raises:
         OSError: the file does not exist.
-        ValueError: it is not a board, or has no such slot.
+        ValueError: the file is not a board, or has no such slot.
     """
 
     def __init__(self, path: str, index: int) -> None:
         self._memory = _mapped(path)
         _, _, num_slots, _ = _HEADER.unpack_from(self._memory)
         if not 0 <= index < num_slots:
-            raise ValueError(f"{path} has {num_slots} slots, and no slot {index}")
+            raise ValueError(f"{path} has only {num_slots} slots, no slot {index}")
         self._at = _HEADER_BYTES + index * _SLOT_BYTES
         self._num_watches = self._num_notes = self._num_times = self._num_marks = 0
 
@@ -245,7 +245,7 @@ class Slot:
         self._write(_NOTE_AT[self._num_notes & 1], self._num_notes, _NOTE.pack(*note[:6], *texts))
 
     def times(self, times: Times) -> None:
-        """Write where the time went."""
+        """Write the record of times."""
         self._num_times += 1
         fields = _TIMES.pack(*times[:5], *times.spent_ns)
         self._write(_TIMES_AT[self._num_times & 1], self._num_times, fields)
@@ -258,7 +258,7 @@ class Slot:
 
     @property
     def grace_ms(self) -> int:
-        """How long the ranks have to save when preempted; 0: no launcher leads them."""
+        """Time in milliseconds the ranks get to agree on a step when preempted; 0 if the launcher runs no stop barrier."""
         return int(_WORD.unpack_from(self._memory, _GRACE_AT)[0])
 
     def read_command(self) -> int:
@@ -266,11 +266,11 @@ class Slot:
         return int(_WORD.unpack_from(self._memory, _COMMAND_AT)[0])
 
     def write_position(self, position: int) -> None:
-        """Show the coordinator this rank's position (``stop_barrier.py``)."""
+        """Write this rank's position in the stop barrier (``stop_barrier.py``)."""
         _WORD.pack_into(self._memory, self._at + _POSITION_AT, position)
 
     def write_preemption_signal(self, number: int) -> None:
-        """Tell the launcher that this rank got the signal ``number``, which asks it to save and exit."""
+        """Notify the launcher that this rank received the signal ``number``, a request to save and exit."""
         _WORD.pack_into(self._memory, self._at + _SIGNAL_AT, number)
 
     def _write(self, offset: int, number: int, fields: bytes) -> None:
@@ -280,18 +280,18 @@ class Slot:
 
 
 class Board:
-    """All slots, as the launcher reads them.
+    """The launcher's view of the board: all slots.
 
     Args:
         num_slots: number of ranks on this machine.
-        folder: for the file where the system has no /dev/shm.
+        folder: folder for the file if the system has no /dev/shm.
     """
 
     def __init__(self, num_slots: int, *, folder: str) -> None:
         shared = os.path.isdir(_SHARED) and os.access(_SHARED, os.W_OK)
         if shared:
             _remove_orphans(_SHARED)
-        # Only this user can read it (mkstemp). The lock shows that the launcher lives.
+        # Only this user can read the file (mkstemp). The lock shows that the launcher is alive.
         self._file, self.path = tempfile.mkstemp(prefix=_PREFIX, dir=_SHARED if shared else folder)
         fcntl.flock(self._file, fcntl.LOCK_EX)
         self.num_slots = num_slots
@@ -300,25 +300,25 @@ class Board:
         self._memory = _mapped(self.path)
 
     def request_stacks(self) -> int:
-        """Request the stacks of every rank; return the number of the request."""
+        """Request the stacks of all ranks, and return the number of the request."""
         number = int(_REQUEST.unpack_from(self._memory, _REQUEST_AT)[0]) + 1
         _REQUEST.pack_into(self._memory, _REQUEST_AT, number)
         return number
 
     def set_grace(self, grace_ms: int) -> None:
-        """Set how long the ranks have to save when preempted; 0: they are not led to a stop barrier."""
+        """Set the time the ranks get to agree on a step when preempted; 0 disables the stop barrier."""
         _WORD.pack_into(self._memory, _GRACE_AT, grace_ms)
 
     def write_command(self, command: int) -> None:
-        """Give ``command`` to every rank (``stop_barrier.py``)."""
+        """Write the command of the stop barrier (``stop_barrier.py``)."""
         _WORD.pack_into(self._memory, _COMMAND_AT, command)
 
     def read_positions(self) -> list[int]:
-        """Return the position of each rank (``stop_barrier.py``); 0: it takes no part in preemptions yet."""
+        """Return the position of each rank in the stop barrier; 0 if the rank does not participate yet."""
         return self._words(_POSITION_AT)
 
     def preemption_signals(self) -> list[int]:
-        """Return for each rank the signal that asked it to save and exit; 0: none."""
+        """Return for each rank the signal that requested it to save and exit; 0 if none."""
         return self._words(_SIGNAL_AT)
 
     def _words(self, offset: int) -> list[int]:
@@ -326,7 +326,7 @@ class Board:
         return [_WORD.unpack_from(self._memory, first + i * _SLOT_BYTES)[0] for i in range(self.num_slots)]
 
     def watch(self, index: int) -> Watch | None:
-        """Return what the reporter of a rank last saw; None: it has not started."""
+        """Return the last record of a rank's reporter, or None if it has not started."""
         fields = self._read(index, _WATCH_AT, _WATCH)
         if fields is None:
             return None
@@ -334,7 +334,7 @@ class Board:
         return Watch(time_ns, pid, signature, num_collectives, Doing(doing), answered, line, _string(file))
 
     def note(self, index: int) -> StatusNote | None:
-        """Return what the program of a rank last recorded; None: nothing."""
+        """Return the last record of a rank's program, or None."""
         fields = self._read(index, _NOTE_AT, _NOTE)
         if fields is None:
             return None
@@ -343,7 +343,7 @@ class Board:
         return StatusNote(time_ns, step, num_operations, line, Phase(phase), bool(waits), operation, detail, slow, file)
 
     def times(self, index: int) -> Times | None:
-        """Return where the time of a rank went; None: nothing is recorded."""
+        """Return the times of a rank, or None if it has recorded none."""
         fields = self._read(index, _TIMES_AT, _TIMES)
         if fields is None:
             return None
@@ -351,11 +351,11 @@ class Board:
         return Times(begun_ns, since_ns, loaded, num_steps, StepPart(part), tuple(spent_ns))
 
     def marks(self, index: int) -> list[Mark]:
-        """Return the marks of a rank's last checkpoints, the oldest first."""
+        """Return the marks of a rank's last checkpoints, oldest first."""
         return [Mark(step, tuple(spent_ns)) for step, *spent_ns in self._intact(index, _MARKS_AT, _MARK)]
 
     def _read(self, index: int, offsets: tuple[int, ...], layout: struct.Struct) -> tuple[Any, ...] | None:
-        for _ in range(_TRIES):  # only while the very first record is written is neither copy intact
+        for _ in range(_TRIES):  # neither copy is intact only while the first record is being written
             found = self._intact(index, offsets, layout)
             if found:
                 return found[-1]
@@ -375,19 +375,19 @@ class Board:
     def close(self) -> None:
         """Remove the file."""
         self._memory.close()
-        with suppress(FileNotFoundError):  # it was deleted with the run's folder
+        with suppress(FileNotFoundError):  # deleted with the run's folder
             os.unlink(self.path)
         os.close(self._file)
 
 
 def _remove_orphans(folder: str) -> None:
-    """Remove the boards of this user's launchers that were killed."""
+    """Remove the boards that killed launchers of this user have left."""
     for entry in os.scandir(folder):
         if not entry.name.startswith(_PREFIX):
             continue
-        with suppress(OSError):  # locked by a running launcher, of another user, or just removed
+        with suppress(OSError):  # locked by a running launcher, owned by another user, or just removed
             if time.time() - entry.stat().st_mtime < _ORPHAN_S:
-                continue  # it may be about to be locked
+                continue  # a new launcher may not have locked it yet
             file = os.open(entry.path, os.O_RDWR)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

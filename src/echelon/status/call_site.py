@@ -1,4 +1,4 @@
-"""Where a thread of a rank is: the line of user code, and whether it is in a call that may wait for other ranks."""
+"""The call site of a thread: its line of user code, and whether it is in a call that may wait for other ranks."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ __all__ = ["CallSite", "StackSummary", "call_site_of_thread", "here", "is_user_f
 
 _OWN_PATHS = (str(Path(__file__).resolve().parent.parent), str(Path(json.__file__).parent.parent), "<frozen")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
-# Autograd calls the others, partly from native code.
+# Autograd also calls communicating code, partly from native code.
 _COMMUNICATING = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/")
 _TORCH = "/torch/"
 _MODULE_CALL = "/torch/nn/modules/module.py"
 _TRAINING = ("/torch/nn/parallel/", "/torch/autograd/")
 _IMPORT = "<frozen importlib._bootstrap>"
-# Not in the stack of a program that runs compiled code.
+# In the stack only while code is being compiled, not while compiled code runs.
 _COMPILING = (
     *("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py", "/torch/_inductor/async_compile.py"),
     *("/torch/utils/cpp_extension.py", "/triton/compiler/"),
 )
-# In a compiler autograd only traces; but the compilers of several ranks may communicate.
+# Inside a compiler, autograd only traces, but the compilers of several ranks may communicate.
 _AGREEMENT = "/torch/distributed/distributed_c10d.py"
-# Python's own, on which others build (ipdb). It is in the stack while it waits for input.
+# Python's debugger, on which others such as ipdb are built. It is in the stack while it waits for input.
 _DEBUGGER = str(Path(json.__file__).parent.parent / "pdb.py")
 
 
@@ -46,33 +46,33 @@ class CallSite:
         return f"{self.file}:{self.line}" + (f": {self.source}" if self.source else "")
 
     def to_json(self) -> str:
-        """Return what ``from_json`` reads."""
+        """Return the call site as JSON for ``from_json``."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> CallSite:
-        """Read what ``to_json`` wrote."""
+        """Return the call site that ``to_json`` wrote."""
         return cls(**json.loads(text))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackSummary:
-    """The stack of a thread, summarized without reading source files: cheap enough for twice a second."""
+    """Summary of a thread's stack, made without reading source files so that it can be taken twice a second."""
 
     file: str
     line: int
     signature: int
-    """Equal while the thread is at the same instruction of the same calls."""
+    """Hash that is equal while the thread is at the same instruction of the same calls."""
     communicates: bool
     trains: bool
-    """Communicates in a backward pass, or in the forward pass of a wrapped model."""
+    """Whether it communicates in a backward pass or in the forward pass of a wrapped model."""
     compiles: bool
     imports: bool
-    """In Python's import system, or at the top level of an installed module."""
+    """Whether it is in Python's import system, or at the top level of an installed module."""
     debugs: bool
-    """A debugger has stopped it."""
+    """Whether a debugger has stopped it."""
     is_elsewhere: bool
-    """The innermost code is not of Python, torch or echelon: a wait in the stack is interrupted (signal handler, hook)."""
+    """Whether the innermost code is not part of Python, torch or echelon, for example a hook that interrupts a wait in the stack."""
 
 
 def here() -> CallSite:
@@ -81,18 +81,18 @@ def here() -> CallSite:
 
 
 def call_site_of_thread(ident: int) -> CallSite | None:
-    """Return where the thread ``ident`` of this process is; None: it has ended. Costs that thread nothing."""
+    """Return the call site of the thread ``ident``, or None if it has ended. Does not slow that thread down."""
     frame = sys._current_frames().get(ident)
     return None if frame is None else _call_site_of(frame)
 
 
 def summarize_stack(innermost: FrameType) -> StackSummary:
-    """Summarize the stack that ends in ``innermost``."""
+    """Summarize the stack whose innermost frame is ``innermost``."""
     call_site = _call_site_of(innermost)
     stack: list[int] = []
     trains = compiles = imports = debugs = agrees = False
     innermost_name = ""
-    is_inside = True  # as in _call_site_of: training code that an import runs is not an import
+    is_inside = True  # still deeper than any user code; training code that an import runs is not an import
     frame: FrameType | None = innermost
     while frame is not None:
         name = frame.f_code.co_filename
@@ -122,7 +122,7 @@ def summarize_stack(innermost: FrameType) -> StackSummary:
 
 
 def _call_site_of(innermost: FrameType) -> CallSite:
-    """Return the innermost line of user code; in a forward pass, the line that called the model."""
+    """Return the innermost line of user code or, in a forward pass, the line that called the model."""
     found: FrameType | None = None
     last = innermost
     is_inside, communicates, imports = True, False, False  # still deeper than any user code
@@ -133,13 +133,13 @@ def _call_site_of(innermost: FrameType) -> CallSite:
         if is_user_file(name):
             found, is_inside = found or frame, False
         else:
-            # Code that torch has called (a hook, a signal handler) does not wait for another rank.
+            # Code that torch calls (a hook, a signal handler) does not wait for another rank.
             if waits_in_torch is None and not _is_standard(name):
                 waits_in_torch = _TORCH in name
             is_in_torch = is_inside and waits_in_torch is True
             communicates = communicates or (is_in_torch and any(part in name for part in _COMMUNICATING))
             imports = imports or (is_inside and name == _IMPORT)
-            if name.endswith(_MODULE_CALL):  # the line found so far is in the model
+            if name.endswith(_MODULE_CALL):  # the line found so far is inside the model
                 found = None
         last, frame = frame, frame.f_back
     found = found or last
@@ -150,11 +150,11 @@ def _call_site_of(innermost: FrameType) -> CallSite:
 
 @lru_cache(maxsize=4096)
 def _is_standard(name: str) -> bool:
-    """Tell whether a file is of Python's standard library."""
+    """Return whether a file is part of Python's standard library."""
     return name.startswith(_OWN_PATHS[1:]) and not any(part in name for part in _INSTALLED)
 
 
-@lru_cache(maxsize=4096)  # stacks consist of few files
+@lru_cache(maxsize=4096)  # few different files appear in stacks
 def is_user_file(name: str) -> bool:
-    """Tell whether a file is user code: not echelon, not installed, not Python."""
+    """Return whether a file is user code, that is, not part of echelon, an installed package or Python."""
     return not name.startswith(_OWN_PATHS) and not any(part in name for part in _INSTALLED)

@@ -1,4 +1,4 @@
-"""What the program of a rank records on the status board: its step, its phase, its operations with other ranks."""
+"""Notes of a rank's program on the status board: step, phase, and operations with other ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 BOARD_VARIABLE = "ECHELON_BOARD"
-"""Path and slot, as ``/dev/shm/echelon-board-...:3``; set by the launcher for its ranks."""
+"""Variable with path and slot of the board (``/dev/shm/echelon-board-...:3``), set by the launcher for its ranks."""
 
 _PART_OF = MappingProxyType(
     {
@@ -48,7 +48,7 @@ _LOOP_PHASES = frozenset({Phase.DATA, Phase.TRAIN, Phase.OPTIMIZER, Phase.EVALUA
 
 
 class Notes:
-    """Records for one thread, the one that trains. A record takes two microseconds, and a step needs few."""
+    """Writes the records of the training thread. A record takes two microseconds, and a step needs only a few."""
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
@@ -63,14 +63,14 @@ class Notes:
         self._operation = self._detail = self._slow = self._file = ""
 
     def step(self, step: int, phase: Phase) -> None:
-        """Record the number of optimizer steps, and the phase after the last one."""
+        """Record the number of optimizer steps, and the phase after the last step."""
         self._step, self._phase = step, phase
-        self._num_steps = max(self._num_steps, step)  # of several optimizers, the one with most steps
+        self._num_steps = max(self._num_steps, step)  # with several optimizers, the largest number of steps
         self._write()
         self._switch_part(phase)
 
     def phase(self, phase: Phase) -> Phase:
-        """Record the phase that starts; return the one that ends."""
+        """Record the start of a phase, and return the previous phase."""
         before = self._phase
         if phase is not before:
             self._phase = phase
@@ -84,7 +84,7 @@ class Notes:
         self.part(_PART_OF[phase])
 
     def part(self, part: StepPart) -> StepPart:
-        """Record what the loop spends its time on from now on; return what it spent it on before."""
+        """Record the part of the step to which the time now belongs, and return the previous part."""
         before = self._part
         if self._begun_ns:
             now = monotonic_ns()
@@ -94,20 +94,20 @@ class Notes:
         return before
 
     def begin_forward(self) -> None:
-        """Record that a forward pass starts; a nested one, or one in an evaluation, counts for the outer part."""
+        """Record the start of a forward pass. One that is nested or part of an evaluation counts for the outer part."""
         self._num_forward += 1
         if self._part is StepPart.OTHER:
             self._num_forward = 1
             self.part(StepPart.FORWARD)
 
     def end_forward(self) -> None:
-        """Record that the last forward pass has returned."""
+        """Record the end of the innermost forward pass."""
         self._num_forward -= 1
         if self._num_forward == 0 and self._part is StepPart.FORWARD:
             self.part(StepPart.OTHER)
 
     def mark(self, step: int) -> None:
-        """Record that the checkpoint of ``step`` starts: a restart repeats only what follows."""
+        """Record the start of the checkpoint of ``step``. A restart repeats only the time after it."""
         self.part(self._part)
         self._slot.mark(Mark(step, tuple(self._spent_ns)))
 
@@ -129,12 +129,12 @@ class Notes:
             self.part(before)
 
     def operation(self, name: str, detail: str, *, waits: bool = False) -> None:
-        """Record that an operation with other ranks starts, and at which line of the user's program.
+        """Record the start of an operation with other ranks, and the line of the user's program.
 
         Args:
-            name: of the operation.
-            detail: the structure of its data.
-            waits: it waits in a way that the reporter does not see in the stack, until the next record.
+            name: name of the operation.
+            detail: structure of its data.
+            waits: whether it waits until the next record in a way that the reporter cannot see in the stack.
         """
         self._file, self._line = _user_line(sys._getframe(1))
         self._num_operations += 1
@@ -143,7 +143,7 @@ class Notes:
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
-        """Record that the block waits for other ranks in its own loop."""
+        """Record that the block waits for other ranks in a loop of echelon."""
         self.operation(name, "", waits=True)
         try:
             with self.communicating():
@@ -154,7 +154,7 @@ class Notes:
 
     @contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
-        """Record that the block is ``phase``."""
+        """Record that the block belongs to ``phase``."""
         before = self.phase(phase)
         try:
             yield
@@ -163,7 +163,7 @@ class Notes:
 
     @contextmanager
     def slow(self, what: str) -> Iterator[None]:
-        """Declare that the block may take long, and is no stall."""
+        """Declare that the block may take long and is not a stall."""
         before, self._slow = self._slow, what
         self._write()
         try:
@@ -183,31 +183,32 @@ class Notes:
 
 
 def notes_of_process() -> Notes | None:
-    """Return the writer of this process; None: it was not started by echelon launch, or the board is gone."""
+    """Return the writer of this process, or None if echelon launch did not start it or the board was removed."""
     slot = environ.own(BOARD_VARIABLE)
     return None if slot is None else _open(slot, os.getpid())
 
 
-# Opened once per process: two writers of a record would number it independently.
+# Opened once per process, because two writers would number their records independently.
 @lru_cache(maxsize=1)
 def _open(slot: str, _pid: int) -> Notes | None:
     path, _, index = slot.rpartition(":")
     try:
         return Notes(Slot(path, int(index)))
     except (OSError, ValueError):
-        return None  # a program that outlived its launcher, or inherited the variable from another program
+        return None  # the program outlived its launcher, or inherited the variable from another program
 
 
 def slow(what: str) -> AbstractContextManager[None]:
-    """Return a context that may take long on this rank, while the others wait: ``echelon launch`` reports no stall before
-    ``--slow_timeout`` (600 s). ``what`` names the work in reports.
+    """Return a context for work that takes long on this rank while other ranks wait.
+
+    ``echelon launch`` reports a stall only after ``--slow_timeout`` (600 s). ``what`` names the work in reports.
     """
     notes = notes_of_process()
     return nullcontext() if notes is None else notes.slow(what)
 
 
 def waiting(operation: str) -> AbstractContextManager[None]:
-    """Return a context in which this rank waits for others in a loop of echelon."""
+    """Return a context in which this rank waits for other ranks in a loop of echelon."""
     notes = notes_of_process()
     return nullcontext() if notes is None else notes.waiting(operation)
 
@@ -231,7 +232,7 @@ def saving(step: int) -> Iterator[None]:
 
 
 def note_loaded(step: int) -> None:
-    """Record that the run resumes from ``step``, if its training loop has not started."""
+    """Record that the run resumes from ``step`` if its training loop has not started."""
     notes = notes_of_process()
     if notes is not None:
         notes.loaded(step)

@@ -1,7 +1,7 @@
-"""The reporter of a rank: a thread that samples the main thread twice a second, and saves all stacks on request.
+"""The reporter of a rank: a thread that samples the main thread twice a second and saves all stacks on request.
 
-A sample takes some twenty microseconds; the program need not use echelon. The launcher's worker loads this file by its path,
-and passes the modules ``board`` and ``call_site``: standard library only.
+A sample takes about 20 microseconds, and the program need not use echelon. The launcher's worker loads this file by its path
+and passes the modules ``board`` and ``call_site``, so it uses only the standard library.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from typing import IO, Any
 __all__ = ["ABORT_FILE", "ANSWER_FILE", "DUMP_SIGNAL", "Reporter"]
 
 ANSWER_FILE = "stacks_{}.json"
-"""In the folder of the rank, by number of the request."""
+"""File in the folder of the rank; the placeholder is the number of the request."""
 
 ABORT_FILE = "abort.json"
-"""The same, of a rank that native code aborts by ``std::terminate``."""
+"""File with the same content, written when native code aborts the rank with ``std::terminate``."""
 
-# No program uses this signal: a rank whose GIL is held by native code writes its stacks when it gets it.
+# Makes a rank write its stacks even if native code holds the GIL. Programs do not use this signal.
 DUMP_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
 
 _PERIOD_S = 0.5
-_NUM_ENTRIES = 200  # of torch's flight recorder, per group
+_NUM_ENTRIES = 200  # per group, from torch's flight recorder
 
 
 class Reporter:
-    """Watches the thread that creates it.
+    """Samples the thread that creates it.
 
     Args:
-        board: the module ``echelon.status.board``, under whatever name it was loaded.
-        call_site: the module ``echelon.status.call_site``.
-        where: path and slot of the board, as ``PATH:INDEX``.
-        folder: of this rank, for answers.
-        stack_file: receives the stacks when the launcher sends ``DUMP_SIGNAL``.
+        board: module ``echelon.status.board``, which may be loaded under another name.
+        call_site: module ``echelon.status.call_site``, likewise.
+        where: path and slot of the board as ``PATH:INDEX``.
+        folder: folder of this rank, for answers.
+        stack_file: file for the stacks when the launcher sends ``DUMP_SIGNAL``.
     """
 
     def __init__(self, board: ModuleType, call_site: ModuleType, where: str, folder: str, stack_file: IO[str]) -> None:
@@ -51,23 +51,23 @@ class Reporter:
         self._pid = os.getpid()
         self._answered = 0
         self._end = board.Doing.NOTHING
-        self._closing = _thread.allocate_lock()  # held until close: the thread sleeps on it
+        self._closing = _thread.allocate_lock()  # held until close; the thread sleeps on it
         self._closing.acquire()
         self._sampling = _thread.allocate_lock()
-        self._terminate: list[Any] = []  # called by native code: must live as long as the process
+        self._terminate: list[Any] = []  # native code calls it, so it must live as long as the process
         self._dumps = board.Doing.NOTHING
         if DUMP_SIGNAL is not None:
             faulthandler.register(DUMP_SIGNAL, file=stack_file, all_threads=True, chain=False)
             self._dumps = board.Doing.DUMPS
 
     def start(self) -> None:
-        """Start the thread, which is not listed by ``threading``."""
+        """Start the thread, which ``threading`` does not list."""
         _thread.start_new_thread(self._run, ())
 
     def close(self, *, finished: bool) -> None:
-        """Stop; ``finished``: the program ended well, so that a failure of the interpreter's exit is not its own.
+        """Stop sampling. ``finished`` tells that the program succeeded, so that a crash at interpreter exit is not a failure.
 
-        No sample is being taken when this returns: at interpreter exit it could abort the process.
+        Waits for a running sample, which could abort the process at interpreter exit.
         """
         if os.getpid() != self._pid:
             return  # a forked child of the program
@@ -115,10 +115,10 @@ class Reporter:
         )
 
     def collectives(self) -> dict[str, Any]:
-        """Return the collectives that this rank has started (``_recorded``); never raises."""
+        """Return the collectives that this rank has started (see ``_recorded``). Never raises."""
         try:
             return _recorded()
-        except Exception as error:  # noqa: BLE001 - a failure of torch's private call must not hide the user's own error
+        except Exception as error:  # noqa: BLE001 - a failure of torch's private function must not hide the user's error
             return {"missing": f"torch's flight recorder failed: {type(error).__name__}: {error}"}
 
     def _write(self, name: str, frame: FrameType | None) -> None:
@@ -138,15 +138,15 @@ class Reporter:
             with open(f"{path}.tmp", "w", encoding="utf-8", errors="backslashreplace") as file:
                 json.dump(answer, file)
             os.replace(f"{path}.tmp", path)
-        except OSError as problem:  # a full disk: the report says that this rank did not answer
+        except OSError as problem:  # for example a full disk; the report shows that this rank did not answer
             print(f"echelon: cannot write {path}: {problem}", file=sys.stderr)
 
     def _write_at_terminate(self) -> None:
-        """Record which collective this rank is in before gloo aborts it, which often hits a rank that is not at fault.
+        """Record the collective that this rank is in before gloo aborts it. The aborted rank is often not the cause.
 
-        gloo throws in its own thread when ranks pass different sizes, and C++ then calls ``std::terminate``.
+        If ranks pass different sizes, gloo throws an exception in its own thread, and C++ calls ``std::terminate``.
         """
-        import ctypes  # noqa: PLC0415 - a few milliseconds, once torch is imported
+        import ctypes  # noqa: PLC0415 - takes a few milliseconds
 
         try:
             set_terminate = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE
@@ -167,16 +167,16 @@ class Reporter:
 
 
 def _num_collectives() -> int:
-    """Return how many collectives (on gloo also messages) this process has started, over all its groups."""
+    """Return the number of collectives (with gloo, also messages) that this process has started in all groups."""
     torch_groups = sys.modules.get("torch.distributed.distributed_c10d")
-    world = getattr(torch_groups, "_world", None)  # None: torch is being imported
+    world = getattr(torch_groups, "_world", None)  # None while torch is being imported
     if world is None:
         return 0
     total = 0
     for group in list(world.pg_map):
         try:
             total += sum(group._get_backend(d)._get_sequence_number_for_group() for d in group._device_types)
-        except RuntimeError:  # a backend that does not count (mpi), or a group that is being created or destroyed
+        except RuntimeError:  # the backend does not count (mpi), or the group is being created or destroyed
             continue
     return total
 
@@ -184,7 +184,7 @@ def _num_collectives() -> int:
 def _recorded() -> dict[str, Any]:
     """Return the content of torch's flight recorder: ``{"groups": {name: {"ranks", "entries"}}}``, or ``{"missing": why}``.
 
-    An entry is ``[number, kind, input sizes, dtypes, whether it is complete]``, the oldest first, without point-to-point
+    An entry is ``[number, kind, input sizes, dtypes, whether it is complete]``, oldest first, without point-to-point
     messages.
     """
     native = sys.modules.get("torch._C._distributed_c10d")
@@ -194,10 +194,10 @@ def _recorded() -> dict[str, Any]:
         return {"missing": "the program has not imported torch.distributed"}
     dump = getattr(native, "_dump_fr_trace_json", None)
     if dump is None:
-        return {"missing": "this torch has no flight recorder for collectives (2.13 has)"}
+        return {"missing": "this torch has no flight recorder for collectives (available in 2.13)"}
     trace = json.loads(dump())
     if "entries" not in trace:
-        return {"missing": "torch's flight recorder is off (TORCH_FR_BUFFER_SIZE=0)"}
+        return {"missing": "torch's flight recorder is disabled (TORCH_FR_BUFFER_SIZE=0)"}
     ranks = {group.group_name: sorted(world.pg_group_ranks.get(group, {})) for group in list(world.pg_map)}
     groups: dict[str, Any] = {name: {"ranks": members, "entries": []} for name, members in ranks.items()}
     for entry in trace["entries"]:

@@ -1,21 +1,23 @@
-"""The stop barrier: how all ranks stop at the same boundary of the program, at almost no cost while nobody asks them to.
+"""The stop barrier: makes all ranks stop at the same boundary of the program, at almost no cost until it is requested.
 
-A program passes *boundaries*, at which its state can be saved, in the same order on every rank; each has an increasing
-number. A rank has a *position* (a shared word that it alone writes), the coordinator a *command*, likewise.
+A *boundary* is a point of the program at which its state can be saved. All ranks pass the boundaries in the same order, and
+their numbers increase. Each rank has a *position*, and the coordinator a *command*: shared words with a single writer.
 
-* A rank writes that it has passed a boundary, and only then reads the command. Without a command it continues.
-* The coordinator writes HOLD. Every rank that reaches a boundary writes that it is held there, and waits. The coordinator
-  reads all positions, and commands: stop at the first boundary that no rank has passed. Ranks held before it proceed to
-  it, so nobody waits in a collective for a held rank, and none can pass it: all stop at the same boundary.
-* Both sides write before they read: a rank that did not see HOLD had written its position before the coordinator read it.
-* A rank at that boundary writes that it has stopped. When all have stopped, the coordinator writes END: they save.
+* A rank writes that it has passed a boundary, and then reads the command. Without a command, it continues.
+* The coordinator writes HOLD. Each rank that reaches a boundary writes that it is held there, and waits. The coordinator reads
+  all positions and commands the ranks to stop at the first boundary that no rank has passed. Ranks that are held at an earlier
+  boundary proceed to it, so that no rank waits in a collective for a held rank. No rank can pass it, so that all ranks stop at
+  the same boundary.
+* Both sides write before they read. A rank that does not see HOLD has written its position before the coordinator reads it.
+* A rank at that boundary writes that it has stopped. When all ranks have stopped, the coordinator writes END, and they save.
 
-A boundary is *whole* if a run that resumes from it does all that the program would have done; a boundary within an
-evaluation is not. The first command is to stop at a whole boundary; after half the grace, a second HOLD leads to any.
-("The highest step + 2" instead of HOLD fails: a rank that is further ahead of the reader is waited for in vain.)
+A boundary is *whole* if a run that resumes from it executes everything that the original program would have executed. A boundary
+within an evaluation is not whole. The first command is to stop at a whole boundary. After half of the grace period, a second
+HOLD makes the ranks stop at any boundary. (Stopping at "the highest step + 2" without HOLD is wrong, because a rank may already
+be further ahead than the coordinator has read.)
 
-The protocol is written as generators of its single accesses to shared words, so that a test can run them in every order.
-Standard library only.
+The protocol is written as generators of single accesses to shared words, so that a test can run the accesses in every order.
+Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -45,20 +47,20 @@ __all__ = [
 ]
 
 SIGNALS = (signal.SIGTERM, *((signal.SIGUSR1,) if hasattr(signal, "SIGUSR1") else ()))
-"""Signals that ask a run to save and exit."""
+"""Signals that request a run to save and exit."""
 
 EXIT_CODE = 128 + signal.SIGTERM
-"""Exit code of a preempted process or run, whatever the signal, whether or not it could save."""
+"""Exit code of a preempted process or run, for every signal, even if it could not save."""
 
 _MINOR_BITS = 24
 _STATE_BITS = 2
 _BOUNDARY_BITS = 56
 _POLL_S = 0.001
-_SETTLE_S = 0.002  # longer than any processor delays a store
+_SETTLE_S = 0.002  # longer than a processor delays a store
 
 
 class RankState(IntEnum):
-    """What a rank does at the boundary in its position."""
+    """State of a rank at the boundary in its position."""
 
     HELD = 0
     PAST = 1
@@ -66,24 +68,24 @@ class RankState(IntEnum):
 
 
 class StopCommand(IntEnum):
-    """What the coordinator commands."""
+    """Command of the coordinator."""
 
     NONE = 0
     HOLD = 1
     TO_WHOLE = 2
     """Proceed to the first whole boundary at or after the one in the command."""
     TO_ANY = 3
-    """Proceed to the first boundary at or after it."""
+    """Proceed to the first boundary at or after the one in the command."""
     END = 4
-    """All have stopped: save, and exit."""
+    """Save and exit, because all ranks have stopped."""
 
 
 Access: TypeAlias = int | None
-"""A position to write, or None: read the command."""
+"""A position to write, or None to read the command."""
 
 
 def command_word(command: StopCommand, boundary: int = 0) -> int:
-    """Return the shared word of a command."""
+    """Return the shared word for a command."""
     return command << _BOUNDARY_BITS | boundary
 
 
@@ -92,14 +94,14 @@ def _position(boundary: int, state: RankState) -> int:
 
 
 def state_of(position: int) -> RankState:
-    """Return what the rank at this position does."""
+    """Return the state of the rank with this position."""
     return RankState(position & ((1 << _STATE_BITS) - 1))
 
 
 def boundary_protocol(boundary: int, *, is_whole: bool) -> Generator[Access, int, bool]:
-    """Reach ``boundary``; return whether this rank must save here and exit.
+    """Run the protocol at ``boundary``, and return whether this rank must save there and exit.
 
-    Yields each access to a shared word; the command that was read is sent in.
+    Yields each access to a shared word; the caller sends in the command that it read.
     """
     yield _position(boundary, RankState.PAST)
     command = yield None
@@ -123,17 +125,17 @@ def boundary_protocol(boundary: int, *, is_whole: bool) -> Generator[Access, int
             yield _position(boundary, RankState.PAST)
             if (yield None) == command:
                 return False
-        # There was another HOLD meanwhile.
+        # The coordinator has written another HOLD.
 
 
 class CommandSlot(Protocol):
     """The shared words that a member accesses."""
 
     def write_position(self, position: int) -> None:
-        """Show ``position`` to the coordinator."""
+        """Write the position that the coordinator reads."""
 
     def read_command(self) -> int:
-        """Return the coordinator's command."""
+        """Return the command of the coordinator."""
 
 
 @final
@@ -146,12 +148,12 @@ class BarrierMember:
         slot.write_position(_position(0, RankState.PAST))
 
     def pass_boundary(self, *, is_new_step: bool, is_whole: bool) -> bool:
-        """Reach a boundary; return whether this rank must save here and exit. Waits while a decision is pending.
+        """Pass a boundary, waiting while it is held there; return whether this rank must save there and exit.
 
         Args:
-            is_new_step: the boundary is the first one after a step. Steps are counted apart, so that ranks that pass a
-                different number of boundaries in between (an evaluation on one rank alone) agree again after the next.
-            is_whole: a run that resumes from here does all that the program would have done.
+            is_new_step: whether this is the first boundary after a step. Steps are counted separately, so that ranks that pass
+                different numbers of boundaries within a step (an evaluation on one rank) agree again after the next step.
+            is_whole: whether a run that resumes from here executes everything that the program would have executed.
         """
         self._boundary = ((self._boundary >> _MINOR_BITS) + 1) << _MINOR_BITS if is_new_step else self._boundary + 1
         slot = self._slot
@@ -177,30 +179,30 @@ class SharedCommands(Protocol):
     """The shared words that a coordinator accesses."""
 
     def write_command(self, command: int) -> None:
-        """Give ``command`` to every rank."""
+        """Write ``command`` for every rank."""
 
     def read_positions(self) -> Sequence[int]:
-        """Return every rank's position, read after the last command; 0: it takes no part yet."""
+        """Return the position of each rank, read after the last command; 0 if the rank does not participate yet."""
 
 
 class BarrierOutcome(Enum):
-    """The state of a stop barrier."""
+    """State of a stop barrier."""
 
     PENDING = "pending"
     MET = "met"
-    """All ranks have stopped at the same boundary, and were commanded to save."""
+    """All ranks have stopped at the same boundary and have the command to save."""
     LATE = "late"
-    """The grace is over."""
+    """The grace period has ended."""
 
 
 @final
 @dataclass(slots=True)
 class BarrierCoordinator:
-    """Leads the ranks to the same boundary.
+    """Makes all ranks stop at the same boundary.
 
     Args:
-        shared: the shared words of all ranks.
-        grace_s: how long the ranks may take.
+        shared: shared words of all ranks.
+        grace_s: time limit in seconds.
     """
 
     shared: SharedCommands
@@ -216,13 +218,13 @@ class BarrierCoordinator:
         self._redirect(StopCommand.TO_WHOLE)
 
     def _redirect(self, command: StopCommand) -> None:
-        """Hold the ranks at their next boundary, then send all to one that none has passed."""
+        """Hold the ranks at their next boundary, and then command them to stop at one that no rank has passed."""
         self.shared.write_command(command_word(StopCommand.HOLD))
         time.sleep(_SETTLE_S)
         self.shared.write_command(command_word(command, first_unpassed_boundary(self.shared.read_positions())))
 
     def poll(self) -> BarrierOutcome:
-        """Read the positions, and command what follows."""
+        """Read the positions, write the next command if necessary, and return the state."""
         if self._outcome is not BarrierOutcome.PENDING:
             return self._outcome
         now = self.clock()
@@ -243,5 +245,5 @@ def first_unpassed_boundary(positions: Sequence[int]) -> int:
 
 
 def all_stopped(positions: Sequence[int]) -> bool:
-    """Tell whether all ranks have stopped at the same boundary."""
+    """Return whether all ranks have stopped at the same boundary."""
     return len(set(positions)) == 1 and state_of(positions[0]) is RankState.STOPPED

@@ -1,1 +1,1 @@
-"""From how the ranks ended to the first error of the run."""
+"""Find the first error of a run from the ends of its ranks."""

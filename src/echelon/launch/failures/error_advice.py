@@ -1,4 +1,4 @@
-"""Advice for torch errors whose own message does not tell a user of echelon what to do."""
+"""Advice for torch errors whose messages do not tell a user of echelon what to do."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ _WHOLE = (
     "get full tensors with x.full_tensor() (on every rank), and full weights with accelerator.get_state_dict(model)"
 )
 _NO_GPU = (
-    "replace x.cuda() and x.to('cuda') by x.to(accelerator.device) (at Level 1, setup().device): this machine has no GPU, or "
-    "torch was built without; prepare() moves models and batches by itself"
+    "replace x.cuda() and x.to('cuda') by x.to(accelerator.device) (at Level 1, setup().device), because this machine has no GPU "
+    "or torch was built without CUDA; prepare() moves models and batches itself"
 )
 _PICKLE = (
-    "this cannot be sent to the worker processes of the DataLoader: open files, locks and connections in __getitem__ on first "
+    "make the object picklable for the DataLoader workers: open files, locks and connections in __getitem__ on first "
     "use, define functions at the top level of a module, or use num_workers=0"
 )
 _ADVICE = (
@@ -24,31 +24,31 @@ _ADVICE = (
     ("Can't get local object", _PICKLE),
     (
         "got mixed torch.Tensor and DTensor",
-        "call the model that prepare() returned, not a module inside it: a sharded tensor (engine fsdp2) was combined with a "
+        "call the model that prepare() returned, not one of its submodules; a sharded tensor (engine fsdp2) was combined with a "
         f"plain one; {_WHOLE}",
     ),
     (
         "is not supported for tensor subclasses",
-        f"each rank holds only a shard of this tensor (engine fsdp2): {_WHOLE}",
+        f"each rank holds only a shard of this tensor (engine fsdp2); {_WHOLE}",
     ),
     (
         "out of bounds for storage of size 0",
-        "use engine='ddp' or 'zero1' for gradients of gradients (create_graph=True): the backward pass needed parameters that "
+        "use engine='ddp' or 'zero1' for second-order gradients (create_graph=True); the backward pass needed parameters that "
         "engine fsdp2 had resharded",
     ),
     (
         "Expected to mark a variable ready only once",
-        "a parameter was used twice in one backward pass (checkpointed layers: use_reentrant=False, or DistributedDataParallelKwargs("
-        "static_graph=True)), or was frozen in a compiled model after prepare(): freeze it before",
+        "a parameter was used twice in one backward pass (for checkpointed layers, use use_reentrant=False or DistributedDataParallelKwargs("
+        "static_graph=True)), or was frozen in a compiled model after prepare() (freeze it before)",
     ),
     (
         "Expected to have finished reduction in the prior iteration",
-        "some parameters did not contribute to the loss of the previous step: give Accelerator(kwargs_handlers="
+        "some parameters did not contribute to the loss of the previous step; use Accelerator(kwargs_handlers="
         "[DistributedDataParallelKwargs(find_unused_parameters=True)]), or freeze them before the forward pass",
     ),
 )
 
 
 def advice_for(message: str) -> str | None:
-    """Return advice for an exception with this message; None: there is none."""
+    """Return advice for an exception with this message, or None."""
     return next((advice for part, advice in _ADVICE if part in message), None)

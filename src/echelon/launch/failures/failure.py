@@ -1,7 +1,7 @@
-"""The first error of a run: which rank failed first, and a report of a few lines.
+"""The first error of a run: find the rank that failed first, and explain it in a few lines.
 
-Sorting by time alone blames the wrong rank: when a rank dies, its sockets close before its exit can be seen, so the
-"connection closed" of the others has the earlier time. So the cause of an end is compared before its time.
+Sorting by time alone would blame the wrong rank. When a rank dies, its sockets close before its exit is visible, so that the
+"connection closed" errors of the other ranks are earlier. Therefore, causes are compared before times.
 """
 
 from __future__ import annotations
@@ -42,59 +42,59 @@ class Frame:
     function: str
     source: str = ""
     user: bool = True
-    """Whether the file is the user's own, not of an installed package."""
+    """Whether the file is user code, not part of an installed package."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorRecord:
-    """An exception as the rank itself recorded it."""
+    """An exception as recorded by the rank."""
 
     time_ns: int
-    """``time.monotonic_ns``, comparable between the processes of one machine."""
+    """``time.monotonic_ns()``, which is comparable between the processes of a machine."""
     type: str
     message: str
     frames: tuple[Frame, ...] = ()
-    """Outermost first, as in a traceback."""
+    """Frames, outermost first as in a traceback."""
     chain: tuple[str, ...] = ()
-    """Causes and contexts, each as ``type: message``."""
+    """Causes and contexts as ``type: message``."""
     thread: str | None = None
-    """Name of the thread; None: the main thread."""
+    """Name of the thread, or None for the main thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnd:
-    """How one rank ended, recorded before the launcher stops any."""
+    """How a rank ended, recorded before the launcher stops any rank."""
 
     rank: int
     exit_code: int | None
-    """None: it still runs; negative: number of the signal that killed it."""
+    """Exit code; None while the rank is running, negative for the number of the signal that killed it."""
     ended_ns: int | None = None
-    """When the launcher saw the exit."""
+    """``time.monotonic_ns()`` when the launcher saw the exit."""
     record: ErrorRecord | None = None
     stack: tuple[Frame, ...] = ()
-    """Python stack at a crash in native code, innermost first."""
+    """Python stack at a crash in native code, innermost frame first."""
     last_words: Answer | None = None
-    """Where it was, and which collectives it had started, when it failed or was asked after that."""
+    """Call site and started collectives of the rank when it failed, or when they were requested after a failure."""
 
     @property
     def failed(self) -> bool:
-        """Whether it failed, or is about to exit: Python takes half a second from an exception to its exit."""
+        """Whether the rank has failed. An exception counts before the exit, which Python takes half a second to reach."""
         if self.exit_code is None:
             return self.record is not None and self.record.thread is None
         return self.exit_code != 0
 
 
 class Cause(IntEnum):
-    """The cause of an end; the lowest is the likeliest origin of the failure."""
+    """Why a rank ended. The lowest cause among the ranks is the most likely origin of a failure."""
 
-    OWN = 0  # a signal, an exception of its own, sys.exit, os._exit
-    LEFT_EARLY = 1  # exit code 0 while others still needed it
-    COMMUNICATION = 2  # lost contact: nearly always the effect of another rank's end
-    NONE = 3  # ended well, or still runs
+    OWN = 0  # signal, exception not caused by another rank, sys.exit, os._exit
+    LEFT_EARLY = 1  # exit code 0 while other ranks still waited for it
+    COMMUNICATION = 2  # lost contact, nearly always because another rank ended
+    NONE = 3  # succeeded, or is running
 
 
-# Messages of gloo, NCCL and the store (torch 2.7 to 2.13). Only in errors of the types below: a ConnectionResetError of a
-# download is the script's own failure.
+# Messages of gloo, NCCL and the store (torch 2.7 to 2.13), searched only in errors of the types below. For example, a
+# ConnectionResetError of a download is a failure of the script.
 _COMMUNICATION_TEXT = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|Connection refused|Timed out waiting|timed out connecting"
     r"|connectFullMesh|failed to pass monitoredBarrier|client socket has (timed out|failed)|[Ss]ocket [Tt]imeout"
@@ -126,16 +126,16 @@ def _time_of(end: RankEnd) -> int | None:
 
 
 def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
-    """Return the end of the rank that failed first: the lowest cause, then the earliest; None: none failed."""
+    """Return the end of the rank that failed first (lowest cause, then earliest time), or None if no rank failed."""
     failed = [(cause_of(end, ends), _time_of(end) or 0, end.rank, end) for end in ends]
     failed = [entry for entry in failed if entry[0] is not Cause.NONE]
     return min(failed, key=lambda entry: entry[:3])[3] if failed else None
 
 
 def is_settled(ends: Sequence[RankEnd]) -> bool:
-    """Tell whether waiting for more ranks to end cannot change which one failed first.
+    """Return whether it is certain which rank failed first, even if more ranks end.
 
-    That holds once a rank with an exit code has failed by itself: the ends of the others come later.
+    It is certain when a rank with an exit code has failed by itself, because other ends are later.
     """
     first = first_failure(ends)
     if first is None or all(end.exit_code is not None for end in ends):
@@ -144,12 +144,12 @@ def is_settled(ends: Sequence[RankEnd]) -> bool:
 
 
 def exit_status(ends: Sequence[RankEnd]) -> int:
-    """Return the launcher's exit code: that of the first failing rank, 128 + n for signal n, 0 when none failed."""
+    """Return the launcher's exit code: that of the rank that failed first, 128 + n for signal n, 0 if no rank failed."""
     first = first_failure(ends)
     if first is None:
         return 0
     code = first.exit_code
-    if not code:  # left early with 0, or its exit was not seen in time: the failure must show all the same
+    if not code:  # it exited early with 0, or its exit was not seen in time; the run has failed nevertheless
         code = next((end.exit_code for end in ends if end.failed and end.exit_code), None) or 1
     return _shell_code(code)
 
@@ -165,12 +165,12 @@ _MAX_MESSAGE_LINES = 6
 def explain(
     ends: Sequence[RankEnd], *, logs: str, machines: Mapping[int, str] = MappingProxyType({})
 ) -> tuple[str, str, str]:
-    """Return what happened, where, and what to do, each of a few lines.
+    """Return what happened, where, and what to do, in a few lines each.
 
     Args:
-        ends: of all ranks; at least one failed.
-        logs: where the output of the ranks is, or how to keep it.
-        machines: rank -> name of its machine; empty: a single machine.
+        ends: ends of all ranks, at least one of which failed.
+        logs: location of the output of the ranks, or how to save it.
+        machines: rank -> name of its machine; empty on a single machine.
     """
     first = first_failure(ends)
     assert first is not None, ends
@@ -187,7 +187,7 @@ def explain(
 
 
 def lost_each_other(ends: Sequence[RankEnd]) -> bool:
-    """Tell whether no rank is known to have failed by itself: they lost contact, or gloo aborted one."""
+    """Return whether no rank is known to have failed by itself: ranks lost contact, or gloo aborted one."""
     first = first_failure(ends)
     return first is not None and (cause_of(first, ends) is Cause.COMMUNICATION or first.exit_code == -signal.SIGABRT)
 
@@ -196,7 +196,7 @@ def _disagreement(first: RankEnd, ends: Sequence[RankEnd]) -> Stall | None:
     if not lost_each_other(ends):
         return None
     found = disagreement({end.rank: end.last_words for end in ends if end.last_words is not None})
-    # An abort while one rank is merely behind has another cause.
+    # If a rank is only behind, that is not the cause of an abort.
     return None if found is not None and found.kind is Class.MISSING and first.exit_code == -signal.SIGABRT else found
 
 
@@ -205,7 +205,7 @@ def _explain_disagreement(
 ) -> tuple[str, str, str]:
     aborted = f"; gloo aborted rank {first.rank} because of it" if first.exit_code == -signal.SIGABRT else ""
     lines = "".join(f"\n    {line}" for line in found.lines())
-    what = f"{found.kind.value}: {found.what}{lines}\n  others: the ranks lost each other{aborted}"
+    what = f"{found.kind.value}: {found.what}{lines}\n  others: the ranks lost contact with each other{aborted}"
     culprits = found.culprits or tuple(sorted(found.ranks))
     return what, f"{name_ranks(culprits)} of {len(ends)}{_on(culprits, machines)}", f"{found.do}\n  logs:  {logs}"
 
@@ -223,12 +223,12 @@ def _verdict(end: RankEnd, ends: Sequence[RankEnd]) -> tuple[str, str]:
     if cause_of(end, ends) is Cause.LEFT_EARLY:
         return (
             f"{who} failed first: it exited (code 0) while other ranks still waited for it",
-            "make every rank run the same number of steps and collective calls; look for an early return or break on one rank",
+            "make every rank run the same number of steps and collectives; look for an early return or break on one rank",
         )
     if record is None:
         return (
             f"{who} failed first: exit code {end.exit_code}, without a Python exception",
-            "look for os._exit or a native library that ends the process, and read the program's output above",
+            "look for os._exit or a native library that ends the process, and read the output of the program above",
         )
     message = _shorten(record.message)
     if record.type == "SystemExit":
@@ -240,7 +240,7 @@ def _verdict(end: RankEnd, ends: Sequence[RankEnd]) -> tuple[str, str]:
     if cause_of(end, ends) is Cause.COMMUNICATION:
         return (
             f"{who} lost contact with another rank{thread}: {record.type}: {message}",
-            "look for a rank that hangs, skips a collective call, or is slower than the timeout: no rank failed by itself",
+            "no rank failed by itself; look for a rank that hangs, skips a collective, or is slower than the timeout",
         )
     return (
         f"{who} failed first{thread}: {record.type}: {message}",
@@ -256,11 +256,11 @@ def _shorten(message: str) -> str:
 
 
 _SIGNAL_HINTS = {
-    "SIGKILL": "check dmesg for an out-of-memory kill, and use fewer processes or smaller batches; or someone ran kill -9",
-    "SIGSEGV": "a native library crashed at the line above: update it, or run without it",
-    "SIGABRT": "run with --debug: gloo aborts when ranks call different collectives or sizes",
-    "SIGBUS": "enlarge /dev/shm, which is often full, or use fewer DataLoader workers",
-    "SIGTERM": "find out who stopped this process (a user or the scheduler); echelon did not",
+    "SIGKILL": "check dmesg for an out-of-memory kill, and use fewer processes or smaller batches; otherwise, someone ran kill -9",
+    "SIGSEGV": "a native library crashed at the line above; update it, or run without it",
+    "SIGABRT": "run with --debug, because gloo aborts if ranks call different collectives or use different sizes",
+    "SIGBUS": "enlarge /dev/shm, which is probably full, or use fewer DataLoader workers",
+    "SIGTERM": "find out who stopped this process, a user or the scheduler; echelon did not",
     "SIGINT": "find out who interrupted this process; echelon did not",
 }
 
@@ -274,7 +274,7 @@ def _signal(number: int) -> tuple[str, str]:
 
 
 def _shown_frames(end: RankEnd) -> list[Frame]:
-    """Return the last frames of the user's code, innermost first; without any, the innermost frame."""
+    """Return the last frames of user code, innermost first; without user code, the innermost frame."""
     if end.record is not None and (end.exit_code is None or end.exit_code >= 0):
         frames = list(reversed(end.record.frames))
     else:
@@ -286,7 +286,7 @@ def _frame_line(frame: Frame) -> str:
     near = os.path.relpath(frame.file)
     name = frame.file if near.startswith("..") else near
     line = f"{name}:{frame.line} in {frame.function}" + (f": {frame.source}" if frame.source else "")
-    return line.replace("\n", "\\n")  # a name must not look like a line of the report
+    return line.replace("\n", "\\n")  # a file name must not look like a line of the report
 
 
 def _others(first: RankEnd, ends: Sequence[RankEnd]) -> str:

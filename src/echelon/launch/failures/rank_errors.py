@@ -1,4 +1,4 @@
-"""Read what the ranks wrote about their own end (``worker.py``); an unreadable file counts as missing."""
+"""Read the records that the ranks wrote when they ended (``worker.py``). An unreadable file counts as missing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TRAINING = ("/torch/nn/parallel/", "/torch/autograd/")
 
 
 def read_record(path: Path) -> ErrorRecord | None:
-    """Return the error of the main thread; or of another thread, if the main thread only followed it by sys.exit."""
+    """Return the error of the main thread or, if the main thread only called sys.exit after it, the error of another thread."""
     try:
         records = [_record(data) for data in _load(path)]
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -44,7 +44,7 @@ def _record(data: dict[str, Any]) -> ErrorRecord:
 
 
 def read_answer(path: Path) -> Answer | None:
-    """Return the answer of a rank; None: it cannot be read."""
+    """Return the answer of a rank, or None if it cannot be read."""
     try:
         data = _load(path)
         call_site = None if data["call_site"] is None else CallSite(**data["call_site"])
@@ -60,7 +60,7 @@ def read_answer(path: Path) -> Answer | None:
 
 
 def read_last_words(directory: Path) -> Answer | None:
-    """Return where a rank was, and which collectives it had started, when it failed; None: it did not record that."""
+    """Return the call site and the started collectives of a rank when it failed, or None if it did not record them."""
     aborted = read_answer(directory / ABORT_FILE)
     if aborted is not None:
         return aborted
@@ -83,7 +83,7 @@ _LINE = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 
 
 def read_stack(path: Path) -> tuple[Frame, ...]:
-    """Return the stack that faulthandler wrote for the crashed thread, innermost first."""
+    """Return the stack that faulthandler wrote for the crashed thread, innermost frame first."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:

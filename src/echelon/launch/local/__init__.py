@@ -1,1 +1,1 @@
-"""The processes of one machine: started, watched from outside, and ended with the launcher."""
+"""Start, monitor and stop the processes of one machine."""

@@ -1,11 +1,11 @@
-"""The guardian: a process that outlives a killed launcher, and kills its ranks with all their children.
+"""The guardian: a process that outlives a killed launcher and kills its ranks with all their children.
 
-The system kills a rank with its parent (``worker.die_with``), but not the rank's own children (loader workers, programs of a
-shell), and a launcher that gets SIGKILL cannot stop them. The guardian reads from a pipe which processes lead the sessions of
-ranks. If the pipe closes without ``bye``, the launcher is dead, and the guardian kills the process groups of these sessions.
-A rank that was just being started is found by the launcher's mark in its environment.
+The kernel kills a rank with its parent (``worker.die_with``), but not the rank's children (loader workers, programs of a shell),
+and a launcher that gets SIGKILL cannot stop them. The guardian reads the pids of the ranks, which are session leaders, from a
+pipe. If the pipe closes without ``bye``, the launcher was killed, and the guardian kills the process groups of these sessions. It
+finds a rank that was just being started by the launcher's mark in its environment.
 
-Like the worker it is run by its path and imports the standard library only: ``python -I -S guardian.py PIPE MARK``.
+Like the worker, it is run by its path and imports only the standard library: ``python -I -S guardian.py PIPE MARK``.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import time
 __all__ = ["BYE", "ENDED", "LAUNCHER_VARIABLE", "STARTED", "STARTING", "main"]
 
 STARTING, STARTED, ENDED, BYE = "?", "+", "-", "bye"
-"""Messages: ``?TICKS`` before a rank is started, ``+PID START`` after that, ``-PID`` when it has ended, ``bye`` when the launcher
-exits by itself. Ticks are those of ``worker.start_of``."""
+"""Messages: ``?TICKS`` before a rank is started, ``+PID START`` after that, ``-PID`` after it has ended, ``bye`` when the launcher
+exits normally. Ticks have the unit of ``worker.start_of``."""
 LAUNCHER_VARIABLE = "ECHELON_LAUNCHER"
-"""Names the launcher in the environment of its ranks."""
+"""Variable that identifies the launcher in the environment of its ranks."""
 _NUM_SCANS, _SCAN_EVERY_S = 10, 0.1
 
 
 def main(argv: list[str]) -> None:
-    """Read the pipe until the launcher ends; kill its ranks if it was killed."""
+    """Read the pipe until the launcher ends, and kill its ranks if the launcher was killed."""
     leaders: dict[int, str] = {}
     starting = ""
     with os.fdopen(int(argv[0]), encoding="ascii") as pipe:
@@ -43,18 +43,18 @@ def main(argv: list[str]) -> None:
                 leaders.pop(int(number), None)
     for pid, start in leaders.items():
         if _start_of(pid) not in ("", start):
-            continue  # its pid was reused, which means that its group is empty
+            continue  # its pid was reused, so that its process group is empty
         try:
             os.killpg(pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
-            continue  # it has ended with all its children
+            continue  # the rank and its children have ended
     if starting:
         _kill_marked(f"{LAUNCHER_VARIABLE}={argv[1]}".encode(), int(starting), set(leaders))
 
 
 def _kill_marked(mark: bytes, since: int, known: set[int]) -> None:
-    """Kill processes that have ``mark`` in their environment, started after ``since``, and are in no session of ``known``."""
-    for _ in range(_NUM_SCANS):  # until exec its environment is the launcher's
+    """Kill processes with ``mark`` in their environment that started after ``since`` and are not in a session in ``known``."""
+    for _ in range(_NUM_SCANS):  # before exec, a new rank still has the launcher's environment
         for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
             try:
                 with open(f"/proc/{int(name)}/environ", "rb") as file:
@@ -62,12 +62,12 @@ def _kill_marked(mark: bytes, since: int, known: set[int]) -> None:
                 if is_marked and int(_start_of(int(name)) or -1) >= since and os.getsid(int(name)) not in known:
                     os.kill(int(name), signal.SIGKILL)
             except (ValueError, OSError):
-                continue  # not a process, ended by now, or of another user
+                continue  # not a process, ended, or owned by another user
         time.sleep(_SCAN_EVERY_S)
 
 
 def _start_of(pid: int) -> str:
-    # A copy of worker.start_of: without imports the guardian starts within milliseconds.
+    # A copy of worker.start_of, because without imports the guardian starts within milliseconds.
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()  # the process name before it may contain anything

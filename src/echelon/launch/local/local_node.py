@@ -1,4 +1,4 @@
-"""A run on one machine: the node that decides alone."""
+"""The node of a run on a single machine."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ __all__ = ["LocalNode"]
 
 @final
 class LocalNode(Node):
-    """The only machine of a run.
+    """The only node of a run.
 
     Args:
-        num_processes: the world size.
-        port: of the store; 0: a free one.
-        rules: what the user asked for.
-        interrupts: the launcher's signals.
+        num_processes: world size.
+        port: port of the store; 0 for any free port.
+        rules: rules that the user set.
+        interrupts: signals to the launcher.
     """
 
     def __init__(self, *, num_processes: int, port: int, rules: RunRules, interrupts: Interrupts) -> None:
@@ -51,15 +51,15 @@ class LocalNode(Node):
         self._ends: list[RankEnd] = []
 
     def next_generation(self) -> NodeGeneration:
-        """Open a new store on loopback: in the old one gloo would find the addresses of dead ranks."""
-        from echelon.launch.multinode.rendezvous import LoopbackStore  # noqa: PLC0415 - torch-free layer
+        """Open a new store on loopback. In the old one, gloo would find the addresses of dead ranks."""
+        from echelon.launch.multinode.rendezvous import LoopbackStore  # noqa: PLC0415 - imports torch
 
         self._number += 1
         if self._number:
-            if self._stall is None:  # a stall was reported when it was found
+            if self._stall is None:  # the supervisor has reported a stall
                 self._print_failure()
             print(f"echelon: restart {self._number} of {self._rules.max_restarts}", file=sys.stderr, flush=True)
-        self._stall, self._store = None, None  # closes the old socket first: the port may be a fixed one
+        self._stall, self._store = None, None  # closes the old socket first, because the port may be fixed
         self._store = LoopbackStore(self._port)
         return NodeGeneration(
             number=self._number,
@@ -83,16 +83,16 @@ class LocalNode(Node):
 
     @property
     def may_restart(self) -> bool:
-        """Whether a restart is left, and the ranks were not asked to exit."""
+        """Whether a restart is left and the run is not being preempted."""
         return self._number < self._rules.max_restarts and not self.is_preempting
 
     @property
     def is_preempting(self) -> bool:
-        """Whether the ranks were asked to save and exit."""
+        """Whether the ranks have been requested to save and exit."""
         return self._barrier is not None
 
     def poll(self) -> GenerationResult | None:
-        """Return how the generation ends; None: it goes on."""
+        """Return how the generation ended, or None if it continues."""
         assert self._attempt is not None
         self._preemption.check()
         codes = self._attempt.workers.exit_codes()
@@ -119,10 +119,10 @@ class LocalNode(Node):
         self._barrier = BarrierCoordinator(self._attempt.board, grace_s)
 
     def _poll_barrier(self, barrier: BarrierCoordinator, codes: Sequence[int | None]) -> GenerationResult | None:
-        """Return how the run ends that was asked to exit; no rank has failed."""
+        """Return how a preempted run without a failed rank ended, or None if it continues."""
         assert self._attempt is not None
         if None not in codes:
-            # A run whose last step was made before it could stop has ended well.
+            # If the ranks finished their last step before they could stop, the run is done.
             is_saved = EXIT_CODE in codes or barrier.poll() is BarrierOutcome.MET
             return GenerationResult(then="preempted" if is_saved else "done")
         if barrier.poll() is not BarrierOutcome.LATE:
@@ -156,14 +156,14 @@ class LocalNode(Node):
         )
 
     def connect_to_store(self) -> socket.socket:
-        """Fail: the store is on this machine."""
+        """Raise an error, because the store is on this machine."""
         raise AssertionError("the store of a run on one machine is local")
 
     def leave(self, reason: str, code: int) -> None:
-        """Do nothing: there is no other machine."""
+        """Do nothing, because there is no other machine."""
 
     def report_end(self) -> int:
-        """Print how the run ended; return the launcher's exit code."""
+        """Print how the run ended, and return the launcher's exit code."""
         self._store = None
         if self._stall is not None:
             return STALLED

@@ -1,4 +1,4 @@
-"""Where the output of each rank goes: the terminal, a file, or both."""
+"""The output of each rank, which goes to the terminal, a file, or both."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _BITS: Mapping[str, Streams] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """For each local rank, the streams that are copied to a file (``tee``) or go there only (``redirect``)."""
+    """Streams of each local rank that are copied to a file (``tee``) or only written to a file (``redirect``)."""
 
     tee: Mapping[int, Streams]
     redirect: Mapping[int, Streams]
     debugged: int | None = None
-    """The local rank that owns the terminal, with its input; None: no rank is debugged."""
+    """Local rank that owns the terminal and its input, or None if no rank is debugged."""
 
     def destination(self, local_rank: int, stream: Literal["stdout", "stderr"]) -> Literal["terminal", "both", "file"]:
         """Return where ``stream`` of ``local_rank`` goes."""
@@ -44,10 +44,10 @@ class Outputs:
 
 
 def parse_streams(text: str, *, num_processes: int, flag: str) -> dict[int, Streams]:
-    """Parse torchrun's notation: ``0`` none, ``1`` stdout, ``2`` stderr, ``3`` both; or for some ranks, ``0:3,1:2``.
+    """Parse torchrun's notation: ``0`` none, ``1`` stdout, ``2`` stderr, ``3`` both; or per rank, ``0:3,1:2``.
 
     Raises:
-        ConfigError: invalid syntax.
+        ConfigError: the syntax is invalid.
     """
     if text in _BITS:
         return dict.fromkeys(range(num_processes), _BITS[text])
@@ -56,8 +56,8 @@ def parse_streams(text: str, *, num_processes: int, flag: str) -> dict[int, Stre
         match = re.fullmatch(r"(\d+):([0-3])", part.strip())
         if match is None or int(match[1]) >= num_processes:
             raise ConfigError(
-                f"invalid value: {flag} {text}",
-                do=f"give 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or 0:3,1:2 for ranks 0 to {num_processes - 1}",
+                f"{flag} {text} is not valid",
+                do=f"use 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or for example 0:3,1:2 for ranks 0 to {num_processes - 1}",
             )
         streams[int(match[1])] = _BITS[match[2]]
     return streams
@@ -68,9 +68,9 @@ _TERMINAL = threading.Lock()
 
 
 def relay(pipe: int, file: BinaryIO, terminal: Literal["stdout", "stderr"], *, prefix: str) -> threading.Thread:
-    """Start a thread that copies ``pipe`` to ``file`` unchanged, and to our ``terminal`` with ``prefix`` before each line.
+    """Start a thread that copies ``pipe`` unchanged to ``file``, and with ``prefix`` before each line to our ``terminal``.
 
-    It ends, and closes both, when the last writer has closed its end.
+    When the last writer has closed the pipe, the thread closes ``pipe`` and ``file`` and ends.
     """
     thread = threading.Thread(
         target=_relay, args=(pipe, file, terminal, prefix.encode()), daemon=True, name=f"echelon-tee {prefix}"
@@ -86,7 +86,7 @@ def _relay(pipe: int, file: BinaryIO, terminal: Literal["stdout", "stderr"], pre
         while chunk := os.read(pipe, _CHUNK_BYTES):
             file.write(chunk)
             file.flush()
-            # Whole lines only, so that lines of ranks do not mix; a carriage return (progress bars) ends a line, too.
+            # Write complete lines only, so that lines of ranks do not mix. A carriage return (progress bars) also ends a line.
             *lines, rest = re.split(rb"(?<=[\r\n])", rest + chunk)
             _show(target, [prefix + line for line in lines])
         _show(target, [prefix + rest + b"\n"] if rest else [])
@@ -100,5 +100,5 @@ def _show(target: BinaryIO, lines: list[bytes]) -> None:
 
 
 def log_file(directory: Path, stream: str) -> BinaryIO:
-    """Open the log of one stream of one rank."""
+    """Open the log file for a stream of the rank with this folder."""
     return (directory / f"{stream}.log").open("wb")

@@ -1,4 +1,4 @@
-"""The launcher's side of the guardian, which kills the processes of a run if the launcher dies."""
+"""The launcher's side of the guardian, which kills the processes of a run if the launcher is killed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HAS_BOOT_TIME = hasattr(time, "CLOCK_BOOTTIME")
 
 
 def own_identity() -> str:
-    """Return the identity of this process, for processes that must die with it: its pid may be reused."""
+    """Return the pid and start time of this process, for processes that must die with it. Its pid alone may be reused."""
     return f"{os.getpid()}:{worker.start_of(os.getpid())}"
 
 
@@ -33,7 +33,7 @@ class Guardian:
         self._lock = threading.Lock()
 
     def open(self) -> None:
-        """Start the guardian, unless it runs."""
+        """Start the guardian if it is not running."""
         if self._process is not None or not hasattr(os, "killpg"):
             return
         read_end, self._pipe = os.pipe()
@@ -42,39 +42,37 @@ class Guardian:
                 [sys.executable, "-I", "-S", guardian.__file__, str(read_end), own_identity()],
                 pass_fds=[read_end],
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # spared by a terminal's Ctrl-C, and by kill -9 of the launcher's group
+                start_new_session=True,  # not affected by Ctrl-C and by kill -9 of the launcher's group
             )
         finally:
             os.close(read_end)
 
     def announce_start(self) -> None:
-        """Announce a new rank: if this process is killed before ``add_rank``, the guardian searches for it."""
+        """Announce a new rank, for which the guardian searches if this process is killed before ``add_rank``."""
         ticks = int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK")) if _HAS_BOOT_TIME else 0
         self._write(f"{guardian.STARTING}{ticks}")
 
     def add_rank(self, pid: int) -> None:
-        """Add the process ``pid``, which leads the session of a rank."""
+        """Add the process ``pid`` of a rank, which is a session leader."""
         self._write(f"{guardian.STARTED}{pid} {worker.start_of(pid)}")
 
     def remove_rank(self, pid: int) -> None:
-        """Remove a rank that has ended with all its children: its pid may be reused."""
+        """Remove a rank that has ended with all its children, because its pid may be reused."""
         self._write(f"{guardian.ENDED}{pid}")
 
     def close(self) -> None:
-        """Stop the guardian: the launcher has stopped its ranks itself."""
+        """Stop the guardian after the launcher has stopped its ranks."""
         if self._process is None:
             return
         self._write(guardian.BYE)
         os.close(self._pipe)
-        with suppress(subprocess.TimeoutExpired):  # it exits by itself
+        with suppress(subprocess.TimeoutExpired):  # it exits later
             self._process.wait(timeout=_EXIT_S)
         self._process = None
 
     def _write(self, line: str) -> None:
         if self._process is None:
             return
-        with (
-            self._lock,
-            suppress(BrokenPipeError),
-        ):  # the guardian was killed: the launcher stops its ranks without it
+        # The guardian may have been killed. The launcher can stop its ranks without it.
+        with self._lock, suppress(BrokenPipeError):
             os.write(self._pipe, f"{line}\n".encode("ascii"))

@@ -1,4 +1,4 @@
-"""The processes of one attempt: start them, observe how each ends, stop them within a deadline."""
+"""The processes of one attempt: start them, record how they end, and stop them within a deadline."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -38,21 +39,21 @@ class _Worker:
     process: Process
     ended_ns: int | None = None
     is_finished: bool = False
-    """Its program ended well before the process did."""
+    """Whether its program succeeded before the process ended."""
     relays: list[threading.Thread] = field(default_factory=list)
 
 
 class Workers:
-    """The running processes; each leads its own session, so that a terminal's Ctrl-C reaches the launcher only.
+    """The processes of the ranks. Each one leads a separate session, so that Ctrl-C in a terminal reaches only the launcher.
 
     Args:
-        script: what each runs.
-        directory: gets ``rank_<n>/`` with the error record, the stacks of a crash, and logs.
-        outputs: where stdout and stderr go.
-        board: of these ranks.
-        warm: forks them when it is ready; else they are started as new programs.
-        guardian: kills them, with all their children, if this launcher is killed.
-        check: called before each start; raises if the launcher must stop.
+        script: program of each rank.
+        directory: folder for ``rank_<n>/`` with the error record, the stacks of a crash, and logs.
+        outputs: destinations of stdout and stderr.
+        board: status board of the ranks.
+        warm: forks the ranks if it is ready; otherwise, they are started as new programs.
+        guardian: kills the ranks with all their children if this launcher is killed.
+        check: called before each start; raises an exception if the launcher must stop.
     """
 
     def __init__(
@@ -77,11 +78,11 @@ class Workers:
         self._lock = threading.RLock()
 
     def start(self, environments: Mapping[int, Mapping[str, str]]) -> dict[int, int]:
-        """Start one process for each local rank with its whole environment; return their process ids.
+        """Start one process for each local rank with its environment, and return local rank -> process id.
 
         Raises:
-            LaunchError: a process cannot be started; those already started are stopped.
-            Interrupted: the launcher must stop; those already started run.
+            LaunchError: a process cannot be started; the processes already started are stopped.
+            Interrupted: the launcher must stop; the processes already started keep running.
         """
         self._guardian.open()
         for local_rank, environment in environments.items():
@@ -96,19 +97,19 @@ class Workers:
                 self.stop(signal.SIGKILL, grace=timedelta())
                 raise LaunchError(
                     f"cannot start rank {rank}: {error.strerror}: {error.filename}",
-                    do="check that the program can be executed, and the limits on processes and open files (ulimit -a)",
+                    do="check that the program is executable, and the limits on processes and open files (ulimit -a)",
                 ) from error
             self._guardian.add_rank(self._workers[-1].process.pid)
         return {i: w.process.pid for i, w in enumerate(self._workers)}
 
     def running(self) -> dict[int, tuple[int, int | None]]:
-        """Return rank -> (process id, exit code so far), in the order of the slots."""
+        """Return rank -> (process id, exit code or None), in the order of the slots."""
         return {w.rank: (w.process.pid, self._exit_code(w)) for w in self._workers}
 
     def _start_one(self, local_rank: int, rank: int, directory: Path, environment: Mapping[str, str]) -> _Worker:
         streams: dict[str, int | BinaryIO | None] = {}
         pipes: list[tuple[int, BinaryIO, Literal["stdout", "stderr"]]] = []
-        child_ends: list[BinaryIO | int] = []  # that only the child needs
+        child_ends: list[BinaryIO | int] = []  # closed here after the start
         names: tuple[Literal["stdout", "stderr"], ...] = ("stdout", "stderr")
         for name in names:
             destination = self._outputs.destination(local_rank, name)
@@ -163,18 +164,18 @@ class Workers:
             return [script.target, *args]
         mode = "line" if self._outputs.destination(local_rank, "stdout") == "both" else "default"
         mode = "debug" if self._outputs.debugged == local_rank else mode
-        # By its path, not `-m`: with `-m` a json.py in the current directory would shadow the real one.
+        # Run the worker by its path; with `-m`, a json.py in the current directory would shadow the standard module.
         slot = f"{self._board.path}:{local_rank}"
         settings = [own_identity(), str(directory), slot, mode]
         return [sys.executable, worker.__file__, *settings, script.kind, script.target, *args]
 
     def ends(self) -> list[RankEnd]:
-        """Return how each rank has ended so far."""
+        """Return for each rank how it has ended, or that it is running."""
         return [self._end(w) for w in self._workers]
 
     def _end(self, one: _Worker) -> RankEnd:
         code = self._exit_code(one)
-        # The record appears at the exception, half a second before the exit.
+        # The record is written at the exception, up to half a second before the exit.
         record = read_record(one.directory / worker.ERROR_FILE) if code != 0 else None
         stack = read_stack(one.directory / worker.STACK_FILE) if code is not None and code < 0 else ()
         words = read_last_words(one.directory) if code != 0 else None
@@ -183,11 +184,11 @@ class Workers:
         )
 
     def exit_codes(self) -> list[int | None]:
-        """Return the exit codes so far; None: still running. Reads no file."""
+        """Return the exit code of each rank, or None while it is running. Reads no file."""
         return [self._exit_code(w) for w in self._workers]
 
     def _exit_code(self, one: _Worker) -> int | None:
-        with self._lock:  # with several machines, threads of the connection call this, too
+        with self._lock:  # on several machines, threads of the connection also call this method
             return self._exit_code_locked(one)
 
     def _exit_code_locked(self, one: _Worker) -> int | None:
@@ -199,28 +200,28 @@ class Workers:
             if one.is_finished and -code in _CRASHES:
                 name = signal.Signals(-code).name
                 print(
-                    f"echelon: rank {one.rank} had finished when the interpreter's exit crashed ({name}): this is not an error",
+                    f"echelon: rank {one.rank} succeeded, but the interpreter crashed at exit ({name}); this is not an error",
                     file=sys.stderr,
                 )
         return 0 if code is not None and code < 0 and one.is_finished else code
 
     def stop(self, number: int, *, grace: timedelta, is_impatient: Callable[[], bool] = lambda: False) -> None:
-        """Send the signal ``number``, wait ``grace``, then kill what is left, with all its children.
+        """Send the signal ``number``, wait for ``grace``, and then kill the remaining processes with all their children.
 
         Args:
-            number: the signal.
-            grace: how long the processes may take.
-            is_impatient: polled; True ends the grace.
+            number: signal to send.
+            grace: maximum time to wait.
+            is_impatient: polled during the wait; True ends the wait.
         """
         running = [w for w in self._workers if self._exit_code(w) is None]
         for one in running:
-            # A script stops its own children (DataLoader workers); a shell waits for its children, so signal all.
+            # A script stops its children (DataLoader workers) itself. A shell waits for its children, so signal the group.
             _send(one.process.pid, number, to_group=self._script.kind == "program")
         deadline = time.monotonic() + grace.total_seconds()
         while any(self._exit_code(w) is None for w in running) and time.monotonic() < deadline and not is_impatient():
             time.sleep(_POLL.total_seconds())
         for one in self._workers:
-            # Also of ranks that ended by themselves: leftover children may hold memory or a device.
+            # Also for ranks that have ended, because leftover children may hold memory or a device.
             _send(one.process.pid, signal.SIGKILL, to_group=True)
         for one in running:
             try:
@@ -235,7 +236,7 @@ class Workers:
             self._guardian.remove_rank(one.process.pid)
 
     def drain(self) -> None:
-        """Wait, at most a second, until the output of ended ranks has been shown."""
+        """Wait at most one second until the output of ended ranks has been shown."""
         deadline = time.monotonic() + 1.0
         for one in self._workers:
             for thread in one.relays:
@@ -249,10 +250,6 @@ def _number(stream: int | BinaryIO | None, default: int) -> int:
 
 
 def _send(pid: int, number: int, *, to_group: bool) -> None:
-    try:
-        if to_group:
-            os.killpg(pid, number)
-        else:
-            os.kill(pid, number)
-    except (ProcessLookupError, PermissionError):
-        pass  # it has ended (macOS reports "not permitted" for a group of zombies)
+    # It has ended; macOS raises PermissionError for a group of zombies. ``stop`` reports a process that keeps running.
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number) if to_group else os.kill(pid, number)

@@ -1,4 +1,4 @@
-"""The ranks of this machine as the launcher sees them: boards, processes, stacks."""
+"""The launcher's view of the ranks of this machine: boards, processes, stacks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from echelon.status.stack_reporter import ANSWER_FILE, DUMP_SIGNAL
 
 __all__ = ["STALL_FILE", "LocalRanks", "Ranks", "wait_for_verdict"]
 
-# The exit of a failing rank shows up to 1.7 s later, after the errors of its victims.
+# The exit of a failed rank becomes visible up to 1.7 s later, after the errors that it causes on other ranks.
 _STRAGGLERS_S = 1.5
 _SETTLE_POLL_S = 0.02
 
@@ -33,23 +33,23 @@ _STOPPED = frozenset("Tt")  # t: traced by a debugger (gdb)
 
 
 class Ranks(Protocol):
-    """The ranks that a supervisor watches, on one machine or on all."""
+    """The ranks that a supervisor monitors, on one machine or on all machines."""
 
     def views(self) -> list[RankView]:
-        """Return the state of each rank now; times are on this machine's ``time.monotonic``."""
+        """Return the current state of each rank. Times are on this machine's ``time.monotonic``."""
 
     def request_stacks(self) -> dict[int, Answer]:
-        """Ask the running ranks where they are, and let them save their stacks; return the answers that arrive."""
+        """Request the stacks of the running ranks, which save them; return the answers that arrive in time."""
 
     def stack_of(self, view: RankView) -> Answer:
-        """Return where a rank is that runs and does not answer."""
+        """Return the call site of a running rank that does not answer."""
 
     def save_report(self, report: str) -> None:
-        """Save ``report`` beside the stacks of the last request."""
+        """Save ``report`` next to the stacks of the last request."""
 
 
 STALL_FILE = "stall_{}.txt"
-"""Stall report in the folder of the attempt, by number of the request."""
+"""Stall report in the folder of the attempt; the placeholder is the number of the request."""
 
 
 @final
@@ -57,10 +57,10 @@ class LocalRanks:
     """The ranks of one attempt on this machine.
 
     Args:
-        board: of these ranks.
-        directory: of the attempt; ``rank_<n>/`` holds the answers.
-        running: returns rank -> (process id, exit code so far), in the order of the slots.
-        check: called while this waits; raises if the launcher must stop.
+        board: status board of the ranks.
+        directory: folder of the attempt, in which ``rank_<n>/`` contains the answers.
+        running: returns rank -> (process id, exit code or None), in the order of the slots.
+        check: called during waits; raises an exception if the launcher must stop.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class LocalRanks:
         self._request = 0
 
     def views(self) -> list[RankView]:
-        """Return the state of each rank now."""
+        """Return the current state of each rank."""
         views = []
         for index, (rank, (pid, code)) in enumerate(self._running().items()):
             state, cpu_s, num_faults = _process(pid) if code is None else ("", 0.0, 0)
@@ -96,7 +96,7 @@ class LocalRanks:
         return views
 
     def request_stacks(self) -> dict[int, Answer]:
-        """Ask the running ranks where they are, and let them save their stacks; return the answers that arrive."""
+        """Request the stacks of the running ranks, which save them; return the answers that arrive in time."""
         ranks = self._running()
         request = self._board.request_stacks()
         self._request = request
@@ -113,9 +113,9 @@ class LocalRanks:
         return {rank: answer for rank, answer in answers.items() if answer is not None}
 
     def stack_of(self, view: RankView) -> Answer:
-        """Return where a rank is that runs and does not answer: by a signal, else where it was last seen.
+        """Return the call site of a running rank that does not answer, from the stack that it writes on a signal.
 
-        Call this only for certain stalls: the signal interrupts a sleep or a wait of native code.
+        Call this only for certain stalls, because the signal interrupts a sleep or a wait of native code.
         """
         watch = self._board.watch(list(self._running()).index(view.rank))
         assert watch is not None, view
@@ -132,19 +132,19 @@ class LocalRanks:
         return Answer(call_site=CallSite(file=file, line=line, source=linecache.getline(file, line).strip()))
 
     def save_report(self, report: str) -> None:
-        """Save ``report`` beside the stacks of the last request."""
+        """Save ``report`` next to the stacks of the last request."""
         (self._directory / STALL_FILE.format(self._request)).write_text(report + "\n", encoding="utf-8")
 
 
 def wait_for_verdict(
     ends_now: Callable[[], Sequence[RankEnd]], ranks: Ranks, check: Callable[[], None] = lambda: None
 ) -> list[RankEnd]:
-    """Return how all ranks ended, once waiting longer cannot change which one failed first.
+    """Wait until it is certain which rank failed first, and return how all ranks ended.
 
     Args:
-        ends_now: returns how they ended so far.
+        ends_now: returns how each rank has ended, or that it is running.
         ranks: the same ranks.
-        check: called while this waits; raises if the launcher must stop.
+        check: called during the wait; raises an exception if the launcher must stop.
     """
     deadline = time.monotonic() + _STRAGGLERS_S
     while not is_settled(ends := ends_now()) and time.monotonic() < deadline:
@@ -153,7 +153,7 @@ def wait_for_verdict(
     running = [end.rank for end in ends if end.exit_code is None and end.record is None]
     if not running or not lost_each_other(ends):
         return list(ends)
-    # No rank has failed by itself: those that still run may say where they are.
+    # No rank is known to have failed by itself, so request the stacks of the running ranks.
     answers = ranks.request_stacks()
     return [replace(end, last_words=answers.get(end.rank)) if end.rank in running else end for end in ends_now()]
 
@@ -164,7 +164,7 @@ def _process(pid: int) -> tuple[str, float, int]:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except FileNotFoundError:
         return ("", 0.0, 0) if Path("/proc/self").exists() else (*_process_by_ps(pid), 0)
-    except OSError:  # it ends
+    except OSError:  # the process is ending
         return "", 0.0, 0
     fields = text.rpartition(")")[2].split()  # the process name before it may contain anything
     return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), int(fields[9])

@@ -1,4 +1,4 @@
-"""Which accelerators of this machine a run uses: ``--gpu_ids 0,2``, and DeepSpeed's ``--include host:0,2``."""
+"""The accelerators of this machine that a run uses (``--gpu_ids 0,2``, and DeepSpeed's ``--include host:0,2``)."""
 
 from __future__ import annotations
 
@@ -15,42 +15,44 @@ __all__ = ["Slots", "is_this_machine", "named_slots", "no_accelerator"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slots:
-    """The accelerators that the settings name."""
+    """Accelerators that the settings name."""
 
     numbers: tuple[int, ...]
-    """Empty: all of this machine."""
+    """Numbers of the accelerators; empty for all accelerators of this machine."""
     are_excluded: bool
-    """These are the ones that are not used."""
+    """Whether these are the accelerators not to use."""
     text: str
     origin: Origin
 
     def of(self, num_accelerators: int, *, on_cpu: bool) -> tuple[int, ...]:
-        """Return the accelerators that are used.
+        """Return the numbers of the accelerators to use.
 
         Args:
-            num_accelerators: of this machine.
-            on_cpu: the run uses the CPU: the numbers only give the number of processes.
+            num_accelerators: number of accelerators of this machine.
+            on_cpu: whether the run uses the CPU; the numbers then only determine the number of processes.
 
         Raises:
-            ConfigError: some do not exist, or none is left.
+            ConfigError: an accelerator does not exist, or none is left.
         """
         every = tuple(range(num_accelerators))
         if num_accelerators == 0:
             if self.are_excluded:
-                raise self._error(f"{self.text}: this run uses no accelerators that could be excluded", "remove it")
+                raise self._error(
+                    f"{self.text}: this run uses no accelerators, so that none can be excluded", "remove it"
+                )
             if not on_cpu:
                 raise no_accelerator(f"{self.text} names accelerators", str(self.origin))
             return self.numbers
         if self.numbers and max(self.numbers) >= num_accelerators:
             raise self._error(
-                f"{self.text}: this machine has {num_accelerators} accelerators, numbered from 0",
-                f"give numbers up to {num_accelerators - 1}",
+                f"{self.text}: this machine has only {num_accelerators} accelerators, numbered from 0",
+                f"use numbers up to {num_accelerators - 1}",
             )
         if not self.are_excluded:
             return self.numbers or every
         left = tuple(i for i in every if self.numbers and i not in self.numbers)
         if not left:
-            raise self._error(f"{self.text} excludes all accelerators", "exclude fewer of them")
+            raise self._error(f"{self.text} excludes all accelerators", "exclude fewer accelerators")
         return left
 
     def _error(self, what: str, do: str) -> ConfigError:
@@ -58,36 +60,36 @@ class Slots:
 
 
 def no_accelerator(request: str, where: str) -> ConfigError:
-    """Return the error of a run that asks for accelerators on a machine that has none."""
+    """Return the error for a run that requests accelerators on a machine without accelerators."""
     return ConfigError(
-        f"{request}, and this machine has no accelerator that torch can use",
+        f"{request}, but this machine has no accelerator that torch can use",
         where=where,
-        do="add --cpu (or ECHELON_CPU=1, use_cpu: true in a file) to train on the CPU; if it has one, check the driver and the "
+        do="add --cpu (or ECHELON_CPU=1, use_cpu: true in a file) to train on the CPU; if there is one, check the driver and the "
         "torch build with echelon env",
     )
 
 
 def is_this_machine(host: str) -> bool:
-    """Tell whether ``host`` is a name of this machine."""
+    """Return whether ``host`` is a name of this machine."""
     return host in ("localhost", "127.0.0.1", "::1", "[::1]", socket.gethostname())
 
 
 def named_slots(resolved: Resolved[RunConfig]) -> Slots | None:
-    """Return the accelerators that the settings name; None: all are used.
+    """Return the accelerators that the settings name, or None if they name none.
 
     Raises:
-        ConfigError: not a list of accelerators of this machine, or two settings name them.
+        ConfigError: a setting is not a list of accelerators of this machine, or two settings conflict.
     """
     names = ("gpu_ids", "deepspeed_inclusion_filter", "deepspeed_exclusion_filter")
     given = [name for name in names if getattr(resolved.value, name) is not None]
-    # A flag overrides a file: this is how a machine of a hostfile gets its own part of the file's filter.
+    # A flag overrides a file, so that the launcher can pass each machine of a hostfile its part of the file's filter.
     strongest = max((resolved.origins[name].source for name in given), default=None)
     given = [name for name in given if resolved.origins[name].source is strongest]
     if len(given) > 1:
         both = " and ".join(
             f"{name}={getattr(resolved.value, name)!r} (from {resolved.origins[name]})" for name in given
         )
-        raise ConfigError(f"{both} both select accelerators", do="give one of them")
+        raise ConfigError(f"{both} both select accelerators", do="remove one of them")
     for name in given:
         text, origin = str(getattr(resolved.value, name)), resolved.origins[name]
         numbers = _numbers(text if name == "gpu_ids" else _of_this_machine(text, origin), origin)
@@ -96,17 +98,17 @@ def named_slots(resolved: Resolved[RunConfig]) -> Slots | None:
 
 
 def _of_this_machine(text: str, origin: Origin) -> str:
-    """Return the numbers in DeepSpeed's ``host:0,2``; empty: all."""
+    """Return the numbers in DeepSpeed's ``host:0,2``; empty for all."""
     hosts = [part.partition(":") for part in text.split("@") if part]
     for host, _, _ in hosts:
         if not is_this_machine(host):
             raise ConfigError(
                 f"{host} is not this machine",
                 where=str(origin),
-                do=f"give localhost:0,1 (now: {text}), or remove --machine_rank to start the run on {host} by ssh",
+                do=f"use localhost:0,1 instead of {text}, or remove --machine_rank to start the run on {host} by ssh",
             )
     if len(hosts) != 1:
-        raise ConfigError(f"{text!r} names no accelerators", where=str(origin), do="give localhost:0,1")
+        raise ConfigError(f"{text!r} names no accelerators", where=str(origin), do="use localhost:0,1")
     return hosts[0][2]
 
 
@@ -116,6 +118,6 @@ def _numbers(text: str, origin: Origin) -> tuple[int, ...]:
         raise ConfigError(
             f"{text!r} is not a list of accelerators",
             where=str(origin),
-            do="give numbers separated by commas, such as 0,2",
+            do="use comma-separated numbers, such as 0,2",
         )
     return tuple(int(part) for part in parts)

@@ -1,14 +1,14 @@
-"""The warm server: a process that has imported torch and forks ranks, which start in a tenth of a second instead of seconds.
+"""The warm server: a process that has imported torch and forks ranks, which start in 0.1 s instead of seconds.
 
-It only imports: one thread (a fork copies no other), no torch operation, no device. Like the worker it is run by its path:
-``python warm_server.py SOCKET PARENT``. Requests on the socket:
+It only imports modules; it starts no threads, runs no torch operations and uses no device. Like the worker, it is run by its
+path: ``python warm_server.py SOCKET PARENT``. Requests on the socket:
 
-- ``{"import": [...]}``: imports the modules and answers ``{"ready": ...}``, whether ranks can be forked now;
-- ``{"argv": ..., "environment": ...}`` with the two files of a rank's output: forks the rank and answers ``{"pid": ...}``, and when the
-  rank has ended ``{"pid": ..., "status": ...}``.
+- ``{"import": [...]}``: import the modules, and answer ``{"ready": ...}``, which tells whether ranks can be forked;
+- ``{"argv": ..., "environment": ...}`` with two file descriptors for the rank's output: fork the rank, answer ``{"pid": ...}``, and
+  after the rank has ended send ``{"pid": ..., "status": ...}``.
 
-Not ``multiprocessing.forkserver``: its children run a pickled function with the server's environment and session, it reports no
-readiness (threads after the imports), and it swallows failing imports of its preload list.
+``multiprocessing.forkserver`` is not suitable: its children run a pickled function in the server's environment and session, it does
+not report whether the imports started threads, and it ignores failing imports of its preload list.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> None:
     # The ranks die with this process.
     own = f"{os.getpid()}:{worker.start_of(os.getpid())}"
     if not getattr(sys.flags, "safe_path", False):
-        # Not our own folder, which would shadow modules of its names. Each rank puts its script's folder there.
+        # Remove this file's folder, whose modules would shadow others. Each rank inserts the folder of its script.
         sys.path[0] = sys.path[1]
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
@@ -53,10 +53,10 @@ def main(argv: list[str]) -> None:
         if control in readable:
             try:
                 data, files, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 2)
-            except ConnectionError:  # closed before it had read our answer
+            except ConnectionError:  # the launcher closed the socket without reading our answer
                 return
             if not data:
-                return  # the ranks that still run die with this process
+                return  # ranks that are still running die with this process
             request = json.loads(data)
             if "import" in request:
                 _send(control, _import(request["import"]))
@@ -78,7 +78,7 @@ def _import(names: list[str]) -> dict[str, Any]:
     try:
         for name in names:
             importlib.import_module(name)
-    except Exception as error:  # noqa: BLE001 - ranks forked earlier need this process; later ones start cold, and show the error themselves
+    except Exception as error:  # noqa: BLE001 - forked ranks need this process; later ranks are not forked, and show the error
         return {"ready": False, "why": f"{type(error).__name__}: {error}"}
     tasks = Path("/proc/self/task")
     num_threads = len(list(tasks.iterdir())) if tasks.exists() else 1
@@ -93,7 +93,7 @@ def _run_rank(request: dict[str, Any], files: list[int], worker: ModuleType, env
     environ.write({**dict.fromkeys(environ.snapshot()), **request["environment"]})
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed()  # as in a new process; `random` reseeds itself after a fork
+        numpy.random.seed()  # like a new process; `random` reseeds itself after a fork
     worker.main([own, *request["argv"]])
     sys.exit(0)
 
@@ -114,7 +114,7 @@ def _send(control: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _load(folder: str, name: str) -> ModuleType:
-    """Load a file of echelon by its path: programs of ranks must not find echelon imported."""
+    """Load a file of echelon by its path, because the programs of ranks must not find echelon imported."""
     path = Path(__file__).resolve().parents[2] / folder / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"_echelon_{name}", path)
     assert spec is not None

@@ -24,31 +24,31 @@ _POLL_S = 0.01
 
 
 class Process(Protocol):
-    """A rank's process: the part of ``subprocess.Popen`` that the launcher uses."""
+    """The part of the interface of ``subprocess.Popen`` that the launcher uses."""
 
     @property
     def pid(self) -> int:
-        """Process id, also of its session."""
+        """Process id, which is also the id of its session."""
 
     def poll(self) -> int | None:
-        """Return the exit code; None: still running."""
+        """Return the exit code, or None while the process is running."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the exit code."""
+        """Wait until the process ends, and return its exit code."""
 
 
 @final
 class WarmStarter:
-    """Starts ranks by forking a process that has imported torch; that process starts with ``prepare``."""
+    """Starts ranks by forking the warm server, which ``prepare`` starts."""
 
     def __init__(self) -> None:
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._lock = threading.Lock()
         self._imported: list[str] = []
-        """Modules that were requested."""
+        """Modules that the server was requested to import."""
         self._num_importing = 0
-        """Number of requests without an answer."""
+        """Number of import requests that the server has not answered."""
         self._can_fork = False
         self._is_over = False
         self._codes: dict[int, int | None] = {}
@@ -56,11 +56,12 @@ class WarmStarter:
         self._new_pids: list[int] = []
 
     def prepare(self, environment: Mapping[str, str], modules: Sequence[str]) -> None:
-        """Import modules in the background; no rank is forked before that is done.
+        """Import modules in the background. No rank is forked until the imports are done.
 
         Args:
-            environment: of the ranks: torch reads some variables at import (OMP_NUM_THREADS). That of the first call counts.
-            modules: in order.
+            environment: environment of the ranks, because torch reads some variables at import (OMP_NUM_THREADS). Only the first
+                call uses it.
+            modules: names of the modules, in order.
         """
         self._open(environment)
         new = [name for name in modules if name not in self._imported]
@@ -69,7 +70,7 @@ class WarmStarter:
         self._imported += new
         with self._lock:
             self._num_importing += 1
-        with suppress(OSError):  # it was killed: the next ``receive`` notices
+        with suppress(OSError):  # the server was killed, which the next ``receive`` detects
             self._control.send(json.dumps({"import": new}).encode())
 
     def _open(self, environment: Mapping[str, str]) -> None:
@@ -79,7 +80,7 @@ class WarmStarter:
         with theirs:
             self._server = subprocess.Popen(
                 [sys.executable, warm_server.__file__, str(theirs.fileno()), own_identity()],
-                # numpy's library starts threads at import, which a fork does not copy.
+                # OpenBLAS would start threads when numpy is imported, which a fork does not copy.
                 env={**environment, "OPENBLAS_NUM_THREADS": "1"},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
@@ -90,7 +91,7 @@ class WarmStarter:
 
     @property
     def is_ready(self) -> bool:
-        """Whether ranks can be forked now: the imports are done, and there is one thread."""
+        """Whether ranks can be forked: the imports are done, and the server has a single thread."""
         self.receive()
         return self._can_fork and not self._num_importing and not self._is_over
 
@@ -103,14 +104,14 @@ class WarmStarter:
         stderr: int,
         check: Callable[[], None] = lambda: None,
     ) -> Process | None:
-        """Fork a rank; None: that failed, start it as a new program.
+        """Fork a rank and return its process, or None if it must be started as a new program instead.
 
         Args:
-            argv: of the worker, without its parent, which is the server.
-            environment: the whole environment.
+            argv: arguments of the worker without PARENT, which is the server.
+            environment: complete environment of the rank.
             stdout: file descriptor.
             stderr: file descriptor.
-            check: called while this waits; raises if the launcher must stop.
+            check: called during the wait; raises an exception if the launcher must stop.
         """
         assert self._control is not None
         request = json.dumps({"argv": list(argv), "environment": dict(environment)}).encode()
@@ -126,7 +127,7 @@ class WarmStarter:
         if self._new_pids:
             return _Forked(self._new_pids.pop(0), self)
         if self._server is not None and not self._is_over:
-            # It hangs. A rank that it forks later would be one too many.
+            # The server hangs. Kill it, because a rank that it forks later would be a duplicate.
             self._server.kill()
             self._is_over = True
             self._mark_all_dead()
@@ -134,7 +135,7 @@ class WarmStarter:
 
     def receive(self) -> None:
         """Read the answers of the server."""
-        with self._lock:  # with several machines, threads of the connection call this, too
+        with self._lock:  # on several machines, threads of the connection also call this method
             self._receive()
 
     def _receive(self) -> None:
@@ -150,7 +151,7 @@ class WarmStarter:
             self._handle(json.loads(data))
 
     def _mark_all_dead(self) -> None:
-        """Record that the ranks have died with the server."""
+        """Record that the running ranks have died with the server."""
         self._codes.update({pid: -signal.SIGKILL for pid, code in self._codes.items() if code is None})
 
     def _handle(self, message: dict[str, Any]) -> None:
@@ -164,12 +165,12 @@ class WarmStarter:
             self._new_pids.append(int(message["pid"]))
 
     def code_of(self, pid: int) -> int | None:
-        """Return the exit code of a rank; None: still running."""
+        """Return the exit code of a rank, or None while it is running."""
         self.receive()
         return self._codes[pid]
 
     def close(self) -> None:
-        """Stop the server, and the ranks with it."""
+        """Kill the server and its ranks."""
         if self._server is None:
             return
         assert self._control is not None

@@ -1,7 +1,7 @@
-"""What each rank runs: the user's script exactly as ``python script.py`` does, plus a record of its errors.
+"""The program of each rank: runs the user's script exactly like ``python script.py``, and records its errors.
 
-The launcher runs this file by its path, so it imports the standard library only, nothing of echelon and no torch:
-``python worker.py PARENT DIRECTORY BOARD|- default|line|debug script|module TARGET ARGS...``; it dies with the process PARENT.
+The launcher runs this file by its path, and it imports only the standard library:
+``python worker.py PARENT DIRECTORY BOARD|- default|line|debug script|module TARGET ARGS...``. It dies with the process PARENT.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CHECK_PARENT_S = 0.5
 
 
 class Recorder:
-    """Writes the errors of this process to ``directory/error.json``, atomically."""
+    """Writes the errors of this process atomically to ``directory/error.json``."""
 
     def __init__(self, directory: str, reporter: Any = None) -> None:
         self._reporter = reporter
@@ -45,9 +45,9 @@ class Recorder:
         self._pid = os.getpid()
 
     def add(self, error: BaseException, *, where: str) -> None:
-        """Record ``error``, raised in ``where`` (``main`` or a thread's name); never raises."""
+        """Record ``error``, which was raised in ``where`` (``main`` or the name of a thread). Never raises."""
         if os.getpid() != self._pid:
-            return  # a child forked by the script: its errors are not the rank's
+            return  # a child that the script forked; its errors are not errors of the rank
         self.has_failed = self.has_failed or where == "main"
         record = {
             "time_ns": time.monotonic_ns(),
@@ -60,13 +60,13 @@ class Recorder:
         }
         with self._lock:
             if len(self._records) == _MAX_RECORDS:
-                del self._records[-1]  # keep the first ones and the last
+                del self._records[-1]  # keep the first records and the newest
             self._records.append(record)
             try:
                 with open(f"{self._path}.tmp", "w", encoding="utf-8", errors="backslashreplace") as file:
                     json.dump(self._records, file)
                 os.replace(f"{self._path}.tmp", self._path)
-            except OSError as problem:  # a full disk must not hide the error itself
+            except OSError as problem:  # for example a full disk, which must not hide the error
                 print(f"echelon: cannot write {self._path}: {problem}", file=sys.stderr)
 
 
@@ -78,12 +78,12 @@ def _type_name(error: BaseException) -> str:
 
 
 def _text_with_attribute(error: BaseException) -> str:
-    """Return the text of ``error``; for an error of pickle, with the attribute of the DataLoader that caused it."""
+    """Return the text of ``error``; for a pickling error, also the attribute of the DataLoader that caused it."""
     text = _text(error)
     if "pickle" not in text or "torch.utils.data" not in sys.modules:
         return text
     try:
-        from echelon.launch.unpicklable import unpicklable_part  # noqa: PLC0415 - a rank need not have echelon
+        from echelon.launch.unpicklable import unpicklable_part  # noqa: PLC0415 - echelon may not be importable in a rank
     except ImportError:
         return text
     part = unpicklable_part(error)
@@ -95,8 +95,8 @@ def _text(error: BaseException) -> str:
         return str(error.code)[:_MAX_TEXT]
     try:
         text = str(error)
-    except Exception as problem:  # noqa: BLE001 - the user's own __str__ is broken: keep the record
-        text = f"<str() of it raised {type(problem).__name__}>"
+    except Exception as problem:  # noqa: BLE001 - a broken __str__ of the user must not prevent the record
+        text = f"<its __str__ raised {type(problem).__name__}>"
     if isinstance(error, SyntaxError) and error.filename:
         text = f"{text.partition(' (')[0]} ({error.filename}, line {error.lineno})"
     return text[:_MAX_TEXT]
@@ -129,7 +129,7 @@ def _frames(traceback: TracebackType | None) -> list[dict[str, Any]]:
 
 
 def is_user_file(path: str) -> bool:
-    """Tell whether ``path`` is user code: not an installed package, the standard library, or echelon."""
+    """Return whether ``path`` is user code, that is, not an installed package, the standard library, or echelon."""
     if path.startswith("<"):
         return False
     installed = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
@@ -144,19 +144,19 @@ def main(argv: list[str]) -> None:
     parent, directory, board, mode, kind, target, *args = argv
     die_with(parent)
     if hasattr(signal, "SIGHUP"):
-        # nohup ignores it, but the launcher stops ranks by it; a terminal's does not reach their session.
+        # nohup ignores SIGHUP, but the launcher stops ranks with it. A terminal's SIGHUP does not reach their session.
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    # Kept open for the life of the process: a crash in native code writes the Python stacks there.
+    # Open until the process ends, because faulthandler writes the Python stacks there at a crash in native code.
     stack_file = open(os.path.join(directory, STACK_FILE), "w", encoding="utf-8")  # noqa: SIM115
     faulthandler.enable(stack_file, all_threads=True)
     if mode == "line":
-        # The launcher shows our output from a pipe: flush as on a terminal.
+        # The launcher reads the output from a pipe; flush each line as on a terminal.
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     reporter = None if board == "-" else _start_reporter(board, directory, stack_file)
     recorder = Recorder(directory, reporter)
     _hook_threads(recorder)
     if reporter is not None:
-        # Registered first, so called last, right before the interpreter exits.
+        # Registered first, so that it is called last, right before the interpreter exits.
         atexit.register(lambda: reporter.close(finished=not recorder.has_failed))
     try:
         if kind == "module":
@@ -170,21 +170,21 @@ def main(argv: list[str]) -> None:
     except KeyboardInterrupt:
         recorder.has_failed = True
         _quiet_interrupt()
-    except BaseException as error:  # noqa: BLE001 - whatever ends the script is recorded
+    except BaseException as error:  # noqa: BLE001 - record any exception that ends the script
         error = _without_worker(error)
         recorder.add(error, where="main")
-        # Not re-raised: the traceback would start with this file. The hook may be the user's own (rich, IPython).
+        # Do not re-raise, or the traceback would start with this file. The hook may be the user's (rich, IPython).
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         sys.excepthook(type(error), error, error.__traceback__)
         if mode == "debug":
             _debug_post_mortem(error)
-        # Errors of echelon may have an exit code (checkpoints that cannot be written: 74).
+        # Errors of echelon have an exit code, such as 74 for a checkpoint that cannot be written.
         sys.exit(error.exit_code if type(error).__module__.startswith("echelon.") else 1)  # type: ignore[attr-defined]
 
 
 def _debug_post_mortem(error: BaseException) -> None:
-    """Open the debugger where ``error`` was raised, unless the user has just quit the debugger."""
-    import bdb  # noqa: PLC0415 - only now
+    """Open the debugger where ``error`` was raised, unless the user has quit the debugger."""
+    import bdb  # noqa: PLC0415 - rarely needed
     import pdb  # noqa: PLC0415
 
     if error.__traceback__ is not None and not isinstance(error, bdb.BdbQuit):
@@ -192,7 +192,7 @@ def _debug_post_mortem(error: BaseException) -> None:
 
 
 def _start_reporter(board: str, directory: str, stack_file: IO[str]) -> Any:
-    """Start the reporter; its files are loaded by their path, as this one was."""
+    """Start the reporter, whose files are loaded by their paths, like this file."""
     folder = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "status")
     modules = []
     for name in ("board", "call_site", "stack_reporter"):
@@ -200,12 +200,12 @@ def _start_reporter(board: str, directory: str, stack_file: IO[str]) -> Any:
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses look up their module
+        sys.modules[spec.name] = module  # dataclasses look up their module there
         spec.loader.exec_module(module)
         modules.append(module)
     try:
         reporter = modules[2].Reporter(modules[0], modules[1], board, directory, stack_file)
-    except OSError as problem:  # /dev/shm was emptied: the program can run without it
+    except OSError as problem:  # for example, /dev/shm was emptied; the program can run without the board
         print(f"echelon: cannot report the status of this rank to the launcher: {problem}", file=sys.stderr)
         return None
     reporter.start()
@@ -213,44 +213,42 @@ def _start_reporter(board: str, directory: str, stack_file: IO[str]) -> Any:
 
 
 def die_with(parent: str, *, by_thread: bool = False) -> None:
-    """Kill this process when its parent dies: kill -9 of a launcher leaves no orphans.
+    """Make this process die with its parent, so that kill -9 of a launcher leaves no orphans.
 
-    Linux does that itself (PR_SET_PDEATHSIG), also while native code holds the GIL. It watches the parent's *thread* that started
-    this process, so that thread must live on (or use ``by_thread``); the setting is lost by a setuid program, and not inherited.
+    On Linux, the kernel does this (PR_SET_PDEATHSIG), even while native code holds the GIL. It monitors the *thread* that started
+    this process; if that thread may end before the parent, use ``by_thread``. Setuid programs and children lose the setting.
 
     Args:
-        parent: ``PID:START`` from ``parents.own_identity``: the parent may be dead by now, and ``getppid`` another process.
-        by_thread: poll in a thread instead: the parent's thread may end before the parent does.
+        parent: ``PID:START`` from ``parents.own_identity``. If the parent is already dead, ``getppid`` is another process.
+        by_thread: poll in a thread instead.
     """
     number, _, start = parent.partition(":")
     pid = int(number)
     is_set = sys.platform == "linux" and _set_death_signal(0 if by_thread else int(signal.SIGKILL))
-    if os.getppid() != pid and not _is_alive(
-        pid, start
-    ):  # it died before the call above; else there is a process in between
+    if os.getppid() != pid and not _is_alive(pid, start):  # it died before the call above
         os.kill(os.getpid(), signal.SIGKILL)
     if by_thread or not is_set or os.getppid() != pid:
         _thread.start_new_thread(_die_with_parent, (pid, start, os.getppid()))
 
 
 def _set_death_signal(number: int) -> bool:
-    import ctypes  # noqa: PLC0415 - a few milliseconds that only Linux needs
+    import ctypes  # noqa: PLC0415 - takes a few milliseconds, needed on Linux only
 
     return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) == 0)
 
 
 def start_of(pid: int) -> str:
-    """Return the start time of a process, which distinguishes it from a later one with its pid; empty: it has ended."""
+    """Return the start time of a process, which distinguishes it from a later process with the same pid; empty if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()  # the process name before it may contain anything
-    except OSError:  # or the system has no /proc
+    except OSError:  # the process has ended, or the system has no /proc
         return ""
     return "" if fields[0] in ("Z", "X") else fields[19]
 
 
 def _is_alive(pid: int, start: str) -> bool:
-    """Tell whether exactly that process lives."""
+    """Return whether the process with this pid and start time is alive."""
     return start_of(pid) == start if start else os.getppid() == pid
 
 
@@ -279,12 +277,12 @@ def _without_worker(error: BaseException) -> BaseException:
 
 
 def _quiet_interrupt() -> NoReturn:
-    """Exit by SIGINT as an interrupted Python does, but without the traceback that every rank would print."""
+    """Exit by SIGINT like an interrupted Python process, but without a traceback on every rank."""
     sys.stdout.flush()
     sys.stderr.flush()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)
-    sys.exit(128 + signal.SIGINT)  # SIGINT is blocked
+    sys.exit(128 + signal.SIGINT)  # reached only if SIGINT is blocked
 
 
 def _run_script(path: str, args: list[str]) -> None:
@@ -299,7 +297,7 @@ def _run_script(path: str, args: list[str]) -> None:
 
 
 def _run_module(name: str, args: list[str]) -> None:
-    sys.argv[:] = ["-m", *args]  # as python does while it searches the module
+    sys.argv[:] = ["-m", *args]  # like python while it searches for the module
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd()
     try:
@@ -309,7 +307,7 @@ def _run_module(name: str, args: list[str]) -> None:
             spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the package was found, but not a module that it imports
+            raise  # the package was found, but a module that it imports was not
         spec = None
     loader: Any = spec.loader if spec is not None else None
     code: CodeType | None = loader.get_code(name) if hasattr(loader, "get_code") else None
@@ -323,7 +321,7 @@ def _run_module(name: str, args: list[str]) -> None:
 
 
 def _new_main(file: str | None) -> ModuleType:
-    """Replace ``__main__`` for good: pickle and multiprocessing look names up there, also at exit."""
+    """Replace ``__main__`` permanently, because pickle and multiprocessing look up names there, even at exit."""
     module = ModuleType("__main__")
     module.__file__ = file
     module.__builtins__ = sys.modules["builtins"]  # type: ignore[attr-defined]

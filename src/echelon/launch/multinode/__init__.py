@@ -1,1 +1,1 @@
-"""A run on several machines: one coordinator, a node on each machine, authenticated connections between them."""
+"""Runs on several machines: one coordinator, one node per machine, and authenticated connections between them."""

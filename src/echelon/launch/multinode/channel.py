@@ -1,11 +1,12 @@
 """Connections between the launchers of a run: TCP, mutual authentication by a shared token, then signed JSON frames.
 
-Authentication. The server sends a nonce; the client its own nonce, its purpose, and a code (HMAC-SHA256 under the token) over
-all of it; the server a code over the same under another label. So neither side reveals the token, recorded traffic opens no
-second connection (the server's nonce is new each time), and only a server that knows the token is accepted.
+Authentication: The server sends a nonce. The client sends its own nonce, its purpose, and a code (HMAC-SHA256 under the token)
+over all of these. The server sends a code over the same data with another label. Neither side reveals the token, recorded
+traffic cannot open another connection because the server's nonce is new each time, and the client accepts only a server that
+knows the token.
 
-Frames. Length, code, JSON. The code covers the direction, the number of the frame and its text, under a key of this
-connection: frames cannot be changed, replayed, dropped or reflected. They are not encrypted. Standard library only.
+Frames: Length, code, JSON. The code covers the direction, the number of the frame and its text, under a key of this connection,
+so that frames cannot be changed, replayed, dropped or reflected. They are not encrypted. Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -44,24 +45,24 @@ _CLAIM_BYTES = len(_MAGIC) + _NONCE_BYTES + _PURPOSE.size + _CODE_BYTES
 _HEAD = struct.Struct(f">I{_CODE_BYTES}s")
 _MAX_BYTES = 64 << 20
 _MAX_ANSWERING = 32
-"""Requests answered at the same time: a peer that floods us must not get a thread for each."""
+"""Maximum number of requests that are answered concurrently, so that a flood of requests does not create a thread for each."""
 
 START_S = 180.0
-"""How long a side may be silent while it imports torch from a slow disk: the GIL is held while a library is loaded."""
+"""How long a side may be silent while it imports torch from a slow disk; loading a library holds the GIL."""
 NODE, STORE = b"N", b"S"
-"""Purposes of a client: to take part as a node, or to reach the store of a generation."""
+"""Purposes of a client: to join as a node, or to reach the store of a generation."""
 
 
 class ChannelError(Exception):
-    """The other side violates the protocol, or does not answer."""
+    """Raised if the other side violates the protocol or does not answer."""
 
 
 class ConnectionRefused(ChannelError):
-    """The other side does not know the token, or is another program."""
+    """Raised if the other side does not know the token or is another program."""
 
 
 class ConnectionLost(ChannelError):
-    """The connection is over."""
+    """Raised if the connection is lost or closed."""
 
 
 def _code(key: bytes, *parts: bytes) -> bytes:
@@ -82,18 +83,18 @@ def _receive(sock: socket.socket, num_bytes: int) -> bytes:
 
 
 def accept(sock: socket.socket, token: bytes) -> tuple[bytes, int, bytes]:
-    """Authenticate the client on ``sock`` and ourselves; return its purpose, its generation number, and the key of frames.
+    """Authenticate both sides of ``sock`` as the server; return the client's purpose and generation, and the frame key.
 
     Raises:
-        ConnectionRefused: it does not know the token.
-        ConnectionLost: it disconnected, or exceeded the timeout of ``sock``.
+        ConnectionRefused: the client does not know the token.
+        ConnectionLost: the client disconnected, or exceeded the timeout of ``sock``.
     """
     ours = secrets.token_bytes(_NONCE_BYTES)
     _send(sock, _MAGIC + ours)
     claim = _receive(sock, _CLAIM_BYTES)
     body, code = claim[:-_CODE_BYTES], claim[-_CODE_BYTES:]
     if not body.startswith(_MAGIC) or not hmac.compare_digest(code, _code(token, b"client", ours, body)):
-        raise ConnectionRefused("it does not know the token")
+        raise ConnectionRefused("the client does not know the token")
     _send(sock, _code(token, b"server", ours, body))
     purpose, number = _PURPOSE.unpack(body[-_PURPOSE.size :])
     return purpose, number, _code(token, b"session", ours, body)
@@ -102,19 +103,19 @@ def accept(sock: socket.socket, token: bytes) -> tuple[bytes, int, bytes]:
 def connect(
     host: str, port: int, token: bytes, *, purpose: bytes, number: int = 0, timeout_s: float
 ) -> tuple[socket.socket, bytes]:
-    """Open a connection to a server that knows ``token``; return it and the key of its frames.
+    """Connect to a server that knows ``token``; return the socket and the key of the frames.
 
     Raises:
-        OSError: no server there.
-        ConnectionRefused: another program listens there, or it has another token.
-        ConnectionLost: it disconnected.
+        OSError: no server is listening there.
+        ConnectionRefused: another program is listening there, or the server has another token.
+        ConnectionLost: the server disconnected.
     """
     sock = socket.create_connection((host, port), timeout=timeout_s)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         hello = _receive(sock, _HELLO_BYTES)
         if not hello.startswith(_MAGIC):
-            raise ConnectionRefused("another program listens there")
+            raise ConnectionRefused("another program is listening there")
         theirs = hello[len(_MAGIC) :]
         body = _MAGIC + secrets.token_bytes(_NONCE_BYTES) + _PURPOSE.pack(purpose, number)
         _send(sock, body + _code(token, b"client", theirs, body))
@@ -122,10 +123,10 @@ def connect(
             answer = _receive(sock, _CODE_BYTES)
         except ConnectionLost as error:
             if isinstance(error.__cause__, TimeoutError):
-                raise  # a slow server is no refusal
-            raise ConnectionRefused("it closed the connection: it has another token") from error
+                raise  # a timeout is not a refusal
+            raise ConnectionRefused("the server closed the connection because it has another token") from error
         if not hmac.compare_digest(answer, _code(token, b"server", theirs, body)):
-            raise ConnectionRefused("it does not know the token")
+            raise ConnectionRefused("the server does not know the token")
         return sock, _code(token, b"session", theirs, body)
     except BaseException:
         sock.close()
@@ -141,12 +142,12 @@ def _send(sock: socket.socket, data: bytes) -> None:
 
 @final
 class Channel:
-    """Signed JSON frames on an open connection; any thread may send, one receives.
+    """Signed JSON frames on an open connection. Any thread may send; one thread receives.
 
     Args:
-        sock: with a timeout, after which a silent other side is lost.
-        key: of this connection.
-        is_server: which side we are.
+        sock: socket with a timeout after which a silent other side counts as lost.
+        key: key of this connection.
+        is_server: whether this is the server's side.
     """
 
     def __init__(self, sock: socket.socket, key: bytes, *, is_server: bool) -> None:
@@ -160,7 +161,7 @@ class Channel:
         """Send ``message``.
 
         Raises:
-            ConnectionLost: the connection is over.
+            ConnectionLost: the connection is lost or closed.
         """
         payload = json.dumps(message, separators=(",", ":")).encode()
         with self._lock:
@@ -172,23 +173,23 @@ class Channel:
         """Return the next message.
 
         Raises:
-            ChannelError: the frame is invalid, or the connection is over.
+            ChannelError: the frame is invalid, or the connection is lost or closed.
         """
         size, code = _HEAD.unpack(_receive(self._sock, _HEAD.size))
         if size > _MAX_BYTES:
-            raise ChannelError(f"a message of {size} bytes")
+            raise ChannelError(f"received a message of {size} bytes, above the limit")
         payload = _receive(self._sock, size)
         if not hmac.compare_digest(code, _code(self._key, self._in, struct.pack(">Q", self._num_received), payload)):
-            raise ChannelError("a message with an invalid signature")
+            raise ChannelError("received a message with an invalid signature")
         self._num_received += 1
         return json.loads(payload)
 
     def set_timeout(self, seconds: float) -> None:
-        """From the next message on, treat the other side as lost after this many silent seconds."""
+        """Set the number of silent seconds after which the other side counts as lost, from the next message on."""
         self._sock.settimeout(seconds)
 
     def close(self) -> None:
-        """Close the connection; a pending ``receive`` fails."""
+        """Close the connection, which makes a pending ``receive`` fail."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
@@ -196,14 +197,14 @@ class Channel:
 
 @final
 class Peer:
-    """The other side of a channel: sends and receives messages and requests, with a heartbeat.
+    """The other side of a channel: exchanges messages, requests and heartbeats with it.
 
     Args:
-        channel: open.
-        on_message: called with the kind and content of a message, in the receiving thread.
-        on_request: called with the same, in its own thread; returns the answer.
-        on_lost: called once, with the reason, when the connection is lost.
-        heartbeat_s: how often each side sends a heartbeat.
+        channel: open channel.
+        on_message: called in the receiving thread with the kind and content of a message.
+        on_request: called in a separate thread with the kind and content of a request; returns the answer.
+        on_lost: called once with the reason when the connection is lost.
+        heartbeat_s: seconds between heartbeats of each side.
     """
 
     def __init__(
@@ -226,7 +227,7 @@ class Peer:
         self._answering = threading.Semaphore(_MAX_ANSWERING)
 
     def start(self) -> None:
-        """Start to receive, and to send heartbeats."""
+        """Start the threads that receive messages and send heartbeats."""
         for work in (self._receive, self._send_heartbeats):
             threading.Thread(target=work, daemon=True, name=f"echelon-peer{work.__name__}").start()
 
@@ -236,16 +237,16 @@ class Peer:
         return self._is_closed.is_set()
 
     def set_timeout(self, seconds: float) -> None:
-        """From the next message on, treat the other side as lost after this many silent seconds."""
-        with suppress(OSError):  # closed
+        """Set the number of silent seconds after which the other side counts as lost, from the next message on."""
+        with suppress(OSError):  # the connection is closed
             self._channel.set_timeout(seconds)
 
     def send(self, kind: str, **content: Any) -> None:
-        """Send a message; does nothing if the connection is lost, which ``on_lost`` reports."""
+        """Send a message. Does nothing if the connection is lost, which ``on_lost`` reports."""
         self._send({"kind": kind, "content": content})
 
     def request(self, kind: str, *, timeout_s: float, **content: Any) -> Any:
-        """Send a request and return its answer.
+        """Send a request and return the answer.
 
         Raises:
             ConnectionLost: no answer within ``timeout_s``, or the other side failed to answer.
@@ -253,7 +254,7 @@ class Peer:
         return self.start_request(kind, **content)(timeout_s)
 
     def start_request(self, kind: str, **content: Any) -> Callable[[float], Any]:
-        """Send a request; return a function that waits a number of seconds for the answer and returns it."""
+        """Send a request; return a function of a timeout in seconds that waits for the answer and returns it."""
         with self._changed:
             self._number += 1
             number = self._number
@@ -300,7 +301,7 @@ class Peer:
                     self._start_answer(message["request"], kind, content)
                 elif kind != "heartbeat":
                     self._on_message(kind, content)
-        except Exception as error:  # noqa: BLE001 - nothing receives any more, whatever the error: on_lost must know
+        except Exception as error:  # noqa: BLE001 - after any error this thread ends, and on_lost must be called
             was_closed = self.is_lost
             self.close()
             if not was_closed:
@@ -308,7 +309,7 @@ class Peer:
 
     def _start_answer(self, request: int, kind: str, content: Mapping[str, Any]) -> None:
         if not self._answering.acquire(blocking=False):
-            failed = f"{_MAX_ANSWERING} earlier requests are being answered"
+            failed = f"{_MAX_ANSWERING} earlier requests are still being answered"
             self._send({"kind": "answer", "request": request, "failed": failed})
             return
         threading.Thread(
@@ -319,7 +320,7 @@ class Peer:
         message: dict[str, Any] = {"kind": "answer", "request": request}
         try:
             message["answer"] = self._on_request(kind, content)
-        except Exception as error:  # noqa: BLE001 - the requesting side handles it
+        except Exception as error:  # noqa: BLE001 - reported to the side that sent the request
             message["failed"] = f"{type(error).__name__}: {error}"
         finally:
             self._answering.release()
@@ -327,9 +328,9 @@ class Peer:
 
 
 def clock_offset_ns(peer: Peer, *, timeout_s: float, num_tries: int = 3) -> int:
-    """Return what to add to the other side's ``time.monotonic_ns`` to get ours, within half a round trip.
+    """Return the offset from the other side's ``time.monotonic_ns`` to ours; its error is at most half a round trip.
 
-    Source: RFC 5905 (NTP), section 8; the fastest of several answers counts.
+    Source: RFC 5905 (NTP), section 8. The answer with the shortest round trip is used.
     """
     best: tuple[int, int] | None = None
     for _ in range(num_tries):

@@ -1,7 +1,7 @@
-"""The listener of a run on several machines: clients that know the token connect as a node, or to the ranks' store.
+"""The listener of a run on several machines. Clients that know the token connect as a node or to the ranks' store.
 
-All others are disconnected after one short message, and cannot lock out legitimate clients: the number of connections that
-have not authenticated yet is bounded, and the oldest is dropped first. Standard library only.
+Other clients are disconnected after one short message. They cannot lock out legitimate clients, because the number of
+connections that have not authenticated is limited and the oldest one is dropped. Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _LOOPBACK = "127.0.0.1"
 
 @final
 class ConnectionListener:
-    """Serves a listener until ``close``.
+    """Accepts and authenticates connections until ``close``.
 
     Args:
-        listener: bound; it is closed with this object.
-        token: what clients must know.
-        on_node: called with the channel and the address of a new node, in its own thread.
-        port_of: returns the loopback port of the store of a generation; None: that generation is not running.
+        listener: bound socket, closed by ``close``.
+        token: secret that clients must know.
+        on_node: called in a separate thread with the channel and the address of a new node.
+        port_of: returns the loopback port of a generation's store, or None if that generation is not running.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class ConnectionListener:
 
     @property
     def num_refused(self) -> int:
-        """How many connections failed to authenticate so far."""
+        """Number of connections that have failed to authenticate."""
         return self._num_refused
 
     def close(self) -> None:
-        """Accept no more connections, and close those to the store."""
+        """Stop accepting connections, and close the connections to the store."""
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # ends accept()
         self._listener.close()
@@ -77,7 +77,7 @@ class ConnectionListener:
             except OSError:
                 if self._listener.fileno() < 0 or self._is_shut_down():
                     return
-                time.sleep(_RETRY_S)  # too many open files: retry when others have closed
+                time.sleep(_RETRY_S)  # too many open files
                 continue
             with self._lock:
                 self._pending[id(sock)] = sock
@@ -89,7 +89,7 @@ class ConnectionListener:
                 threading.Thread(
                     target=self._serve, args=(sock, address[0]), daemon=True, name="echelon-authenticate"
                 ).start()
-            except RuntimeError:  # no more threads: as above
+            except RuntimeError:  # too many threads; the client retries
                 sock.close()
 
     def _is_shut_down(self) -> bool:

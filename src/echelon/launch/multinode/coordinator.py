@@ -1,8 +1,9 @@
-"""The coordinator of a run on several machines: it admits launchers, starts generations, watches all ranks, and ends generations.
+"""The coordinator of a run on several machines: admits launchers, starts and ends generations, and monitors all ranks.
 
-It runs in a thread of the launcher on the rendezvous host; every launcher, that one too, is a *node* to it (``node.py``). All
-messages of nodes pass through one queue, so that no two are handled at once. A *generation* is one start of all ranks on the
-nodes that are present then, with its own store. It ends for all nodes at once: "done", "restart", "stop" or "preempted".
+It runs in a thread of the launcher on the rendezvous host. Each launcher, including that one, is a *node* (``node.py``). All
+messages of nodes pass through one queue, so that they are handled one at a time. A *generation* is one start of all ranks on
+the nodes that are present at that time, with its own store. It ends for all nodes at the same time with "done", "restart",
+"stop" or "preempted".
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ __all__ = ["Coordinator"]
 _TICK_S = 0.02
 _MISSING_AFTER_S = 20.0
 _JOINERS_WAIT_S = 2.0
-"""When a machine joins a running generation: how long to wait for others that join with it."""
+"""How long to wait for more machines after a machine has joined a running generation."""
 _GOODBYE_S = 5.0
 _OVER = "the run is over"
 
@@ -66,12 +67,12 @@ class Coordinator:
     """Serves ``listener`` in its own threads until ``close``.
 
     Args:
-        own: the launcher in whose process this runs; it joins as a node, as all others do.
-        listener: bound.
-        token: the secret that all launchers share.
-        times: the time limits of the rendezvous.
-        rules: what the user asked for.
-        new_store: opens the store of a generation; it closes when it is garbage-collected.
+        own: launcher in whose process the coordinator runs. It joins as a node, like all other launchers.
+        listener: bound socket.
+        token: secret that all launchers share.
+        times: time limits of the rendezvous.
+        rules: rules that the user set.
+        new_store: function that opens the store of a generation, which closes when it is garbage-collected.
     """
 
     def __init__(
@@ -105,13 +106,13 @@ class Coordinator:
         self._thread.start()
 
     def close(self, reason: str, code: int) -> GoodputReport:
-        """End the run because of ``reason`` unless it has ended; wait until the nodes know; return the goodput of all machines."""
+        """End the run because of ``reason`` unless it has ended, notify the nodes, and return the goodput of all machines."""
         self._events.put(("close", code, reason, {}))
         self._thread.join()
         self._connections.close()
         return replace(self._goodput.finish(), machines=self._machines)
 
-    # Called in other threads.
+    # Methods that other threads call.
 
     def _on_node(self, channel: Channel, address: str) -> None:
         member: list[NodeMember] = []
@@ -130,7 +131,7 @@ class Coordinator:
         generation = self._generation
         return generation.store.port if generation is not None and generation.number == number else None
 
-    # The coordinator's own thread.
+    # Methods that run in the coordinator's thread.
 
     def _run(self) -> None:
         try:
@@ -173,7 +174,7 @@ class Coordinator:
                     text = f"{name_of(self._own)}: {reason}; the run ends"
                     member.peer.send("end", then="stop", code=code, text=text)
             self._finish()
-        # No message will come from this launcher's own node any more.
+        # This launcher's own node sends no more messages.
         for member in [member for member in self._members if self._is_own(member) or member.info is None]:
             self._drop(member)
         self._goodbye_deadline = time.monotonic() + _GOODBYE_S
@@ -211,7 +212,7 @@ class Coordinator:
         elif kind in ("leave", "bye") and member.info is None:
             self._drop(member)
         elif member.info is None:
-            return  # it was refused, and disconnects when it has read that
+            return  # it was refused, and disconnects after it has read the refusal
         elif kind == "join":
             member.is_waiting = member.has_joined = True
             # It has imported torch by now.
@@ -255,28 +256,34 @@ class Coordinator:
 
     def _on_lost(self, member: NodeMember, reason: str) -> None:
         if member not in self._members:
-            return  # it has said goodbye
+            return  # it has left
         self._drop(member)
         if self._generation is not None and member in self._generation.members:
             self._end_without(self._generation, member, f"lost contact with {member.name}: {reason}", 1)
         elif member.info is not None and self._end_of_run is None:
-            _print(f"{member.name} has disconnected: {reason}")
+            _print(f"{member.name} disconnected: {reason}")
 
     def _end_without(self, generation: Generation, member: NodeMember, what: str, code: int) -> None:
-        """End the generation that ``member`` has left, and the run if it cannot continue."""
+        """End the generation that ``member`` has left, and also the run if it cannot continue."""
         left = [other for other in generation.members if other in self._members]
         slot = next(slot for slot in generation.slots if member.info is not None and slot.uid == member.info.uid)
         first, last = slot.first_rank, slot.first_rank + slot.num_processes - 1
         ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
         is_elastic = len(left) >= self._min_nodes
         continues = is_elastic or self._num_restarts < self._rules.max_restarts
-        then = "the others continue without it" if is_elastic else "waiting for it" if continues else "the run ends"
-        hint = "; --nnodes MIN:MAX lets a run continue with fewer machines, --max_restarts lets it wait"
+        then = (
+            "the run continues without it"
+            if is_elastic
+            else "waiting for it to rejoin"
+            if continues
+            else "the run ends"
+        )
+        hint = "; with --nnodes MIN:MAX a run continues on fewer machines, with --max_restarts it waits for the machine"
         _print(
             LaunchError(
                 f"{what}; {then}",
-                where=f"{ranks} of {generation.world_size}; seen by {name_of(self._own)}",
-                do=f"check that machine, and the network between the two{'' if continues else hint}",
+                where=f"{ranks} of {generation.world_size}; detected by {name_of(self._own)}",
+                do=f"check that machine and its network connection{'' if continues else hint}",
             )
         )
         for other in left:
@@ -288,7 +295,7 @@ class Coordinator:
         else:
             self._end("stop", code=code, failed_ns=time.monotonic_ns())
 
-    # Between generations.
+    # Methods between generations.
 
     def _poll_rendezvous(self) -> None:
         now = time.monotonic()
@@ -299,14 +306,14 @@ class Coordinator:
             return
         if len(ready) >= self._min_nodes:
             self._enough_since = self._enough_since or now
-            # After the first generation those that are connected are those that take part.
+            # After the first generation, only connected launchers are expected.
             all_ready = self._num_generations > 0 and all(m.is_waiting for m in self._members if m.info is not None)
             if all_ready or now - self._enough_since >= self._times.last_call.total_seconds():
                 self._start_generation(ready)
                 return
         else:
             self._enough_since = None
-        # Nodes that are connected and not waiting yet import torch.
+        # Connected nodes that are not waiting yet are importing torch.
         here = [member.info for member in self._members if member.info is not None]
         limit_s = self._times.join_timeout.total_seconds() + (START_S if len(here) >= self._min_nodes else 0.0)
         missing = describe_missing(here, min_nodes=self._min_nodes, max_nodes=self._max_nodes)
@@ -315,8 +322,8 @@ class Coordinator:
         elif waited_s > _MISSING_AFTER_S * (2**self._num_missing_reports) and len(here) < self._min_nodes:
             self._num_missing_reports += 1
             refused = self._connections.num_refused
-            hint = f"; {refused} connections did not prove that they know the token" if refused else ""
-            text = f"waiting for {waited_s:.0f} s: {missing}{hint}"
+            hint = f"; {refused} connections failed to authenticate with the token" if refused else ""
+            text = f"still waiting after {waited_s:.0f} s: {missing}{hint}"
             _print(text)
             for member in self._members:
                 if not self._is_own(member):
@@ -327,7 +334,7 @@ class Coordinator:
         error = LaunchError(
             f"{missing}; waited {waited_s:.0f} s",
             where=f"{name_of(self._own)} ({timeout})",
-            do="start the others with the same command, and read their own messages",
+            do="run the same command on the missing machines, and read the messages there",
         )
         _print(error)
         for member in self._members:
@@ -369,7 +376,7 @@ class Coordinator:
                 num_restarts=self._num_restarts,
             )
 
-    # During a generation.
+    # Methods during a generation.
 
     def _poll_generation(self, generation: Generation) -> None:
         codes = [code for member in generation.members for code in member.codes.values()]
@@ -388,7 +395,7 @@ class Coordinator:
                 self._handle_late_ranks(generation)
             return
         if barrier is not None:
-            self._poll_stall(generation)  # they save, which may stall, too
+            self._poll_stall(generation)  # saving may stall
             return
         if any(member.requester for member in generation.members):
             reason = next(f"{m.requester} on {m.name}" for m in generation.members if m.requester)
@@ -416,9 +423,9 @@ class Coordinator:
     def _admit_joiners(self, generation: Generation) -> None:
         names = " and ".join(member.name for member in self._members if member.is_waiting)
         if self._rules.preemption_grace and all(NodeCommands(generation).read_positions()):
-            self._start_barrier(generation, f"{names} joins", "restart")
+            self._start_barrier(generation, f"{names} joined", "restart")
             return
-        _print(f"{names} joins: all ranks restart from the last checkpoint")
+        _print(f"{names} joined: all ranks restart from the last checkpoint")
         self._end("restart", failed_ns=time.monotonic_ns())
 
     def _start_barrier(self, generation: Generation, reason: str, then: Then) -> None:
@@ -435,10 +442,10 @@ class Coordinator:
         self._end_at_barrier(generation)
 
     def _end_at_barrier(self, generation: Generation) -> None:
-        """End a generation at the stop barrier: preempted machines exit, and the others continue if enough remain."""
+        """End a generation at the stop barrier. Preempted machines exit; the others continue if enough machines remain."""
         leaving = [member for member in generation.members if member.requester]
         num_staying = len(generation.members) - len(leaving)
-        # Without the rendezvous host the run cannot continue.
+        # The run cannot continue without the rendezvous host.
         host_stays = not any(self._is_own(member) for member in leaving)
         if host_stays and (generation.then == "restart" or (leaving and num_staying >= self._min_nodes)):
             self._end("restart", failed_ns=time.monotonic_ns(), leaving=leaving)
@@ -449,7 +456,7 @@ class Coordinator:
         ends = wait_for_verdict(lambda: ends_of(generation), RanksOfAllNodes(generation))
         first = first_failure(ends)
         if first is None:
-            return  # its program had ended well when the interpreter's exit failed
+            return  # the program succeeded, and only the interpreter's exit crashed
         if self._may_have_lost_a_node(generation, first, ends):
             return
         is_exiting = generation.barrier is not None and generation.then != "restart"
@@ -471,9 +478,9 @@ class Coordinator:
             self._end("stop", code=exit_status(ends), failed_ns=first_sign(ends))
 
     def _may_have_lost_a_node(self, generation: Generation, first: RankEnd, ends: Sequence[RankEnd]) -> bool:
-        """Tell whether a machine may be gone: ranks that lost contact show that before its silence does."""
+        """Return whether a machine may be lost. Ranks that lose contact reveal this before the heartbeat times out."""
         if any(member.peer.is_lost for member in generation.members):
-            return True  # its event is in the queue, and names the reason
+            return True  # the queue contains its "lost" event with the reason
         if cause_of(first, ends) is not Cause.COMMUNICATION:
             return False
         generation.lost_contact_since = generation.lost_contact_since or time.monotonic()
@@ -491,7 +498,7 @@ class Coordinator:
         times = times_of(replace(generation, members=here))
         if times:
             self._goodput.end_attempt(times, failed_ns=failed_ns, noticed_ns=noticed_ns)
-        # They refer to the generation, which owns the store: so it closes here, and not some time later.
+        # Drop the references to the generation, so that its store closes now.
         generation.supervisor = generation.barrier = None
         self._generation = None
         self._rendezvous_since = time.monotonic()
@@ -517,10 +524,10 @@ def _answers(member: NodeMember) -> bool:
 
 
 def _read_message(kind: str, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a node's message, with the types that they must have.
+    """Return the fields of a node's message after checking their types.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: they have others.
+        ValueError, KeyError, TypeError, AttributeError: the message is invalid.
     """
     if kind == "hello":
         return {"info": decode(NodeInfo, content["info"])}

@@ -1,6 +1,6 @@
-"""One generation, that is one start of all ranks on several machines: its members, and requests to all of them at once.
+"""One generation (one start of all ranks) on several machines: its members, and concurrent requests to all members.
 
-Every node reports times on its own clock; what is returned here is on this machine's clock.
+Each node reports times on its own clock. The functions here convert them to this machine's clock.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ __all__ = [
 T = TypeVar("T")
 
 ANSWER_S = 5.0
-"""How long to wait for an answer from a node."""
+"""Time limit for the answer of a node."""
 
 
 class RendezvousStore(Protocol):
-    """The store of a generation, on this machine's loopback."""
+    """Store of a generation, on this machine's loopback."""
 
     port: int
 
 
 @dataclass(slots=True, eq=False)
 class NodeMember:
-    """A launcher that takes part, or wants to."""
+    """A launcher that is connected to the coordinator."""
 
     peer: Peer
     address: str
     info: NodeInfo | None = None
     is_waiting: bool = False
-    """It waits for the next generation."""
+    """Whether it is waiting for the next generation."""
     has_joined: bool = False
-    """It has waited once: it has imported torch, which may keep it silent for long."""
+    """Whether it has ever waited for a generation; until then it may be silent while it imports torch."""
     offset_ns: int = 0
-    """To add to its clock to get ours."""
+    """Offset from its clock to ours."""
     codes: dict[int, int | None] = field(default_factory=dict)
     """Exit codes of its ranks in this generation."""
     requester: str = ""
-    """Who has asked it to save and exit, in words."""
+    """Description of the requester if it must save and exit, else empty."""
 
     @property
     def name(self) -> str:
@@ -70,7 +70,7 @@ class NodeMember:
 
 @dataclass(slots=True)
 class Generation:
-    """All ranks of one start, on the members that were present then."""
+    """One start of all ranks, on the members that were present at that time."""
 
     number: int
     slots: list[MachineSlot]
@@ -80,12 +80,12 @@ class Generation:
     store: RendezvousStore
     supervisor: Supervisor | None = None
     barrier: BarrierCoordinator | None = None
-    """Leads the ranks to a common step, when they must save."""
+    """Stop barrier, if the ranks must save."""
     barrier_reason: str = ""
     then: Then = "preempted"
-    """What follows when all ranks have stopped at the barrier."""
+    """What follows after all ranks have stopped at the barrier."""
     lost_contact_since: float = 0.0
-    """When ranks were first seen to have lost each other, on ``time.monotonic``; 0: never."""
+    """``time.monotonic()`` when ranks were first seen to have lost contact; 0 if never."""
 
     @property
     def world_size(self) -> int:
@@ -93,7 +93,7 @@ class Generation:
 
 
 def ends_of(generation: Generation) -> list[RankEnd]:
-    """Return how each rank has ended; one whose node does not answer counts as running."""
+    """Return how each rank has ended. Ranks of a node that does not answer count as running."""
     found: dict[int, RankEnd] = {}
     for member, ends in _request_all(generation, "ends", partial(decode, list[RankEnd])):
         for end in ends:
@@ -103,7 +103,7 @@ def ends_of(generation: Generation) -> list[RankEnd]:
 
 
 def times_of(generation: Generation) -> list[RankTimes]:
-    """Return where the time of each rank went, by rank, for the nodes that answer."""
+    """Return the times of the ranks of all nodes that answer, sorted by rank."""
     found = []
     for member, times_of_ranks in _request_all(generation, "times", partial(decode, list[RankTimes])):
         for one in times_of_ranks:
@@ -122,13 +122,13 @@ def silent_members(generation: Generation, timeout_s: float) -> list[NodeMember]
 
 @final
 class RanksOfAllNodes:
-    """The ranks of a generation, as a supervisor sees them."""
+    """Implements ``Ranks`` for the ranks of a generation on all machines."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
 
     def views(self) -> list[RankView]:
-        """Return the state of each rank now."""
+        """Return the current state of each rank."""
         found: dict[int, RankView] = {}
         for member, views in _request_all(self._generation, "views", partial(decode, list[RankView])):
             for view in views:
@@ -141,7 +141,7 @@ class RanksOfAllNodes:
         return [found[rank] for rank in sorted(found)]
 
     def request_stacks(self) -> dict[int, Answer]:
-        """Ask the running ranks where they are."""
+        """Request the stacks of the running ranks."""
         found: dict[int, Answer] = {}
         read = partial(decode, dict[int, Answer])
         for _, answers in _request_all(self._generation, "stacks", read, timeout_s=2 * ANSWER_S):
@@ -149,7 +149,7 @@ class RanksOfAllNodes:
         return found
 
     def stack_of(self, view: RankView) -> Answer:
-        """Return where a rank is that runs and does not answer."""
+        """Return the call site of a running rank that does not answer."""
         slots = self._generation.slots
         index = next(i for i, slot in enumerate(slots) if 0 <= view.rank - slot.first_rank < slot.num_processes)
         peer = self._generation.members[index].peer
@@ -159,28 +159,28 @@ class RanksOfAllNodes:
             return Answer()
 
     def save_report(self, report: str) -> None:
-        """Save ``report`` beside the stacks, on every machine."""
+        """Save ``report`` next to the stacks, on every machine."""
         for member in self._generation.members:
             member.peer.send("save_report", report=report)
 
 
 @final
 class NodeCommands:
-    """The shared words of the stop barrier (``stop_barrier.py``), on the boards of all nodes."""
+    """Implements ``SharedCommands`` of the stop barrier on the boards of all nodes."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
 
     def write_command(self, command: int) -> None:
-        """Give ``command`` to every rank; return when all boards have it."""
+        """Write ``command`` to the boards of all nodes, and wait until they have it."""
         _request_all(self._generation, "command", bool, command=command)
 
     def read_positions(self) -> Sequence[int]:
-        """Return every rank's position, read after the last command."""
+        """Return the position of each rank, read after the last command."""
         return list(self.positions().values())
 
     def positions(self) -> dict[int, int]:
-        """Return the position of each rank; 0 where the node does not answer."""
+        """Return the position of each rank; 0 if its node does not answer."""
         found = dict.fromkeys(range(self._generation.world_size), 0)
         for _, positions in _request_all(self._generation, "positions", partial(decode, list[tuple[int, int]])):
             found.update(positions)
@@ -190,7 +190,7 @@ class NodeCommands:
 def _request_all(
     generation: Generation, kind: str, read: Callable[[Any], T], *, timeout_s: float = ANSWER_S, **content: Any
 ) -> list[tuple[NodeMember, T]]:
-    """Send a request to every node at once; return the answers that arrive and can be read."""
+    """Send a request to all nodes concurrently, and return the answers that arrive in time and are valid."""
     waits = [(member, member.peer.start_request(kind, **content)) for member in generation.members]
     deadline = time.monotonic() + timeout_s
     answers = []
@@ -198,7 +198,7 @@ def _request_all(
         try:
             answers.append((member, read(wait(max(0.0, deadline - time.monotonic())))))
         except (ConnectionLost, ValueError, TypeError):
-            continue  # a lost connection is an event of its own
+            continue  # on_lost reports a lost connection
     return answers
 
 

@@ -1,4 +1,4 @@
-"""The secret that the launchers of one run share; it protects them and their store."""
+"""The secret that the launchers of a run share to protect their connections and their store."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _MAX_BYTES = 4096
 
 
 def default_token_file() -> Path:
-    """Return the file to which ``echelon token`` writes the token of this user."""
+    """Return the file to which ``echelon token`` writes this user's token."""
     home = environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
     return Path(home) / "echelon" / "token"
 
 
 def find_token() -> bytes | None:
-    """Return the token of ECHELON_TOKEN, else of ECHELON_TOKEN_FILE, else of the user's own file; None: there is none.
+    """Return the token from ECHELON_TOKEN, ECHELON_TOKEN_FILE or the user's token file, in this order; None without a token.
 
     Raises:
-        ConfigError: it cannot be read, is too short, or others can read its file.
+        ConfigError: the token cannot be read, is too short, or is in a file that other users can read.
     """
     text = environ.get(TOKEN_VARIABLE)
     if text is not None:
@@ -41,7 +41,7 @@ def find_token() -> bytes | None:
 
 
 def make_token_file(path: Path) -> bool:
-    """Write a new token to ``path``, readable by its owner only; return False if the file exists."""
+    """Write a new token to ``path``, readable only by its owner. Return False if the file already exists."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
@@ -54,26 +54,26 @@ def make_token_file(path: Path) -> bool:
 def _from_file(path: Path, where: str) -> bytes:
     try:
         with path.open("rb") as file:
-            # Nobody else can open a pipe (/dev/stdin).
+            # A pipe (/dev/stdin) needs no check, because other users cannot open it.
             mode = os.fstat(file.fileno()).st_mode
             if stat.S_ISREG(mode) and mode & 0o077:
                 raise ConfigError(
                     f"other users can read the token in {path} (mode {stat.S_IMODE(mode):o})",
                     where=where,
-                    do=f"make a new one that only you can read: rm {path}; echelon token {path}",
+                    do=f"create a new token that only you can read: rm {path}; echelon token {path}",
                 )
             return _checked(file.read(_MAX_BYTES).strip(), where)
     except OSError as error:
         raise ConfigError(
-            f"cannot read the token in {path}: {error.strerror}", where=where, do="name a file that you can read"
+            f"cannot read the token in {path}: {error.strerror}", where=where, do="use a file that you can read"
         ) from error
 
 
 def _checked(token: bytes, where: str) -> bytes:
     if len(token) < _MIN_CHARACTERS:
         raise ConfigError(
-            f"the token has only {len(token)} characters, and can be guessed",
+            f"the token has only {len(token)} characters, so that it can be guessed",
             where=where,
-            do="make one with `echelon token`",
+            do="create a token with `echelon token`",
         )
     return token

@@ -1,4 +1,4 @@
-"""The plan of a run on several machines, from the settings: how many, this machine's rank, the rendezvous host, and the listener."""
+"""The plan of a run on several machines: number of machines, rank of this machine, rendezvous host, and listener."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ __all__ = [
 
 _PORT = 29500
 _RDZV_PORT = 29400  # torchrun's default for --rdzv_endpoint
-# Name -> default in seconds; torchrun's names. Its defaults are 600, 30, 5 (and 3 heartbeats).
+# torchrun's names -> our defaults in seconds. torchrun's defaults are 600, 30 and 5, and 3 attempts.
 _CONF = MappingProxyType(
     {"join_timeout": 600.0, "last_call_timeout": 30.0, "keep_alive_interval": 2.0, "keep_alive_max_attempt": 5.0}
 )
@@ -56,10 +56,10 @@ _UNEXPANDED = re.compile(r"\$\w|\$\{|%\w+%")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CliOverrides:
-    """What the command line says on top of the settings."""
+    """Rendezvous options of the command line that are not settings."""
 
     nnodes: str | None = None
-    """As typed: ``4``, or ``1:4``."""
+    """``--nnodes`` as typed: ``4`` or ``1:4``."""
     rdzv_endpoint: str | None = None
     rdzv_id: str | None = None
     rdzv_conf: str | None = None
@@ -67,12 +67,12 @@ class CliOverrides:
     listen_on: str | None = None
     is_insecure: bool = False
     typed: Mapping[str, str] = field(default_factory=dict)
-    """The flag of each parameter, as the user typed it."""
+    """Parameter name -> flag as the user typed it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultinodePlan:
-    """What a launcher needs to run with other machines."""
+    """The settings of a launcher for a run on several machines."""
 
     info: NodeInfo
     host: str
@@ -81,9 +81,9 @@ class MultinodePlan:
     where: str
     token: bytes = field(repr=False)
     listener: socket.socket | None
-    """Of the rendezvous host; None on the other machines."""
+    """Listening socket on the rendezvous host; None on the other machines."""
     interface: str | None
-    """The network interface by which the ranks here reach the others."""
+    """Network interface through which the ranks of this machine reach the other ranks."""
     times: RendezvousTimes
 
 
@@ -91,7 +91,7 @@ def node_range(resolved: Resolved[RunConfig], overrides: CliOverrides) -> tuple[
     """Return the minimum and maximum number of machines.
 
     Raises:
-        ConfigError: not a number, or the minimum is above the maximum.
+        ConfigError: the text is not a range, or its minimum is above its maximum.
     """
     max_nodes = resolved.value.num_machines
     text = overrides.nnodes or str(max_nodes)
@@ -100,26 +100,26 @@ def node_range(resolved: Resolved[RunConfig], overrides: CliOverrides) -> tuple[
         return max_nodes, max_nodes
     flag = f"flag {overrides.typed.get('num_machines', '--nnodes')}"
     if not min_nodes.isdigit() or not 1 <= int(min_nodes) <= max_nodes:
-        raise ConfigError(f"{text!r} is not a range of machines", where=flag, do="give MIN:MAX, such as 1:4")
+        raise ConfigError(f"{text!r} is not a range of machines", where=flag, do="use MIN:MAX, such as 1:4")
     return int(min_nodes), max_nodes
 
 
 def parse_rdzv_conf(overrides: CliOverrides) -> dict[str, str]:
-    """Parse torchrun's ``key=value,...``.
+    """Parse torchrun's ``--rdzv_conf key=value,...``.
 
     Raises:
-        ConfigError: invalid syntax, or an unknown key.
+        ConfigError: the syntax is invalid, or a key is unknown.
     """
     found = {}
     where = f"flag {overrides.typed.get('rdzv_conf', '--rdzv_conf')}"
     for part in filter(None, (overrides.rdzv_conf or "").split(",")):
         name, has_value, value = part.strip().partition("=")
         if not has_value:
-            raise ConfigError(f"{part!r} is not a rendezvous setting", where=where, do="give NAME=VALUE,NAME=VALUE")
+            raise ConfigError(f"{part!r} is not a rendezvous setting", where=where, do="use NAME=VALUE,NAME=VALUE")
         if name not in _CONF and name not in _IGNORED_CONF:
             near = get_close_matches(name, [*_CONF, *_IGNORED_CONF], n=1)
             known = ", ".join([*_CONF, "is_host"])
-            do = f"did you mean {near[0]}?" if near else f"known: {known}"
+            do = f"did you mean {near[0]}?" if near else f"known settings: {known}"
             raise ConfigError(f"unknown rendezvous setting {name!r}", where=where, do=do)
         found[name] = value.strip()
     if "timeout" in found:
@@ -130,13 +130,13 @@ def parse_rdzv_conf(overrides: CliOverrides) -> dict[str, str]:
                 raise ValueError
         except ValueError:
             raise ConfigError(
-                f"{name}={found[name]!r} is not a positive number of seconds", where=where, do=f"give {name}=60"
+                f"{name}={found[name]!r} is not a positive number of seconds", where=where, do=f"use {name}=60"
             ) from None
     return found
 
 
 def check_rendezvous(resolved: Resolved[RunConfig], overrides: CliOverrides, step: Step | None) -> None:
-    """Refuse invalid rendezvous settings without touching the network.
+    """Raise an error for invalid rendezvous settings, without using the network.
 
     Raises:
         ConfigError: as ``make_plan``.
@@ -146,7 +146,7 @@ def check_rendezvous(resolved: Resolved[RunConfig], overrides: CliOverrides, ste
         raise ConfigError(
             f"rendezvous backend {backend!r} is not supported",
             where=str(resolved.origins["rdzv_backend"]),
-            do="remove it, or give c10d or static: the launchers connect to --rdzv_endpoint or --main_process_ip themselves",
+            do="remove it, or use c10d or static; the launchers connect to --rdzv_endpoint or --main_process_ip themselves",
         )
     _endpoint(resolved, overrides, step)
     parse_rdzv_conf(overrides)
@@ -156,17 +156,17 @@ def check_rendezvous(resolved: Resolved[RunConfig], overrides: CliOverrides, ste
 def make_plan(
     resolved: Resolved[RunConfig], overrides: CliOverrides, *, num_processes: int, step: Step | None
 ) -> MultinodePlan:
-    """Return how this machine takes part; on the rendezvous host the listener is open.
+    """Return the plan for this machine. On the rendezvous host, also open the listener.
 
     Args:
-        resolved: the settings.
-        overrides: the rest of the command line.
-        num_processes: on this machine.
-        step: the Slurm step, for what the settings leave open; None: none.
+        resolved: settings.
+        overrides: rendezvous options of the command line.
+        num_processes: number of processes on this machine.
+        step: Slurm step that provides missing settings, or None.
 
     Raises:
         ConfigError: a setting is missing or invalid.
-        LaunchError: the port is taken.
+        LaunchError: the port is in use.
     """
     endpoint, port, where = _endpoint(resolved, overrides, step)
     conf = parse_rdzv_conf(overrides)
@@ -199,7 +199,7 @@ def make_plan(
     )
     return MultinodePlan(
         info=info,
-        # We connect to ourselves by the address that we listen on; a wildcard is no address.
+        # The rendezvous host connects to itself at its listening address, unless that is a wildcard.
         host=address if overrides.listen_on is None or listener is None else _connectable(overrides.listen_on),
         port=port,
         where=where,
@@ -216,16 +216,16 @@ def make_plan(
 
 
 def _refuse_loopback_name(endpoint: str, address: str, where: str) -> None:
-    """Refuse a host name that resolves to loopback, as Debian sets it up for a machine's own name."""
+    """Raise an error for a host name that resolves to loopback, as a machine's own name does on Debian."""
     try:
         is_explicit = endpoint == "localhost" or is_loopback(endpoint)
     except ValueError:
-        is_explicit = False  # a name
+        is_explicit = False  # a host name
     if is_loopback(address) and not is_explicit:
         raise ConfigError(
-            f"{endpoint} resolves to {address} here, a loopback address, which no other machine can reach",
+            f"{endpoint} resolves to the loopback address {address}, which no other machine can reach",
             where=where,
-            do=f"give an address that the other machines can reach, or correct the line of {endpoint} in /etc/hosts",
+            do=f"use an address that the other machines can reach, or correct the entry of {endpoint} in /etc/hosts",
         )
 
 
@@ -248,15 +248,15 @@ def _endpoint(resolved: Resolved[RunConfig], overrides: CliOverrides, step: Step
         where, host, port = "env SLURM_STEP_NODELIST", step.head, value.main_process_port or step.port
     else:
         raise ConfigError(
-            f"{value.num_machines} machines need a rendezvous address, and none is set",
+            f"{value.num_machines} machines need a rendezvous address, but none is set",
             where=str(origins["num_machines"]),
-            do="give --main_process_ip (--master_addr), the address of the machine with rank 0, or --rdzv_endpoint HOST:PORT",
+            do="set --main_process_ip (--master_addr) to the address of the machine with rank 0, or use --rdzv_endpoint HOST:PORT",
         )
     if not host or _UNEXPANDED.search(host):
         raise ConfigError(
-            f"{host!r} is not a host name: the variable in it was not expanded",
+            f"{host!r} is not a host name: its variable was not expanded",
             where=where,
-            do="use double quotes (single quotes and files do not expand variables), and set the variable on this machine",
+            do="use double quotes on the command line (single quotes and files do not expand variables), and set the variable",
         )
     return host, port, where
 
@@ -274,7 +274,9 @@ def _port(text: str | None, where: str, default: int) -> int:
         return default
     if not text.isdigit() or not 0 < int(text) < 65536:
         raise ConfigError(
-            f"{text!r} is not a port", where=where, do="give HOST:PORT, port 1 to 65535, the same on all machines"
+            f"{text!r} is not a port",
+            where=where,
+            do="use HOST:PORT with a port from 1 to 65535, the same on all machines",
         )
     return int(text)
 
@@ -288,13 +290,13 @@ def _is_host(conf: Mapping[str, str], machine_rank: int | None, *, is_local: boo
 def _listen(
     overrides: CliOverrides, address: str, port: int, where: str, machine_rank: int | None, *, is_local: bool
 ) -> socket.socket | None:
-    """Listen for the others; None: another launcher on this machine already does."""
+    """Open the listener; return None if another launcher on this machine is already listening."""
     if overrides.listen_on is None and not is_local:
         here = ", ".join(found for found in own_addresses() if not is_loopback(found)) or "loopback only"
         raise ConfigError(
-            f"this machine is the rendezvous host, and {address} is not one of its addresses ({here})",
+            f"this machine is the rendezvous host, but {address} is not one of its addresses ({here})",
             where=where,
-            do="give the address of the machine with rank 0, and --machine_rank 0 only there; behind NAT give the address to "
+            do="use the address of the machine with rank 0, and --machine_rank 0 only there; behind NAT, also set the address to "
             "listen on: --listen_on ADDRESS",
         )
     target = overrides.listen_on or address
@@ -306,7 +308,7 @@ def _listen(
         raise LaunchError(
             f"cannot listen on {target}:{port}: {error.strerror}",
             where=where,
-            do="give a free --main_process_port, the same on all machines; `ss -ltnp` shows which process uses this one",
+            do="use a free --main_process_port, the same on all machines; `ss -ltnp` shows which process uses this port",
         ) from error
 
 
@@ -321,10 +323,10 @@ def _token(overrides: CliOverrides, run_id: str, *, is_loopback: bool) -> bytes:
     if overrides.is_insecure or is_loopback:
         return f"no secret: {run_id}".encode()
     raise ConfigError(
-        "a run on several machines needs a token: without one, anybody who reaches the port could join or read the run",
-        where="env ECHELON_TOKEN, ECHELON_TOKEN_FILE, and the file of `echelon token`",
-        do="run `echelon token` once and copy its file to all machines (not needed with a shared home), or set "
-        "ECHELON_TOKEN to the same long secret on all; --insecure_network runs without, on a network that nobody else can reach",
+        "a run on several machines needs a token; without one, anyone who can reach the port could join or read the run",
+        where="env ECHELON_TOKEN, env ECHELON_TOKEN_FILE, and the file of `echelon token`",
+        do="run `echelon token` once and copy its file to all machines unless they share the home folder, or set "
+        "ECHELON_TOKEN to the same long secret on all machines; on an isolated network, --insecure_network runs without a token",
     )
 
 
@@ -337,17 +339,17 @@ def _interface(overrides: CliOverrides, own: str) -> str | None:
     raise ConfigError(
         f"{own!r} is not an IP address",
         where=f"flag {overrides.typed.get('local_addr', '--local_addr')}",
-        do="give an address of this machine, as `ip addr` shows it",
+        do="use an address of this machine, as shown by `ip addr`",
     )
 
 
 def _versions() -> dict[str, str]:
-    # What follows + names the device that torch was built for.
+    # The part after + is the device that torch was built for.
     return {"echelon": __version__, "torch": version("torch").partition("+")[0]}
 
 
 def interface_variables(interface: str | None) -> dict[str, str]:
-    """Return the variables that bind gloo and NCCL to the interface of the other machines, unless the user chose one."""
+    """Return the variables that bind gloo and NCCL to the interface towards the other machines, unless the user set them."""
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     chosen = {name: environ.get(name) for name in names}
     return {name: value for name in names if (value := chosen[name] or interface)}

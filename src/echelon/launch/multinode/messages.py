@@ -1,6 +1,6 @@
-"""JSON of the typed records that launchers exchange: dataclasses, named tuples, enums, mappings.
+"""Typed records that launchers exchange (dataclasses, named tuples, enums, mappings) as JSON.
 
-Not pickle, which would run code that another machine sends; the standard library has no typed decoder.
+pickle would run code that another machine sends, and the standard library has no typed JSON decoder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def encode(value: Any) -> Any:
-    """Return ``value`` as plain JSON."""
+    """Return ``value`` as plain JSON data."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Enum):
@@ -32,10 +32,10 @@ def encode(value: Any) -> Any:
 
 
 def decode(kind: type[T], data: Any) -> T:
-    """Return ``data`` as a value of type ``kind``.
+    """Convert JSON data to a value of type ``kind``.
 
     Raises:
-        ValueError: it does not fit the type.
+        ValueError: ``data`` does not match the type.
     """
     try:
         found: T = _decode(kind, data)

@@ -1,4 +1,4 @@
-"""The session of a launcher in a run on several machines, from joining to leaving."""
+"""The session of a launcher in a run on several machines, from joining the run to leaving it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["multinode_session"]
 
 @contextmanager
 def multinode_session(plan: MultinodePlan, rules: RunRules, interrupts: Interrupts) -> Iterator[MultinodeNode]:
-    """Join the run, and leave it at the end of the ``with`` block, whatever has happened in it.
+    """Join the run, and leave it at the end of the ``with`` block.
 
     Raises:
-        Interrupted: a signal came.
-        LaunchError: no connection, or this machine may not take part.
+        Interrupted: a signal was received.
+        LaunchError: the connection fails, or the coordinator refuses this machine.
     """
     coordinator = None
     if plan.listener is not None:
@@ -55,6 +55,6 @@ def multinode_session(plan: MultinodePlan, rules: RunRules, interrupts: Interrup
 
 
 def _new_store() -> RendezvousStore:
-    from echelon.launch.multinode.rendezvous import LoopbackStore  # noqa: PLC0415 - torch-free layer
+    from echelon.launch.multinode.rendezvous import LoopbackStore  # noqa: PLC0415 - imports torch
 
     return LoopbackStore()

@@ -13,7 +13,7 @@ _BACKLOG = 1024
 
 
 def addresses_of(host: str, *, where: str) -> list[str]:
-    """Return the addresses of a host by its name, IPv4 first.
+    """Return the addresses of the host with this name, IPv4 first.
 
     Raises:
         ConfigError: the name cannot be resolved.
@@ -24,14 +24,14 @@ def addresses_of(host: str, *, where: str) -> list[str]:
         raise ConfigError(
             f"cannot resolve the host name {host!r}: {error}",
             where=where,
-            do="give a name that every machine can resolve, or the address (`ip addr` on that machine shows it)",
+            do="use a name that every machine can resolve, or the address of that machine (shown by `ip addr`)",
         ) from error
     return sorted({str(entry[4][0]) for entry in found}, key=lambda text: (":" in text, text))
 
 
 def own_addresses() -> dict[str, str]:
-    """Return the interface of each address of this machine."""
-    import psutil  # noqa: PLC0415 - takes ten milliseconds, and only runs on several machines need it
+    """Return address -> interface, for all addresses of this machine."""
+    import psutil  # noqa: PLC0415 - takes 10 ms, and only runs on several machines need it
 
     found = {}
     for interface, entries in psutil.net_if_addrs().items():
@@ -42,12 +42,12 @@ def own_addresses() -> dict[str, str]:
 
 
 def is_loopback(address: str) -> bool:
-    """Tell whether ``address`` is a loopback address."""
+    """Return whether ``address`` is a loopback address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def own_address_towards(address: str) -> str | None:
-    """Return our address on the route to ``address``; None: there is no route. Sends nothing."""
+    """Return this machine's address on the route to ``address``, or None without a route. Sends no packet."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         try:
@@ -58,10 +58,10 @@ def own_address_towards(address: str) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the interface that has ``address``; None: it is not this machine's."""
+    """Return the interface with ``address``, or None if this machine does not have that address."""
     own = own_addresses()
     if address not in own and is_loopback(address):
-        return own.get("127.0.0.1")  # all of 127.0.0.0/8 is
+        return own.get("127.0.0.1")  # all addresses in 127.0.0.0/8 belong to it
     return own.get(address)
 
 
@@ -69,7 +69,7 @@ def listen(address: str, port: int) -> socket.socket:
     """Listen on one address of this machine.
 
     Raises:
-        OSError: the port is in use, or ``address`` is not one of this machine.
+        OSError: the port is in use, or this machine does not have ``address``.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

@@ -1,4 +1,4 @@
-"""A machine among several: its connection to the coordinator, through which it joins generations and answers for its ranks."""
+"""A machine in a run on several machines: its connection to the coordinator, and the coordinator's requests to it."""
 
 from __future__ import annotations
 
@@ -47,31 +47,31 @@ _MAX_REFUSALS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RendezvousTimes:
-    """The time limits of a rendezvous."""
+    """Time limits of a rendezvous."""
 
     join_timeout: timedelta
     """How long to wait for all machines to join."""
     last_call: timedelta
-    """How long to wait for more machines once the minimum has joined."""
+    """How long to wait for more machines after the minimum number has joined."""
     heartbeat: timedelta
-    """How often each side sends a heartbeat."""
+    """Interval between heartbeats of each side."""
     lost_after: timedelta
-    """A side that is silent for this long is lost."""
+    """Silence after which a side counts as lost."""
 
 
 @final
 class MultinodeNode(Node):
-    """The connection to the coordinator, reopened when it is lost.
+    """Node with a connection to the coordinator, which is reopened if it is lost.
 
     Args:
-        info: what this launcher tells about itself.
+        info: facts about this launcher.
         host: address of the rendezvous host.
-        port: its port.
-        where: the setting that names them.
-        token: the secret that all launchers share.
-        times: the time limits.
-        interrupts: the launcher's signals, checked while this waits.
-        preemption_grace: zero: signals stop the ranks at once.
+        port: port of the rendezvous host.
+        where: origin of the address, for error messages.
+        token: secret that all launchers share.
+        times: time limits.
+        interrupts: signals to the launcher, checked during waits.
+        preemption_grace: time the ranks get to agree on a step; with zero, signals stop the ranks immediately.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class MultinodeNode(Node):
         self._service: LocalRanks | None = None
         self._peer: Peer | None = None
         self._inbox: queue.SimpleQueue[NodeGeneration | LaunchError | None] = queue.SimpleQueue()
-        """A generation, a refusal, or None: this node was admitted."""
+        """A generation, a refusal, or None after this node was admitted."""
         self._result: GenerationResult | None = None
         self._reported: tuple[int, Any] = (-1, None)
         self._number = -1
@@ -103,11 +103,11 @@ class MultinodeNode(Node):
         self._lock = threading.Lock()
 
     def join(self) -> None:
-        """Connect to the coordinator, and wait to be admitted.
+        """Connect to the coordinator, and wait until it admits this node.
 
         Raises:
-            Interrupted: a signal came.
-            LaunchError: no connection, or this node may not take part.
+            Interrupted: a signal was received.
+            LaunchError: the connection fails, or the coordinator refuses this node.
             RunOver: no generation follows.
         """
         started = time.monotonic()
@@ -135,7 +135,7 @@ class MultinodeNode(Node):
     def next_generation(self) -> NodeGeneration:
         """Rejoin if the connection was lost, and wait for the next generation."""
         with self._lock:
-            # What ends the run may have arrived while this launcher imported torch: it is checked below.
+            # Keep other results: the end of the run may have arrived while this launcher imported torch.
             if self._result is not None and self._result.then in ("restart", "lost"):
                 self._result = None
         if self._peer is None or self._peer.is_lost:
@@ -151,7 +151,7 @@ class MultinodeNode(Node):
                 if not self._inbox.empty():
                     continue
                 if result is not None and result.then == "lost":
-                    return self.next_generation()  # the connection was lost while this waited
+                    return self.next_generation()  # the connection was lost during the wait
                 if result is not None:
                     raise RunOver(result) from None
                 continue
@@ -171,9 +171,8 @@ class MultinodeNode(Node):
                 break
             except (OSError, ChannelError) as error:
                 waited_s = time.monotonic() - started
-                num_refused += isinstance(
-                    error, ConnectionRefused
-                )  # a coordinator that shuts down closes connections, too
+                # One refusal is not final, because a coordinator that is shutting down also closes connections.
+                num_refused += isinstance(error, ConnectionRefused)
                 if num_refused >= _MAX_REFUSALS or waited_s > self._times.join_timeout.total_seconds():
                     raise self._connect_error(error, waited_s) from error
                 if waited_s > warned_s + _WARN_AFTER_S:
@@ -204,12 +203,12 @@ class MultinodeNode(Node):
             do = "use the same token on all machines: ECHELON_TOKEN, ECHELON_TOKEN_FILE, or the file that `echelon token` writes"
         elif is_loopback(self._host):
             do = (
-                "a loopback address is the machine itself: give the address of the machine with rank 0 as the other machines "
-                "see it"
+                "use the address at which the other machines reach the machine with rank 0; a loopback address always refers to "
+                "the local machine"
             )
         return LaunchError(
             f"cannot connect to {self._host}:{self._port}: {text}"
-            + (f" (tried for {waited_s:.0f} s)" if waited_s > 1 else ""),
+            + (f" (retried for {waited_s:.0f} s)" if waited_s > 1 else ""),
             where=f"{self.info.host} ({self.info.address}); {self._where}",
             do=do,
         )
@@ -218,15 +217,15 @@ class MultinodeNode(Node):
         """Open a connection to the store of this generation.
 
         Raises:
-            OSError, ChannelError: it cannot be reached.
+            OSError, ChannelError: the store cannot be reached.
         """
         sock, _ = connect(self._host, self._port, self._token, purpose=STORE, number=self._number, timeout_s=_CONNECT_S)
         return sock
 
     def watch(self, ranks: AttemptRanks | None) -> None:
-        """Watch the ranks of a new attempt, and answer for them."""
+        """Watch the ranks of a new attempt, and answer the coordinator's requests for them."""
         self._preemption.watch(None if ranks is None else ranks.board)
-        # Its check does nothing: it runs in threads of the connection, and signals are for the main thread.
+        # Its check does nothing, because it runs in threads of the connection, and the main thread handles signals.
         self._attempt, self._service = ranks, None
         if ranks is not None:
             running = ranks.workers.running
@@ -234,16 +233,16 @@ class MultinodeNode(Node):
 
     @property
     def may_restart(self) -> bool:
-        """Always: the coordinator decides."""
+        """True, because the coordinator decides."""
         return True
 
     @property
     def is_preempting(self) -> bool:
-        """Whether this machine has asked to save and exit."""
+        """Whether this machine has requested to save and exit."""
         return self._preemption.is_pending
 
     def poll(self) -> GenerationResult | None:
-        """Report the ranks of this machine; return how the generation ends for all machines."""
+        """Report the exit codes of this machine, and return how the generation ended for all machines, or None."""
         attempt = self._attempt
         assert attempt is not None
         self._preemption.check()
@@ -254,24 +253,24 @@ class MultinodeNode(Node):
         return replace(result, failed_ns=first_sign(attempt.workers.ends()))
 
     def result(self) -> GenerationResult | None:
-        """Return how the generation ends; None: it goes on."""
+        """Return how the generation ended, or None if it continues."""
         with self._lock:
             return self._result
 
     def report(self, codes: Mapping[int, int | None]) -> None:
-        """Send the exit codes of this node's ranks so far."""
+        """Send the exit codes of this node's ranks to the coordinator if they have changed."""
         report = (self._number, tuple(codes.items()))
         if report != self._reported and self._peer is not None:
             self._reported = report
             self._peer.send("codes", generation=self._number, codes=list(codes.items()))
 
     def request_preemption(self, requester: str) -> None:
-        """Tell the coordinator that this node must save and exit."""
+        """Notify the coordinator that this node must save and exit."""
         if self._peer is not None:
             self._peer.send("preempt", requester=requester)
 
     def leave(self, reason: str, code: int) -> None:
-        """Leave the run before its end; does nothing if this node has left already."""
+        """Leave the run before it ends. Does nothing if this node has already left."""
         if self._peer is not None and not self._peer.is_lost:
             self._peer.send("leave", reason=reason, code=code)
             self._peer.close()
@@ -283,7 +282,7 @@ class MultinodeNode(Node):
             self._peer.close()
 
     def report_end(self) -> int:
-        """Print that the run was preempted; all else the coordinator has reported."""
+        """Print that the run was preempted; the coordinator reports all other ends. Return the launcher's exit code."""
         result = self.result()
         if result is not None and result.then == "preempted":
             return report_preempted(self._preemption.requester)
@@ -292,9 +291,8 @@ class MultinodeNode(Node):
     def _on_message(self, kind: str, content: Mapping[str, Any]) -> None:
         if kind == "generation":
             if self._peer is not None:
-                self._peer.set_timeout(
-                    self._times.lost_after.total_seconds()
-                )  # the coordinator has imported torch by now
+                # The coordinator has imported torch by now.
+                self._peer.set_timeout(self._times.lost_after.total_seconds())
             self._inbox.put(NodeGeneration(**content))
         elif kind == "welcome":
             self._inbox.put(None)
@@ -304,7 +302,7 @@ class MultinodeNode(Node):
             _log(content["text"])
         elif kind == "save_report":
             if self._service is not None:
-                with suppress(OSError):  # a full disk: the report was printed
+                with suppress(OSError):  # for example a full disk; the report has been printed
                     self._service.save_report(content["report"])
         elif kind == "end":
             with self._lock:
@@ -313,7 +311,7 @@ class MultinodeNode(Node):
                 _log(content["text"])
 
     def _on_request(self, kind: str, content: Mapping[str, Any]) -> Any:
-        """Answer a question of the coordinator; runs in a thread of the connection."""
+        """Answer a request of the coordinator; runs in a thread of the connection."""
         if kind == "clock":
             return time.monotonic_ns()
         attempt, ranks = self._attempt, self._service
@@ -345,5 +343,5 @@ class MultinodeNode(Node):
 
 
 def _log(text: str) -> None:
-    with suppress(OSError):  # nobody reads it any more: the run goes on
+    with suppress(OSError):  # stderr is closed, which must not end the run
         print(f"echelon: {printable(text)}", file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
-"""Rendezvous: every generation gets a fresh store on a fresh socket, on loopback only, also on several machines.
+"""Rendezvous: each generation gets a new store on a new socket, which listens only on loopback.
 
-On several machines the store listens on loopback of one of them, and each other machine has a port on its own loopback from
-which an authenticated connection leads there (``tunnel.py``). Torch's dynamic rendezvous is not used: it unpickles what it
-reads from an open store, and compares the clocks of the machines.
+On several machines, the store runs on one machine, and each other machine has a loopback port from which an authenticated
+connection leads to the store (``tunnel.py``). torch's dynamic rendezvous is not used, because it unpickles data from an open
+store and compares the clocks of the machines.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _TIMEOUT = timedelta(minutes=5)
 
 
 class LoopbackStore:
-    """A ``TCPStore`` that only this machine can reach (any user of it, though: torch's store asks for no password).
+    """A ``TCPStore`` that only this machine can reach. Any user of the machine can, because torch's store has no password.
 
-    The socket is bound before the store gets it: torch alone would listen on every address, and a port that is looked
-    up first can be taken in between.
+    The store gets a socket that is already bound. torch itself would listen on all addresses, and another process could take
+    a port that is only looked up first.
 
     Args:
-        port: to listen on; 0: a free one.
+        port: port to listen on; 0 for any free port.
 
     Raises:
         LaunchError: the port is in use.
@@ -45,7 +45,8 @@ class LoopbackStore:
                 listener.bind((LOOPBACK, port))
             except (OSError, OverflowError) as error:
                 raise LaunchError(
-                    f"cannot listen on {LOOPBACK}:{port}: {error}", do="give another port, or 0 for a free one"
+                    f"cannot listen on {LOOPBACK}:{port}: {error}",
+                    do="use another --main_process_port, or 0 for any free port",
                 ) from error
             listener.listen(_BACKLOG)
             self.port: int = listener.getsockname()[1]
@@ -53,11 +54,11 @@ class LoopbackStore:
 
 
 class NodeRendezvous(RendezvousHandler):
-    """Torch's interface for "who takes part", answered by a node.
+    """torch's rendezvous interface, implemented by a node.
 
     Args:
-        node: this machine's part in the run.
-        run_id: for torch's event log.
+        node: interface to the run.
+        run_id: name of the run for torch's event log.
     """
 
     def __init__(self, node: Node, run_id: str) -> None:
@@ -68,46 +69,46 @@ class NodeRendezvous(RendezvousHandler):
 
     @property
     def generation(self) -> NodeGeneration:
-        """The last generation that was started."""
+        """The generation that was started last."""
         assert self._generation is not None
         return self._generation
 
     @property
     def use_agent_store(self) -> bool:
-        """Ranks join the store as clients; without this rank 0 would listen itself, on every address."""
+        """True: ranks connect to the store as clients. Otherwise, rank 0 would listen on all addresses."""
         return True
 
     def get_backend(self) -> str:
-        """Return a name for torch's event log."""
+        """Return the name of the backend for torch's event log."""
         return "echelon"
 
     def get_run_id(self) -> str:
-        """Return the run's name."""
+        """Return the name of the run."""
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for the next generation, and make its store reachable."""
+        """Wait for the next generation, and open a tunnel to its store if necessary."""
         self.shutdown()
         generation = self._generation = self._node.next_generation()
         port = generation.port
         if not port:
             self._tunnel = Tunnel(self._node.connect_to_store)
             port = self._tunnel.port
-        # The agents need no store: the node numbers the ranks, and agrees on how a generation ends.
+        # The agents need no store, because the nodes number the ranks and agree on how a generation ends.
         return RendezvousInfo(
             HashStore(), generation.group_rank, generation.group_world_size, RendezvousStoreInfo(LOOPBACK, port)
         )
 
     def num_nodes_waiting(self) -> int:
-        """Return 0: the node decides when machines that join are admitted."""
+        """Return 0, because the coordinator decides when to admit machines."""
         return 0
 
     def is_closed(self) -> bool:
-        """Tell whether ``set_closed`` was called."""
+        """Return whether ``set_closed`` has been called."""
         return self._closed
 
     def set_closed(self) -> None:
-        """Remember that no generation will follow."""
+        """Record that no generation follows."""
         self._closed = True
 
     def shutdown(self) -> bool:

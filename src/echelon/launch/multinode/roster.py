@@ -1,4 +1,4 @@
-"""The machines of a run: what each launcher tells about itself, who is refused, and how ranks are numbered across machines."""
+"""The machines of a run: what launchers report when they join, which ones are refused, and how ranks are numbered."""
 
 from __future__ import annotations
 
@@ -23,50 +23,50 @@ _MAX_NAMED = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeInfo:
-    """What a launcher tells about itself when it joins."""
+    """Facts that a launcher reports about itself when it joins."""
 
     uid: str
-    """Random, drawn by the launcher: identifies it when it reconnects."""
+    """Random identifier that the launcher keeps when it reconnects."""
     host: str
     address: str
-    """Its own, on the route to the others."""
+    """Address of the machine on the route to the other machines."""
     machine_rank: int | None
-    """Given by the user; None: any."""
+    """Machine rank that the user gave, or None for any."""
     num_processes: int
     min_nodes: int
     max_nodes: int
     run_id: str
     versions: Mapping[str, str]
     settings: Mapping[str, str]
-    """Name -> value with its origin, of settings that must be equal on all machines and are not at their default."""
+    """Name -> value with origin, for non-default settings that must be equal on all machines."""
 
 
 def name_of(info: NodeInfo) -> str:
-    """Return the machine's name in reports."""
+    """Return the name of the machine for reports."""
     number = "" if info.machine_rank is None else f", machine rank {info.machine_rank}"
     return f"{info.host} ({info.address}{number})"
 
 
 def refusal(new: NodeInfo, here: Sequence[NodeInfo], host: NodeInfo) -> LaunchError | None:
-    """Return why ``new`` cannot take part; None: it can.
+    """Return the reason for which ``new`` cannot join, or None if it can.
 
     Args:
-        new: the launcher that wants to join.
-        here: those that have joined, without ``new``.
-        host: the launcher on the rendezvous host.
+        new: launcher that wants to join.
+        here: launchers that have joined, without ``new``.
+        host: launcher on the rendezvous host.
     """
     where = f"{name_of(new)}, joining at {name_of(host)}"
     if new.run_id != host.run_id:
         return LaunchError(
-            f"the run there is {host.run_id!r}, not {new.run_id!r}",
+            f"this machine expects the run {new.run_id!r}, but the rendezvous host runs {host.run_id!r}",
             where=where,
-            do="give the same --rdzv_id on all machines, and a free --main_process_port to each run",
+            do="use the same --rdzv_id on all machines, and a different --main_process_port for each run",
         )
     if (new.min_nodes, new.max_nodes) != (host.min_nodes, host.max_nodes):
         return LaunchError(
-            f"it expects {node_range_text(new)} machines, and {host.host} expects {node_range_text(host)}",
+            f"this machine expects {node_range_text(new)} machines, but {host.host} expects {node_range_text(host)}",
             where=where,
-            do="give the same --num_machines (--nnodes) on all machines",
+            do="use the same --num_machines (--nnodes) on all machines",
         )
     if new.machine_rank is not None:
         if new.machine_rank >= new.max_nodes:
@@ -78,13 +78,13 @@ def refusal(new: NodeInfo, here: Sequence[NodeInfo], host: NodeInfo) -> LaunchEr
         for other in here:
             if other.machine_rank == new.machine_rank:
                 return LaunchError(
-                    f"machine rank {new.machine_rank} is taken: {other.host} ({other.address}) has it",
+                    f"{other.host} ({other.address}) already has machine rank {new.machine_rank}",
                     where=where,
-                    do="give each machine its own --machine_rank (--node_rank)",
+                    do="use a different --machine_rank (--node_rank) on each machine",
                 )
     same_versions = "install the same versions on all machines"
     same_settings = (
-        "give the same flags and config file on all machines (echelon config explain shows where a value comes from)"
+        "use the same flags and config file on all machines (echelon config explain shows where a value comes from)"
     )
     return _difference("version", new.versions, host.versions, host.host, where, same_versions) or _difference(
         "setting", new.settings, host.settings, host.host, where, same_settings
@@ -106,12 +106,12 @@ def _difference(
 
 
 def _value(text: str | None) -> str | None:
-    """Return a setting without its origin: one machine may have it from a file, another from a flag."""
+    """Return a setting without its origin, which may differ between machines."""
     return None if text is None else text.rpartition(" (from ")[0] or text
 
 
 def node_range_text(info: NodeInfo) -> str:
-    """Return the number of machines that a run may have, in words."""
+    """Return the number of machines that a run may have, as text."""
     return f"{info.min_nodes}" if info.min_nodes == info.max_nodes else f"{info.min_nodes} to {info.max_nodes}"
 
 
@@ -126,12 +126,12 @@ class MachineSlot:
 
 
 def assign_slots(infos: Sequence[NodeInfo], *, last_order: Sequence[str], first: str) -> list[MachineSlot]:
-    """Number the ranks of all machines: by the machine ranks that the user gave, then the rendezvous host, then as before.
+    """Assign ranks to the machines, ordered by given machine rank, then rendezvous host first, then the last order.
 
     Args:
-        infos: the machines, in the order in which they joined.
-        last_order: the uids of the last generation, in its order.
-        first: the uid of the launcher on the rendezvous host.
+        infos: machines in the order in which they joined.
+        last_order: uids of the last generation in the order of its ranks.
+        first: uid of the launcher on the rendezvous host.
     """
     last = {uid: i for i, uid in enumerate(last_order)}
 
@@ -151,7 +151,7 @@ def assign_slots(infos: Sequence[NodeInfo], *, last_order: Sequence[str], first:
 
 
 def machine_of_each_rank(infos: Mapping[str, NodeInfo], slots: Sequence[MachineSlot]) -> dict[int, str]:
-    """Return rank -> name of its machine."""
+    """Return rank -> name of the machine that runs it."""
     return {
         rank: name_of(infos[slot.uid])
         for slot in slots
@@ -160,10 +160,10 @@ def machine_of_each_rank(infos: Mapping[str, NodeInfo], slots: Sequence[MachineS
 
 
 def describe_missing(here: Sequence[NodeInfo], *, min_nodes: int, max_nodes: int) -> str:
-    """Return which machines have joined and which are missing, in words."""
+    """Return a description of the machines that have joined and of those that are missing."""
     least = f"at least {min_nodes}" if max_nodes > min_nodes else f"{min_nodes}"
     names = ", ".join(name_of(info) for info in here)
     given = {info.machine_rank for info in here}
-    gone = [str(rank) for rank in range(max_nodes) if rank not in given]
-    missing = f"; missing machine rank {', '.join(gone[:8])}" if None not in given and gone else ""
-    return f"{len(here)} of {least} machines joined: {names}{missing}"
+    absent = [str(rank) for rank in range(max_nodes) if rank not in given]
+    missing = f"; missing machine rank {', '.join(absent[:8])}" if None not in given and absent else ""
+    return f"{len(here)} of {least} machines have joined: {names}{missing}"

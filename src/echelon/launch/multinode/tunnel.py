@@ -1,4 +1,4 @@
-"""Tunnels to a store that listens on the loopback of another machine; one thread forwards the bytes of all connections."""
+"""Tunnels to a store on another machine's loopback. One thread forwards the bytes of all connections."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from echelon.launch.multinode.network import listen
 __all__ = ["CLOSE_S", "Tunnel", "TunnelPump"]
 
 CLOSE_S = 2.0
-"""Not every system wakes ``accept()`` when its socket is closed: how long to wait for its thread."""
+"""Time limit for joining a thread in ``accept()``, which not every system wakes when its socket is closed."""
 _LOOPBACK = "127.0.0.1"
 
 _CHUNK_BYTES = 1 << 16
 _MAX_PENDING_BYTES = 1 << 22
-"""How much is buffered for a side that reads slowly; then the other side is not read."""
+"""Buffer limit for a side that reads slowly. When it is full, the other side is not read."""
 
 
 @dataclass(slots=True, eq=False)
 class _End:
     sock: socket.socket
     pending: bytearray = field(default_factory=bytearray)
-    """Bytes to write to it."""
+    """Bytes to write to this side."""
     is_over: bool = False
-    """It sends no more."""
+    """Whether this side has stopped sending."""
     other: _End | None = None
 
 
 @final
 class TunnelPump:
-    """Forwards bytes between pairs of connections, in one thread that runs until ``close``."""
+    """Forwards bytes between pairs of connections in one thread, until ``close``."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -54,7 +54,7 @@ class TunnelPump:
         self._thread.start()
 
     def add(self, one: socket.socket, other: socket.socket) -> None:
-        """Forward the bytes of each connection to the other until one ends; then close both."""
+        """Forward bytes between two connections until one ends, and then close both."""
         with self._lock:
             if not self._is_closed:
                 self._new.append((one, other))
@@ -100,7 +100,7 @@ class TunnelPump:
                     end.sock.setblocking(False)
                     self._selector.register(end.sock, selectors.EVENT_READ, end)
             except (OSError, ValueError):
-                self._drop(ends[0])  # its other side has closed it meanwhile
+                self._drop(ends[0])  # the other side has closed it
 
     def _forward(self, end: _End, events: int) -> None:
         assert end.other is not None
@@ -120,7 +120,7 @@ class TunnelPump:
             self._drop(end)
             return
         if (end.is_over and not end.other.pending) or (end.other.is_over and not end.pending):
-            # A store's connection is never closed for writing alone: a side that has ended is gone.
+            # Stores never half-close a connection, so a side that stops sending has closed it.
             self._drop(end)
             return
         self._watch(end)
@@ -157,10 +157,10 @@ class TunnelPump:
 
 @final
 class Tunnel:
-    """A port on this machine's loopback that leads to the store on another machine: ranks need no token.
+    """A port on this machine's loopback that leads to the store on another machine. Ranks use it without a token.
 
     Args:
-        connect: opens an authenticated connection to the store.
+        connect: function that opens an authenticated connection to the store.
     """
 
     def __init__(self, connect: Callable[[], socket.socket]) -> None:
@@ -168,7 +168,7 @@ class Tunnel:
             self._listener = listen(_LOOPBACK, 0)
         except OSError as error:
             raise LaunchError(
-                f"cannot listen on {_LOOPBACK}: {error}", do="check the limits of this machine (ulimit -a)"
+                f"cannot listen on {_LOOPBACK}: {error}", do="check the limit on open files (ulimit -a)"
             ) from error
         self.port: int = self._listener.getsockname()[1]
         self._connect = connect

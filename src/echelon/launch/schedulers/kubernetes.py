@@ -1,10 +1,10 @@
-"""The Kubernetes objects of a training: an Indexed Job with its Service, or a TrainJob of Kubeflow.
+"""The Kubernetes objects of a training job: an Indexed Job with its Service, or a TrainJob of Kubeflow.
 
-A pod is a machine: it runs one launcher, whose machine rank is the pod's index; the rendezvous host is pod 0, found by its DNS
-name. The manifest only names the secret that the launchers share, which is in a Secret (``token_secret``).
+Each pod runs one launcher, whose machine rank is the pod's index. Pod 0 is the rendezvous host and is found by its DNS name. The
+manifest contains only the name of the Secret (``token_secret``) that the launchers share.
 
-A preemption (exit code 143: the node is drained, the pod preempted) is not a failure: the pod is recreated, and resumes from the
-last checkpoint. A wrong command line (2) would fail again: it fails the Job at once.
+A preemption (exit code 143, for example of a drained node) is not a failure. The pod is recreated and resumes from the last
+checkpoint. An invalid command line (exit code 2) fails the Job immediately, because retries would fail again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["PodJob", "indexed_job", "objects", "token_secret", "train_job"]
 Object = dict[str, Any]
 Kind = Literal["job", "trainjob"]
 
-# A pod may run before the DNS name of pod 0 exists. Process 1 ignores SIGTERM unless it has a handler.
+# A pod may start before the DNS name of pod 0 exists. Process 1 ignores SIGTERM unless it has a handler.
 _WAIT = """\
 import os, signal, socket, sys, time
 signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
@@ -39,55 +39,55 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 _CONTAINER = "trainer"
 _WRONG_COMMAND_LINE = 2
-# The name of the container and of its job in Kubeflow's runtimes.
+# Name of the container and its job in Kubeflow's runtimes.
 _NODE = "node"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodJob:
-    """The options of the job."""
+    """Options of the job."""
 
     name: str
     image: str
     script: Script
-    """A path, module or program inside the image."""
+    """Path, module or program in the image."""
     nodes: int = 1
     """Number of pods."""
     processes: int = 1
-    """Per pod."""
+    """Number of processes per pod."""
     gpus: int = 0
-    """Per pod."""
+    """Number of GPUs per pod."""
     gpu_resource: str = "nvidia.com/gpu"
     cpus: str | None = None
     memory: str | None = None
     shared_memory: str | None = None
-    """Size limit of /dev/shm; None: the pod's memory."""
+    """Size limit of /dev/shm; None for the pod's memory."""
     volumes: tuple[tuple[str, str], ...] = ()
-    """(PersistentVolumeClaim, path): storage that outlives the pods, for checkpoints."""
+    """(PersistentVolumeClaim, mount path) of storage that outlives the pods, for checkpoints."""
     variables: Mapping[str, str]
     namespace: str | None = None
     secret: str
     """Name of the Secret whose key ``token`` the launchers share."""
     user: int = 1000
-    """User id in the container; 0: that of the image, also root."""
+    """User id in the container; 0 for the image's user, which may be root."""
     preemption_grace_s: float
     """Time the ranks get to agree on a step (``echelon launch --preemption_grace``)."""
     grace_s: int = 120
-    """Seconds between SIGTERM and SIGKILL: to agree on a step, and to save."""
+    """Number of seconds between SIGTERM and SIGKILL, in which the ranks agree on a step and save."""
     retries: int = 3
-    """How many failures of the run the Job tolerates."""
+    """Number of failures of the run that the Job tolerates."""
     port: int = 29500
     python: str = "python"
     launch_args: tuple[str, ...] = ()
     runtime: str = "torch-distributed"
-    """The ClusterTrainingRuntime of a TrainJob."""
+    """ClusterTrainingRuntime of a TrainJob."""
 
 
 def objects(job: PodJob, kind: Kind) -> list[Object]:
     """Return the objects to apply, without the Secret.
 
     Raises:
-        ConfigError: a value that Kubernetes rejects, or a grace period that ends before the ranks have saved.
+        ConfigError: Kubernetes would reject a value, or the grace period would end before the ranks have saved.
     """
     _check(job)
     if kind == "trainjob":
@@ -96,7 +96,7 @@ def objects(job: PodJob, kind: Kind) -> list[Object]:
 
 
 def token_secret(job: PodJob, token: str) -> Object:
-    """Return the Secret that holds ``token``; pass it to the stdin of kubectl only."""
+    """Return the Secret with ``token``. Pass it only to the standard input of kubectl."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -121,7 +121,7 @@ def indexed_job(job: PodJob) -> Object:
     pod = {
         "restartPolicy": "Never",  # keeps the log of a failed pod; podFailurePolicy handles its exit code
         "terminationGracePeriodSeconds": job.grace_s,
-        "automountServiceAccountToken": False,  # a training does not use the cluster's API
+        "automountServiceAccountToken": False,  # training does not use the cluster's API
         "enableServiceLinks": False,
         **({"subdomain": job.name} if job.nodes > 1 else {}),
         **_pod_security(job),
@@ -151,7 +151,7 @@ def indexed_job(job: PodJob) -> Object:
 
 
 def train_job(job: PodJob) -> Object:
-    """Return the TrainJob of Kubeflow Trainer 2.2 or newer; its runtime handles failed pods."""
+    """Return the TrainJob of Kubeflow Trainer 2.2 or newer, whose runtime handles failed pods."""
     patch = {
         "terminationGracePeriodSeconds": job.grace_s,
         **_pod_security(job),
@@ -217,7 +217,7 @@ def _command(job: PodJob, count: str, rank: str, head: str, port: str) -> Object
 def _env(job: PodJob) -> list[Object]:
     values = dict(job.variables)
     if job.user:
-        # In most images the user id has no name and no home, which torch needs.
+        # In most images, the user id has no name and no home folder, which torch needs.
         values = {"HOME": "/tmp", "USER": "trainer", **values}
     env: list[Object] = [{"name": name, "value": value.replace("$", "$$")} for name, value in values.items()]
     if job.nodes > 1:
@@ -230,7 +230,7 @@ def _resources(job: PodJob) -> Object:
         **({job.gpu_resource: job.gpus} if job.gpus else {}),
         **({"memory": job.memory} if job.memory else {}),
     }
-    # A CPU limit would throttle a busy rank, and delay all others.
+    # No CPU limit, because it would throttle a busy rank and delay all other ranks.
     requests = {**({"cpu": job.cpus} if job.cpus else {}), **({"memory": job.memory} if job.memory else {})}
     return {**({"limits": limits} if limits else {}), **({"requests": requests} if requests else {})}
 
@@ -279,31 +279,29 @@ def _metadata(job: PodJob, name: str) -> Object:
     }
 
 
-# A DNS label (RFC 1123), shorter than 63 characters: pods append -N-xxxxx.
+# A DNS label (RFC 1123) that leaves room for -N-xxxxx, which Kubernetes appends to names of pods.
 _NAME = r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?"
 _QUANTITY = r"\d+(\.\d+)?(m|[kKMGTPE]i?)?"
 
 
 def _check(job: PodJob) -> None:
-    _check_form("--name", job.name, _NAME, "give lower-case letters, digits and -, at most 52, starting with a letter")
+    _check_form("--name", job.name, _NAME, "use at most 52 lower-case letters, digits and -, starting with a letter")
     for flag, name in (("--secret", job.secret), ("--namespace", job.namespace), ("--runtime", job.runtime)):
-        _check_form(flag, name, r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?", "give lower-case letters, digits, - and .")
-    _check_form("--image", job.image, r"[\w./:@-]+", "give an image, such as registry/project/image:tag")
+        _check_form(flag, name, r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?", "use lower-case letters, digits, - and .")
+    _check_form("--image", job.image, r"[\w./:@-]+", "use an image such as registry/project/image:tag")
     for flag, amount in (("--cpus", job.cpus), ("--mem", job.memory), ("--shm_size", job.shared_memory)):
-        _check_form(flag, amount, _QUANTITY, "give a Kubernetes quantity, such as 8, 500m or 64Gi")
+        _check_form(flag, amount, _QUANTITY, "use a Kubernetes quantity such as 8, 500m or 64Gi")
     for name in job.variables:
-        _check_form("--env", name, r"[A-Z_a-z][\w.-]*", "give NAME=VALUE")
+        _check_form("--env", name, r"[A-Z_a-z][\w.-]*", "use NAME=VALUE")
     for claim, path in job.volumes:
         if not path.startswith("/") or ":" in path or not claim:
-            raise ConfigError(
-                f"{claim}:{path} is not a volume", where="flag --volume", do="give CLAIM:/path/in/the/pod"
-            )
+            raise ConfigError(f"{claim}:{path} is not a volume", where="flag --volume", do="use CLAIM:/path/in/the/pod")
     if job.grace_s <= job.preemption_grace_s:
         raise ConfigError(
-            f"a pod is killed {job.grace_s} s after SIGTERM, and the ranks may take {job.preemption_grace_s:g} s "
+            f"a pod is killed {job.grace_s} s after SIGTERM, but the ranks may take {job.preemption_grace_s:g} s "
             "to agree on a step",
             where="flag --grace",
-            do=f"give more than {job.preemption_grace_s:g} s plus the time of a checkpoint",
+            do=f"use more than {job.preemption_grace_s:g} s plus the time of a save",
         )
 
 

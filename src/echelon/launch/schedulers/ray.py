@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-# gloo beside NCCL, for objects and CPU tensors.
+# gloo in addition to NCCL, for objects and CPU tensors.
 _BACKEND_OF_GPUS = "cpu:gloo,cuda:nccl"
 
 
@@ -31,25 +31,25 @@ def run(
     resources_per_worker: Mapping[str, float] | None = None,
     **options: Any,
 ) -> Result:
-    """Run ``fn`` on the workers of a Ray cluster as one training, and return Ray's ``Result``.
+    """Run ``fn`` on the workers of a Ray cluster as one distributed training run, and return Ray's ``Result``.
 
-    Each worker is a rank: ``Accelerator``, ``Trainer`` and ``setup()`` use the process group that Ray has created.
-    ``result.return_value`` is the return value of ``fn`` on rank zero. Relative paths are relative to the folder of the calling
-    program, on machines that have it.
+    Each worker is a rank. ``Accelerator``, ``Trainer`` and ``setup()`` use the process group that Ray creates.
+    ``result.return_value`` is the return value of ``fn`` on rank 0. Workers run in the current folder of this process if their
+    machine has it.
 
     Args:
-        fn: the training function, called with ``config`` if given.
-        scaling_config: Ray's; or give ``num_workers``, ``use_gpu`` and ``resources_per_worker``.
-        config: for ``fn``.
+        fn: training function, called with ``config`` if it is given.
+        scaling_config: Ray's scaling config; alternatively, pass ``num_workers``, ``use_gpu`` and ``resources_per_worker``.
+        config: argument of ``fn``.
         num_workers: number of ranks.
-        use_gpu: one GPU per rank.
+        use_gpu: whether each rank gets a GPU.
         resources_per_worker: as in ``ScalingConfig``.
-        options: for Ray's ``TorchTrainer``: ``run_config``, ``datasets``, ``torch_config``, ...
+        options: other arguments of Ray's ``TorchTrainer``: ``run_config``, ``datasets``, ``torch_config``, ...
 
     Raises:
         MissingExtraError: Ray is not installed.
         UsageError: the number of workers is given twice or not at all.
-        LaunchError: a worker failed; it names the rank and its exception.
+        LaunchError: a worker failed; the message names the rank and its exception.
     """
     train = require("ray.train", extra="ray", purpose="echelon.ray.run")
     ray_torch = require("ray.train.torch", extra="ray", purpose="echelon.ray.run")
@@ -58,16 +58,16 @@ def run(
         raise UsageError(
             f"echelon.ray.run: {given}",
             where="code echelon.ray.run()",
-            do="give one of them: run(fn, ScalingConfig(num_workers=2)) or run(fn, num_workers=2)",
+            do="use either run(fn, ScalingConfig(num_workers=2)) or run(fn, num_workers=2)",
         )
     if scaling_config is None:
         resources = None if resources_per_worker is None else dict(resources_per_worker)
         scaling_config = train.ScalingConfig(num_workers=num_workers, use_gpu=use_gpu, resources_per_worker=resources)
     elif use_gpu or resources_per_worker is not None:
         raise UsageError(
-            "echelon.ray.run: use_gpu or resources_per_worker next to a ScalingConfig",
+            "echelon.ray.run: use_gpu and resources_per_worker cannot be combined with a ScalingConfig",
             where="code echelon.ray.run()",
-            do="put them into the ScalingConfig",
+            do="set them in the ScalingConfig",
         )
     if scaling_config.use_gpu:
         options.setdefault("torch_config", ray_torch.TorchConfig(backend=_BACKEND_OF_GPUS))
@@ -83,18 +83,18 @@ def run(
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Worker:
-    """What is sent to each worker."""
+    """The state that is sent to each worker."""
 
     fn: Callable[..., object]
     config: dict[str, object] | None
     folder: str
 
     def run(self) -> object:
-        """Call the user's function in the folder of the calling program."""
+        """Call the user's function in the folder from which the run was started."""
         if os.path.isdir(self.folder):
-            os.chdir(self.folder)  # Ray runs the worker in a folder that it deletes
+            os.chdir(self.folder)  # Ray runs workers in a folder that it deletes
         else:
-            warn(f"this machine has no {self.folder}: relative paths are relative to {os.getcwd()}, a folder of Ray")
+            warn(f"{self.folder} does not exist on this machine; relative paths start at Ray's folder {os.getcwd()}")
         return self.fn() if self.config is None else self.fn(self.config)
 
 
@@ -107,12 +107,14 @@ def _explained(error: Any) -> LaunchError:
     first = first_failure(ends)
     if first is None:
         return LaunchError(
-            f"Ray could not run the training: {error}", where="echelon.ray.run", do="check the cluster with ray status"
+            f"Ray could not run the training function: {error}",
+            where="echelon.ray.run",
+            do="check the cluster with ray status",
         )
     assert first.record is not None
-    others = f"; {len(ends) - 1} other ranks failed, too" if len(ends) > 1 else ""
+    others = f"; {len(ends) - 1} other ranks also failed" if len(ends) > 1 else ""
     return LaunchError(
         f"rank {first.rank} failed with {first.record.type}: {first.record.message}{others}",
         where="echelon.ray.run",
-        do="fix this error; RunConfig(failure_config=FailureConfig(max_failures=N)) restarts failed workers",
+        do="fix this error; to restart failed workers, use RunConfig(failure_config=FailureConfig(max_failures=N))",
     )

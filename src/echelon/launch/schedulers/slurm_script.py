@@ -1,13 +1,13 @@
 """The batch script of ``echelon submit slurm``.
 
-The job starts one launcher per machine, or with ``is_direct`` one task per rank:
+The job starts one launcher per machine or, with ``is_direct``, one task per rank:
 
-* ``--signal`` reaches the tasks before the time limit: they save and exit with 143 (docs/preemption.md), and the script requeues
-  the job. When Slurm itself ends the job (preemption, requeue, scancel, time limit), the script gets SIGTERM, too, and leaves
-  the decision to Slurm.
-* A task that exits early must not stop the others, which may be saving. The launchers report failures to each other.
-* Launchers of several machines share a secret. The script creates one for each start, in a file that only its user can read; it
-  is in no argument list, no environment, and not in the script.
+* The signal of ``--signal`` reaches the tasks before the time limit. They save and exit with code 143 (docs/preemption.md), and
+  the script requeues the job. If Slurm itself ends the job (preemption, requeue, scancel, time limit), the script also receives
+  SIGTERM and does not requeue.
+* A task that exits early must not stop the other tasks, which may be saving. The launchers report failures to each other.
+* Launchers of several machines share a secret. The script creates a new one at each start, in a file that only its user can
+  read. No argument list, environment variable or script contains it.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from echelon.status.stop_barrier import EXIT_CODE
 
 __all__ = ["WAIT_S", "BatchJob", "batch_script"]
 
-# Ranks without a launcher: how long the others may run after the first has exited; the last save of rank zero takes less.
+# How long ranks without a launcher may run after the first one has exited. The last save of rank 0 takes less.
 WAIT_S = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchJob:
-    """The options of the job."""
+    """Options of the job."""
 
     script: Script
     python: str
-    """The interpreter on the machines of the cluster."""
+    """Python interpreter on the machines of the cluster."""
     name: str
     log_folder: str
-    """Absolute, on a shared disk; also holds the token file."""
+    """Absolute path on a shared disk, also for the token file."""
     nodes: int = 1
     processes: int = 1
-    """Per machine."""
+    """Number of processes per machine."""
     gpus: int | None = None
-    """Per machine."""
+    """Number of GPUs per machine."""
     cpus_per_task: int | None = None
     memory: str | None = None
-    """Per machine, as ``--mem`` of sbatch."""
+    """Memory per machine, in the format of sbatch's ``--mem``."""
     time: str | None = None
     partition: str | None = None
     account: str | None = None
@@ -53,24 +53,24 @@ class BatchJob:
     constraint: str | None = None
     is_requeued: bool = True
     signal: str | None = "USR1@120"
-    """As ``--signal`` of sbatch: USR1 or TERM, and the seconds before the time limit; None: none."""
+    """Signal (USR1 or TERM) and number of seconds before the time limit, in the format of sbatch's ``--signal``; or None."""
     preemption_grace_s: float
     """Time the ranks get to agree on a step (``echelon launch --preemption_grace``)."""
     variables: Mapping[str, str]
     setup: tuple[str, ...] = ()
-    """Shell lines to run before the training."""
+    """Shell lines to run before the job."""
     launch_args: tuple[str, ...] = ()
-    """More flags of ``echelon launch``."""
+    """Additional flags of ``echelon launch``."""
     sbatch_options: tuple[str, ...] = ()
     srun_options: tuple[str, ...] = ()
     is_direct: bool = False
 
 
 def batch_script(job: BatchJob) -> str:
-    """Return the text for ``sbatch``.
+    """Return the script for ``sbatch``.
 
     Raises:
-        ConfigError: a value that Slurm rejects, or a signal as soon as the job starts.
+        ConfigError: Slurm would reject a value, or the job would get the signal too early or too late.
     """
     _check(job)
     parts = [
@@ -88,7 +88,7 @@ def batch_script(job: BatchJob) -> str:
 
 
 _TRAP_TERM = """\
-# Slurm sends SIGTERM to this script when it ends the job. Without a trap the script and its tasks would exit at once.
+# Slurm sends SIGTERM to this script when it ends the job. Without a trap, the script and its tasks would exit immediately.
 ended=
 trap 'ended=yes' TERM"""
 
@@ -98,9 +98,9 @@ if [ "$code" -eq {EXIT_CODE} ] && [ -z "$ended" ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi"""
 
-# Through pipes: others can see arguments and variables. mktemp creates the file with mode 0600, or fails.
+# The secret passes through pipes only, because others can see arguments and variables. mktemp creates the file with mode 0600.
 _TOKEN = f"""\
-# The launchers share a secret, new at each start. A killed start has left its own.
+# The launchers share a secret, new at each start. Remove the file of a start that was killed.
 rm -f -- "$logs/.token-$SLURM_JOB_ID."*
 unset {TOKEN_VARIABLE}
 {TOKEN_FILE_VARIABLE}=$(mktemp "$logs/.token-$SLURM_JOB_ID.XXXXXXXX") || exit
@@ -128,13 +128,13 @@ def _options(job: BatchJob) -> list[str]:
         "open-mode": "append",  # later starts must not truncate the file
         "signal": job.signal,
     }
-    # sbatch reads quotes as a shell does.
+    # sbatch parses quotes like a shell.
     options = [f"--{name}={shlex.quote(str(value))}" for name, value in values.items() if value is not None]
     return [*options, "--requeue" if job.is_requeued else "--no-requeue", *job.sbatch_options]
 
 
 def _command(job: BatchJob) -> list[str]:
-    """Return the words of the srun command, quoted."""
+    """Return the quoted words of the srun command."""
     script = job.script
     target = ["-m", script.target] if script.kind == "module" else [script.target]
     if job.is_direct:
@@ -145,7 +145,7 @@ def _command(job: BatchJob) -> list[str]:
         no_python = ["--no_python"] if script.kind == "program" else []
         words = [job.python, "-m", "echelon", "launch", "--nproc_per_node", str(job.processes)]
         words += [*job.launch_args, *no_python, *target, *script.args]
-    # Since Slurm 22.05 srun does not inherit it from the job.
+    # Since Slurm 22.05, srun does not inherit this option from the job.
     cpus = [f"--cpus-per-task={job.cpus_per_task}"] if job.cpus_per_task is not None else []
     return ["srun", "--kill-on-bad-exit=0", *run, *cpus, *map(shlex.quote, [*job.srun_options, *words])]
 
@@ -163,28 +163,30 @@ def _check(job: BatchJob) -> None:
     }
     for flag, text in texts.items():
         if text is not None and not text.isprintable():
-            raise ConfigError(f"{text!r} has a line break or a control character", where=f"flag {flag}", do="remove it")
+            raise ConfigError(
+                f"{text!r} contains a line break or control character", where=f"flag {flag}", do="remove it"
+            )
     if job.name.startswith("-") or not job.name:
         raise ConfigError(f"{job.name!r} is not a valid job name", where="flag --job_name", do="start it with a letter")
-    _check_form("--mem", job.memory, r"\d+[KMGT]?", "give a number and K, M, G or T, such as 64G")
-    _check_form("--time", job.time, _TIME, "give minutes, hours:minutes:seconds or days-hours, such as 12:00:00")
-    _check_form("--signal", job.signal, r"(USR1|TERM)@\d{1,5}", "give USR1@SECONDS, TERM@SECONDS or none")
+    _check_form("--mem", job.memory, r"\d+[KMGT]?", "use a number and K, M, G or T, such as 64G")
+    _check_form("--time", job.time, _TIME, "use minutes, hours:minutes:seconds or days-hours, such as 12:00:00")
+    _check_form("--signal", job.signal, r"(USR1|TERM)@\d{1,5}", "use USR1@SECONDS, TERM@SECONDS or none")
     for name in job.variables:
-        _check_form("--env", name, r"[A-Z_a-z]\w*", "give NAME=VALUE, NAME of letters, digits and _")
+        _check_form("--env", name, r"[A-Z_a-z]\w*", "use NAME=VALUE with letters, digits and _ in NAME")
     if job.signal is None:
         return
     before, seconds = int(job.signal.partition("@")[2]), _seconds(job.time or "")
     if before <= job.preemption_grace_s:
         raise ConfigError(
-            f"the signal comes {before} s before the time limit, and the ranks may take {job.preemption_grace_s:g} s to agree on a step",
+            f"the signal is sent {before} s before the time limit, but the ranks may take {job.preemption_grace_s:g} s to agree on a step",
             where="flag --signal",
-            do=f"give more than {job.preemption_grace_s:g} s plus the time of a checkpoint",
+            do=f"use more than {job.preemption_grace_s:g} s plus the time of a save",
         )
     if seconds is not None and before >= seconds:
         raise ConfigError(
-            f"a job of {seconds} s with a signal {before} s before its time limit would be requeued as soon as it starts",
+            f"a job of {seconds} s with a signal {before} s before its time limit would be requeued when it starts",
             where="flags --time, --signal",
-            do="give it more time, or --signal none",
+            do="increase --time, or use --signal none",
         )
 
 
@@ -197,12 +199,12 @@ def _check_form(flag: str, text: str | None, form: str, do: str) -> None:
 
 
 def _seconds(time: str) -> int | None:
-    """Return the seconds of an sbatch time; None: unlimited."""
+    """Return the number of seconds in a time limit of sbatch, or None for unlimited."""
     days, dash, rest = time.rpartition("-")
     if not rest.replace(":", "").isdigit():
         return None
     parts = [int(part) for part in rest.split(":")]
-    # minutes, minutes:seconds, hours:minutes:seconds; after days: hours, hours:minutes, ...
+    # minutes, minutes:seconds or hours:minutes:seconds; after days-: hours, hours:minutes, ...
     if dash or len(parts) == 3:
         hours, minutes, seconds = [*parts, 0, 0][:3]
     else:

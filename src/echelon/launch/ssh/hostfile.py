@@ -1,4 +1,4 @@
-"""DeepSpeed's hostfile, with the filters ``--include`` and ``--exclude``: the machines of a run and their slots."""
+"""Machines and slots of a run from DeepSpeed's hostfile and the filters ``--include`` and ``--exclude``."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ _DO = "write one machine per line, such as: worker-0 slots=8"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """A machine, and the slots (accelerators or processes) that are used."""
+    """A machine and its slots (accelerators or processes) that the run uses."""
 
     name: str
     slots: tuple[int, ...]
 
 
 def read_hostfile(path: str | Path, *, where: str | None = None) -> tuple[Host, ...]:
-    """Return the machines of a hostfile, in order: lines such as ``worker-0 slots=8``, and comments after ``#``.
+    """Return the machines of a hostfile in order. Its lines have the form ``worker-0 slots=8``; ``#`` starts a comment.
 
     Args:
-        path: of the file.
-        where: the setting that names it.
+        path: path of the file.
+        where: origin of the path, for error messages.
 
     Raises:
-        ConfigError: it cannot be read, a line is invalid, a machine is listed twice, or there is none.
+        ConfigError: the file cannot be read, a line is invalid, a machine is listed twice, or no machine is listed.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise ConfigError(
-            f"cannot read the hostfile {path}: {reason}", where=where, do="give a file that you can read"
+            f"cannot read the hostfile {path}: {reason}", where=where, do="check the path and its permissions"
         ) from error
     found: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
@@ -46,23 +46,23 @@ def read_hostfile(path: str | Path, *, where: str | None = None) -> tuple[Host, 
         if not text:
             continue
         place = f"{path}:{number}"
-        # max_slots is Open MPI's, whose files DeepSpeed accepts, too.
+        # DeepSpeed also accepts Open MPI's hostfiles, which may contain max_slots.
         match = re.fullmatch(r"([^\s-]\S*)\s+slots\s*=\s*(\d+)(?:\s+max[-_]slots\s*=\s*\d+)?", text)
         if match is None or int(match[2]) == 0:
-            raise ConfigError(f"{text!r} is not a machine with slots", where=place, do=_DO)
+            raise ConfigError(f"{text!r} is not a valid hostfile line", where=place, do=_DO)
         if match[1] in found:
             raise ConfigError(f"{match[1]} is listed twice", where=place, do="list it once, with all its slots")
         found[match[1]] = int(match[2])
     if not found:
-        raise ConfigError(f"the hostfile {path} names no machines", where=where, do=_DO)
+        raise ConfigError(f"the hostfile {path} lists no machines", where=where, do=_DO)
     return tuple(Host(name=name, slots=tuple(range(count))) for name, count in found.items())
 
 
 def included(text: str, *, where: str) -> tuple[Host, ...]:
-    """Return the machines of ``a:0,1@b:0`` without a hostfile: each must name its slots.
+    """Return the machines of a filter such as ``a:0,1@b:0`` without a hostfile; each machine must have slots.
 
     Raises:
-        ConfigError: invalid syntax, or slots are missing.
+        ConfigError: the syntax is invalid, or slots are missing.
     """
     hosts = []
     for name, slots in _filter(text, where).items():
@@ -70,17 +70,19 @@ def included(text: str, *, where: str) -> tuple[Host, ...]:
             raise ConfigError(
                 f"{text}: the number of slots of {name} is unknown",
                 where=where,
-                do=f"name them ({name}:0,1), or give a --hostfile",
+                do=f"list them ({name}:0,1), or add --hostfile FILE",
             )
         hosts.append(Host(name=name, slots=slots))
     return tuple(hosts)
 
 
 def including(hosts: tuple[Host, ...], text: str, *, where: str) -> tuple[Host, ...]:
-    """Return only the machines, and slots, of ``a@b:0,2``, in the order of ``hosts``; without slots, a machine with all of them.
+    """Return the machines and slots that a filter such as ``a@b:0,2`` selects, in the order of ``hosts``.
+
+    Without slots, all slots of a machine are selected.
 
     Raises:
-        ConfigError: it is no such text, or names what is not there.
+        ConfigError: the syntax is invalid, or a machine or slot is not in ``hosts``.
     """
     chosen = _filter(text, where)
     _check(hosts, chosen, text, where)
@@ -92,35 +94,39 @@ def including(hosts: tuple[Host, ...], text: str, *, where: str) -> tuple[Host, 
 
 
 def excluding(hosts: tuple[Host, ...], text: str, *, where: str) -> tuple[Host, ...]:
-    """Return what is left without the machines, and slots, of ``a@b:0,2``.
+    """Return ``hosts`` without the machines and slots that a filter such as ``a@b:0,2`` selects.
 
     Raises:
-        ConfigError: it is no such text, names what is not there, or leaves nothing.
+        ConfigError: the syntax is invalid, a machine or slot is not in ``hosts``, or nothing is left.
     """
-    left_out = _filter(text, where)
-    _check(hosts, left_out, text, where)
+    excluded = _filter(text, where)
+    _check(hosts, excluded, text, where)
     left = []
     for host in hosts:
-        without = left_out.get(host.name, ())
-        slots = () if without is None else tuple(slot for slot in host.slots if slot not in without)
+        removed = excluded.get(host.name, ())
+        slots = () if removed is None else tuple(slot for slot in host.slots if slot not in removed)
         if slots:
             left.append(Host(name=host.name, slots=slots))
     if not left:
-        raise ConfigError(f"{text} excludes all slots of all machines", where=where, do="exclude fewer of them")
+        raise ConfigError(
+            f"{text} excludes all slots of all machines", where=where, do="exclude fewer machines or slots"
+        )
     return tuple(left)
 
 
 def _filter(text: str, where: str) -> Mapping[str, tuple[int, ...] | None]:
-    """Parse ``a@b:0,2`` into machine -> slots; None: all slots."""
+    """Parse a filter such as ``a@b:0,2`` into machine -> slots; None means all slots."""
     found: dict[str, tuple[int, ...] | None] = {}
     for part in text.split("@"):
         match = re.fullmatch(r"([^\s:,@-][^\s:,@]*)(?::(\d+(?:,\d+)*))?", part.strip())
         if match is None:
-            raise ConfigError(f"{text!r} is not a list of machines", where=where, do="give worker-0@worker-1:0,2")
+            raise ConfigError(
+                f"{text!r} is not a list of machines", where=where, do="use the form worker-0@worker-1:0,2"
+            )
         slots = None if match[2] is None else tuple(sorted({int(slot) for slot in match[2].split(",")}))
         if match[1] in found:
             raise ConfigError(
-                f"{text} names {match[1]} twice", where=where, do=f"give {match[1]}:0,1 once, with all its slots"
+                f"{text} names {match[1]} twice", where=where, do=f"name it once, with all its slots: {match[1]}:0,1"
             )
         found[match[1]] = slots
     return found
@@ -134,12 +140,12 @@ def _check(hosts: tuple[Host, ...], chosen: Mapping[str, tuple[int, ...] | None]
             raise ConfigError(
                 f"{text}: {name} is not in the hostfile",
                 where=where,
-                do=f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}",
+                do=f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}",
             )
         missing = [slot for slot in slots or () if slot not in known[name]]
         if missing:
             raise ConfigError(
                 f"{text}: {name} has no slot {missing[0]}",
                 where=where,
-                do=f"give slots 0 to {max(known[name])}, as in the hostfile",
+                do=f"use slots 0 to {max(known[name])}, or increase slots in the hostfile",
             )

@@ -1,8 +1,8 @@
-"""The remote end of ``ssh_launcher.py``: starts ``echelon launch`` on this machine, and stops it with the connection.
+"""The remote end of ``ssh_launcher.py``: starts ``echelon launch`` on this machine, and stops it when the connection ends.
 
-It is run by its path, when the path of echelon is not set up yet, so it imports the standard library only. The first line of its
-stdin is JSON with the token and the variables, which everybody on the machine could read in argv. Names of signals for the
-launcher follow. The end of stdin is the end of the connection, and means SIGHUP: nothing outlives it.
+This file is run by its path, before echelon can be imported, so it uses only the standard library. The first line of stdin is
+JSON with the token and the environment, which other users could read in argv. The following lines are names of signals for the
+launcher. When stdin ends, the connection is closed, and the launcher gets SIGHUP and then SIGKILL.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GRACE_S = 10.0  # the launcher stops its ranks within 5
 
 
 def main(argv: list[str]) -> int:
-    """Run ``echelon launch`` with the arguments ``argv`` to its end; return its exit code."""
+    """Run ``echelon launch`` with the arguments ``argv``, and return its exit code."""
     greeting: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
     try:
         os.chdir(greeting["directory"])
@@ -34,9 +34,9 @@ def main(argv: list[str]) -> int:
         print(
             f"echelon: cannot use the folder {greeting['directory']} on this machine: {error.strerror}", file=sys.stderr
         )
-        print("  do:    start from a folder that exists on every machine", file=sys.stderr)
+        print("  do:    run the command in a folder that exists on every machine", file=sys.stderr)
         return 1
-    # A pipe, from which only the launcher can read the token, once.
+    # Only the launcher can read the token from this pipe, once.
     read_end, write_end = os.pipe()
     with os.fdopen(write_end, "w") as file:
         file.write(greeting["token"])
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
         env={**_own_environment(), **greeting["environment"], greeting["token_variable"]: "/dev/stdin"},
         stdin=read_end,
         start_new_session=True,
-        preexec_fn=_die_with(os.getpid()) if sys.platform == "linux" else None,  # no thread has started yet
+        preexec_fn=_die_with(os.getpid()) if sys.platform == "linux" else None,  # safe: no thread is running yet
     )
     os.close(read_end)
     threading.Thread(target=_forward_signals, args=(launcher,), daemon=True).start()
@@ -54,8 +54,8 @@ def main(argv: list[str]) -> int:
 
 
 def _die_with(parent: int) -> Callable[[], None]:
-    """Return a function for a new process that requests SIGHUP when ``parent`` dies."""
-    import ctypes  # noqa: PLC0415 - Linux only; here, because the child must not import
+    """Return a function that makes a new process receive SIGHUP when ``parent`` dies."""
+    import ctypes  # noqa: PLC0415 - Linux only; the child must not import between fork and exec
 
     prctl = ctypes.CDLL(None).prctl
 
@@ -68,7 +68,7 @@ def _die_with(parent: int) -> Callable[[], None]:
 
 
 def _own_environment() -> dict[str, str]:
-    """Return the environment, read by ``base/environ.py``, which is loaded by its path, as this file was."""
+    """Return the environment as read by ``base/environ.py``, which is loaded by its path."""
     path = os.path.join(
         os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "base", "environ.py"
     )
@@ -89,7 +89,7 @@ def _forward_signals(launcher: subprocess.Popen[bytes]) -> None:
     _send(launcher, signal.SIGHUP)
     with suppress(subprocess.TimeoutExpired):
         launcher.wait(timeout=_GRACE_S)
-    _send(launcher, signal.SIGKILL)  # its ranks die with it
+    _send(launcher, signal.SIGKILL)  # its ranks are killed with it
 
 
 def _send(launcher: subprocess.Popen[bytes], number: int) -> None:
@@ -101,4 +101,4 @@ if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # not sys.exit, which waits for stdin's lock that the thread may hold
+    os._exit(code)  # sys.exit would wait for the lock of stdin, which the thread may hold

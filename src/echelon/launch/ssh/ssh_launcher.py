@@ -1,7 +1,7 @@
-"""Start a command on several machines by ssh, show their output, and stop all of them when one fails.
+"""Start ``echelon launch`` on several machines by ssh, show its output, and stop all machines if one fails.
 
-Without a terminal (``ssh -tt``): it would stop the remote side with the connection, but also echo the token and mix stdout
-with stderr. ``remote_end.py`` on the remote side watches its stdin instead.
+A remote terminal (``ssh -tt``) would stop the remote side with the connection, but would also echo the token and mix stdout with
+stderr. Instead, ``remote_end.py`` watches its stdin on the remote machine.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from echelon.status.stop_barrier import EXIT_CODE
 __all__ = ["SSH_ARGS_VARIABLE", "run_on_hosts"]
 
 SSH_ARGS_VARIABLE = "ECHELON_SSH_ARGS"
-"""More options for ssh, as a shell would read them: ``-p 2222 -i key``."""
+"""Variable with additional options for ssh, in shell syntax: ``-p 2222 -i key``."""
 
 _STDOUT: Literal["stdout"] = "stdout"
 _STDERR: Literal["stderr"] = "stderr"
 _POLL = timedelta(milliseconds=50)
 _SSH_FAILED = 255
-# The launchers notice by themselves that one of them has ended, and report it; after this time they get SIGHUP.
+# After a failure, the other launchers detect and report it themselves; after this time they get SIGHUP.
 _GRACE = timedelta(seconds=20)
-# After SIGHUP a launcher stops its ranks within 5 s; after this time the connection is closed.
+# A launcher stops its ranks within 5 s of SIGHUP; after this time the connection is closed.
 _HANG_UP = timedelta(seconds=10)
-_IMPATIENT = 3  # signals from the user: the third closes the connections
-# Variables that a run may depend on; no others are sent.
+_IMPATIENT = 3  # the third signal from the user closes the connections
+# Variables that may affect a run; only these are sent.
 _SENT = ("ECHELON_", "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_")
 _SENT_NAMES = frozenset({"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONHASHSEED"})
 _KEPT = frozenset({TOKEN_VARIABLE, TOKEN_FILE_VARIABLE, SSH_ARGS_VARIABLE, "ECHELON_MACHINE_RANK"})
@@ -54,25 +54,25 @@ _KEPT = frozenset({TOKEN_VARIABLE, TOKEN_FILE_VARIABLE, SSH_ARGS_VARIABLE, "ECHE
 
 @dataclass(slots=True, kw_only=True)
 class _Connection:
-    """The connection to a launcher on another machine."""
+    """Connection to the launcher on one machine."""
 
     host: str
     process: subprocess.Popen[bytes]
     relays: list[threading.Thread] = field(default_factory=list)
 
     def send(self, line: str) -> None:
-        """Send a line to the remote end; does nothing if that is gone."""
+        """Send a line to the remote end; does nothing if it has exited."""
         assert self.process.stdin is not None
         with suppress(BrokenPipeError, ValueError):
             self.process.stdin.write(f"{line}\n".encode())
             self.process.stdin.flush()
 
     def cut(self) -> None:
-        """Kill ssh: the remote end notices, and stops what it has started."""
+        """Kill ssh. The remote end detects this and stops its launcher."""
         self.process.kill()
 
     def close(self) -> None:
-        """Show the rest of the output; the process has ended or was killed."""
+        """Show the remaining output; the process has ended or was killed."""
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             self.process.stdin.close()
@@ -90,17 +90,17 @@ def run_on_hosts(
     interrupts: Interrupts,
     min_hosts: int | None = None,
 ) -> int:
-    """Run ``echelon launch FLAGS PROGRAM`` on every host; return 0, or the exit code of the launcher that failed first.
+    """Run ``echelon launch FLAGS PROGRAM`` on every host, and return 0 or the exit code of the first launcher that failed.
 
     Signals to this process are forwarded to all launchers.
 
     Args:
-        hosts: the machines; host i gets ``--machine_rank i``, and its slots as ``--gpu_ids``.
-        flags: of all launchers.
-        program: the script and its arguments.
-        token: the secret of this run.
-        interrupts: the signals of this process, held.
-        min_hosts: how many hosts the run needs (an elastic run); None: all.
+        hosts: machines; host i gets ``--machine_rank i`` and its slots as ``--gpu_ids``.
+        flags: flags for all launchers.
+        program: script and its arguments.
+        token: secret of this run.
+        interrupts: signals to this process, held.
+        min_hosts: minimum number of hosts of an elastic run; None if the run needs all hosts.
 
     Raises:
         ConfigError: ECHELON_SSH_ARGS is invalid.
@@ -128,7 +128,7 @@ def _connect(host: str, arguments: Sequence[str], token: bytes) -> _Connection:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C reaches this process only, which forwards it
+        start_new_session=True,  # Ctrl-C reaches only this process, which forwards it
     )
     connection = _Connection(host=host, process=process)
     assert process.stdout is not None
@@ -151,7 +151,7 @@ def _ssh() -> list[str]:
     program = shutil.which("ssh")
     if program is None:
         raise LaunchError(
-            "ssh is not installed on this machine", do="install it, or start echelon launch on every machine yourself"
+            "ssh is not installed on this machine", do="install it, or run echelon launch on every machine yourself"
         )
     text = environ.get(SSH_ARGS_VARIABLE) or ""
     try:
@@ -160,9 +160,9 @@ def _ssh() -> list[str]:
         raise ConfigError(
             f"{SSH_ARGS_VARIABLE}={text!r} is not a valid command line: {error}",
             where=f"env {SSH_ARGS_VARIABLE}",
-            do="quote as for a shell",
+            do="quote the options as in a shell",
         ) from error
-    # ssh uses the first value of an option: the user's. BatchMode: no password prompts; ServerAlive: lost machines are noticed.
+    # ssh uses the first value of an option, so the user's come first. BatchMode disables prompts, ServerAlive detects lost machines.
     return [program, *own, "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3"]
 
 
@@ -175,7 +175,7 @@ def _environment() -> Mapping[str, str]:
 
 
 def _watch(connections: Sequence[_Connection], interrupts: Interrupts, *, min_hosts: int) -> int:
-    """Wait until all have ended, forward signals, stop the rest after a failure; return the exit code of the run."""
+    """Forward signals and, after a failure, stop the other launchers until all have ended; return the run's exit code."""
     codes: dict[str, int] = {}  # in the order of exit
     signals, next_step, is_signaled = 0, None, False
     while True:
@@ -188,7 +188,7 @@ def _watch(connections: Sequence[_Connection], interrupts: Interrupts, *, min_ho
             assert interrupts.first is not None
             for one in running:
                 one.send(signal.Signals(interrupts.first).name) if signals < _IMPATIENT else one.cut()
-        # Preempted launchers may take their time to save.
+        # Preempted launchers need time to save, and are not failures.
         lost = [code for code in failed if code != EXIT_CODE and signals == 0]
         if len(connections) - len(lost) < min_hosts and next_step is None:
             next_step = time.monotonic() + _GRACE.total_seconds()
@@ -208,11 +208,11 @@ def _has_ended(one: _Connection, codes: dict[str, int]) -> bool:
 
 
 def _check_connected(one: _Connection, code: int) -> None:
-    """Raise if ssh itself failed: the other launchers would wait for this one in vain."""
+    """Raise an error if ssh itself failed, because the other launchers would wait for this one until their timeout."""
     if code == _SSH_FAILED:
         raise LaunchError(
             f"cannot connect to {one.host}: ssh failed with exit code {code}",
             where=f"host {one.host}",
-            do=f"read the lines of [{one.host}] above; `ssh {one.host} true` must work without a prompt; "
+            do=f"read the output of [{one.host}] above; `ssh {one.host} true` must work without a prompt; "
             f"{SSH_ARGS_VARIABLE}='-p 2222 -i key' passes options to ssh",
         )
