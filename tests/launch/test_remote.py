@@ -52,11 +52,11 @@ import sys
 from echelon.base.errors import EchelonError
 from echelon.launch.ssh import ssh_launcher as remote
 from echelon.launch.ssh.hostfile import Host
-from echelon.launch.interrupts import watch
+from echelon.launch.interrupts import handle_signals
 from datetime import timedelta
 remote._GRACE = timedelta(seconds=float(sys.argv[3]))
 hosts = [Host(name=name, slots=(0, 2)) for name in sys.argv[1].split(",")]
-with watch() as interrupts:
+with handle_signals() as interrupts:
     interrupts.hold()
     try:
         code = remote.run_on_hosts(hosts, ["--cpu", "--note", "a b$c"], ["script.py", sys.argv[2]],

@@ -63,13 +63,17 @@ def test_one_process_for_each_core_of_the_machine_is_never_too_many(monkeypatch:
 @pytest.mark.parametrize(
     ("room", "what", "do"),
     [
-        ({"memory": Room(left=GIB, source="so")}, "8 processes need 1.1 GiB of memory to import torch, and 1.0 GiB", 7),
         (
-            {"tasks": Room(left=39, source="so")},
-            "8 processes need 40 of processes and threads, but only 39 are available",
+            {"memory": Room(left=GIB, source="so")},
+            "8 processes need 1.1 GiB of memory to import torch, but only 1.0 GiB",
             7,
         ),
-        ({"files": Room(left=64 + 30, source="so")}, "8 processes need 40 of open files in the launcher, and 30", 6),
+        (
+            {"tasks": Room(left=39, source="so")},
+            "8 processes need 40 processes and threads, but only 39 are available",
+            7,
+        ),
+        ({"files": Room(left=64 + 30, source="so")}, "8 processes need 40 open files in the launcher, but only 30", 6),
     ],
 )
 def test_memory_and_limits_are_named_with_their_numbers(

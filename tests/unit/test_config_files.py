@@ -17,7 +17,7 @@ from echelon.config.files import from_file
 from echelon.config.origin import SettingSource
 from echelon.config.resolve import Resolved, resolve
 from echelon.config.schema import RunConfig
-from echelon.config.search_paths import find
+from echelon.config.search_paths import find_config_file
 from echelon.config.sources import from_environment, from_flags
 from echelon.config.write import chosen, unknown_to_accelerate, write
 from echelon.launch.environment import rank_variables
@@ -333,12 +333,12 @@ def test_the_file_that_is_found_is_the_folders_then_ours_then_accelerates(
     theirs = "huggingface/accelerate/default_config"
     places = ["cache/" + theirs + ".json", "cache/" + theirs + ".yaml", "hub/accelerate/default_config.yaml"]
     with environ.patch(homes):
-        assert find() is None
+        assert find_config_file() is None
         for place in (*places, "config/echelon/default_config.toml", "echelon.toml"):
             (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / place).write_text("")
             with environ.patch({"HF_HOME": str(tmp_path / "hub")} if place.startswith("hub") else {}):
-                found = find()
+                found = find_config_file()
             assert found is not None
             assert found.absolute() == tmp_path / place
 

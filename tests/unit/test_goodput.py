@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from echelon.diagnose.goodput import Attempt, RankTimes, TimeBreakdown, account, spent_in
+from echelon.diagnose.goodput import Attempt, RankTimes, TimeBreakdown, break_down_time, spent_in
 from echelon.diagnose.straggler import Steps, steps_of
 from echelon.launch.failures.failure import ErrorRecord, RankEnd
 from echelon.launch.local.goodput_recorder import (
@@ -51,7 +51,7 @@ def attempt(started: float, failed: float, noticed: float, *ranks: RankTimes) ->
 
 
 def ledger(*attempts: Attempt, ended: float) -> dict[str, float]:
-    found = account(attempts, began_ns=0, ended_ns=int(ended * S))
+    found = break_down_time(attempts, began_ns=0, ended_ns=int(ended * S))
     assert found.wall_s == ended
     assert sum(found.seconds.values()) == pytest.approx(ended, abs=1e-6)
     return {item: pytest.approx(seconds, abs=1e-6) for item, seconds in found.seconds.items()}
@@ -154,7 +154,7 @@ def test_what_a_rank_noted_after_the_failure_belongs_to_detection() -> None:
 def test_a_program_that_notes_nothing_is_one_item() -> None:
     runs = attempt(1, 5, 6, RankTimes(rank=0)), attempt(7, 9, 9, RankTimes(rank=0))
     assert ledger(*runs, ended=9) == {"init": 1.0, "program": 6.0, "detection": 1.0, "restart": 1.0}
-    text = str(account(runs, began_ns=0, ended_ns=9 * S))
+    text = str(break_down_time(runs, began_ns=0, ended_ns=9 * S))
     assert text == "goodput 66.7% of 9.0 s: program 6.0 s, init 1.0 s, detection 1.0 s, restart 1.0 s; 1 restart"
 
 
@@ -360,4 +360,4 @@ def test_a_slow_rank_of_several_machines_is_told_with_its_machine() -> None:
         breakdown=ledger, steps=steps, machines={0: "one (10.0.0.1)", 1: "two (10.0.0.2)"}
     ).lines()
     assert verdict.startswith("rank 1 is slow")
-    assert verdict.endswith("; it is on two (10.0.0.2)")
+    assert verdict.endswith("; it runs on two (10.0.0.2)")

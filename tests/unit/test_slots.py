@@ -44,7 +44,7 @@ def test_the_accelerators_named_are_used(name: str, text: str, num_accelerators:
 @pytest.mark.parametrize(
     ("values", "num_accelerators", "what"),
     [
-        ({"gpu_ids": "0,4"}, 4, "0,4: this machine has 4 accelerators, numbered from 0"),
+        ({"gpu_ids": "0,4"}, 4, "0,4: this machine has only 4 accelerators, numbered from 0"),
         ({"gpu_ids": "0,1"}, 0, "0,1 names accelerators, but this machine has no accelerator that torch can use"),
         ({"gpu_ids": "0;1"}, 4, "'0;1' is not a list of accelerators"),
         ({"gpu_ids": "1,1"}, 4, "'1,1' is not a list of accelerators"),

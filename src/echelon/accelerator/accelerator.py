@@ -64,7 +64,7 @@ from echelon.data.loader import PreparedLoader
 from echelon.distributed import collectives, control
 from echelon.distributed.setup import cleanup
 from echelon.engines.base import Engine
-from echelon.status.call_site import here
+from echelon.status.call_site import current_call_site
 from echelon.status.notes import slow
 from echelon.world.world import World
 
@@ -596,5 +596,5 @@ class Accelerator:
         self.checkpoints.store.close()
         self._tracking.finish()
         if self.session.watcher is not None:
-            self.session.watcher.close(f"end_training() at {here()}")
+            self.session.watcher.close(f"end_training() at {current_call_site()}")
         cleanup()

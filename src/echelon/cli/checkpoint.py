@@ -211,11 +211,11 @@ def _newest_in(folder: Path) -> Path:
     if layout_of(folder) is not None:
         return folder
     place, found = _listed(folder)
-    whole = [entry for entry in found.entries if entry.state != "damaged"]
-    if not whole:
+    intact = [entry for entry in found.entries if entry.state != "damaged"]
+    if not intact:
         return folder  # the reader reports it
-    click.echo(f"using {place / whole[0].name}, the newest of {len(found.entries)}", err=True)
-    return place / whole[0].name
+    click.echo(f"using {place / intact[0].name}, the newest of {len(found.entries)}", err=True)
+    return place / intact[0].name
 
 
 def _require_new(target: Path) -> None:

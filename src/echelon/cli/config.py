@@ -8,14 +8,14 @@ from pathlib import Path
 import click
 
 from echelon.base.errors import UsageError
-from echelon.cli.config_questions import ask, yes
+from echelon.cli.config_questions import ask_settings, ask_yes_no
 from echelon.config.derive import check, derive, with_engine
 from echelon.config.explain import differences, show, show_json
 from echelon.config.files import from_file
 from echelon.config.resolve import Resolved, resolve
 from echelon.config.run_record import of_run
 from echelon.config.schema import RunConfig
-from echelon.config.search_paths import PROJECT_FILE, find
+from echelon.config.search_paths import PROJECT_FILE, find_config_file
 from echelon.config.sources import from_environment
 from echelon.config.write import chosen, unknown_to_accelerate, write
 
@@ -35,9 +35,9 @@ def command(ctx: click.Context, config_file: str | None) -> None:
         return
     path = Path(config_file or PROJECT_FILE)
     try:
-        if path.exists() and not yes(f"{path} already exists. Overwrite it?", default=False):
+        if path.exists() and not ask_yes_no(f"{path} already exists. Overwrite it?", default=False):
             return
-        _write(path, ask())
+        _write(path, ask_settings())
     except EOFError as error:
         raise UsageError(
             "standard input ended before all questions were answered",
@@ -60,7 +60,7 @@ def default(config_file: str | None, mixed_precision: str) -> None:
 @_file_option("File to update (default: the one that the launcher would find).")
 def update(config_file: str | None) -> None:
     """Rewrite a config file with the names of this version and the same settings."""
-    path = Path(config_file) if config_file else find()
+    path = Path(config_file) if config_file else find_config_file()
     if path is None:
         raise UsageError("no config file found", where="echelon config update", do="pass --config_file PATH")
     values = chosen(_of_file(path))
@@ -80,7 +80,7 @@ def explain(config_file: str | None, run: str | None, strict: bool) -> None:
             raise UsageError("--run and --config_file are mutually exclusive", do="remove one of them")
         resolved = of_run(run)
     else:
-        path = config_file or find()
+        path = config_file or find_config_file()
         layers = [from_environment(), *([from_file(path)] if path else [])]
         resolved = derive(resolve(RunConfig, layers, strict=strict))
         if path and not config_file:

@@ -7,11 +7,11 @@ from typing import Any
 from echelon.base.errors import ConfigError
 from echelon.config.schema import RunConfig, coerce, field_types
 
-__all__ = ["ask", "yes"]
+__all__ = ["ask_settings", "ask_yes_no"]
 
 
-def ask() -> dict[str, Any]:
-    """Ask the questions and return the non-default settings.
+def ask_settings() -> dict[str, Any]:
+    """Ask all questions and return the non-default settings.
 
     Raises:
         EOFError: standard input ended.
@@ -23,13 +23,13 @@ def ask() -> dict[str, Any]:
     _put(values, "sharded_by", "Shard the model across the processes? (none, fsdp, deepspeed)", "none")
     {"fsdp": _ask_fsdp, "deepspeed": _ask_deepspeed}.get(values["sharded_by"], _ask_nothing)(values)
     _put(values, "gradient_accumulation_steps", "How many micro-batches per optimizer step?", "1")
-    if yes("Compile models with torch.compile?", default=False):
+    if ask_yes_no("Compile models with torch.compile?", default=False):
         _put(values, "dynamo_backend", "Which backend? (inductor, aot_eager, cudagraphs, ...)", "inductor")
     default = RunConfig()
     return {name: value for name, value in values.items() if value != getattr(default, name)}
 
 
-def yes(question: str, *, default: bool) -> bool:
+def ask_yes_no(question: str, *, default: bool) -> bool:
     """Ask a yes-no question."""
     return bool(_answer(question, "yes" if default else "no", (bool,), "the answer"))
 

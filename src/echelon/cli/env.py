@@ -22,7 +22,7 @@ from echelon.config.derive import derive
 from echelon.config.files import from_file
 from echelon.config.resolve import resolve
 from echelon.config.schema import RunConfig
-from echelon.config.search_paths import find
+from echelon.config.search_paths import find_config_file
 from echelon.config.sources import from_environment
 
 __all__ = ["command"]
@@ -59,7 +59,7 @@ def command(config_file: str | None, addresses: bool, as_json: bool) -> None:
 
 
 def _settings(config_file: str | None, *, with_addresses: bool) -> dict[str, str] | str:
-    path = config_file or find()
+    path = config_file or find_config_file()
     try:
         layers = [from_environment(), *([from_file(path)] if path else [])]
         resolved = derive(resolve(RunConfig, layers))

@@ -29,10 +29,10 @@ from echelon.config.origin import SettingSource
 from echelon.config.resolve import Layer, Resolved, resolve
 from echelon.config.run_record import RUN_FILE, to_run_file
 from echelon.config.schema import RunConfig
-from echelon.config.search_paths import find
+from echelon.config.search_paths import find_config_file
 from echelon.config.sources import from_environment, without_effect
 from echelon.launch.environment import rank_variables
-from echelon.launch.interrupts import Interrupted, Interrupts, watch
+from echelon.launch.interrupts import Interrupted, Interrupts, handle_signals
 from echelon.launch.local.capacity import check_capacity
 from echelon.launch.local.goodput_recorder import process_start_ns
 from echelon.launch.local.local_node import LocalNode
@@ -70,7 +70,7 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: 
 
     On several machines, run the same command on each. Flags may be written with _ or -. All arguments after SCRIPT are passed to it.
     """
-    with watch() as interrupts:
+    with handle_signals() as interrupts:
         try:
             target = Script(kind=_kind(flags), target=script, args=args, has_local_rank=flags["local_rank_arg"])
             code = _launch(ctx, target, flags, interrupts)
@@ -201,7 +201,7 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
 
 def _resolve(layer: Layer, flags: Mapping[str, Any]) -> tuple[Path | None, Resolved[RunConfig]]:
     """Return the config file that was found on the search path, and the settings of the run."""
-    found = None if flags["config_file"] else find()
+    found = None if flags["config_file"] else find_config_file()
     named = flags["config_file"] or found
     layers = [layer, from_environment(), *([from_file(named)] if named else [])]
     resolved = derive(resolve(RunConfig, layers, strict=flags["strict"]))

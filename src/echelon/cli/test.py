@@ -21,7 +21,7 @@ from echelon.base.errors import ConfigError, UsageError
 from echelon.cli import launch
 from echelon.cli.environment_facts import system, versions
 from echelon.compat.machine import convert_bytes
-from echelon.launch.interrupts import Interrupted, Interrupts, watch
+from echelon.launch.interrupts import Interrupted, Interrupts, handle_signals
 from echelon.testing.evidence import OWNED_FILE, CheckFinding, TestStart, told, write_evidence
 
 __all__ = ["command"]
@@ -82,7 +82,7 @@ def command(ctx: click.Context, gpus: str | None, quick: bool, output: Path | No
     (folder / OWNED_FILE).touch()
     results = _Results(folder)
     try:
-        with watch() as interrupts, results:
+        with handle_signals() as interrupts, results:
             interrupts.hold()
             _run(layout, folder, results, interrupts, is_quick=quick)
     except Interrupted as stop:

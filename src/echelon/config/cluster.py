@@ -11,7 +11,7 @@ from echelon.config.derive import derive
 from echelon.config.files import from_file
 from echelon.config.resolve import resolve
 from echelon.config.schema import RunConfig
-from echelon.config.search_paths import find
+from echelon.config.search_paths import find_config_file
 from echelon.config.write import chosen, for_accelerate, write_mapping
 
 __all__ = ["ClusterConfig", "load_config_from_file"]
@@ -92,7 +92,7 @@ def load_config_from_file(config_file: str | Path | None) -> ClusterConfig:
 
     Source: accelerate.commands.config.load_config_from_file.
     """
-    path = config_file if config_file is not None else find()
+    path = config_file if config_file is not None else find_config_file()
     if path is None:
         raise ConfigError("no config file found", do="pass a path, or create a file with echelon config")
     values = chosen(derive(resolve(RunConfig, [from_file(path)])))

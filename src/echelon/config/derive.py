@@ -208,9 +208,9 @@ def _check_json(resolved: Resolved[RunConfig], path: str, world_size: int | None
     origin = resolved.origins["deepspeed_config_file"]
     if not Path(path).is_file():
         raise ConfigError(f"the DeepSpeed config file {path} does not exist", where=str(origin), do="correct the path")
-    said = {".".join(entry.keys): entry for entry in read(path)}
+    entries = {".".join(entry.keys): entry for entry in read(path)}
     for name, other in _IN_JSON.items():
-        entry, value = said.get(other), getattr(resolved.value, name)
+        entry, value = entries.get(other), getattr(resolved.value, name)
         if entry is None or entry.value == "auto" or not given(resolved, name) or _same(entry.value, value):
             continue
         raise ConfigError(
@@ -219,7 +219,7 @@ def _check_json(resolved: Resolved[RunConfig], path: str, world_size: int | None
             do=f'remove one of the two, or set {other} to "auto" in {path}',
         )
     if world_size is not None:
-        _check_batch(said, world_size, str(resolved.origins["num_processes"]))
+        _check_batch(entries, world_size, str(resolved.origins["num_processes"]))
 
 
 def _same(ours: Any, theirs: Any) -> bool:
@@ -228,9 +228,9 @@ def _same(ours: Any, theirs: Any) -> bool:
     )
 
 
-def _check_batch(said: Mapping[str, DocumentEntry], world_size: int, processes: str) -> None:
+def _check_batch(entries: Mapping[str, DocumentEntry], world_size: int, processes: str) -> None:
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    numbers = {name: said[name] for name in names if name in said and isinstance(said[name].value, int)}
+    numbers = {name: entries[name] for name in names if name in entries and isinstance(entries[name].value, int)}
     if len(numbers) < len(names):
         return
     whole, micro, steps = (numbers[name].value for name in names)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from echelon.base import environ
 
-__all__ = ["PROJECT_FILE", "accelerate_file", "find", "own_file"]
+__all__ = ["PROJECT_FILE", "accelerate_file", "find_config_file", "own_file"]
 
 PROJECT_FILE = "echelon.toml"
 
@@ -25,7 +25,7 @@ def accelerate_file() -> Path:
     return Path(home).expanduser() / "accelerate" / "default_config.yaml"
 
 
-def find() -> Path | None:
+def find_config_file() -> Path | None:
     """Return the first existing file of: project file in the current folder, user's echelon file, accelerate's file; else None."""
     own, theirs = own_file(), accelerate_file()
     candidates = (

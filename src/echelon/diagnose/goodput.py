@@ -9,7 +9,7 @@ from typing import Any
 
 from echelon.status.board import Mark, StepPart, Times
 
-__all__ = ["ITEMS", "Attempt", "TimeBreakdown", "RankTimes", "account", "spent_in"]
+__all__ = ["ITEMS", "Attempt", "TimeBreakdown", "RankTimes", "break_down_time", "spent_in"]
 
 _ITEM_OF = MappingProxyType(
     {
@@ -94,7 +94,7 @@ class TimeBreakdown:
         return cls(wall_s=data["wall_s"], num_restarts=data["num_restarts"], seconds=data["seconds"])
 
 
-def account(attempts: Sequence[Attempt], *, began_ns: int, ended_ns: int) -> TimeBreakdown:
+def break_down_time(attempts: Sequence[Attempt], *, began_ns: int, ended_ns: int) -> TimeBreakdown:
     """Return the time breakdown of a run.
 
     Args:

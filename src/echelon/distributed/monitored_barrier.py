@@ -16,7 +16,7 @@ from echelon.base.logging import get_logger
 from echelon.distributed.peer_responder import count_collectives, groups_of_process, responder_store
 from echelon.distributed.stores import common_store, store_of
 from echelon.distributed.structure_check import ranks_of
-from echelon.status.call_site import here
+from echelon.status.call_site import current_call_site
 from echelon.status.notes import waiting
 
 __all__ = ["monitored_barrier"]
@@ -96,7 +96,7 @@ class _BarrierCall:
         self._rank = dist.get_rank()
         self._ranks = ranks_of(group)
         self._operation = operation
-        self._call_site = str(here())
+        self._call_site = str(current_call_site())
         self._turn = self._store.add(f"turn/{self._rank}", 1)
         self._arrival = _Arrival(turn=self._turn, operation=operation, advice=advice, place=self._call_site)
 

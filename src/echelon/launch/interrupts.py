@@ -9,7 +9,7 @@ from types import FrameType
 
 from echelon.status.stop_barrier import SIGNALS
 
-__all__ = ["Interrupted", "Interrupts", "watch"]
+__all__ = ["Interrupted", "Interrupts", "handle_signals"]
 
 _SIGNALS = (signal.SIGINT, *SIGNALS, *((signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()))
 
@@ -57,7 +57,7 @@ class Interrupts:
 
 
 @contextmanager
-def watch() -> Iterator[Interrupts]:
+def handle_signals() -> Iterator[Interrupts]:
     """Handle the signals inside the ``with`` block. Signals that are ignored (nohup, a shell's ``&``) stay ignored."""
     interrupts = Interrupts()
     before = {number: signal.getsignal(number) for number in _SIGNALS}

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["CallSite", "StackSummary", "call_site_of_thread", "here", "is_user_file", "summarize_stack"]
+__all__ = ["CallSite", "StackSummary", "call_site_of_thread", "current_call_site", "is_user_file", "summarize_stack"]
 
 _OWN_PATHS = (str(Path(__file__).resolve().parent.parent), str(Path(json.__file__).parent.parent), "<frozen")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
@@ -75,7 +75,7 @@ class StackSummary:
     """Whether the innermost code is not part of Python, torch or echelon, for example a hook that interrupts a wait in the stack."""
 
 
-def here() -> CallSite:
+def current_call_site() -> CallSite:
     """Return the call site of the caller."""
     return _call_site_of(sys._getframe(1))
 

@@ -37,7 +37,7 @@ def check_capacity(num_processes: int, *, origin: str, imports_torch: bool, uses
     if uses_cpu and num_processes > most:
         raise _refusal(f"{num_processes} processes on {cores} cores: the limit is {_PER_CORE} per core", most, origin)
     if imports_torch and num_processes > 1:  # a single process reports the problem itself
-        _check_room(room_for_memory(), _BYTES_OF_TORCH, num_processes, "memory to import torch", origin)
+        _check_room(room_for_memory(), _BYTES_OF_TORCH, num_processes, "of memory to import torch", origin)
     tasks = _TASKS_OF_TORCH if imports_torch else 1
     _check_room(room_for_tasks(), tasks, num_processes, "processes and threads", origin)
     files = room_for_files()
@@ -46,11 +46,11 @@ def check_capacity(num_processes: int, *, origin: str, imports_torch: bool, uses
     _check_room(files, _FILES_OF_RANK, num_processes, "open files in the launcher", origin)
 
 
-def _check_room(room: Room | None, each: int, num_processes: int, of_what: str, origin: str) -> None:
+def _check_room(room: Room | None, each: int, num_processes: int, resource: str, origin: str) -> None:
     if room is None or each * num_processes <= room.left:
         return
     needed, left = (_format_amount(number, is_bytes=each >= 1 << 20) for number in (each * num_processes, room.left))
-    what = f"{num_processes} processes need {needed} of {of_what}, but only {left} are available ({room.source})"
+    what = f"{num_processes} processes need {needed} {resource}, but only {left} are available ({room.source})"
     raise _refusal(what, room.left // each, origin)
 
 

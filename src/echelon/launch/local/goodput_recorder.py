@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, final
 
 from echelon.base.printable import printable
-from echelon.diagnose.goodput import Attempt, RankTimes, TimeBreakdown, account, spent_in
+from echelon.diagnose.goodput import Attempt, RankTimes, TimeBreakdown, break_down_time, spent_in
 from echelon.diagnose.straggler import Steps, steps_of
 from echelon.launch.failures.failure import RankEnd
 from echelon.status.board import Board, Doing, StepPart
@@ -116,7 +116,7 @@ class GoodputRecorder:
                 for part, ns in zip(StepPart, spent_in(attempt, one) or []):
                     row[part] += ns / 1e6
         report = GoodputReport(
-            breakdown=account(self._attempts, began_ns=self._began_ns, ended_ns=ended_ns),
+            breakdown=break_down_time(self._attempts, began_ns=self._began_ns, ended_ns=ended_ns),
             steps=steps_of(spent, num_steps=num_steps),
         )
         steps = None if report.steps is None else report.steps.to_json()
