@@ -147,7 +147,9 @@ def test_all_ranks_save_the_same_step_and_the_next_start_goes_on_exactly(command
         assert last < step <= 24
         last = step
         who = number.name if rank is None else f"{number.name} to rank {rank}"
-        assert f"echelon: {who}: all ranks stopped at the same step; exit code 143; start it again" in result.err
+        assert (
+            f"echelon: {who}: all ranks stopped at the same step; exit code 143; rerun the same command" in result.err
+        )
     run_on_ranks(run_without_launcher, str(command.directory), "run", 2)
     check_weights(command, "run")
 

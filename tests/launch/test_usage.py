@@ -19,7 +19,7 @@ RAN = "open('ran', 'w')\n"
 CASES = {
     "missing script": (["gone.py"], "the script gone.py does not exist", "check the path"),
     "no script": ([], "missing argument 'SCRIPT'", "see echelon launch --help"),
-    "directory": (["."], ". is a directory, not a Python script", "give the file"),
+    "directory": (["."], ". is a directory, not a Python script", "pass a file"),
     "not utf-8": (["latin.py"], "latin.py is not valid utf-8 text: byte 0xe9", "# -*- coding: latin-1 -*-"),
     "null bytes": (["nul.py"], "", "do:"),
     "syntax error": (["syntax.py"], "syntax error", "fix this line"),
@@ -57,7 +57,7 @@ CASES = {
         "are two names of the same setting",
         "remove one of them",
     ),
-    "several machines": (["--nnodes=2", "ok.py"], "need a rendezvous address", "give --main_process_ip"),
+    "several machines": (["--nnodes=2", "ok.py"], "need a rendezvous address", "set --main_process_ip"),
     "accelerate machines": (
         ["--num_machines", "2", "ok.py"],
         "need a rendezvous address",
@@ -90,9 +90,9 @@ CASES = {
     "another machine": (
         ["--include", "worker-1", "ok.py"],
         "the number of slots of worker-1 is unknown",
-        "a --hostfile",
+        "add --hostfile FILE",
     ),
-    "machines in a file": (["--config_file", "two.yaml", "ok.py"], "where: file two.yaml:2", "give --main_process_ip"),
+    "machines in a file": (["--config_file", "two.yaml", "ok.py"], "where: file two.yaml:2", "set --main_process_ip"),
     "two ways to shard": (["--use_fsdp", "--use-deepspeed", "ok.py"], "are mutually exclusive", "remove one of them"),
     "nothing is sharded": (["--fsdp_version=2", "ok.py"], "fsdp_version=2 would have no effect", "add --use_fsdp"),
     "misspelt sharding flag": (

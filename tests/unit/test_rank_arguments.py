@@ -88,4 +88,4 @@ def test_what_does_not_fit_is_refused_before_a_process_starts(
     with pytest.raises(UsageError, match="cannot be called by") as caught:
         call(function, *args, rank_first=rank_first)
     assert function.__name__ in str(caught.value)
-    assert "parameters named rank and world_size are filled in" in str(caught.value)
+    assert "parameters named rank and world_size, which are filled in" in str(caught.value)
