@@ -389,7 +389,7 @@ def test_a_machine_that_connects_after_the_end_of_the_run_is_told(
     def is_over() -> bool:
         nonlocal output
         output += capsys.readouterr().err
-        return "0 of 2 machines joined" in output
+        return "0 of 2 machines have joined" in output
 
     wait_for(is_over)
     with pytest.raises(RunOver) as caught:
