@@ -58,7 +58,7 @@ def test_a_rank_that_is_late_is_no_error_and_one_in_the_next_step_is(command: Co
     code, out, err = torchrun(command, NEXT_STEP, num_processes=2)
     assert sorted(out.splitlines()) == ["late: False", "late: True"]
     assert code != 0
-    assert "DesyncError: get_state_dict() needs every rank, and not all come to it" in err
+    assert "DesyncError: get_state_dict() needs every rank, but not every rank calls it" in err
     here, there = "state = accelerator.get_state_dict(model)", "accelerator.backward(model(torch.ones(2, 4)).sum())"
     assert f"rank 0: get_state_dict() at {line_of(command, here, NEXT_STEP)}" in err
     assert f"rank 1: in another collective at {line_of(command, there, NEXT_STEP)}" in err
@@ -73,7 +73,7 @@ def test_a_rank_that_is_late_is_no_error_and_one_in_the_next_step_is(command: Co
 def test_a_save_on_one_rank_against_the_end_of_the_script(command: Command) -> None:
     code, _, err = torchrun(command, END, num_processes=3)
     assert code != 0
-    assert "DesyncError: save_state() needs every rank, and not all come to it" in err
+    assert "DesyncError: save_state() needs every rank, but not every rank calls it" in err
     line = line_of(command, 'accelerator.save_state("state")', END)
     assert f"rank 0: save_state() at {line}" in err
-    assert "rank 1: has ended (its program is over)" in err or "rank 2: has ended (its program is over)" in err
+    assert "rank 1: has exited (its program has ended)" in err or "rank 2: has exited (its program has ended)" in err

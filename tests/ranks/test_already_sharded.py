@@ -373,7 +373,7 @@ def test_what_a_cut_excludes_is_refused_by_name() -> None:
         ("DistributedSampler", {}, {"split_batches": True}),
     ]
     for texts in run_on_ranks(_refused, cases):
-        assert "sharded already by its sampler (StridedSampler), and parity='exact'" in texts[0]
+        assert "already sharded by its sampler (StridedSampler), and parity='exact'" in texts[0]
         assert "its dataset (AsksStream, whose code uses the rank), and parity='bitwise'" in texts[1]
         assert "dispatch_batches=True rank zero alone reads" in texts[2]
         assert "its dataset (webdataset.split_by_node)" in texts[3]
@@ -404,7 +404,7 @@ def _wrong_numbers() -> list[str]:
 def test_a_sampler_for_others_than_these_ranks_is_an_error() -> None:
     for texts in run_on_ranks(_wrong_numbers):
         for text in texts[:2]:
-            assert "for another number of processes: there are 2, and it has 4" in text
+            assert "for a different number of processes (world_size: 2, number of shards: 4)" in text
         for text in texts[2:4]:
             assert "rank 0 has shard 0, rank 1 has shard 0" in text
         assert texts[4:] == ["no error"] * 2  # the parts of another order of ranks are all there
@@ -413,7 +413,7 @@ def test_a_sampler_for_others_than_these_ranks_is_an_error() -> None:
 def test_one_process_does_not_read_a_half() -> None:
     for prepare in (Accelerator(cpu=True).prepare, shard):
         loader = DataLoader(numbers(12), batch_size=2, sampler=DistributedSampler(numbers(12), 2, 0))
-        with pytest.raises(UsageError, match="there are 1, and it has 2"):
+        with pytest.raises(UsageError, match="world_size: 1, number of shards: 2"):
             prepare(loader)
 
 
@@ -486,13 +486,13 @@ def _unrecognised(case: str, parity: str, level: str) -> list[str]:
 
 
 CASES = {
-    "a hidden sampler": ("gives each rank other samples", "remove the sampler", "already_sharded=True"),
-    "a share of the data": ("the ranks were given different data", "whole dataset", "already_sharded=True"),
-    "a list of files": ("the ranks were given different data", "whole dataset", "already_sharded=True"),
+    "a hidden sampler": ("yields different samples on each rank", "remove the sampler", "already_sharded=True"),
+    "a share of the data": ("the ranks have different data", "whole dataset", "already_sharded=True"),
+    "a list of files": ("the ranks have different data", "whole dataset", "already_sharded=True"),
     "a stream": ("ranks 0 and 1 read different streams", "same dataset", "already_sharded=True"),
-    "a false cut": ("have been given the same samples", "different samples", "already_sharded=False"),
-    "a false cut in another order": ("have been given the same samples", "different samples", "already_sharded=False"),
-    "a false claim": ("have been given the same samples", "different samples", "already_sharded=False"),
+    "a false cut": ("read the same samples", "different samples", "already_sharded=False"),
+    "a false cut in another order": ("read the same samples", "different samples", "already_sharded=False"),
+    "a false claim": ("read the same samples", "different samples", "already_sharded=False"),
 }
 
 

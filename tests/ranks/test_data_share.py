@@ -153,7 +153,7 @@ def test_every_kind_keeps_its_type() -> None:
 
 
 def test_what_cannot_be_split_is_an_error() -> None:
-    with pytest.raises(UsageError, match="have the same length"):
+    with pytest.raises(UsageError, match="must have equal lengths"):
         _parts({"x": [1], "y": [1, 2]}, 2)
     with pytest.raises(UsageError, match="cannot split a int"):
         _parts(3, 2)

@@ -293,10 +293,10 @@ def _refused(folder: Path, dispatches: bool) -> str:
 
 
 @pytest.mark.parametrize("dispatches", [False, True])
-def test_a_stream_that_cannot_go_there_is_refused_on_every_rank(tmp_path: Path, dispatches: bool) -> None:
+def test_stream_that_cannot_seek_is_refused_on_every_rank(tmp_path: Path, dispatches: bool) -> None:
     for text in run_on_ranks(_refused, tmp_path, dispatches):
-        assert "go on after 4 samples, and an iterable dataset without state cannot" in text
-        assert "replay_iterable=True" in text or "rank zero could not read" in text
+        assert "cannot resume the pass after 4 samples, because an iterable dataset without state cannot seek" in text
+        assert "replay_iterable=True" in text or "rank zero failed to read" in text
 
 
 def _dispatch_then_go_on(folder: Path, stop_after: int | None) -> Any:
@@ -480,11 +480,11 @@ def _bad_samplers() -> list[str]:
 def test_what_makes_no_order_is_refused_or_told() -> None:
     for rank, texts in enumerate(run_on_ranks(_bad_samplers)):
         negative, beyond, repeated, grown, also_grown, no_batch, no_batch_either = texts
-        assert "gave the index -1, and the dataset has 12 samples" in negative
-        assert "gave the index 12, and the dataset has 12 samples" in beyond
-        assert "gave 2 of 5 samples again in one pass" in repeated if rank == 0 else repeated == ""
-        assert "had 5 samples when its loader was prepared, and has 6 now" in grown
-        assert "had 5 samples when its loader was prepared, and has 6 now" in also_grown
+        assert "yielded the index -1, but the dataset has 12 samples" in negative
+        assert "yielded the index 12, but the dataset has 12 samples" in beyond
+        assert "repeated 2 of 5 samples in one pass" in repeated if rank == 0 else repeated == ""
+        assert "had 5 samples when its loader was prepared, and now has 6" in grown
+        assert "had 5 samples when its loader was prepared, and now has 6" in also_grown
         assert "batch_size=None" in no_batch
         assert "batch_size=None" in no_batch_either
 
@@ -499,7 +499,7 @@ def _lengths_and_formula() -> Any:
     for _ in loader:
         remainders.append(accelerator.gradient_state.remainder)
     buckets: Any = accelerator.prepare(DataLoader(Numbers(12), batch_sampler=Buckets()))
-    with pytest.raises(TypeError, match="sizes of their own"):
+    with pytest.raises(TypeError, match="their sizes vary"):
         len(buckets)
     return updates, (len(loader), loader.total_batch_size, loader.total_dataset_length), remainders
 

@@ -131,13 +131,13 @@ def _warned(name: str) -> list[tuple[str, str, int]]:
 
 
 @pytest.mark.parametrize("mistake", [one.__name__ for one in MISTAKES])
-def test_a_step_on_what_the_others_have_not_seen_is_named_once_at_its_line(mistake: str) -> None:
+def test_step_with_unreduced_gradients_warns_once_at_its_line(mistake: str) -> None:
     first, second = run_on_ranks(_warned, mistake, init_group=False)
     ((message, file, line),) = first
-    assert "this step uses gradients of Sequential that the other ranks have not seen" in message
+    assert "this step uses gradients of Sequential that were not averaged over the ranks" in message
     assert file == __file__
     assert "# the step of the test" in Path(__file__).read_text().splitlines()[line - 1]
-    assert second == []  # rank zero speaks
+    assert second == []  # only rank zero warns
 
 
 # ---- correct loops ---------------------------------------------------------------------------------------------------
@@ -333,7 +333,7 @@ def _heard(name: str, options: dict[str, Any]) -> list[str]:
         others = [torch.empty_like(parameters) for _ in range(dist.get_world_size())]
         dist.all_gather(others, parameters)
         assert all(torch.equal(one, parameters) for one in others) or name == "uneven_inputs"
-    return [str(one.message) for one in caught if "other ranks have not seen" in str(one.message)]
+    return [str(one.message) for one in caught if "not averaged over the ranks" in str(one.message)]
 
 
 @pytest.mark.parametrize("name", [one.__name__ for one in CORRECT])
@@ -356,7 +356,7 @@ def _static_and_hooked() -> list[str]:
         for loop in (static, hooked):
             for _ in range(STEPS):
                 plain(loop)
-    return [str(one.message) for one in caught if "other ranks have not seen" in str(one.message)]
+    return [str(one.message) for one in caught if "not averaged over the ranks" in str(one.message)]
 
 
 def test_nor_with_a_static_graph_or_a_communication_hook() -> None:

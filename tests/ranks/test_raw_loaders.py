@@ -85,7 +85,7 @@ def test_a_loader_that_nobody_cut_is_named_at_its_line_and_others_are_not(name: 
         assert first == []
         return
     ((message, file, line),) = first
-    assert "on 2 ranks, and each of them reads all of its samples" in message
+    assert "on 2 ranks, and each rank reads all of its samples" in message
     assert "echelon.distributed.shard(loader)" in message
     assert file == __file__
     assert "# the loop of the test" in Path(__file__).read_text().splitlines()[line - 1]

@@ -467,7 +467,7 @@ def _load_with_data_of_ones_own(folder: str) -> list[int]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loader = accelerator.prepare(DataLoader(data, batch_size=4))
-    assert [str(w.message)[:35] for w in caught] == ["the ranks were given different data"[:35]] * (
+    assert [str(w.message)[:35] for w in caught] == ["the ranks have different data: their"[:35]] * (
         dist.get_rank() == 0
     )
     sizes = []

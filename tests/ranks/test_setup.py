@@ -119,7 +119,7 @@ def test_arguments_against_the_environment_are_refused_with_both_origins(name: s
 
 
 def test_setup_again_with_other_values_is_refused() -> None:
-    with process_group(), pytest.raises(SetupError, match=r"set up already, with other values \(world_size 1 -> 2\)"):
+    with process_group(), pytest.raises(SetupError, match=r"already exists with other values \(world_size 1 -> 2\)"):
         setup(rank=0, world_size=2)
 
 

@@ -95,7 +95,7 @@ def test_ranks_that_disagree_are_all_told_what_each_brought(debug: bool) -> None
     assert operations.DistributedOperationException is DesyncError
     for texts in run_on_ranks(_disagree, debug, world_size=2):
         for text, name in zip(texts, ("gather", "reduce(mean)", "broadcast(from_process=0)")):
-            assert text.startswith(f"{name}: the ranks do not bring the same structure")
+            assert text.startswith(f"{name}: the ranks do not pass the same structure")
             assert "rank 0: " + name + " {'a': float32[1]}" in text
             assert "rank 1: " + name + " {'a': float32[2]}" in text
 
@@ -113,7 +113,7 @@ def _beside_another_backend(debug: bool) -> str:
 def test_beside_other_backends_than_gloo_debug_mode_decides_whether_shapes_are_checked() -> None:
     assert run_on_ranks(_beside_another_backend, False, world_size=2) == ["not checked"] * 2
     for text in run_on_ranks(_beside_another_backend, True, world_size=2):
-        assert text.startswith("op: the ranks do not bring the same structure\n    rank 0: op float32[0]\n")
+        assert text.startswith("op: the ranks do not pass the same structure\n    rank 0: op float32[0]\n")
 
 
 def _decorated() -> tuple[str, str]:
@@ -136,7 +136,7 @@ def test_own_operations_are_verified_in_debug_mode_and_errors_are_told_under_the
     without, text = run_on_ranks(_decorated, world_size=2)[1]
     assert without == "ran"
     assert "outer: " in text
-    assert "own_collective: the ranks do not bring the same structure" in text
+    assert "own_collective: the ranks do not pass the same structure" in text
 
 
 def _wrong_leaf() -> str:
@@ -146,7 +146,7 @@ def _wrong_leaf() -> str:
 
 
 def test_other_leaves_are_a_type_error_that_names_the_operation() -> None:
-    assert run_on_ranks(_wrong_leaf, world_size=2)[0].startswith("gather does not take str (in {'a': str})")
+    assert run_on_ranks(_wrong_leaf, world_size=2)[0].startswith("gather does not accept str (in {'a': str})")
 
 
 def _copy_from(owners: tuple[int, ...]) -> str:
@@ -162,7 +162,7 @@ def test_a_tensor_is_copied_from_exactly_one_rank(owners: tuple[int, ...], text:
 
 def _nested() -> tuple[bool, list[int]]:
     nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
-    with pytest.warns(operations.CannotPadNestedTensorWarning, match="stays as it is"):
+    with pytest.warns(operations.CannotPadNestedTensorWarning, match="is not padded"):
         result = utils.pad_across_processes([nested, torch.ones(_rank() + 1)])
     return result[0] is nested, list(result[1].shape)
 

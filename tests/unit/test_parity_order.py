@@ -178,13 +178,13 @@ def test_a_sampler_of_the_users_keeps_its_order_and_can_be_entered_anywhere() ->
 
 
 @pytest.mark.parametrize("index", [-1, 9])
-def test_an_index_that_is_none_is_refused(index: int) -> None:
-    with pytest.raises(UsageError, match=f"gave the index {index}, and the dataset has 9 samples"):
+def test_index_outside_the_dataset_is_refused(index: int) -> None:
+    with pytest.raises(UsageError, match=f"yielded the index {index}, but the dataset has 9 samples"):
         _drawn([0, 1, index], 9)
 
 
-def test_repeated_indices_are_told_unless_the_sampler_draws_with_replacement() -> None:
-    with pytest.warns(UserWarning, match="gave 2 of 5 samples again in one pass"):
+def test_repeated_indices_warn_unless_the_sampler_draws_with_replacement() -> None:
+    with pytest.warns(UserWarning, match="repeated 2 of 5 samples in one pass"):
         _drawn([0, 1, 1, 2, 0], 9)
     weighted = WeightedRandomSampler([1.0, 1.0], 5, replacement=True)
     assert sum(len(piece) for piece in _drawn(weighted, 2)) == 5  # warnings are errors
@@ -198,7 +198,7 @@ def test_a_dataset_that_changes_its_length_is_refused() -> None:
     one = ExactBatches(order, rank=0, world_size=1, options=options, batch_size=4)
     assert len(list(one)) == 3
     data.append(9)
-    with pytest.raises(UsageError, match="had 9 samples when its loader was prepared, and has 10 now"):
+    with pytest.raises(UsageError, match="had 9 samples when its loader was prepared, and now has 10"):
         list(one)
 
 

@@ -58,7 +58,7 @@ def test_a_defaultdict_keeps_its_default() -> None:
 
 
 def test_another_leaf_is_an_error_of_both_kinds_when_asked_for() -> None:
-    with pytest.raises(TypeError, match="_double does not take str") as caught:
+    with pytest.raises(TypeError, match="_double does not accept str") as caught:
         recursively_apply(_double, {"a": "text"}, error_on_other_type=True)
     assert isinstance(caught.value, UsageError)
     assert recursively_apply(_double, {"a": "text"}) == {"a": "text"}
@@ -131,7 +131,7 @@ def test_slices_and_joins() -> None:
     assert joined["y"][0].tolist() == [0, 10, 40, 50]
     assert concatenate([torch.ones(2, 1), torch.zeros(2, 1)], dim=1).tolist() == [[1, 0], [1, 0]]
     assert concatenate(["alone"]) == "alone"
-    with pytest.raises(TypeError, match="str objects cannot be joined"):
+    with pytest.raises(TypeError, match="str objects cannot be concatenated"):
         concatenate(["a", "b"])
 
 

@@ -269,7 +269,7 @@ class PreparedLoader(DataLoader[Any]):
         for owner in self.source.owners_of_epoch(self.original):
             if isinstance(owner, SupportsSetEpoch):
                 owner.set_epoch(self.iteration)
-        self._epochs.note()
+        self._epochs.record()
 
     def get_sampler(self) -> Any:
         """Return the sampler that draws the order."""
@@ -477,7 +477,7 @@ class PreparedLoader(DataLoader[Any]):
             while step is not END:
                 batch, facts = step
                 position.num_given += 1
-                if first_pass is not None and not first_pass.note(batch):
+                if first_pass is not None and not first_pass.add(batch):
                     first_pass = None
                 active.make_innermost(self)
                 if tracker is not None:
@@ -505,7 +505,7 @@ class PreparedLoader(DataLoader[Any]):
             if first_pass is not None:
                 first_pass.end()
             position.close()
-            active.metrics.note_pass(self._length, num_before)
+            active.metrics.end_pass(self._length, num_before)
             is_over = True
         finally:  # also after a break or an error in the loop
             loaders.remove(self)

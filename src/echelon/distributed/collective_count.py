@@ -1,4 +1,4 @@
-"""How many collectives this process has started: whether ranks can have exchanged anything between two lines of a program."""
+"""Counts the collectives of this process, to detect whether ranks can have exchanged data between two lines."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ __all__ = ["num_collectives", "num_collectives_of_all_groups"]
 
 
 def num_collectives() -> int | None:
-    """Return how many collectives this process has started in the default group; None: unknown."""
+    """Return the number of collectives this process has started in the default group; None if unknown."""
     return _number_of(dist.group.WORLD) if dist.is_initialized() else None
 
 
 def num_collectives_of_all_groups() -> int | None:
-    """Return how many collectives this process has started in all its groups, on every device; None: unknown.
+    """Return the number of collectives this process has started in all groups, on all devices; None if unknown.
 
-    A group for GPUs has a second backend for CPU tensors, whose collectives the group's own number leaves out.
+    A GPU group has a second backend for CPU tensors, which the group's own sequence number does not include.
     """
     if not dist.is_initialized():
         return None
@@ -33,11 +33,11 @@ def num_collectives_of_all_groups() -> int | None:
 
 
 def _number_of(group: object) -> int | None:
-    """Return the number that ``group`` (or a backend of it) gave to its last collective; None: it gives none."""
+    """Return the sequence number of the last collective of a group or backend; None if it does not count."""
     count = getattr(group, "_get_sequence_number_for_group", None)
     if count is None:
         return None
     try:
         return int(count())
-    except RuntimeError:  # torch's way of saying that the backend (MPI, many of other devices) does not count
+    except RuntimeError:  # raised by torch if the backend (MPI, many device backends) does not count
         return None

@@ -1,4 +1,4 @@
-"""Collectives on nested data (tuples, lists, dicts, namedtuples of tensors), safe on every backend and dtype."""
+"""Collectives on nested data (tuples, lists, dicts, named tuples of tensors) for every backend and dtype."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ __all__ = [
     "reduce",
 ]
 
-# Without a process group every function here is the operation on one rank, so that a script runs unchanged under plain
-# python. Data moves as bytes: gloo and nccl each lack some dtypes (bool, int16, float8, complex).
+# Without a process group every function here behaves as on one rank, so that a script also runs under plain python.
+# Data is sent as bytes, because gloo and nccl each lack some dtypes (bool, int16, float8, complex).
 
-# torch 2.13 renamed it, and warns at each call of the old name.
+# torch 2.13 renamed this function and warns at each call of the old name.
 _all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
 
@@ -36,7 +36,7 @@ def gather(data: Any, *, mesh: DeviceMesh | None = None) -> Any:
     """Concatenate each tensor of ``data`` over the ranks, along the first dimension.
 
     Args:
-        data: nested data; each tensor of any dtype, shape equal on all ranks; a 0-d tensor counts as shape [1].
+        data: nested data; tensors of any dtype, with equal shapes on all ranks; a 0-d tensor counts as shape [1].
         mesh: a 1-D mesh; None: all ranks.
 
     Returns:
@@ -46,7 +46,7 @@ def gather(data: Any, *, mesh: DeviceMesh | None = None) -> Any:
 
     Raises:
         DesyncError: shapes, dtypes or structures differ between ranks.
-        UsageError: a leaf is no tensor.
+        UsageError: a leaf is not a tensor.
     """
     group = _group(mesh)
     _refuse_objects("gather", data)
@@ -58,12 +58,12 @@ def gather(data: Any, *, mesh: DeviceMesh | None = None) -> Any:
 
 @communicating
 def gather_object(data: Any, *, mesh: DeviceMesh | None = None) -> list[Any]:
-    """Collect any picklable object of each rank; lists and tuples are joined into one list, in rank order.
+    """Collect a picklable object from each rank; lists and tuples are concatenated in rank order.
 
-    Collective: every rank must call this. The objects are pickled between the ranks of this job.
+    Collective: every rank must call this. Objects are sent with pickle, between the ranks of this job only.
 
     Raises:
-        DesyncError: some ranks bring a list and others do not.
+        DesyncError: some ranks pass a list and others do not.
     """
     group = _group(mesh)
     objects: list[Any] = [data]
@@ -76,7 +76,7 @@ def gather_object(data: Any, *, mesh: DeviceMesh | None = None) -> list[Any]:
     if any(sequences):
         kinds = ", ".join(f"rank {rank}: {type(item).__name__}" for rank, item in zip(ranks_of(group), objects))
         raise DesyncError(
-            f"gather_object: some ranks bring a list, others do not ({kinds})", do="bring a list on every rank"
+            f"gather_object: some ranks pass a list, others do not ({kinds})", do="pass a list on every rank"
         )
     return objects
 
@@ -89,28 +89,28 @@ def reduce(
     *,
     mesh: DeviceMesh | None = None,
 ) -> Any:
-    """Sum or average each tensor of ``data`` over the ranks, or take the largest of each element.
+    """Reduce each tensor of ``data`` elementwise over the ranks.
 
     Args:
-        data: nested data; each tensor's shape and dtype equal on all ranks. bfloat16 and float16 are added in float32;
+        data: nested data; each tensor's shape and dtype equal on all ranks. bfloat16 and float16 are summed in float32;
             bool and integers in int64.
-        reduction: ``sum``, ``mean``, ``max`` (no complex numbers), or ``none`` (each rank keeps its own).
+        reduction: ``sum``, ``mean``, ``max`` (not for complex numbers), or ``none`` (returns ``data``).
         scale: multiplies the result.
         mesh: a 1-D mesh; None: all ranks.
 
     Returns:
-        The same structure with new tensors, equal on every rank. Floats and complex keep their dtype; integers and
-        bools give int64 sums, and means (or scaled values) in torch's default dtype.
+        The same structure with new tensors, equal on every rank. Floating-point and complex tensors keep their dtype. For
+        integers and bools, sums are int64, and means and scaled values have torch's default dtype.
 
     Collective: every rank must call this.
 
     Raises:
         DesyncError: shapes, dtypes or structures differ between ranks.
-        UsageError: an unknown reduction, or a leaf is no tensor.
+        UsageError: the reduction is unknown, or a leaf is not a tensor.
     """
     group = _group(mesh)
     if reduction not in ("mean", "sum", "max", "none"):
-        raise UsageError(f"reduction={reduction!r} is not one of mean, sum, max, none", do="give one of them")
+        raise UsageError(f"reduction={reduction!r} is not one of mean, sum, max, none", do="use one of these values")
     if reduction == "none":
         return data
     _refuse_objects("reduce", data)
@@ -135,7 +135,7 @@ def mean_over_ranks(data: Any, *, mesh: DeviceMesh | None = None) -> Any:
 
 @communicating
 def broadcast(data: Any, from_process: int = 0, *, mesh: DeviceMesh | None = None) -> Any:
-    """Give every rank the tensors of the rank ``from_process``; new tensors on the device of the local ones.
+    """Return the tensors of the rank ``from_process`` on every rank, as new tensors on the device of the local ones.
 
     Args:
         data: nested data; shapes and dtypes equal on all ranks.
@@ -146,7 +146,7 @@ def broadcast(data: Any, from_process: int = 0, *, mesh: DeviceMesh | None = Non
 
     Raises:
         DesyncError: shapes, dtypes or structures differ between ranks.
-        UsageError: ``from_process`` is not in the mesh, or a leaf is no tensor.
+        UsageError: ``from_process`` is not in the mesh, or a leaf is not a tensor.
     """
     group = _group(mesh)
     _refuse_objects("broadcast", data)
@@ -159,9 +159,9 @@ def broadcast(data: Any, from_process: int = 0, *, mesh: DeviceMesh | None = Non
 
 @communicating
 def broadcast_object_list(objects: list[Any], from_process: int = 0, *, mesh: DeviceMesh | None = None) -> list[Any]:
-    """Replace, in place, each item of ``objects`` by that of the rank ``from_process``; also return the list.
+    """Replace the items of ``objects`` in place with those of the rank ``from_process``, and return the list.
 
-    Collective: every rank must call this, with lists of equal length. The objects are pickled between the ranks.
+    Collective: every rank must call this, with lists of equal length. Objects are sent with pickle.
 
     Raises:
         DesyncError: the lists differ in length.
@@ -179,13 +179,13 @@ def broadcast_object_list(objects: list[Any], from_process: int = 0, *, mesh: De
 def pad_across_processes(
     data: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False, *, mesh: DeviceMesh | None = None
 ) -> Any:
-    """Pad each tensor of ``data`` along ``dim`` to the largest size that any rank has, so that ``gather`` can follow.
+    """Pad each tensor of ``data`` along ``dim`` to the largest size on any rank, so that it can be gathered.
 
     Args:
-        data: nested data; each tensor's number of dimensions and dtype equal on all ranks, the other sizes too.
-        dim: the dimension to pad; tensors that do not have it stay as they are.
+        data: nested data; each tensor's dtype, number of dimensions and sizes other than ``dim`` equal on all ranks.
+        dim: the dimension to pad; tensors without it are returned unchanged.
         pad_index: the value to pad with.
-        pad_first: pad at the front.
+        pad_first: pad at the beginning instead of the end.
         mesh: a 1-D mesh; None: all ranks.
 
     Collective: every rank must call this.
@@ -225,15 +225,15 @@ def _refuse_objects(operation: str, data: Any) -> None:
     for leaf in leaves(data):
         if not isinstance(leaf, torch.Tensor):
             raise UsageError(
-                f"{operation} takes tensors and nested tuples, lists and dicts of them, not {type(leaf).__name__} ({describe(data)})",
-                do="make it a tensor, or use gather_object / broadcast_object_list for other objects",
+                f"{operation} takes tensors and nested tuples, lists and dicts of tensors, not {type(leaf).__name__} ({describe(data)})",
+                do="convert it to a tensor, or use gather_object / broadcast_object_list",
             )
 
 
 def _check_member(rank: int, group: dist.ProcessGroup | None) -> None:
     members = ranks_of(group) if dist.is_initialized() else [0]
     if rank not in members:
-        raise UsageError(f"from_process={rank} is not one of the ranks {members}", do="give a rank of the group")
+        raise UsageError(f"from_process={rank} is not one of the ranks {members}", do="pass a rank of the group")
 
 
 def _gather_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -256,7 +256,7 @@ def _reduce_tensor(
     group: dist.ProcessGroup | None,
 ) -> torch.Tensor:
     if op == dist.ReduceOp.MAX and tensor.is_complex():
-        raise UsageError("complex numbers have no largest one", do="take the maximum of their absolute values")
+        raise UsageError("complex numbers have no maximum", do="reduce their absolute values, tensor.abs()")
     alone = _alone(group)
     wire = tensor.device if alone else wire_device(tensor.device, group)
     wide = tensor.detach().to(wire).to(_sum_dtype(tensor.dtype)).clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""Control flow across ranks: rank zero only, main first, agreement, and a barrier that names the missing ranks."""
+"""Control flow across ranks: ``rank_zero_only``, ``main_first``, ``agree``, and a barrier that names the missing ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
-    """Make ``function`` run on rank zero only; elsewhere it returns None. It must not call collectives."""
+    """Decorate ``function`` to run on rank zero only; on other ranks it returns None. It must not call collectives."""
 
     @functools.wraps(function)
     def on_rank_zero(*args: P.args, **kwargs: P.kwargs) -> T | None:
@@ -38,7 +38,7 @@ def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
 
 
 def agree(flag: bool, *, how: Literal["any", "all"] = "any", mesh: DeviceMesh | None = None) -> bool:
-    """Return one decision for all ranks: True if ``any`` (or ``all``) of them says so.
+    """Return the same decision on all ranks: whether ``flag`` is True on ``any`` (or on ``all``) of them.
 
     Collective: every rank of ``mesh`` must call this.
     """
@@ -52,20 +52,20 @@ def agree(flag: bool, *, how: Literal["any", "all"] = "any", mesh: DeviceMesh | 
 
 @contextmanager
 def raise_on_all_ranks(what: str) -> Iterator[None]:
-    """Run the block on every rank; where some ranks fail in it, all raise, so that none continues alone and hangs.
+    """Run the block on every rank; if it fails on some ranks, all ranks raise, so that none continues alone and hangs.
 
     Args:
-        what: names the work in the error.
+        what: name of the operation in the error.
 
     Collective: every rank; the block itself must not communicate.
 
     Raises:
-        DesyncError: some ranks failed; the error lists them and their errors. When all did, each raises its own.
+        DesyncError: some ranks failed; the error lists them and their errors. If all ranks failed, each raises its own.
     """
     failure: Exception | None = None
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - raised below, when the other ranks know
+    except Exception as error:  # noqa: BLE001 - raised below, once the other ranks know
         failure = error
     if not agree(failure is not None):
         return
@@ -79,9 +79,9 @@ def raise_on_all_ranks(what: str) -> Iterator[None]:
 
 
 def barrier(timeout: timedelta | float | None = None, *, mesh: DeviceMesh | None = None) -> None:
-    """Wait until every rank is here; ranks that do not arrive in time are named, on every rank that did.
+    """Wait until every rank calls this; the error on a timeout names the missing ranks.
 
-    It uses the store of the group, not the device: it does not synchronize streams.
+    It uses the store of the group, not the device, and does not synchronize streams.
 
     Args:
         timeout: a timedelta or seconds; None: 30 minutes.
@@ -90,8 +90,8 @@ def barrier(timeout: timedelta | float | None = None, *, mesh: DeviceMesh | None
     Collective: every rank of ``mesh`` must call this.
 
     Raises:
-        RankTimeoutError: the message has the missing ranks.
-        DesyncError: a rank never will arrive: it has run past this place, or has ended (see ``monitored_barrier``).
+        RankTimeoutError: some ranks did not arrive; the message names them.
+        DesyncError: a rank will never arrive, because it has run past this call or has exited (see ``monitored_barrier``).
     """
     limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else (timeout or DEFAULT_TIMEOUT)
     monitored_barrier("barrier", group=None if mesh is None else mesh.get_group(), timeout=limit)
@@ -99,9 +99,9 @@ def barrier(timeout: timedelta | float | None = None, *, mesh: DeviceMesh | None
 
 @contextmanager
 def main_first(*, scope: Literal["run", "machine"] = "run", mesh: DeviceMesh | None = None) -> Iterator[None]:
-    """Let the first rank run the ``with`` block alone, then the others: they find what it has downloaded or cached.
+    """Run the ``with`` block on the first rank before the others, which can then use what it downloaded or cached.
 
-    The others wait without a timeout, as long as the first rank is alive.
+    The others wait without a timeout while the first rank is alive.
 
     Args:
         scope: the first rank of the run, or of each machine (for files that machines do not share).
@@ -110,7 +110,7 @@ def main_first(*, scope: Literal["run", "machine"] = "run", mesh: DeviceMesh | N
     Collective: every rank of ``mesh`` must enter.
 
     Raises:
-        DesyncError: on the other ranks, when the block raised on the first one.
+        DesyncError: on the other ranks, if the block raised on the first one.
     """
     group = None if mesh is None else mesh.get_group()
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
@@ -119,7 +119,7 @@ def main_first(*, scope: Literal["run", "machine"] = "run", mesh: DeviceMesh | N
     store, rank, first = _store(group), dist.get_rank(), ranks_of(group)[0]
     if scope == "machine":
         place = detect()
-        first = rank - place.local_rank  # ranks of one machine are neighbours, whoever started them
+        first = rank - place.local_rank  # every launcher numbers the ranks of one machine consecutively
         store = dist.PrefixStore(f"machine/{place.node_rank}", store)
     turn = store.add(f"main_first/turn/{rank}", 1)
     key = f"main_first/{turn}/outcome"
@@ -142,7 +142,7 @@ def main_first(*, scope: Literal["run", "machine"] = "run", mesh: DeviceMesh | N
 
 
 def _wait_for_key(store: dist.Store, key: str, *, within: timedelta) -> bool:
-    """Wait for ``key``; return False after ``within``. A store whose server died raises, so waiting ends with the job."""
+    """Wait for ``key``; return False after ``within``. If the store's server dies, it raises, so no rank waits forever."""
     try:
         store.wait([key], within)
     except dist.DistNetworkError:
@@ -155,7 +155,7 @@ def _wait_for_key(store: dist.Store, key: str, *, within: timedelta) -> bool:
 
 
 def _store(group: dist.ProcessGroup | None) -> dist.Store:
-    """Return the store of ``group`` under a prefix of ours (the group's own prefix separates groups)."""
+    """Return the store of ``group`` under echelon's prefix (the group's own prefix separates groups)."""
     pg = group if group is not None else dist.group.WORLD
     assert pg is not None
     return dist.PrefixStore("echelon/control", store_of(pg))

@@ -1,4 +1,4 @@
-"""A barrier in the store before an operation that needs every rank: a rank that never arrives is an error, not a hang."""
+"""A barrier in the group's store that raises, instead of hanging, if a rank will never arrive."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ __all__ = ["monitored_barrier"]
 
 _logger = get_logger(__name__)
 PATIENCE = timedelta(seconds=0.5)
-"""How long to wait before finding out where the other ranks are."""
+"""How long to wait before asking where the other ranks are."""
 _REMINDER = timedelta(seconds=30)
 _CHECK_EVERY_S = 0.2
 _LONGEST_SLEEP_S = 0.05
-_SLEEP_PER_RANK_S = 0.0005  # of many ranks, so that the store serves 2000 of them a second
+_SLEEP_PER_RANK_S = 0.0005  # limits the ranks together to 2000 requests per second
 _NOTIFY_WITHIN_S = 0.5
 _NUM_LISTED = 8
-_EVERY_RANK = "on every rank, in the same order: outside of `if accelerator.is_main_process:` and the like"
+_EVERY_RANK = "on every rank, in the same order, outside `if accelerator.is_main_process:` and similar conditions"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Arrival:
-    """What a rank writes to the store when it reaches the barrier."""
+    """Message that a rank writes to the store when it reaches the barrier."""
 
     turn: int
     operation: str
@@ -52,26 +52,26 @@ def monitored_barrier(
     patience: timedelta = PATIENCE,
     reminder: timedelta = _REMINDER,
 ) -> None:
-    """Wait until every rank is at ``operation``; raise when one of them never will be.
+    """Wait until every rank has reached ``operation``; raise if a rank never will.
 
-    A late rank is waited for indefinitely (without ``timeout``). Errors are: a rank at another operation that needs all
-    ranks; one that has started a collective of torch that this one has not (it has run past this place); one that has
-    ended. The last two are known of ranks that have a ``Watcher``.
+    Without ``timeout`` it waits indefinitely for a late rank. It raises if a rank is at another operation that needs all
+    ranks, has started a collective of torch that this rank has not (it has run past this call), or has exited. The last two
+    are detected for ranks that have a ``Watcher``.
 
     Args:
-        operation: its name in errors, equal on all ranks.
-        advice: a sentence for the error on how the operation is used.
+        operation: name of the operation in errors, equal on all ranks.
+        advice: a sentence for the error on how to use the operation.
         group: None: all ranks.
         timeout: the longest wait; None: no limit.
-        patience: how long to wait before finding out where the other ranks are.
-        reminder: after this time the first rank that waits logs a warning.
+        patience: how long to wait before asking where the other ranks are.
+        reminder: how long to wait before the first waiting rank logs a warning.
 
-    Collective: every rank of ``group``. It uses the group's store (four messages), not its backend, so that no collective
-    is started when it raises.
+    Collective: every rank of ``group``. It uses the group's store (four messages), not its backend, so it has started no
+    collective when it raises.
 
     Raises:
         DesyncError: a rank will not arrive; the message has the user's line on each rank.
-        RankTimeoutError: the message has the missing ranks.
+        RankTimeoutError: some ranks did not arrive in time; the message names them.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
@@ -82,10 +82,10 @@ def monitored_barrier(
 
 
 class _BarrierCall:
-    """One rank at one barrier.
+    """One call of the barrier on one rank.
 
-    Keys: ``turn/R`` the number of barriers that rank R has reached; ``arrival/R`` its last arrival; ``arrived/T/operation``
-    counts the ranks at the T-th; ``open/T`` all have arrived; ``failed/T`` a rank has found that they never will.
+    Keys: ``turn/R``: number of barriers that rank R has reached; ``arrival/R``: its last arrival; ``arrived/T/operation``:
+    number of ranks at the T-th barrier; ``open/T``: all ranks have arrived; ``failed/T``: a rank will never arrive.
     """
 
     def __init__(self, group: dist.ProcessGroup, operation: str, advice: str) -> None:
@@ -114,7 +114,7 @@ class _BarrierCall:
         check_at = min(started + patience.total_seconds(), deadline) if arrived > 0 else started
         remind_at = started + reminder.total_seconds()
         longest_sleep = max(_LONGEST_SLEEP_S, _SLEEP_PER_RANK_S * len(self._ranks))
-        # Not store.wait: it cannot be interrupted, and TCPStore prints two lines at the end of each wait.
+        # store.wait cannot be interrupted, and TCPStore prints two lines when it times out.
         while not store.check([f"open/{turn}"]):
             now = time.monotonic()
             if now < check_at:
@@ -133,10 +133,10 @@ class _BarrierCall:
         return f"arrived/{self._turn}/{self._operation}"
 
     def _find_late_ranks(self) -> dict[int, str]:
-        """Return the ranks that have not arrived, and where they are; raise if this rank or another finds that one never will.
+        """Return the ranks that have not arrived and their positions; raise if one never will.
 
-        The collectives of a rank are read before its arrival: if that is still an older one, it had started them before this
-        barrier. In the other order, a rank that arrives meanwhile would seem to have run past it.
+        It reads a rank's collective counts before its arrival. In the opposite order, a rank that arrives between the two
+        reads would seem to have run past the barrier.
         """
         failed = f"failed/{self._turn}"
         if self._store.check([failed]):
@@ -158,7 +158,7 @@ class _BarrierCall:
                 place = answer.get("place")
                 late[rank] = f"at {place}" if place else "at an unknown place"
                 if ended is not None:
-                    elsewhere[rank] = f"has ended ({ended['reason']})"
+                    elsewhere[rank] = f"has exited ({ended['reason']})"
                     if ended["failed"]:
                         advice.append(f"First fix the error of rank {rank}.")
                 elif place and self._has_run_past(answer["started"]):
@@ -178,26 +178,26 @@ class _BarrierCall:
         return _Arrival(**json.loads(self._store.get(key))) if self._store.check([key]) else None
 
     def _has_run_past(self, started: Mapping[str, int]) -> bool:
-        """Has a rank started a collective that this one has not, which starts none before the barrier opens?"""
+        """Return whether a rank has started a collective that this rank, still at the barrier, has not."""
         groups = groups_of_process()
         own = count_collectives({key: groups[key] for key in started if key in groups})
         return any(started[key] > number for key, number in own.items())
 
     def _refuse(self, elsewhere: Mapping[int, str], advice: Sequence[str], unaware: Sequence[int]) -> DesyncError:
-        """Notify the other ranks, and return the error."""
+        """Notify the other ranks and return the error."""
         found = {self._rank: f"{self._operation} at {self._call_site}", **elsewhere}
         listing = "".join(f"\n    rank {rank}: {text}" for rank, text in sorted(found.items())[:_NUM_LISTED])
         if len(found) > _NUM_LISTED:
             listing += f"\n    and {len(found) - _NUM_LISTED} more"
-        what = f"{self._operation} needs every rank, and not all of them call it{listing}"
+        what = f"{self._operation} needs every rank, but not every rank calls it{listing}"
         do = " ".join([f"call it {_EVERY_RANK}.", *filter(None, dict.fromkeys(advice))])
         self._store.set(f"failed/{self._turn}", json.dumps({"what": what, "do": do}))
-        self._store.add(self._arrived, -2 * len(self._ranks))  # whoever arrives now checks for the above
+        self._store.add(self._arrived, -2 * len(self._ranks))  # ranks that arrive from now on check failed/T
         for rank in unaware:
             self._responder.set(
                 f"ask/{rank}", f"rank {rank} is in a collective that rank {self._rank} will not join: {what}"
             )
-        limit = time.monotonic() + _NOTIFY_WITHIN_S  # they must read it before this process, or the job, ends
+        limit = time.monotonic() + _NOTIFY_WITHIN_S  # they must read the message before this process or the job exits
         while time.monotonic() < limit and any(self._responder.check([f"ask/{rank}"]) for rank in unaware):
             time.sleep(0.02)
         return DesyncError(what, do=do)
@@ -207,13 +207,13 @@ class _BarrierCall:
         names = f"{'ranks' if len(missing) > 1 else 'rank'} {', '.join(map(str, missing))}"
         return RankTimeoutError(
             f"{self._operation}: {names} did not arrive within {timeout.total_seconds():g} s",
-            do="check the logs of these ranks: they are stalled elsewhere, are slower than the timeout, or have exited",
+            do="check the logs of these ranks: they hang elsewhere, are slower than the timeout, or have exited",
         )
 
     def _log_reminder(self, late: Mapping[int, str], waited_s: float) -> None:
         if self._rank == min(set(self._ranks) - set(late)):
             _logger.warning(
-                "%s at %s has waited %.0f s for %s. It continues when they arrive.",
+                "%s at %s has waited %.0f s for %s; it continues when they arrive",
                 self._operation,
                 self._call_site,
                 waited_s,

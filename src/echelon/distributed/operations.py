@@ -1,4 +1,4 @@
-"""The collectives under Accelerate's signatures, and their checks: ``echelon.utils.operations`` shows them."""
+"""The collectives with Accelerate's signatures; ``echelon.utils.operations`` exports them."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ __all__ = [
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# One error for ranks that disagree. It keeps both names; every collective checks, not only in debug mode (gloo).
+# Alias for scripts written for Accelerate. On gloo every collective checks structures, not only in debug mode.
 DistributedOperationException = DesyncError
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """A nested tensor was left as it is."""
+    """A nested tensor was not padded."""
 
 
 def gather(tensor: Any) -> Any:
-    """Concatenate each tensor of nested data over the ranks; one process gets back what it gave.
+    """Concatenate each tensor of nested data over the ranks; with one process, return ``tensor`` itself.
 
     Collective: every rank must call this.
 
     Raises:
         DesyncError: shapes, dtypes or structures differ between ranks.
-        UsageError: (also a TypeError) a leaf is no tensor.
+        UsageError: (also a TypeError) a leaf is not a tensor.
     """
     if _alone():
         return tensor
@@ -58,26 +58,26 @@ def gather(tensor: Any) -> Any:
 
 
 def gather_object(object: Any) -> Any:
-    """Join the lists of all ranks; one process gets back what it gave.
+    """Concatenate the lists of all ranks; with one process, return ``object`` itself.
 
-    Other objects than lists and tuples are collected, one a rank. The objects are pickled between the ranks of this job.
+    Objects other than lists and tuples are collected in a list. Objects are sent with pickle.
 
     Collective: every rank must call this.
 
     Raises:
-        DesyncError: some ranks bring a list and others do not.
+        DesyncError: some ranks pass a list and others do not.
     """
     return object if _alone() else collectives.gather_object(object)
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Overwrite the tensors of nested data, in place, by those of the rank ``from_process``; also return the data.
+    """Overwrite the tensors of nested data in place with those of the rank ``from_process``, and return the data.
 
     Collective: every rank must call this.
 
     Raises:
         DesyncError: shapes, dtypes or structures differ between ranks.
-        UsageError: (also a TypeError) a leaf is no tensor.
+        UsageError: (also a TypeError) a leaf is not a tensor.
     """
     if _alone():
         return tensor
@@ -90,9 +90,9 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Replace, in place, the items by those of the rank ``from_process``; also return the list.
+    """Replace the items in place with those of the rank ``from_process``, and return the list.
 
-    Collective: every rank must call this, with lists of equal length. The objects are pickled between the ranks.
+    Collective: every rank must call this, with lists of equal length. Objects are sent with pickle.
 
     Raises:
         DesyncError: the lists differ in length.
@@ -101,33 +101,31 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 
 def reduce(tensor: Any, reduction: Literal["mean", "sum", "max", "none"] = "mean", scale: float = 1.0) -> Any:
-    """Average (or sum, or take the largest of) each tensor of nested data over the ranks, times ``scale``.
+    """Reduce each tensor of nested data over the ranks (mean, sum or maximum) and multiply it by ``scale``.
 
     Collective: every rank must call this.
 
     Raises:
         DesyncError: shapes, dtypes or structures differ between ranks.
-        UsageError: an unknown reduction, or (also a TypeError) a leaf is no tensor.
+        UsageError: the reduction is unknown, or (also a TypeError) a leaf is not a tensor.
     """
     _refuse_objects("reduce", tensor)
     return collectives.reduce(tensor, reduction, scale)
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-    """Pad each tensor along ``dim`` to the largest size that any rank has; nested tensors stay, with a warning.
+    """Pad each tensor along ``dim`` to the largest size on any rank; nested tensors are skipped with a warning.
 
     Collective: every rank must call this.
 
     Raises:
         DesyncError: structures, dtypes or numbers of dimensions differ between ranks.
-        UsageError: (also a TypeError) a leaf is no tensor.
+        UsageError: (also a TypeError) a leaf is not a tensor.
     """
     _refuse_objects("pad_across_processes", tensor)
     if not any(each.is_nested for each in leaves(tensor)):
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
-    warnings.warn(
-        "a nested tensor has no one size to pad: it stays as it is", CannotPadNestedTensorWarning, stacklevel=2
-    )
+    warnings.warn("a nested tensor has no single size and is not padded", CannotPadNestedTensorWarning, stacklevel=2)
     plain = map_tensors(lambda each: torch.zeros(()) if each.is_nested else each, tensor)  # 0-d: never padded
     padded = leaves(collectives.pad_across_processes(plain, dim, pad_index, pad_first))
 
@@ -139,20 +137,20 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """Give every rank the tensor that exactly one of them has; the others call it with None.
+    """Copy the tensor of one rank to every rank; the other ranks pass None.
 
     Collective: every rank must call this.
 
     Raises:
-        DesyncError: no rank has a tensor, or several.
+        DesyncError: no rank, or more than one, passes a tensor.
     """
     mine = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
     offers: list[Any] = [mine] if _alone() else collectives.gather_object([mine])
     owners = [rank for rank, offer in enumerate(offers) if offer is not None]
     if len(owners) != 1:
         raise DesyncError(
-            f"copy_tensor_to_devices: one rank must bring a tensor, and {len(owners)} did (ranks {owners})",
-            do="give None on all ranks but one",
+            f"copy_tensor_to_devices: exactly one rank must pass a tensor, but {len(owners)} did (ranks {owners})",
+            do="pass None on all ranks but one",
         )
     shape, dtype = offers[owners[0]]
     local = torch.zeros(shape, dtype=dtype, device=_device()) if tensor is None else tensor
@@ -161,10 +159,10 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def verify_operation(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a collective whose first argument is nested data: in debug mode the ranks compare structures first.
+    """Decorate a collective on nested data to compare the ranks' structures first, in debug mode.
 
     Raises:
-        DesyncError: (``DistributedOperationException``) when it is called and they differ.
+        DesyncError: (``DistributedOperationException``) when it is called and the structures differ.
     """
 
     @functools.wraps(function)
@@ -178,7 +176,7 @@ def verify_operation(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def chained_operation(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function that calls collectives: their disagreements are told under its name.
+    """Decorate a function that calls collectives to add its name to their errors.
 
     Raises:
         DesyncError: (``DistributedOperationException``) when it is called and the ranks disagree.
@@ -200,7 +198,7 @@ def _alone() -> bool:
 
 
 def _device() -> torch.device:
-    """Return where this rank's tensors live: with an accelerator's backend, on that."""
+    """Return the device for this rank's tensors: the accelerator if the backend serves it."""
     if _alone() or dist.get_backend() == "gloo" or not torch.accelerator.is_available():
         return torch.device("cpu")
     kind = torch.accelerator.current_accelerator()

@@ -1,4 +1,4 @@
-"""A thread that answers the other ranks when they ask what this one is doing: its main thread may be waiting for them."""
+"""A thread that answers the other ranks' requests for this rank's position, also while the main thread is blocked."""
 
 from __future__ import annotations
 
@@ -27,40 +27,40 @@ from echelon.status.call_site import call_site_of_thread
 __all__ = ["WatchedGroups", "Watcher", "groups_of_process", "count_collectives", "responder_store"]
 
 WatchedGroups: TypeAlias = Mapping[str, tuple[dist.ProcessGroup, torch.device]]
-"""By a key that is the same on every rank of the group."""
+"""Groups by a key that is the same on every rank of the group."""
 
 _logger = get_logger(__name__)
-_PERIOD_S = 0.25  # 0.2 ms each, in which the thread mostly waits for the store
+_PERIOD_S = 0.25  # a poll takes 0.2 ms, mostly spent waiting for the store
 _FAST_PERIOD_S = 0.05
 _FAST_POLL_S = 3.0
 _STORE_LIMIT = timedelta(seconds=10)
 
 
 class Watcher:
-    """Answers for the thread that created it, until it is closed or the process group ends.
+    """Answers requests about the thread that created it, until it is closed or the process group ends.
 
-    It has its own connection to the store of the group (one serves a thread at a time), polls it a few times a second for
-    requests, and inspects the thread only then: training pays nothing for it. In a group whose store has no server (a file),
-    it does not run.
+    It has its own connection to the store of the group (a connection serves one thread at a time), polls it for requests a
+    few times a second, and inspects the watched thread only on request, so training pays nothing. It does not run if the
+    group's store has no server (a file).
 
     Args:
-        device: of the collectives that count.
+        device: device of the collectives to count.
     """
 
     def __init__(self, device: torch.device) -> None:
         group = dist.group.WORLD
         assert group is not None
-        self._group = weakref.ref(group)  # who holds a group that was destroyed keeps its connections open
+        self._group = weakref.ref(group)  # a strong reference would keep the connections of a destroyed group open
         self._rank = dist.get_rank()
         self._device = device
         self._watched: WatchedGroups = {}
         self._subject = threading.get_ident()
         self._process = os.getpid()
         self._closing = threading.Event()
-        self._end = {"reason": "it has ended its process group", "failed": False}
+        self._end = {"reason": "it has destroyed its process group", "failed": False}
         self._polls_fast_until = 0.0
         self.on_call: Callable[[], None] | None = None
-        """Called, in a thread of its own, when another rank has set ``call``."""
+        """Called in the watcher's thread when another rank has set ``call``."""
         self._since_ns = time.time_ns()
         self._thread: _ResponderThread | None = None
         server = _server_of(store_of(group))
@@ -71,26 +71,26 @@ class Watcher:
         self.watch([group])
         self._thread = _ResponderThread(self, store, server)
         self._thread.start()
-        # A daemon thread that comes back from native code when the interpreter has ended aborts the process.
+        # A daemon thread that returns from native code after the interpreter has shut down aborts the process.
         atexit.register(self._close_at_exit)
 
     @classmethod
     def of_process(cls, device: torch.device) -> Watcher:
-        """Return the watcher of this process, or a new one."""
+        """Return the running watcher of this process, or a new one."""
         running = (thread.watcher for thread in threading.enumerate() if isinstance(thread, _ResponderThread))
         return next((watcher for watcher in running if watcher.runs), None) or cls(device)
 
     @property
     def runs(self) -> bool:
-        """Does it answer, in the current group?"""
+        """Whether it answers requests in the current group."""
         return self._thread is not None and self._thread.is_alive() and self._group() is dist.group.WORLD
 
     def watch(self, groups: Iterable[dist.ProcessGroup]) -> None:
-        """Count the collectives of ``groups``, too: groups that the watched thread alone uses, in the program's order."""
+        """Also count the collectives of ``groups``, which only the watched thread may use, in program order."""
         self._watched = {**self._watched, **{_key(group, self._device): (group, self._device) for group in groups}}
 
     def close(self, reason: str, *, failed: bool = False) -> None:
-        """Stop; ranks that wait for this one learn that it has ended, why, and whether by an error."""
+        """Stop, and publish why this rank exits and whether it failed, for ranks that wait for it."""
         if self._thread is None or self._process != os.getpid():  # a forked child is not this rank
             return
         self._end = {"reason": reason, "failed": failed}
@@ -98,9 +98,9 @@ class Watcher:
         self._thread.join(_STORE_LIMIT.total_seconds())
 
     def _close_at_exit(self) -> None:
-        error = getattr(sys, "last_value", None)  # what the interpreter has shown as the end of the program
+        error = getattr(sys, "last_value", None)  # the uncaught exception that ended the program
         if error is None:
-            self.close("its program is over")
+            self.close("its program has ended")
         else:
             self.close(f"{type(error).__name__}: {error}".split("\n", 1)[0], failed=True)
 
@@ -112,8 +112,8 @@ class Watcher:
                 self._answer(store)
             if not _has_ended(server):
                 store.set(f"ended/{self._rank}", json.dumps(self._end))
-        except (dist.DistError, RuntimeError) as error:  # it ended in this moment
-            _logger.debug("the watcher ends: %s", error, all_ranks=True)
+        except (dist.DistError, RuntimeError) as error:  # the store's server exited during a request
+            _logger.debug("the watcher stops: %s", error, all_ranks=True)
         finally:
             server.close()
             self._watched = {}
@@ -123,7 +123,7 @@ class Watcher:
         return _FAST_PERIOD_S if time.monotonic() < self._polls_fast_until else _PERIOD_S
 
     def _answer(self, store: dist.Store) -> None:
-        """Answer, if somebody has asked; print what somebody has to say."""
+        """Answer a pending request, and log its message."""
         if self.on_call is not None and store.check(["call"]):
             self.on_call()
         request = f"ask/{self._rank}"
@@ -132,10 +132,10 @@ class Watcher:
         message = store.get(request).decode()
         self._polls_fast_until = time.monotonic() + _FAST_POLL_S
         place = call_site_of_thread(self._subject)
-        begun = count_collectives(self._watched, since_ns=self._since_ns)
-        if place is None or not place.communicates:  # gloo waits in the call: what is pending now is another thread's
-            begun = {key: number for key, number in begun.items() if not key.endswith("gloo")}
-        answer = {"place": None if place is None else str(place), "started": begun}
+        started = count_collectives(self._watched, since_ns=self._since_ns)
+        if place is None or not place.communicates:  # gloo blocks, so a pending collective belongs to another thread
+            started = {key: number for key, number in started.items() if not key.endswith("gloo")}
+        answer = {"place": None if place is None else str(place), "started": started}
         store.set(f"place/{self._rank}", json.dumps(answer))
         store.delete_key(request)
         if message:
@@ -149,10 +149,10 @@ class _ResponderThread(threading.Thread):
 
 
 def responder_store(store: dist.Store) -> dist.Store:
-    """Return the part of the default group's ``common_store`` for requests to other ranks.
+    """Return the default group's ``common_store`` under the prefix for requests to other ranks.
 
-    ``call``: every rank calls its ``Watcher.on_call``; ``ask/R``: empty, or a message to rank R, which deletes the key when it
-    has read it; ``place/R``: its last answer; ``ended/R``: why it no longer answers.
+    Keys: ``call``: every rank calls its ``Watcher.on_call``; ``ask/R``: a request to rank R with an optional message, which
+    rank R deletes after reading it; ``place/R``: its last answer; ``ended/R``: why it no longer answers.
     """
     return dist.PrefixStore("echelon/responder", store)
 
@@ -166,28 +166,29 @@ def groups_of_process() -> WatchedGroups:
 def count_collectives(groups: WatchedGroups, *, since_ns: int = 0) -> dict[str, int]:
     """Return how many collectives this process has started in each of ``groups``, by their keys.
 
-    Args:
-        groups: which.
-        since_ns: of gloo's, what was recorded before is of groups that had the same name (``time.time_ns``).
+    Gloo's sequence number includes point-to-point messages, so gloo's collectives are read from torch's flight recorder. If
+    that does not run (TORCH_FR_BUFFER_SIZE=0, older torch), gloo groups are omitted. Backends other than gloo and nccl are
+    omitted, too.
 
-    Gloo's own number also counts messages between two ranks: torch's flight recorder knows the collectives alone. Where
-    it does not run (TORCH_FR_BUFFER_SIZE=0, older torch) groups of gloo are left out; so are other backends than nccl.
+    Args:
+        groups: the groups to count.
+        since_ns: ignores older records of gloo, which belong to former groups of the same name (``time.time_ns``).
     """
     recorded = _flight_recorder_counts(since_ns)
-    begun: dict[str, int] = {}
+    started: dict[str, int] = {}
     for key, (group, device) in groups.items():
         if key.endswith("gloo") and group.group_name in recorded:
-            begun[key] = recorded[group.group_name]
+            started[key] = recorded[group.group_name]
         elif key.endswith("nccl"):
             backend: Any = group._get_backend(device)
-            begun[key] = backend._get_sequence_number_for_group()
-    return begun
+            started[key] = backend._get_sequence_number_for_group()
+    return started
 
 
 def _flight_recorder_counts(since_ns: int) -> dict[str, int]:
     dump: Any = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
     entries = json.loads(dump()).get("entries", []) if dump is not None else []
-    # Oldest first, so that the last one of each group stays.
+    # Entries are ordered oldest first, so the last one of each group remains.
     return {
         entry["process_group"][0]: entry["collective_seq_id"]
         for entry in entries
@@ -196,16 +197,16 @@ def _flight_recorder_counts(since_ns: int) -> dict[str, int]:
 
 
 def _key(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return a name of the group and its backend for ``device`` that is the same on every rank of it."""
+    """Return a name for the group and its backend for ``device`` that is the same on every rank of the group."""
     backend = group._get_backend(torch.device(device.type)).name()
     return f"{group.group_name} {dist.get_process_group_ranks(group)} {backend}"
 
 
 def _server_of(store: dist.Store) -> socket.socket | None:
-    """Return a connection to the server of ``store`` that nothing is sent on; None: it has none, or is out of reach.
+    """Return an idle connection to the server of ``store``; None if there is no server or it is unreachable.
 
-    When the process of the server ends first, TCPStore prints a page of warnings in each of the others at the next request.
-    On this connection they see the end before they ask.
+    If the server process exits first, TCPStore prints a page of warnings at the next request of each other process. This
+    connection shows the exit before such a request.
     """
     store = base_store(store)
     if not isinstance(store, dist.TCPStore):
@@ -213,7 +214,11 @@ def _server_of(store: dist.Store) -> socket.socket | None:
     try:
         return socket.create_connection((store.host, store.port), timeout=_STORE_LIMIT.total_seconds())
     except OSError as error:
-        _logger.warning("other ranks cannot ask what this one is doing: %s", error, all_ranks=True)
+        _logger.warning(
+            "cannot connect to the store, so other ranks cannot query the position of this one: %s",
+            error,
+            all_ranks=True,
+        )
         return None
 
 

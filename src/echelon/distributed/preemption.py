@@ -1,8 +1,8 @@
 """Preemption of one rank: the signals that request it, and the agreement with the other ranks (``status/stop_barrier.py``).
 
-Under ``echelon launch`` the launcher coordinates over the status board, and a rank forwards its signals to it. Without it the
-processes use the store of their group: one that gets a signal notifies the others (by their ``Watcher``), each starts a
-thread, and that of rank zero coordinates. A step costs the same either way: one word is written and one read, in memory.
+Under ``echelon launch`` the launcher coordinates over the status board, and ranks forward their signals to it. Otherwise the
+processes use the store of their group: a process that receives a signal notifies the others (through their ``Watcher``), each
+starts a thread, and the thread of rank zero coordinates. Either way a step writes one word and reads one, in memory.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ _POLL_S = 0.005
 
 
 class Preempted(SystemExit):
-    """The run received SIGTERM or SIGUSR1 and stops here; not caught, the process exits with code 143."""
+    """Raised where a run stops after SIGTERM or SIGUSR1; if it is not caught, the process exits with code 143."""
 
     def __init__(self) -> None:
         super().__init__(EXIT_CODE)
 
 
 def member_of_launch() -> BarrierMember | None:
-    """Return this rank's member of the stop barrier that our launcher coordinates; None: there is none.
+    """Return this rank's member of the stop barrier that ``echelon launch`` coordinates; None without that launcher.
 
-    From the first call on the launcher waits for this rank, and SIGTERM and SIGUSR1 to it are forwarded to the launcher
-    (unless the program has handlers of its own).
+    After the first call the launcher waits for this rank, which forwards SIGTERM and SIGUSR1 to the launcher (unless the
+    program has its own handlers).
     """
     place = environ.own(BOARD_VARIABLE)
     return None if place is None else _member_of_slot(place, os.getpid())
@@ -67,18 +67,18 @@ def _member_of_slot(place: str, _pid: int) -> BarrierMember | None:
     try:
         slot = Slot(path, int(index))
     except (OSError, ValueError):
-        return None  # the launcher has ended, or the variable was inherited by an unrelated program
+        return None  # the launcher has exited, or an unrelated program inherited the variable
     if not slot.grace_ms:
         return None
-    _take_signals(slot.write_preemption_signal)
+    _install_handlers(slot.write_preemption_signal)
     return BarrierMember(slot)
 
 
 def should_stop() -> bool:
-    """Return whether the run was told to stop and must save now: call it once a step, on every rank.
+    """Return whether the run must save and exit now; call it once per step on every rank.
 
-    It is True on all ranks after the same step; the program then saves, and exits. For programs without an Accelerator,
-    under ``echelon launch``; elsewhere, and inside ``Accelerator.epochs`` (which saves by itself), it is False.
+    It returns True on all ranks after the same step. It is for programs without an Accelerator under ``echelon launch``;
+    without that launcher, and inside ``Accelerator.epochs`` (which saves itself), it returns False.
     """
     member = member_of_launch()
     return member is not None and member.pass_boundary(is_new_step=True, is_whole=True)
@@ -88,14 +88,14 @@ def should_stop() -> bool:
 def on_signals(watcher: Watcher | None) -> Iterator[BarrierMember | None]:
     """Handle SIGTERM and SIGUSR1 inside the ``with`` block, and yield this rank's member of the stop barrier.
 
-    None: the program has handlers of its own, or this is not its main thread.
+    It yields None if the program has its own handlers or this is not the main thread.
 
     Args:
-        watcher: by which other ranks notify this one; None: none do.
+        watcher: receives notifications of the other ranks; None: there are no notifications.
     """
     agreement = _StopAgreement()
-    taken = _take_signals(agreement.on_signal)
-    if not taken:
+    handled = _install_handlers(agreement.on_signal)
+    if not handled:
         yield None
         return
     if watcher is not None:
@@ -104,23 +104,23 @@ def on_signals(watcher: Watcher | None) -> Iterator[BarrierMember | None]:
     try:
         yield agreement.member
         has_failed = False
-    except GeneratorExit:  # a loop that was left
+    except GeneratorExit:  # the caller has left its loop
         has_failed = False
         raise
     finally:
         if watcher is not None:
             watcher.on_call = None
-        for number in taken:
+        for number in handled:
             signal.signal(number, signal.SIG_DFL)
         agreement.end()
-        if agreement.is_pending and not has_failed:  # it came after the last boundary
+        if agreement.is_pending and not has_failed:  # the signal arrived after the last boundary
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _take_signals(on_stop_signal: Any) -> list[int]:
-    """Call ``on_stop_signal(number)`` at the signals that request preemption; return those that had no handler."""
+def _install_handlers(on_stop_signal: Any) -> list[int]:
+    """Call ``on_stop_signal(number)`` for preemption signals that have no handler; return these signals."""
     if threading.current_thread() is not threading.main_thread():
-        return []  # Python lets no other thread take signals
+        return []  # Python allows signal handlers to be set only in the main thread
     pid = os.getpid()
     spared: set[int] = set()
 
@@ -128,21 +128,21 @@ def _take_signals(on_stop_signal: Any) -> list[int]:
         if os.getpid() == pid:
             on_stop_signal(number)
         elif get_worker_info() is not None and number not in spared:
-            # Slurm signals every process of a job. A worker of a DataLoader that ended would fail its rank before it has saved.
+            # Slurm signals every process of a job. If a DataLoader worker exited, its rank would fail before it saves.
             spared.add(number)
-        else:  # a child that the program has forked: it ends as it would without us
+        else:  # a forked child of the program: apply the default action
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    taken = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
-    for number in taken:
+    handled = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+    for number in handled:
         signal.signal(number, handle)
-    return taken
+    return handled
 
 
 @final
 class _LocalSlot:
-    """The words of this process in memory."""
+    """In-memory command and position of this process."""
 
     def __init__(self) -> None:
         self.command = self.position = 0
@@ -156,7 +156,7 @@ class _LocalSlot:
 
 @final
 class _StopAgreement:
-    """The agreement on a step to stop at, from the signal on, where no launcher of ours coordinates."""
+    """Agreement of the ranks on a step to stop at, without ``echelon launch``."""
 
     def __init__(self) -> None:
         self._slot = _LocalSlot()
@@ -171,19 +171,18 @@ class _StopAgreement:
     def on_signal(self, number: int) -> None:
         self._num_signals += 1
         is_alone = not (dist.is_initialized() and dist.get_world_size() > 1)
-        # Of several processes repeats count once: torchrun passes on what its ranks got already.
+        # With several processes repeated signals are ignored: torchrun forwards signals that its ranks already received.
         if is_alone and self._num_signals > 1:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.begin()
 
     def begin(self) -> None:
-        """Start the agreement, in a thread (not one of ``threading``, whose locks the interrupted code may hold)."""
+        """Start the agreement in a raw thread (the interrupted code may hold locks of ``threading``)."""
         if not self._has_started:
             self._has_started = True
-            self._slot.command = command_word(
-                StopCommand.HOLD
-            )  # the next boundary is not passed before the thread has come to lead
+            # Blocks the next boundary until the thread coordinates.
+            self._slot.command = command_word(StopCommand.HOLD)
             _thread.start_new_thread(self._run, ())
 
     def end(self) -> None:
@@ -224,7 +223,7 @@ class _StopAgreement:
             number = 0
             if words.check(["command"]):
                 number, self._slot.command = json.loads(words.get("command"))
-            # After the command is there for the main thread: what it shows now is what it does with it.
+            # Read the position after writing the command, so that it is the main thread's response to the command.
             post = json.dumps([number, self._slot.position])
             if post != shown:
                 words.set(f"position/{rank}", post)
@@ -246,7 +245,7 @@ class _LocalSlots:
 
 @final
 class _StoreSlots:
-    """The words of all ranks in the store: ``command`` (number, word), and ``position/R`` (number that rank R has seen, word)."""
+    """Words in the store: ``command``: (number, command); ``position/R``: (number that rank R has seen, position)."""
 
     def __init__(self, slot: _LocalSlot, words: dist.Store, deadline: float) -> None:
         self._slot, self._words, self._deadline = slot, words, deadline
@@ -274,10 +273,10 @@ class _StoreSlots:
 
 
 def _exit_now(why: str) -> NoReturn:
-    """Exit the process: it was told to, and its main thread does not."""
+    """Exit the process because its main thread has not stopped within the grace period."""
     print(
-        f"echelon: stopped by a signal, and after {_GRACE_S:g} s {why}: the process exits with code {EXIT_CODE}; the next start "
-        "resumes from the last checkpoint",
+        f"echelon: {_GRACE_S:g} s after a stop signal {why}; the process exits with code {EXIT_CODE}, and the next run resumes "
+        "from the last checkpoint",
         file=sys.stderr,
         flush=True,
     )

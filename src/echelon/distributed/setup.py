@@ -1,4 +1,4 @@
-"""Opens and closes the process group of a training program, from arguments or from its launcher."""
+"""Creates and destroys the process group of a training program, from arguments or from its launcher."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def setup(
     timeout: timedelta | float | None = None,
     init_method: str | None = None,
 ) -> World:
-    """Create the default process group and return this process' ``World``. Calling it again with the same values is harmless.
+    """Create the default process group and return this process's ``World``. Repeating the call with equal values is safe.
 
     Args:
-        rank: of this process; None: from the environment (torchrun, Slurm, MPI), else 0.
+        rank: rank of this process; None: from the environment (torchrun, Slurm, MPI), else 0.
         world_size: number of processes; None: from the environment, else 1.
-        backend: as torch's; None: nccl (or the accelerator's own) with gloo for CPU tensors, gloo on a CPU.
-        timeout: of each collective; a timedelta or seconds; None: 30 minutes.
-        init_method: as torch's; None: MASTER_ADDR and MASTER_PORT.
+        backend: as in torch; None: nccl (or the accelerator's backend) with gloo for CPU tensors, or gloo on CPU.
+        timeout: timeout of collectives, a timedelta or seconds; None: 30 minutes.
+        init_method: as in torch; None: MASTER_ADDR and MASTER_PORT.
 
     Collective: every process of the world must call this.
 
     Raises:
-        ConfigError: a rank outside the world, or arguments against RANK / WORLD_SIZE.
-        SetupError: set up already with other values, the port is in use, rank 0 is unreachable.
+        ConfigError: the rank is outside the world, or arguments contradict RANK / WORLD_SIZE.
+        SetupError: the group already exists with other values, the port is in use, or rank 0 is unreachable.
     """
     repair_fork()
     environment = _resolve_environment(rank, world_size)
@@ -56,7 +56,7 @@ def setup(
 
 
 def cleanup() -> None:
-    """End the default process group; harmless when there is none, so also twice.
+    """Destroy the default process group; does nothing if there is none.
 
     Collective: every process should call this (it does not wait for the others).
     """
@@ -73,9 +73,9 @@ def process_group(
     timeout: timedelta | float | None = None,
     init_method: str | None = None,
 ) -> Iterator[World]:
-    """``setup`` for a ``with`` block; ends the group after it, also when the block raises.
+    """Call ``setup`` for a ``with`` block and ``cleanup`` after it, also if the block raises.
 
-    A group that existed before is left open.
+    A group that existed before the block stays open.
 
     Collective: every process of the world must enter.
     """
@@ -84,7 +84,7 @@ def process_group(
     try:
         yield world
     except BaseException:
-        METRICS.forget()  # the block may have been about to gather them
+        METRICS.forget()  # the block may have failed before it gathered its results
         raise
     finally:
         if ours:
@@ -92,7 +92,7 @@ def process_group(
 
 
 def _resolve_environment(rank: int | None, world_size: int | None) -> LaunchEnvironment:
-    """Merge the arguments with the environment; where both set a value they must agree."""
+    """Merge the arguments with the environment; values set in both must agree."""
     environment = detect()
     if environment.starter != "single":
         for name, given, found in (
@@ -103,33 +103,33 @@ def _resolve_environment(rank: int | None, world_size: int | None) -> LaunchEnvi
                 raise ConfigError(
                     f"setup({name}={given}) contradicts {name}={found} from the environment ({environment.starter})",
                     where=f"code setup({name}=), env {name.upper() if environment.starter == 'torchrun' else environment.starter}",
-                    do=f"leave {name} out (a launcher started this process and knows it), or start the processes by hand",
+                    do=f"omit {name} (the launcher of this process sets it), or start the processes without a launcher",
                 )
         return environment
-    if rank is None and world_size is None and dist.is_initialized():  # a group that the user made by hand
+    if rank is None and world_size is None and dist.is_initialized():  # the user has created the group through torch
         rank, world_size = dist.get_rank(), dist.get_world_size()
     if (rank is None) != (world_size is None):
         if world_size != 1 and rank != 0:
             raise ConfigError(
                 f"setup(rank={rank}, world_size={world_size}): one of the two is missing",
-                do="give both, or none and start by echelon launch or torchrun",
+                do="pass both, or omit both and start the program with echelon launch or torchrun",
             )
         rank, world_size = rank or 0, world_size or 1
     if rank is None or world_size is None:
         return environment
     check_rank(rank, world_size, rank_from="code setup(rank=)", world_size_from="code setup(world_size=)")
-    # Started by hand: one machine, unless the user says otherwise by LOCAL_RANK and a launcher.
+    # Without a launcher all processes are on one machine.
     return replace(environment, rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
 
 
 def _require_same_setup(world: World, backend: str | None) -> None:
-    there = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "backend": dist.get_backend()}
-    asked = {"rank": world.rank, "world_size": world.world_size, "backend": backend or there["backend"]}
-    if asked != there:
+    present = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "backend": dist.get_backend()}
+    requested = {"rank": world.rank, "world_size": world.world_size, "backend": backend or present["backend"]}
+    if requested != present:
         differing = ", ".join(
-            f"{name} {there[name]!r} -> {asked[name]!r}" for name in there if asked[name] != there[name]
+            f"{name} {present[name]!r} -> {requested[name]!r}" for name in present if requested[name] != present[name]
         )
         raise SetupError(
-            f"the process group is set up already, with other values ({differing})",
-            do="call cleanup() before a second setup(), or give the same values",
+            f"the process group already exists with other values ({differing})",
+            do="call cleanup() before the second setup(), or pass the same values",
         )

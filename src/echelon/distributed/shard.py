@@ -1,4 +1,4 @@
-"""``shard``: each rank reads its slice of every global batch, in one global order."""
+"""``shard``: each rank reads its slice of every global batch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["METRICS", "ShardedBatchSampler", "ShardedLoader", "shard"]
 
 logger = get_logger(__name__)
 METRICS: Final = UngatheredMetricsCheck('Use total = echelon.distributed.reduce(total, "sum"), or gather() in the loop')
-"""Of what ``shard()`` gave in this process."""
+"""The check for all loaders that ``shard()`` returned in this process."""
 T = TypeVar("T")
 
 
@@ -45,32 +45,32 @@ def shard(
     drop_last: bool | None = None,
     already_sharded: bool | None = None,
 ) -> ShardedLoader[T]:
-    """Return ``loader`` sharded: rank r gets its slice of every global batch of world_size * batch_size samples.
+    """Return ``loader`` sharded: each rank gets its slice of every global batch of world_size * batch_size samples.
 
-    The order of an epoch is the same on all ranks and depends on (seed, epoch) only; the epoch advances by itself with
-    each pass (``set_epoch`` overrides it). Every sample is used exactly once, and all ranks make the same number of
-    steps: the last global batches are split evenly. Only where that is impossible (fewer samples than ranks in the end,
-    and batches of one) does ``even`` decide. Dataset, workers, collate, pinning stay as the user chose them.
+    The order of an epoch is the same on all ranks and depends only on (seed, epoch). The epoch advances with each pass, and
+    ``set_epoch`` overrides it. Every sample is used exactly once, and all ranks make the same number of steps, because the
+    last global batches are split evenly. ``even`` matters only if that is impossible (fewer samples than ranks remain, and
+    the batch size is one). Dataset, workers, collate function and pinning stay unchanged.
 
-    A loader that is sharded already (by a ``DistributedSampler`` or another sampler that knows ``num_replicas`` and
-    ``rank``, by webdataset's ``split_by_node``, by an iterable dataset that shards itself, ...) stays so: each rank
-    reads its own shard, and ``set_epoch`` reaches the sampler and the dataset.
+    A loader that is already sharded (for example by a ``DistributedSampler`` or another sampler with ``num_replicas`` and
+    ``rank``, by webdataset's ``split_by_node``, or by an iterable dataset that shards itself) is not sharded again: each rank
+    reads its own shard, and ``set_epoch`` is forwarded to the sampler and the dataset.
 
     Args:
-        loader: a map-style DataLoader with a batch size; a shuffling one, a sequential one, or one with a sampler of
-            the user's, which rank 0 then draws for all. Or one that is sharded already.
-        seed: of the shuffle; None: that of the sampler's generator, else 0.
-        even: repeat a few samples so that all ranks make the same number of steps (right for training), or leave some
-            ranks a step short (exact, right for evaluation); None: even for a shuffling loader.
-        drop_last: leave out the last global batch unless it is whole; None: as the loader.
-        already_sharded: each rank's loader yields its own shard (True), or is sharded here in any case (False); None:
-            detect it.
+        loader: a map-style DataLoader with a batch size. It may shuffle, be sequential, or have a custom sampler, whose order
+            rank 0 then draws for all ranks. Or an already sharded loader.
+        seed: seed of the shuffle; None: the seed of the sampler's generator, else 0.
+        even: repeat a few samples so that all ranks make the same number of steps (for training), or let some ranks end one
+            step early (exact, for evaluation); None: True unless the loader is sequential.
+        drop_last: drop the last global batch if it is incomplete; None: as in the loader.
+        already_sharded: True: each rank's loader yields its own shard; False: shard it in any case; None: detect it.
 
-    Collective: every rank; with a sampler of the user's, each pass, too (rank 0's order goes to all ranks).
+    Collective: every rank; with a custom sampler also at each pass (rank 0 broadcasts its order).
 
     Raises:
-        UsageError: an iterable dataset that does not shard itself, a custom batch sampler, or no batch size; a loader that
-            is sharded for other ranks than these, or that is sharded although ``seed``, ``even`` or ``drop_last`` is given.
+        UsageError: the dataset is iterable and does not shard itself; the loader has a custom batch sampler or no batch size;
+            it is sharded for a different number of ranks; or it is already sharded and ``seed``, ``even`` or ``drop_last`` is
+            given.
     """
     line = user_line()
     facts = _agree(loader, already_sharded=already_sharded, line=line)
@@ -79,15 +79,15 @@ def shard(
         named = [f"{name}={value}" for name, value in given.items() if value is not None]
         if named:
             raise UsageError(
-                f"the loader is sharded already by {facts.cut.what}, so {', '.join(named)} has no effect",
+                f"the loader is already sharded by {facts.cut.what}, so {', '.join(named)} has no effect",
                 where=str(line),
                 do=f"remove {', '.join(named)}, or the loader's own sharding",
             )
         return ShardedLoader(loader, PreshardedBatches(loader), first_pass=facts.first_pass(line, reads_own=True))
     if isinstance(loader.dataset, IterableDataset):
         raise UsageError(
-            "shard() cannot shard an iterable dataset: it has no index",
-            do="let the dataset itself yield every world_size-th item, starting at its rank (if it does, set "
+            "shard() cannot shard an iterable dataset, because it has no index",
+            do="make the dataset yield only every world_size-th item, starting at its rank (if it already does, set "
             "already_sharded=True)",
         )
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
@@ -97,8 +97,8 @@ def shard(
         )
     if facts.differ:
         warn(
-            f"the ranks gave shard() different data: their datasets ({type(loader.dataset).__name__}) have other samples at the "
-            "same indices, so sharding them again loses most samples. Give every rank the whole dataset, or call "
+            f"the ranks passed different data to shard(): their datasets ({type(loader.dataset).__name__}) have different "
+            "samples at the same indices, so sharding them again loses most samples. Give every rank the whole dataset, or call "
             "shard(..., already_sharded=True)",
             at=line,
         )
@@ -117,23 +117,23 @@ def shard(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Facts:
-    """What the ranks know about a loader."""
+    """Facts about a loader, from all ranks."""
 
     rank: int
     world_size: int
     token: int
     cut: ExistingSharding | None
     differ: bool
-    """The datasets hold different samples, which are not random numbers that each rank has drawn."""
+    """Whether the datasets hold different samples that are not just random numbers drawn by each rank."""
 
     def first_pass(self, line: UserLine, *, reads_own: bool) -> DuplicateSamplesCheck | None:
         """Return the check that compares the first passes of the ranks."""
         if self.world_size == 1:
             return None
         do = (
-            "give each rank different samples, or remove the loader's own sharding and let shard() do it"
+            "give each rank different samples, or remove the loader's own sharding and let shard() shard it"
             if reads_own
-            else "give every rank the same dataset, whose samples depend only on the index, or call "
+            else "give every rank the same dataset, with samples that depend only on the index, or call "
             "shard(..., already_sharded=True) if each rank has its own shard"
         )
         return DuplicateSamplesCheck(
@@ -148,13 +148,13 @@ class _Facts:
 
 
 def _agree(loader: DataLoader[Any], *, already_sharded: bool | None, line: UserLine) -> _Facts:
-    """Detect whether the loader is sharded, and whether the ranks have the same data. Collective."""
+    """Detect whether the loader is already sharded and whether the ranks have the same data. Collective."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     is_iterable = isinstance(loader.dataset, IterableDataset)
     mine, everybody = gather_loader_facts(
         loader, rank=rank, world_size=world_size, batches=loader.batch_sampler, already_sharded=already_sharded
     )
-    # A dataset with an index may know its rank for other reasons.
+    # A map-style dataset may know its rank for other reasons.
     cuts = [
         facts.cut
         for facts in everybody
@@ -162,7 +162,7 @@ def _agree(loader: DataLoader[Any], *, already_sharded: bool | None, line: UserL
     ]
     if cuts and len(cuts) < world_size:
         raise DesyncError(
-            f"the loader is sharded already by {cuts[0].what}, but not on every rank",
+            f"the loader is already sharded by {cuts[0].what}, but not on every rank",
             where=str(line),
             do="build the same kind of loader on every rank",
         )
@@ -171,7 +171,7 @@ def _agree(loader: DataLoader[Any], *, already_sharded: bool | None, line: UserL
     num_samples = [-1 if facts.is_iterable else facts.num_samples for facts in everybody]
     if not cuts and already_sharded is None and not is_iterable and are_table_shards(columns, num_samples):
         name = type(loader.dataset).__name__
-        cut = ExistingSharding(what=f"its dataset ({name}, of which each rank has other rows)", place="dataset")
+        cut = ExistingSharding(what=f"its dataset ({name} with different rows on each rank)", place="dataset")
     first, *others = columns
     same_seeds = len({facts.seed for facts in everybody}) == 1
     return _Facts(
@@ -184,10 +184,10 @@ def _agree(loader: DataLoader[Any], *, already_sharded: bool | None, line: UserL
 
 
 class PreshardedBatches(Sampler[Any]):
-    """The batches, or the items, that the samplers of a sharded loader yield on this rank.
+    """The batches or items that the samplers of an already sharded loader yield on this rank.
 
     Args:
-        loader: the user's.
+        loader: the user's loader.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -197,12 +197,12 @@ class PreshardedBatches(Sampler[Any]):
         self._next_epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next pass; the passes after it count on from there."""
+        """Set the epoch of the next pass; later passes count on from it."""
         self._next_epoch = epoch
         self._set_epoch_of_samplers(epoch)
 
     def begin_pass(self) -> None:
-        """Start the next epoch, or the one that the script has set on its sampler."""
+        """Start the next epoch, or the epoch that the script has set on its sampler."""
         changed = self._epochs.changed()
         epoch = self._next_epoch if changed is None else changed
         self._set_epoch_of_samplers(epoch)
@@ -212,7 +212,7 @@ class PreshardedBatches(Sampler[Any]):
         for owner in (*samplers_of(self.loader), self.loader.dataset):
             if isinstance(owner, SupportsSetEpoch):
                 owner.set_epoch(epoch)
-        self._epochs.note()
+        self._epochs.record()
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -248,21 +248,25 @@ class ShardedBatchSampler(Sampler[list[int]]):
         self._next_epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next pass; the passes after it count on from there."""
+        """Set the epoch of the next pass; later passes count on from it."""
         self._next_epoch = epoch
 
     def begin_pass(self) -> None:
-        """Start the next epoch. Called by the loader, which with workers asks for the batches twice a pass."""
+        """Start the next epoch. The loader calls this, because with workers it calls ``__iter__`` twice per pass."""
         self.epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
 
     def steps(self, num_samples: int | None = None) -> list[tuple[int, int]]:
-        """Return (start, size) in the global order (of ``num_samples``; None: as its length says) of each global batch."""
+        """Return (start, size) of each global batch in the global order.
+
+        Args:
+            num_samples: length of the order; None: the length that the sampler declares.
+        """
         num_samples = self.num_samples if num_samples is None else num_samples
         whole = self.batch_size * self.world_size
         steps = [(start, min(whole, num_samples - start)) for start in range(0, num_samples, whole)]
         if steps and steps[-1][1] < whole and self.drop_last:
             return steps[:-1]
-        # Fewer samples than ranks in the last step: it takes some of the step before it, so that no rank is idle.
+        # If the last step has fewer samples than ranks, it takes some of the previous step, so that no rank is idle.
         if len(steps) > 1 and steps[-1][1] < self.world_size <= whole - self.world_size:
             (before, size), (_, rest) = steps[-2], steps[-1]
             moved = self.world_size - rest
@@ -279,8 +283,8 @@ class ShardedBatchSampler(Sampler[list[int]]):
 
     def _slices(self, epoch: int) -> Iterator[list[int]]:
         order = self._order(epoch)
-        for start, size in self.steps(len(order)):  # a sampler may give another number than its length says
-            # The first (size % world_size) ranks take one sample more.
+        for start, size in self.steps(len(order)):  # a sampler may yield a different number than its length
+            # The first (size % world_size) ranks take one more sample.
             share, extra = divmod(size, self.world_size)
             first = start + self.rank * share + min(self.rank, extra)
             count = share + (self.rank < extra)
@@ -295,10 +299,10 @@ class ShardedBatchSampler(Sampler[list[int]]):
             return torch.arange(self.num_samples)
         if isinstance(self.sampler, RandomSampler) and not self.sampler.replacement:
             whole = len(self.sampler.data_source)
-            if self.num_samples == whole:  # no num_samples= of the user's
+            if self.num_samples == whole:  # the user did not set num_samples=
                 generator = torch.Generator().manual_seed(self.seed + epoch)
                 return torch.randperm(whole, generator=generator)
-        # A sampler of the user's draws from generators that differ between ranks: rank 0's draw counts.
+        # A custom sampler may draw from generators that differ between ranks, so rank 0's order is used.
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
         order = torch.tensor(list(self.sampler), dtype=torch.int64)
@@ -331,8 +335,8 @@ class ShardedLoader(DataLoader[T]):
             persistent_workers=loader.persistent_workers,
             in_order=loader.in_order,
         )
-        # DataLoader puts an unused SequentialSampler here and forbids assignment; tutorials call
-        # `loader.sampler.set_epoch(epoch)` before each epoch, and that must work.
+        # DataLoader sets an unused SequentialSampler and forbids assignment, but `loader.sampler.set_epoch(epoch)`, as in
+        # DistributedSampler tutorials, must work.
         self.__dict__["sampler"] = batch_sampler
         self._batches = batch_sampler
         self._first_pass = first_pass
@@ -343,18 +347,18 @@ class ShardedLoader(DataLoader[T]):
             missing = batch_sampler.world_size - steps[-1][1] if steps else 0
             if missing > 0:
                 logger.warning(
-                    "the last step of each epoch has fewer samples than there are ranks: %d sample(s) are used twice "
-                    "(shard(..., even=False) leaves these ranks a step short instead)",
+                    "the last step of each epoch has fewer samples than ranks, so %d sample(s) are used twice (with "
+                    "shard(..., even=False) these ranks end one step early instead)",
                     missing,
                 )
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next pass; the passes after it count on from there."""
+        """Set the epoch of the next pass; later passes count on from it."""
         self._batches.set_epoch(epoch)
 
     @property
     def dataset(self) -> Any:
-        """The user's, whole; an evaluation that is divided by its length, and shared with nobody, is warned about."""
+        """The whole dataset of the user; its length must not be used to average results that were not gathered."""
         self._length.note_access()
         return self._dataset
 
@@ -383,24 +387,24 @@ def _choices_of_batches(loader: DataLoader[Any], batches: ShardedBatchSampler | 
 
 
 def _compared(batches: Iterator[T], first_pass: DuplicateSamplesCheck) -> Iterator[T]:
-    """Yield ``batches``, which ``first_pass`` compares with those of the other ranks."""
+    """Yield ``batches`` and let ``first_pass`` compare them with those of the other ranks."""
     is_wanted = True
     for batch in batches:
-        is_wanted = is_wanted and first_pass.note(batch)
+        is_wanted = is_wanted and first_pass.add(batch)
         yield batch
     if is_wanted:
         first_pass.end()
 
 
 def _watched(batches: Iterator[T], length: DatasetLength) -> Iterator[T]:
-    """Yield ``batches``, and note whether the ranks exchanged anything during an evaluation and after it."""
+    """Yield ``batches``, and register the pass with the check for ungathered metrics."""
     since, is_first = None, True
     for batch in batches:
-        if is_first:  # an order that rank zero draws has been sent by now
+        if is_first:  # after rank zero has broadcast the order of a custom sampler
             since, is_first = METRICS.num_collectives(), False
         yield batch
         METRICS.begin_pass()
-    METRICS.note_pass(length, since)
+    METRICS.end_pass(length, since)
 
 
 def _seed_of(loader: DataLoader[Any]) -> int:

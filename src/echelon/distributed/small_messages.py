@@ -1,4 +1,4 @@
-"""Small messages between the ranks: counts and bytes, on the CPU where a backend serves it (the host reads them)."""
+"""Small messages between the ranks (counts and bytes), on the CPU if a backend of the group serves it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from echelon.distributed.structure_check import wire_device
 
 __all__ = ["broadcast_bytes", "bytes_of", "gather_bytes", "gather_counts", "host_wire"]
 
-_HEAD = 256  # one message carries a short payload whole; a longer one takes a second
+_HEAD = 256  # bytes of the first message; a longer payload needs a second one
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values of ``tensor`` as uint8 [number of bytes]: a view where it is contiguous."""
+    """Return the values of ``tensor`` as uint8 [number of bytes], as a view if it is contiguous."""
     flat = tensor.contiguous().reshape(-1)
-    if flat.stride(0) != 1:  # one value of a larger tensor: contiguous to torch, and no view of bytes to it
+    if flat.stride(0) != 1:  # a single value of a larger tensor is contiguous, but torch cannot view it as bytes
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8)
 
 
 def gather_counts(*counts: int) -> list[list[int]]:
-    """Return, for each of ``counts``, the list of the numbers that the ranks bring.
+    """Return, for each of ``counts``, the list of its values on all ranks.
 
     Collective: every rank, with equally many counts.
     """
@@ -48,7 +48,7 @@ def gather_bytes(payload: bytes) -> list[bytes]:
 
 
 def broadcast_bytes(payload: bytes | None, *, source: int = 0) -> bytes:
-    """Return the payload of the rank ``source`` on every rank; the others bring None.
+    """Return the payload of the rank ``source`` on every rank; the other ranks pass None.
 
     Collective: every rank.
     """
@@ -72,5 +72,5 @@ def broadcast_bytes(payload: bytes | None, *, source: int = 0) -> bytes:
 
 
 def host_wire() -> torch.device:
-    """Return where messages that the host reads must be: on the CPU where a backend of the group serves it."""
+    """Return the device for messages that the host reads: the CPU if a backend of the group serves it."""
     return wire_device(torch.device("cpu"), None)

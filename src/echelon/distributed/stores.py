@@ -1,4 +1,4 @@
-"""The store of a process group, and connections to it, in every supported torch."""
+"""The store of a process group and connections to it, for all supported versions of torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CAN_CLONE = hasattr(dist.Store, "clone")
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """Return the store of ``group``, on the connection that this process has to it; the group's prefix keeps groups apart."""
+    """Return the store of ``group`` with the group's prefix, on the existing connection of this process."""
     return _get_process_group_store(group)
 
 
@@ -26,20 +26,19 @@ def base_store(store: dist.Store) -> dist.Store:
 
 
 def common_store(group: dist.ProcessGroup, *, own_connection: bool = False) -> dist.Store:
-    """Return a store in which the ranks of ``group`` see each other's keys, usable from any thread.
+    """Return a store that the ranks of ``group`` share and that any thread can use.
 
     Args:
-        group: whose.
-        own_connection: not used by other threads: a connection serves one thread at a time.
-
-    Where there is no such connection (a file is no server), the store itself is returned.
+        group: the group.
+        own_connection: open a separate connection for this thread, because a connection serves one thread at a time. A store
+            without a server (a file) is returned unchanged.
     """
     store = store_of(group)
     if _CAN_CLONE:
         clone: Callable[[], dist.Store] = store.clone  # type: ignore[attr-defined]
         return clone() if own_connection else store
-    # torch 2.7 cannot clone a store (pytorch/pytorch#150966), and does not expose the group's prefix, which a second connection
-    # would need: all ranks use another one, drawn by the first of them.
+    # torch 2.7 cannot clone a store (pytorch/pytorch#150966) and does not expose the group's prefix, which a second connection
+    # would need. Therefore all ranks use another prefix, drawn by the first rank that gets here.
     base = base_store(store)
     if not isinstance(base, dist.TCPStore):
         return store

@@ -1,4 +1,4 @@
-"""Accelerate's functions on nested data: apply, move, convert, measure, slice, join. No communication."""
+"""Accelerate's functions on nested data: apply, move, convert, inspect, slice, concatenate. They do not communicate."""
 
 from __future__ import annotations
 
@@ -42,28 +42,28 @@ __all__ = [
 
 @dataclass
 class TensorInformation:
-    """The shape and dtype of a tensor that is elsewhere."""
+    """Shape and dtype of a tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 class _WrongTypeError(UsageError, TypeError):
-    """Both our error and the one that scripts written for Accelerate catch."""
+    """A ``UsageError`` that is also the ``TypeError`` that scripts written for Accelerate catch."""
 
 
 def is_torch_tensor(tensor: object) -> bool:
-    """Tell whether it is a tensor."""
+    """Return whether ``tensor`` is a tensor."""
     return isinstance(tensor, torch.Tensor)
 
 
 def is_tensor_information(tensor_info: object) -> bool:
-    """Tell whether it is a ``TensorInformation``."""
+    """Return whether ``tensor_info`` is a ``TensorInformation``."""
     return isinstance(tensor_info, TensorInformation)
 
 
 def is_namedtuple(data: object) -> bool:
-    """Tell whether it is a named tuple."""
+    """Return whether ``data`` is a named tuple."""
     return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
 
 
@@ -80,18 +80,18 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Return ``data`` with ``func(leaf, *args, **kwargs)`` in the place of each leaf that passes ``test_type``.
+    """Return ``data`` with each leaf that passes ``test_type`` replaced by ``func(leaf, *args, **kwargs)``.
 
     Args:
-        func: applied to leaves.
+        func: function to apply to leaves.
         data: nested tuples, lists, dicts, named tuples, dataclasses; they keep their types.
-        args: of ``func``.
-        test_type: which leaves to apply to.
-        error_on_other_type: raise for other leaves; else they stay.
-        kwargs: of ``func``.
+        args: positional arguments of ``func``.
+        test_type: returns whether to apply ``func`` to a leaf.
+        error_on_other_type: raise for other leaves instead of keeping them.
+        kwargs: keyword arguments of ``func``.
 
     Raises:
-        UsageError: (also a TypeError) a leaf does not pass, with ``error_on_other_type``.
+        UsageError: (also a TypeError) a leaf does not pass ``test_type``, with ``error_on_other_type``.
     """
 
     def apply(item: Any) -> Any:
@@ -106,8 +106,8 @@ def recursively_apply(
             return rebuild_like(item, {key: apply(value) for key, value in held.items()})
         if error_on_other_type:
             raise _WrongTypeError(
-                f"{_name(func)} does not take {type(item).__name__} (in {describe(data)})",
-                do=f"give nested tuples, lists and dicts of what passes {_name(test_type)}",
+                f"{_name(func)} does not accept {type(item).__name__} (in {describe(data)})",
+                do=f"pass nested tuples, lists and dicts whose leaves pass {_name(test_type)}",
             )
         return item
 
@@ -117,13 +117,13 @@ def recursively_apply(
 def send_to_device(
     tensor: Any, device: Any, non_blocking: bool = False, skip_keys: str | list[str] | None = None
 ) -> Any:
-    """Move nested data to ``device``: tensors, and everything else that has a ``to`` (a tokenizer's batch).
+    """Move nested data to ``device``: tensors and other objects with a ``to`` method (such as a tokenizer's batch).
 
     Args:
-        tensor: nested data; other leaves stay.
-        device: as of ``torch.Tensor.to``.
-        non_blocking: for those ``to`` methods that know it.
-        skip_keys: keys of dicts whose values stay where they are.
+        tensor: nested data; other leaves are kept.
+        device: as in ``torch.Tensor.to``.
+        non_blocking: passed to ``to`` methods that accept it.
+        skip_keys: keys of dicts whose values are not moved.
     """
     skipped = [skip_keys] if isinstance(skip_keys, str) else list(skip_keys or [])
 
@@ -133,7 +133,7 @@ def send_to_device(
         if isinstance(item, SupportsTo):
             try:
                 return item.to(device, non_blocking=non_blocking)
-            except TypeError:  # a `to` of its own that takes the device only; another TypeError comes again
+            except TypeError:  # a `to` that accepts only the device; any other TypeError is raised again
                 return item.to(device)
         if isinstance(item, (tuple, list)):
             return rebuild_like(item, [send(each) for each in item])
@@ -145,17 +145,17 @@ def send_to_device(
 
 
 def get_data_structure(data: Any) -> Any:
-    """Return ``data`` with a ``TensorInformation`` in the place of each tensor."""
+    """Return ``data`` with each tensor replaced by a ``TensorInformation``."""
     return map_tensors(lambda tensor: TensorInformation(shape=tensor.shape, dtype=tensor.dtype), data)
 
 
 def get_shape(data: Any) -> Any:
-    """Return ``data`` with the shape, as a list, in the place of each tensor."""
+    """Return ``data`` with each tensor replaced by its shape, as a list."""
     return map_tensors(lambda tensor: list(tensor.shape), data)
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """Return what ``get_data_structure`` described, with tensors that hold nothing yet."""
+    """Return ``data_structure`` with each ``TensorInformation`` replaced by an uninitialized tensor."""
     return recursively_apply(
         lambda info: torch.empty(info.shape, dtype=info.dtype), data_structure, test_type=is_tensor_information
     )
@@ -165,26 +165,25 @@ def find_batch_size(data: Any) -> int:
     """Return the first dimension of the first tensor of ``data``.
 
     Raises:
-        UsageError: there is no first tensor (also a TypeError where something else is in its place), or it has no
-            dimension.
+        UsageError: ``data`` is empty, its first leaf is not a tensor (then also a TypeError), or that tensor is 0-d.
     """
     first = data
     while (held := contents(first)) is not None:
         if len(held) == 0:
-            raise UsageError(f"an empty {type(first).__name__} has no batch size", do="give at least one tensor")
+            raise UsageError(f"an empty {type(first).__name__} has no batch size", do="pass at least one tensor")
         first = next(iter(held.values())) if isinstance(held, dict) else held[0]
     if not isinstance(first, torch.Tensor):
         raise _WrongTypeError(
-            f"the batch size is read from a tensor, and the first leaf is {type(first).__name__} ({describe(data)})",
+            f"the batch size is read from the first leaf, which is {type(first).__name__}, not a tensor ({describe(data)})",
             do="put a tensor first",
         )
     if first.dim() == 0:
-        raise UsageError("a tensor without dimensions has no batch size", do="put a tensor of samples first")
+        raise UsageError("a 0-d tensor has no batch size", do="put a tensor with a batch dimension first")
     return first.shape[0]
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """Return the batch size of ``data``; None where it has none."""
+    """Return the batch size of ``data``; None if it has none."""
     try:
         return find_batch_size(data)
     except UsageError:
@@ -192,7 +191,7 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
 
 def listify(data: Any) -> Any:
-    """Return ``data`` with nested lists of numbers in the place of tensors."""
+    """Return ``data`` with each tensor replaced by a nested list of numbers."""
 
     def to_list(tensor: torch.Tensor) -> Any:
         values = tensor.detach().cpu()
@@ -202,22 +201,22 @@ def listify(data: Any) -> Any:
 
 
 def find_device(data: Any) -> torch.device | None:
-    """Return the device of the first tensor of ``data``; None without one."""
+    """Return the device of the first tensor of ``data``; None if it has no tensor."""
     return next((leaf.device for leaf in leaves(data) if isinstance(leaf, torch.Tensor)), None)
 
 
 def slice_tensors(
     data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
-    """Return ``tensor[tensor_slice]`` of each tensor; the last two arguments are for functions of the same signature."""
+    """Return ``data`` with each tensor sliced by ``tensor_slice``; the last two arguments are unused."""
     return map_tensors(lambda tensor: tensor[tensor_slice], data)
 
 
 def concatenate(data: Any, dim: int = 0) -> Any:
-    """Join equal structures, given as a list, tensor by tensor along ``dim``.
+    """Concatenate a list of equal structures, tensor by tensor along ``dim``.
 
     Raises:
-        UsageError: (also a TypeError) something else than tensors is to be joined.
+        UsageError: (also a TypeError) a leaf is not a tensor.
     """
     first = data[0]
     if isinstance(first, (tuple, list)):
@@ -231,20 +230,20 @@ def concatenate(data: Any, dim: int = 0) -> Any:
         return rebuild_like(first, {key: concatenate([one[key] for one in columns], dim=dim) for key in columns[0]})
     if len(data) == 1:
         return first
-    raise _WrongTypeError(f"{type(first).__name__} objects cannot be joined", do="give tensors")
+    raise _WrongTypeError(f"{type(first).__name__} objects cannot be concatenated", do="pass tensors")
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Append zeros so that a batch of ``batch_size`` can be cut into ``num_processes`` equal parts.
+    """Append zeros so that a batch of ``batch_size`` can be split into ``num_processes`` equal parts.
 
     Args:
-        tensor: nested data of tensors; all of them get the same number of rows.
-        batch_size: rows of the batch.
-        num_processes: parts.
+        tensor: nested data of tensors; each gets the same number of additional rows.
+        batch_size: number of rows of the batch.
+        num_processes: number of parts.
         dim: the dimension of the rows.
 
     Raises:
-        UsageError: (also a TypeError) a leaf is no tensor.
+        UsageError: (also a TypeError) a leaf is not a tensor.
     """
     missing = -batch_size % num_processes
 
@@ -257,7 +256,7 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """Return ``data`` with its float16 and bfloat16 tensors in float32."""
+    """Return ``tensor`` with float16 and bfloat16 tensors converted to float32."""
     return map_tensors(
         lambda each: each.float() if each.dtype in (torch.float16, torch.bfloat16) else each,
         tensor,
@@ -265,7 +264,7 @@ def convert_to_fp32(tensor: Any) -> Any:
 
 
 class ConvertOutputsToFp32:
-    """A forward whose outputs are float32 where they were half precision; it pickles if the forward does."""
+    """A forward function with half-precision outputs converted to float32; it pickles if the function does."""
 
     def __init__(self, model_forward: Callable[..., Any]) -> None:
         self.model_forward = model_forward
@@ -276,7 +275,7 @@ class ConvertOutputsToFp32:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``model_forward`` with float32 outputs; the original is its ``__wrapped__``."""
+    """Return ``model_forward`` with half-precision outputs converted to float32; ``__wrapped__`` is the original."""
     return ConvertOutputsToFp32(model_forward)
 
 
@@ -284,12 +283,12 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
 def GatheredParameters(
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
 ) -> Iterator[None]:
-    """Give access to whole parameters where DeepSpeed has taken them apart (ZeRO stage 3); elsewhere there is nothing to do.
+    """Gather parameters that DeepSpeed has partitioned (ZeRO stage 3) inside the block; otherwise do nothing.
 
     Args:
         params: one parameter, or several.
-        modifier_rank: the rank whose changes in the block count; None: nobody changes them.
-        fwd_module: as for DeepSpeed.
+        modifier_rank: the rank whose changes in the block are kept; None: no rank changes them.
+        fwd_module: as in DeepSpeed.
         enabled: False: do nothing.
 
     Collective: in ZeRO stage 3.

@@ -1,4 +1,4 @@
-"""Before a collective runs: do all ranks bring the same structure? gloo aborts the process when they do not."""
+"""Checks before a collective that all ranks pass the same structure. Without the check gloo may abort the process."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ __all__ = ["check_same", "ranks_of", "wire_device"]
 
 
 def check_same(operation: str, description: str, *, group: dist.ProcessGroup | None) -> None:
-    """Raise on every rank when ``description`` differs between the ranks; the error lists each rank's.
+    """Raise on every rank if ``description`` differs between the ranks; the error lists the description of each rank.
 
-    Where gloo does all the work, which otherwise aborts the whole process (SIGABRT) or mixes data, it runs always and
-    costs one gather of 16 bytes; elsewhere, where it would make the host wait, only in debug mode (ECHELON_DEBUG=1).
+    If gloo is the only backend, the check always runs and costs one gather of 16 bytes: on a mismatch gloo would abort the
+    process (SIGABRT) or mix up data. On other backends, where it would synchronize the host, it runs only in debug mode
+    (ECHELON_DEBUG=1).
 
     Collective: every rank of ``group``.
 
@@ -43,8 +44,8 @@ def check_same(operation: str, description: str, *, group: dist.ProcessGroup | N
     dist.all_gather_object(texts, f"{operation} {description}", group=group)
     listing = "\n".join(f"    rank {rank}: {text}" for rank, text in zip(ranks_of(group), texts))
     raise DesyncError(
-        f"{operation}: the ranks do not bring the same structure\n{listing}",
-        do="make shapes, dtypes and structures equal on every rank (pad_across_processes for unequal sizes, gather_object "
+        f"{operation}: the ranks do not pass the same structure\n{listing}",
+        do="make shapes, dtypes and structures equal on every rank (use pad_across_processes for unequal sizes, gather_object "
         "for other data), and call collectives in the same order on every rank",
     )
 
@@ -52,13 +53,13 @@ def check_same(operation: str, description: str, *, group: dist.ProcessGroup | N
 def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
     """Return the global ranks of ``group`` in its order."""
     if group is None:
-        group = dist.group.WORLD  # torch 2.7 does not take None for it
+        group = dist.group.WORLD  # torch 2.7 does not accept None here
         assert group is not None
     return dist.get_process_group_ranks(group)
 
 
 def wire_device(device: torch.device, group: dist.ProcessGroup | None) -> torch.device:
-    """Return where a tensor of ``device`` must be for a collective of ``group``: there, if a backend serves it.
+    """Return the device to which a tensor must be moved for a collective: ``device`` itself if a backend serves it.
 
     Raises:
         UsageError: there is no process group.
@@ -73,7 +74,7 @@ def wire_device(device: torch.device, group: dist.ProcessGroup | None) -> torch.
 
 
 def _backends(group: dist.ProcessGroup | None) -> dict[str, str]:
-    """Return device type -> backend, such as ``{"cpu": "gloo", "cuda": "nccl"}``."""
+    """Return the backend of each device type, such as ``{"cpu": "gloo", "cuda": "nccl"}``."""
     if not dist.is_initialized():
         raise UsageError("there is no process group", do="call echelon.distributed.setup() first")
     pairs = dist.get_backend_config(group).split(",")

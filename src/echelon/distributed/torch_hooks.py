@@ -1,4 +1,4 @@
-"""Hooks that torch calls for every optimizer and every module of the process, for as long as their owner lives."""
+"""Global torch hooks on every optimizer and every module of the process, which live as long as their owner."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def watch_optimizer_steps(
 ) -> Callable[[], object]:
     """Call ``before_step(owner, optimizer, closure)`` before each optimizer step in this process.
 
-    It sees every subclass of ``torch.optim.Optimizer``, also one inside another optimizer. What it returns is the closure
-    that the step gets; None: the one that it has.
+    It sees every subclass of ``torch.optim.Optimizer``, also an optimizer inside another one.
 
     Args:
-        owner: held weakly; the hook is removed when it dies.
-        before_step: must not hold ``owner``: a function of its class.
+        owner: held weakly; the hook is removed when it is freed.
+        before_step: returns the closure for the step, or None to keep it. It must not reference ``owner``: use a function of
+            its class, not a bound method.
 
     Returns:
-        A function that removes the hook now.
+        A function that removes the hook.
 
     Source: torch.optim.optimizer.register_optimizer_step_pre_hook.
     """
@@ -42,13 +42,13 @@ def watch_optimizer_steps(
 
 
 def watch_module_changes(owner: Owner, on_change: Callable[[Owner, nn.Module], None]) -> None:
-    """Call ``on_change(owner, module)`` when a parameter or a module is about to be set on any ``module`` of this process.
+    """Call ``on_change(owner, module)`` before a parameter or submodule is set on any ``module`` of this process.
 
-    What is deleted, or written into ``_parameters`` and ``_modules`` past torch, is not seen.
+    It does not see deletions, or entries written directly into ``_parameters`` and ``_modules``.
 
     Args:
-        owner: held weakly; the hooks are removed when it dies.
-        on_change: must not hold ``owner``: a function of its class.
+        owner: held weakly; the hooks are removed when it is freed.
+        on_change: must not reference ``owner``: use a function of its class, not a bound method.
 
     Source: torch.nn.modules.module.register_module_parameter_registration_hook.
     """
@@ -63,7 +63,7 @@ def watch_module_changes(owner: Owner, on_change: Callable[[Owner, nn.Module], N
 
 
 def is_in_backward() -> bool:
-    """Tell whether this thread is inside a backward pass of autograd (in a hook of a parameter, say)."""
+    """Return whether this thread is inside a backward pass of autograd (for example, in a parameter hook)."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -76,7 +76,7 @@ class _Hook(Generic[Owner]):
 
     @property
     def is_dead(self) -> bool:
-        """Has the owner died?"""
+        """Whether the owner was freed."""
         return self._owner() is None
 
 
@@ -84,27 +84,27 @@ class _StepHook(_Hook[Owner]):
     __slots__ = ()
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # the graph of a compiled step is cut here
-            return _look_uncompiled(self, optimizer, args, kwargs)
-        return self.look(optimizer, args, kwargs)
+        if torch.compiler.is_compiling():  # a graph break in a compiled step
+            return _run_uncompiled(self, optimizer, args, kwargs)
+        return self.run(optimizer, args, kwargs)
 
-    def look(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Show the step to the owner; return its arguments where they change."""
+    def run(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Call the owner's function; return the new arguments of the step, or None to keep them."""
         owner = self._owner()
         if owner is None:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        instead = self._function(owner, optimizer, closure)
-        if instead is None:
+        replacement = self._function(owner, optimizer, closure)
+        if replacement is None:
             return None
         if len(args) > 1:
-            return (args[0], instead, *args[2:]), kwargs
-        return args, {**kwargs, "closure": instead}
+            return (args[0], replacement, *args[2:]), kwargs
+        return args, {**kwargs, "closure": replacement}
 
 
 @torch._disable_dynamo
-def _look_uncompiled(hook: _StepHook[Any], optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    return hook.look(optimizer, args, kwargs)
+def _run_uncompiled(hook: _StepHook[Any], optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    return hook.run(optimizer, args, kwargs)
 
 
 class _ModuleHook(_Hook[Owner]):
@@ -117,16 +117,16 @@ class _ModuleHook(_Hook[Owner]):
 
 
 def _remove_with(owner: object, caller: ModuleType, handle: Any) -> Callable[[], object]:
-    """Remove the hook of ``handle`` when ``owner`` dies."""
+    """Remove the hook of ``handle`` when ``owner`` is freed; return a function that removes it earlier."""
     removal = weakref.finalize(owner, _remove, str(caller.__file__), handle)
     removal.atexit = False
     return removal
 
 
 def _remove(caller: str, handle: Any) -> None:
-    """Remove a hook, unless torch is in the middle of calling all of them: garbage is collected at any place.
+    """Remove a hook, unless torch is iterating over the hooks, as it may be when the garbage collector runs.
 
-    What stays does nothing, and the next one that is registered clears it away.
+    A hook that stays does nothing, and the next registration removes it.
     """
     frame: Any = sys._getframe(1)
     while frame is not None:

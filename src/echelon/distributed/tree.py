@@ -1,8 +1,8 @@
-"""Nested data (tuples, lists, dicts, dataclasses of tensors): map over it, take it apart, describe it.
+"""Maps over nested data (tuples, lists, dicts, dataclasses of tensors), iterates over its leaves, and describes it.
 
-Containers are tuples, lists, mappings, and instances of dataclasses; everything else is a leaf. What is put together again
-has the type, the order and the other attributes of what it was made of, and none of its own methods is called for that:
-``__init__``, ``__setitem__`` and ``update`` of the classes that models return check, count or refuse.
+Containers are tuples, lists, mappings, and instances of dataclasses; everything else is a leaf. A rebuilt container has the
+type, the order and the other attributes of the original. Its ``__init__``, ``__setitem__`` and ``update`` are not called,
+because those of model outputs may validate, have side effects, or raise.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = ["contents", "describe", "is_record", "leaves", "map_tensors", "rebuil
 
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], data: Any) -> Any:
-    """Return ``data`` with ``fn(tensor)`` in the place of each tensor; other leaves stay, containers keep their types.
+    """Return ``data`` with each tensor replaced by ``fn(tensor)``; other leaves and the types of containers are kept.
 
-    A container in which nothing is replaced comes back as the same object.
+    A container in which nothing is replaced is returned as the same object.
     """
     return _map(fn, data, ())
 
@@ -37,7 +37,7 @@ def _map(fn: Callable[[torch.Tensor], Any], data: Any, above: tuple[Any, ...]) -
     if held is None:
         return data
     if is_record(data):
-        if any(data is one for one in above):  # it refers to itself
+        if any(data is one for one in above):  # a reference cycle
             return data
         above = (*above, data)
     if isinstance(held, dict):
@@ -50,7 +50,7 @@ def _map(fn: Callable[[torch.Tensor], Any], data: Any, above: tuple[Any, ...]) -
 
 
 def is_record(data: Any) -> bool:
-    """Tell whether ``data`` is an instance of a dataclass, whose fields are its items (a mapping has items of its own)."""
+    """Return whether ``data`` is an instance of a dataclass that is not also a container, tensor or module."""
     return (
         is_dataclass(data)
         and not isinstance(data, type)
@@ -59,7 +59,7 @@ def is_record(data: Any) -> bool:
 
 
 def contents(data: Any) -> list[Any] | dict[Any, Any] | None:
-    """Return the items of a container, those of mappings and dataclasses by their names; None for a leaf."""
+    """Return the items of a container (for mappings and dataclasses, a dict); None for a leaf."""
     if isinstance(data, (tuple, list)):
         return list(data)
     if isinstance(data, Mapping):
@@ -68,23 +68,23 @@ def contents(data: Any) -> list[Any] | dict[Any, Any] | None:
 
 
 def _fields_of(data: Any) -> dict[str, Any]:
-    """Return the fields that ``data`` holds by itself: not what a property, or a foreign ``__getattr__``, would make."""
+    """Return the stored fields of ``data``, without values that a property or ``__getattr__`` would compute."""
     own = getattr(data, "__dict__", {})
     found = {}
     for one in fields(data):
         if one.name in own:
             found[one.name] = own[one.name]
         elif isinstance(slot := getattr(type(data), one.name, None), MemberDescriptorType):
-            with suppress(AttributeError):  # it was never set
+            with suppress(AttributeError):  # the slot was never set
                 found[one.name] = slot.__get__(data)
     return found
 
 
 def rebuild_like(data: Any, items: Any) -> Any:
-    """Put ``items`` (a list or a dict, as ``contents`` gives them) into a container of the type of ``data``.
+    """Put ``items`` (a list or a dict, as returned by ``contents``) into a container of the type of ``data``.
 
     Raises:
-        UsageError: a mapping that is neither a dict nor a UserDict, and cannot be made of a dict.
+        UsageError: ``data`` is a mapping that is neither a dict nor a UserDict and cannot be created from a dict.
     """
     kind: Any = type(data)
     if kind in (list, tuple, dict):
@@ -106,22 +106,22 @@ def rebuild_like(data: Any, items: Any) -> Any:
             return kind(items)
         except TypeError as error:
             raise UsageError(
-                f"a {kind.__name__} holds tensors that are to be replaced, and cannot be made of a dict: {error}",
+                f"a {kind.__name__} holds tensors that must be replaced, but it cannot be created from a dict: {error}",
                 where=f"{kind.__module__}.{kind.__qualname__}",
-                do="return a dict, a dataclass or a named tuple in its place, or let its __init__ take one dict",
+                do="return a dict, a dataclass or a named tuple instead, or make its __init__ accept one dict",
             ) from error
     assert is_record(data), kind
     made = _with_state(_bare(kind), data, {})
     for name, value in items.items():
-        object.__setattr__(made, name, value)  # also of a frozen one
+        object.__setattr__(made, name, value)  # works for frozen dataclasses, too
     return made
 
 
 def _tuple_like(data: tuple[Any, ...], items: list[Any]) -> Any:
     kind: Any = type(data)
     try:
-        made = tuple.__new__(kind, items)  # a named tuple, too
-    except TypeError:  # one of C's, such as torch.return_types.max
+        made = tuple.__new__(kind, items)  # works for named tuples, too
+    except TypeError:  # a type defined in C, such as torch.return_types.max
         return kind(items)
     return _with_state(made, data, _replaced(data, items))
 
@@ -136,7 +136,7 @@ def _dict_like(data: dict[Any, Any], items: dict[Any, Any]) -> Any:
         base.__setitem__(made, key, items.get(key, old))
         if key in data:
             replaced[id(data[key])] = (data[key], items.get(key, old))
-    # Items that are attributes, too (ModelOutput), are those of the new one.
+    # Items that are also attributes (ModelOutput) are replaced, too.
     return _with_state(made, data, replaced)
 
 
@@ -145,14 +145,14 @@ def _replaced(old: Any, new: Any) -> dict[int, tuple[Any, Any]]:
 
 
 def _with_state(made: Any, data: Any, replaced: Mapping[int, tuple[Any, Any]]) -> Any:
-    """Give ``made`` the attributes and slots of ``data``; for those in ``replaced``, by identity, what came in their place."""
+    """Copy the attributes and slots of ``data`` to ``made``, substituting the values in ``replaced`` (by identity)."""
     for name, value in getattr(data, "__dict__", {}).items():
         made.__dict__[name] = replaced[id(value)][1] if id(value) in replaced else value
     for kind in type(data).__mro__:
         if "__slots__" in vars(kind):
             for slot in vars(kind).values():
                 if isinstance(slot, MemberDescriptorType):
-                    with suppress(AttributeError):  # it was never set
+                    with suppress(AttributeError):  # the slot was never set
                         slot.__set__(made, slot.__get__(data))
     return made
 
@@ -160,12 +160,12 @@ def _with_state(made: Any, data: Any, replaced: Mapping[int, tuple[Any, Any]]) -
 def _bare(kind: Any) -> Any:
     try:
         return object.__new__(kind)
-    except TypeError:  # it inherits from a type of C's, such as an exception
+    except TypeError:  # it inherits from a type defined in C, such as an exception
         return kind.__new__(kind)
 
 
 def leaves(data: Any) -> Iterator[Any]:
-    """Yield every leaf of ``data`` in order: tensors and everything that is no container."""
+    """Yield the leaves of ``data`` in order: tensors and everything else that is not a container."""
     held = contents(data)
     if held is None:
         yield data
@@ -175,11 +175,11 @@ def leaves(data: Any) -> Iterator[Any]:
 
 
 def describe(data: Any, *, shapes: bool = True) -> str:
-    """Return the structure of ``data`` as one line, such as ``{'loss': float32[], 'ids': (int64[4, 8], str)}``.
+    """Return the structure of ``data`` in one line, such as ``{'loss': float32[], 'ids': (int64[4, 8], str)}``.
 
     Args:
         data: any nested data.
-        shapes: with the shape of each tensor, or its dtype alone.
+        shapes: include the shapes of tensors, not only their dtypes.
     """
     if isinstance(data, torch.Tensor):
         return str(data.dtype).removeprefix("torch.") + (str(list(data.shape)) if shapes else "")

@@ -126,7 +126,7 @@ class DDPEngine(Engine):
             replica.prepare_for_backward([loss])
         self._stepper.scale(loss).backward(**options)  # type: ignore[no-untyped-call]
         for replica in self._replicas.values():
-            replica.settle()
+            replica.update_reduced()
 
     def backward_zeros(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], **options: Any) -> None:
         with zero_backward(parameters):
@@ -222,7 +222,7 @@ class DDPEngine(Engine):
     def reduce_gradients(self, optimizer: Optimizer) -> bool:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for replica in self._replicas.values():
-            replica.follow_before_step()
+            replica.sync_parameters_before_step()
         is_reduced = any(replica.is_dirty() for replica in self._replicas.values()) and self._reduce(parameters)
         self._average_strays(optimizer, parameters)
         return is_reduced

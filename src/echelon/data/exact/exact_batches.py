@@ -1,6 +1,6 @@
-"""``parity="exact"``: every batch of the user's loader is one global batch, cut for any number of ranks.
+"""``parity="exact"``: every batch of the user's loader is one global batch, split between any number of ranks.
 
-The order of a pass depends on (seed, epoch) only, a position in it is one integer, and nothing is repeated or dropped.
+The order of a pass depends only on (seed, epoch), a position in it is one integer, and no sample is repeated or dropped.
 """
 
 from __future__ import annotations
@@ -42,37 +42,46 @@ _logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactOptions:
-    """How the exact modes read."""
+    """Data options of the exact modes."""
 
     seed: int
-    """Of the run; the same on every rank."""
+    """Seed of the run; the same on every rank."""
     order: OrderKind = "randperm"
-    """How (seed, epoch) gives the order of shuffled data: an explicit permutation, or one without memory."""
+    """Algorithm for shuffled orders: an explicit permutation, or one that is computed without storing it."""
     max_micro_batch_size: int | None = None
-    """Samples of one rank in one forward pass; None: as many as there are."""
+    """Largest number of samples of one rank in one forward pass; None: unlimited."""
     replays: bool = False
-    """Reach a position in iterable data without state by reading everything before it again."""
+    """To resume iterable data without state, read the samples before the position again."""
     canonical_shards: int | None = None
-    """Into how many shards an update is cut, whoever computes them (bitwise); None: as the ranks need it (exact)."""
+    """Number of shards of an update, independent of the number of ranks (bitwise); None: split by rank (exact)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassPlan:
-    """What a pass is for."""
+    """Purpose of a pass."""
 
     num_micro_steps: int = 1
-    """Micro-steps of an update, as far as its samples go."""
+    """Number of micro-steps of an update, if it has enough samples."""
     trains: bool = True
-    """It is one of updates: shares are fair. Else an evaluation: results come in the order of the data."""
+    """Whether it is a training pass, with balanced shares; otherwise gathered results keep the order of the data."""
 
     def num_micro(
         self, num_samples: int, batch_size: int | None = None, *, world_size: int, options: ExactOptions
     ) -> int:
-        """Return the micro-steps of a global batch of ``num_samples``; the loader's have ``batch_size`` (None: any)."""
+        """Return the number of micro-steps of a global batch.
+
+        Args:
+            num_samples: size of the global batch.
+            batch_size: batch size of the user's loader; None: variable.
+            world_size: number of ranks.
+            options: the data options.
+        """
         wanted = self.num_micro_steps
         if options.canonical_shards is not None:
             return -(-options.canonical_shards // world_size)
-        if not self.trains:  # joined batches: no rank gets more at once than of the user's own, unless one went without
+        # A rank's part of a joined batch is not larger than its part of one of the user's batches, unless another rank would
+        # have no samples.
+        if not self.trains:
             largest, usual = (-(-number // world_size) for number in (num_samples, batch_size or num_samples))
             wanted = max(min(-(-largest // usual), num_samples // world_size), 1)
         return num_micro_steps(
@@ -82,7 +91,7 @@ class PassPlan:
     def cut(
         self, update: range, *, rank: int, world_size: int, batch_size: int | None, options: ExactOptions
     ) -> Iterator[Contribution]:
-        """Yield what ``rank`` has of a global batch, micro-step by micro-step."""
+        """Yield the contribution of ``rank`` to a global batch for each micro-step."""
         if options.canonical_shards is not None:
             return canonical_contributions(
                 update,
@@ -95,11 +104,11 @@ class PassPlan:
         return contributions(update, rank=rank, world_size=world_size, num_micro=num_micro, by_rank=self.trains)
 
     def joined_size(self, batch_size: int, *, least: int) -> int:
-        """Return the size of a global batch: in an evaluation, as many of the loader's as have ``least`` samples."""
+        """Return the size of a global batch. An evaluation joins batches until there are ``least`` samples."""
         return batch_size if self.trains else batch_size * -(-least // batch_size)
 
     def num_steps(self, num_samples: int, batch_size: int, *, world_size: int, options: ExactOptions) -> int:
-        """Return the micro-steps of a pass over ``num_samples``."""
+        """Return the number of micro-steps of a pass over ``num_samples``."""
         least = options.canonical_shards or world_size
         size = self.joined_size(batch_size, least=least)
         whole, rest = divmod(num_samples, size)
@@ -112,68 +121,68 @@ class PassPlan:
         )
 
     def num_steps_of_batches(self, num_batches: int, *, world_size: int, options: ExactOptions) -> int:
-        """Return the micro-steps of a pass over batches of unknown size.
+        """Return the number of micro-steps of a pass over batches of unknown size.
 
         Raises:
-            TypeError: it depends on the size.
+            TypeError: the number depends on the sizes.
         """
         if options.canonical_shards is not None and num_batches >= 0:
             return num_batches * -(-options.canonical_shards // world_size)
         if num_batches < 0 or (self.trains and self.num_micro_steps > 1) or options.max_micro_batch_size is not None:
             raise TypeError(
-                "nobody knows the number of micro-steps before the batches are drawn: they have sizes of their own, and are "
-                "cut by gradient_accumulation_steps or max_micro_batch_size"
+                "the number of micro-steps is unknown until the batches are drawn, because their sizes vary and "
+                "gradient_accumulation_steps or max_micro_batch_size splits them"
             )
         return num_batches
 
 
 class GlobalOrder(ABC):
-    """The global batches of a pass, from any position on."""
+    """The global batches of a pass, from any position."""
 
     is_seekable: bool
-    """Is any position found without drawing what comes before it?"""
+    """Whether it can start at any position without drawing the indices before it."""
     may_join: bool
-    """Were the batches cut by number alone, so that an evaluation may join them?"""
+    """Whether an evaluation may join batches, because only the batch size determines them."""
 
     @abstractmethod
     def batches(self, epoch: int, start: int) -> Iterator[tuple[range, Sequence[int]]]:
-        """Yield (positions, indices) of each global batch of pass ``epoch`` from position ``start`` on.
+        """Yield (positions, indices) of each global batch of pass ``epoch``, starting at position ``start``.
 
-        Collective: where the order is drawn by a sampler of the user's.
+        Collective: if the user's sampler draws the order.
         """
 
     @abstractmethod
     def num_samples(self) -> int:
-        """Return the samples of a pass, without those of a last batch that is dropped; -1 when nobody knows."""
+        """Return the number of samples of a pass, without a dropped last batch; -1 if unknown."""
 
     @abstractmethod
     def num_batches(self) -> int:
-        """Return the global batches of a pass; -1 when nobody knows."""
+        """Return the number of global batches of a pass; -1 if unknown."""
 
     @abstractmethod
     def state(self) -> dict[str, Any] | None:
-        """Return what the order of the pass begun last was drawn from, beside (seed, epoch)."""
+        """Return the RNG states from which the order of the latest pass was drawn; None if (seed, epoch) determine it."""
 
     @abstractmethod
     def pin(self, state: dict[str, Any] | None) -> None:
-        """Let the next pass have the order of the one that ``state`` is of."""
+        """Make the next pass draw its order from ``state``."""
 
 
 def make_order(
     batches: Any, dataset: Any, options: ExactOptions, *, alone: bool, check: OrderCheck | None = None
 ) -> GlobalOrder:
-    """Return the order that the user's batch sampler means.
+    """Return the order that the user's batch sampler defines.
 
     Args:
-        batches: it.
-        dataset: what it draws from.
+        batches: the batch sampler.
+        dataset: the dataset that it indexes.
         options: the seed and the kind of permutation.
-        alone: one process draws for itself.
-        check: looks at the first draw of a sampler of the user's.
+        alone: only this process reads.
+        check: checks the first draw of a custom sampler.
     """
     if type(batches) is BatchSampler:
         sampler: Any = batches.sampler
-        if can_undo_sharding(sampler):  # cut for the ranks; its whole order is (its own seed, epoch) only
+        if can_undo_sharding(sampler):  # its order before sharding depends only on (its seed, epoch)
             whole = replace(options, seed=sampler.seed) if sampler.shuffle else None
             return _FormulaOrder(sampler.dataset, batches.batch_size, batches.drop_last, whole)
         shuffles = isinstance(sampler, RandomSampler) and not sampler.replacement and sampler._num_samples is None
@@ -185,7 +194,7 @@ def make_order(
 
 
 class _FormulaOrder(GlobalOrder):
-    """In sequence, or ``randperm(n, generator=Generator().manual_seed(seed + epoch))``: any position is a seek away."""
+    """A sequential order, or a permutation from (seed, epoch); both can start at any position."""
 
     is_seekable = True
     may_join = True
@@ -200,8 +209,8 @@ class _FormulaOrder(GlobalOrder):
         if options is not None and options.order == "randperm" and self._num_samples >= _MANY:
             _logger.log(
                 logging.INFO,
-                "%d samples are shuffled by an explicit permutation (%.1f GB a process): order='feistel' needs no memory "
-                "and seeks at once",
+                "%d samples are shuffled by an explicit permutation (%.1f GB per process); order='feistel' needs no memory "
+                "and seeks instantly",
                 self._num_samples,
                 4 * self._num_samples / 1e9,
             )
@@ -209,9 +218,9 @@ class _FormulaOrder(GlobalOrder):
     def batches(self, epoch: int, start: int) -> Iterator[tuple[range, Sequence[int]]]:
         if len(self._data) != self._num_samples:
             raise UsageError(
-                f"the dataset had {self._num_samples} samples when its loader was prepared, and has {len(self._data)} now",
+                f"the dataset had {self._num_samples} samples when its loader was prepared, and now has {len(self._data)}",
                 where="the prepared DataLoader, parity='exact'",
-                do="prepare a new loader when the data changes",
+                do="prepare a new loader after changing the dataset",
             )
         size = self._batch_size
         block = max(size, 4096 - 4096 % size)
@@ -248,7 +257,7 @@ class _FormulaOrder(GlobalOrder):
 
 
 class _DrawnOrder(GlobalOrder):
-    """What a sampler or batch sampler of the user's draws on rank zero; a position is found by counting."""
+    """The order that the user's sampler or batch sampler draws on rank zero; seeking counts the drawn samples."""
 
     is_seekable = False
 
@@ -278,8 +287,8 @@ class _DrawnOrder(GlobalOrder):
                 yield update, batch
         if num_repeated:
             warn(
-                f"the sampler gave {num_repeated} of {position} samples again in one pass, so the data is not used equally "
-                "(set replacement=True on the sampler if that is meant)"
+                f"the sampler repeated {num_repeated} of {position} samples in one pass, so samples are not used equally "
+                "(if this is intended, set replacement=True on the sampler)"
             )
 
     def num_samples(self) -> int:
@@ -305,14 +314,14 @@ def _check_indices(batch: Sequence[int], num_samples: int) -> None:
     for index in (min(batch), max(batch)) if batch else ():
         if not 0 <= index < num_samples:
             raise UsageError(
-                f"the sampler gave the index {index}, and the dataset has {num_samples} samples",
+                f"the sampler yielded the index {index}, but the dataset has {num_samples} samples",
                 where="the sampler of the prepared DataLoader",
-                do="let it give indices from 0 to len(dataset) - 1",
+                do="make it yield indices from 0 to len(dataset) - 1",
             )
 
 
 class ExactBatches(Sampler[KeyedSamples]):
-    """The pieces of one rank, one for each micro-step, and (in ``ahead``) the contribution that each of them is."""
+    """Batch sampler of one rank: yields the samples of each micro-step, and queues their contributions in ``ahead``."""
 
     def __init__(
         self,
@@ -329,32 +338,32 @@ class ExactBatches(Sampler[KeyedSamples]):
         self.world_size = world_size
         self.options = options
         self.batch_size = batch_size
-        """The user's: of all ranks together; None: they have sizes of their own."""
+        """Batch size of the user's loader, over all ranks; None: variable."""
         self.smallest = options.canonical_shards or smallest or world_size
-        """Batches of an evaluation are joined up to this size, so that no rank goes without."""
+        """Size to which batches of an evaluation are joined, so that every rank has samples."""
         self.epoch = 0
         self.start = 0
-        """The position at which the next pass begins."""
+        """Position at which the next pass starts."""
         self.skip = 0
-        """Micro-steps that the next pass leaves out there."""
+        """Number of micro-steps that the next pass skips after ``start``."""
         self.plan = PassPlan()
-        """Of the next pass."""
+        """Purpose of the next pass."""
         self.ahead: deque[Contribution] = deque()
-        """Of the pieces of the pass begun last that were drawn and not yet taken: a loader with workers draws ahead."""
+        """Contributions of the latest pass that were drawn but not consumed: a loader with workers prefetches."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next pass."""
+        """Set the epoch of the next pass."""
         self.epoch = epoch
 
     def num_micro(self, num_samples: int, plan: PassPlan) -> int:
-        """Return the micro-steps of a global batch of ``num_samples``."""
+        """Return the number of micro-steps of a global batch of ``num_samples``."""
         return plan.num_micro(num_samples, self.batch_size, world_size=self.world_size, options=self.options)
 
     def num_steps(self, plan: PassPlan) -> int:
-        """Return the micro-steps of a pass.
+        """Return the number of micro-steps of a pass.
 
         Raises:
-            TypeError: nobody knows.
+            TypeError: the number is unknown.
         """
         num_samples = self.order.num_samples()
         if self.batch_size is None or num_samples < 0:
@@ -365,8 +374,8 @@ class ExactBatches(Sampler[KeyedSamples]):
         return self.num_steps(self.plan)
 
     def __iter__(self) -> Iterator[KeyedSamples]:
-        # Not a generator: a pass that begins within another one has a queue of its own. A loader with workers calls this
-        # twice and reads the second.
+        # Not a generator function, so that nested passes have separate queues. A loader with workers calls this twice and
+        # reads from the second iterator.
         self.ahead = deque()
         return self._pieces(self.ahead, self.plan, self.epoch, self.start, self.skip)
 
@@ -377,7 +386,7 @@ class ExactBatches(Sampler[KeyedSamples]):
         if self.order.is_seekable and self.batch_size is not None:
             size = plan.joined_size(self.batch_size, least=self.smallest)
             num_micro = self.num_micro(size, plan)
-            # The last ones may have another size: they are counted below.
+            # The last global batches may have a different size; the loop below skips them.
             whole = min(left // num_micro, max((self.order.num_samples() - start) // size - 1, 0))
             start, left = start + whole * size, left - whole * num_micro
         for update, indices in self._batches(plan, epoch, start):
@@ -411,9 +420,9 @@ def _join(batch: tuple[range, Sequence[int]], following: tuple[range, Sequence[i
 
 
 def partial_update_error(num_steps: int) -> UsageError:
-    """Return the error of a pass that is to begin where no update begins."""
+    """Return the error for skipping a part of an update."""
     return UsageError(
-        f"the first {num_steps} micro-steps of a pass are to be skipped, and that is not a whole number of updates",
+        f"cannot skip the first {num_steps} micro-steps of a pass, which are not a whole number of updates",
         where="skip_first_batches, parity='exact'",
-        do="skip whole updates, or let save_state() and load_state() find the place",
+        do="skip whole updates, or use save_state() and load_state() instead, which restore the position",
     )

@@ -1,4 +1,4 @@
-"""Where the micro-batches of one rank come from in the exact modes, for data with an index, streams and dispatch."""
+"""Sources of one rank's micro-batches in the exact modes: map-style data, streams and dispatch."""
 
 from __future__ import annotations
 
@@ -40,36 +40,36 @@ __all__ = ["ExactDispatchSource", "ExactSource", "ExactStreamSource", "IndexedEx
 
 
 class ExactSource(BatchSource):
-    """A source whose steps are (micro-batch, Contribution), and whose passes begin at any position."""
+    """A source that yields (micro-batch, Contribution) and can start a pass at any position."""
 
     @abstractmethod
     def begin(self, plan: PassPlan, *, epoch: int, position: int, resumed: dict[str, Any] | None) -> None:
-        """Say what the next pass is.
+        """Prepare the next pass.
 
         Args:
-            plan: what it is for.
+            plan: its purpose.
             epoch: its number.
-            position: the sample at which it begins.
-            resumed: what ``state`` gave when the pass was saved; None: a fresh pass.
+            position: the position of its first sample.
+            resumed: the ``state`` that was saved in the pass; None: a new pass.
 
         Raises:
-            UsageError: the data cannot begin there.
+            UsageError: the data cannot start at ``position``.
         """
 
     @abstractmethod
     def state(self, position: int) -> dict[str, Any]:
-        """Return what a pass that is resumed at ``position`` needs beside it and the epoch.
+        """Return the state to resume the pass at ``position``, in addition to the position and the epoch.
 
         Args:
-            position: the beginning or the end of the update in hand.
+            position: the start or the end of the current update.
         """
 
     @abstractmethod
     def num_planned(self, plan: PassPlan) -> int:
-        """Return the micro-steps of a whole pass.
+        """Return the number of micro-steps of a full pass.
 
         Raises:
-            TypeError: nobody knows.
+            TypeError: the number is unknown.
         """
 
     def num_steps(self) -> int:
@@ -77,14 +77,14 @@ class ExactSource(BatchSource):
 
 
 class IndexedExactSource(ExactSource):
-    """A loader over a dataset with an index: each rank reads its pieces of every global batch, from any position on.
+    """A loader over a map-style dataset, of which each rank reads its slices of every global batch.
 
     Args:
-        loader: the user's.
-        world: whose part to read.
-        options: how to read.
-        num_ranks: who gets what is read, in the end; None: the ranks of ``world``.
-        check: looks at the first draw of a sampler of the user's.
+        loader: the user's loader.
+        world: the rank that reads.
+        options: the data options.
+        num_ranks: number of ranks between which the batches are finally split; None: that of ``world``.
+        check: checks the first draw of a custom sampler.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class IndexedExactSource(ExactSource):
         batches = batches_of(loader)
         if batches is None:
             raise UsageError(
-                "a loader without batches (batch_size=None) has no global batch that could be split",
+                "a loader without batches (batch_size=None) has no global batches to split",
                 where="parity='exact'",
                 do="give the DataLoader a batch_size or a batch_sampler",
             )
@@ -137,7 +137,7 @@ class IndexedExactSource(ExactSource):
         before = torch.get_rng_state()
         batches = iter(self.inner)
         ahead = self.batches.ahead
-        if self._is_resumed:  # the pass drew the seed of its workers when it began, before it was saved
+        if self._is_resumed:  # the pass drew the seed of its workers before it was saved
             torch.set_rng_state(before)
         for batch in batches:
             yield batch, ahead.popleft()
@@ -146,12 +146,12 @@ class IndexedExactSource(ExactSource):
         return self.batches.num_steps(plan)
 
     def lengths(self) -> tuple[int, int]:
-        """Return the samples and the global batches of a pass; -1 when nobody knows."""
+        """Return the numbers of samples and of global batches of a pass; -1 if unknown."""
         return self.batches.order.num_samples(), self.batches.order.num_batches()
 
 
 class _UpdateSplitter:
-    """How an update of any size is split for this rank; a class, for it travels to loader workers."""
+    """Splits updates of any size for this rank; a class, because it is pickled for loader workers."""
 
     def __init__(self, world: World, options: ExactOptions, batch_size: int | None) -> None:
         self.rank, self.world_size = world.rank, world.world_size
@@ -168,27 +168,27 @@ class _UpdateSplitter:
         )
 
     def num_micro(self, num_samples: int, plan: PassPlan) -> int:
-        """Return the micro-steps of a global batch."""
+        """Return the number of micro-steps of a global batch."""
         return plan.num_micro(num_samples, self.batch_size, world_size=self.world_size, options=self.options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GlobalBatch:
-    """A global batch of a stream: what this rank has of it."""
+    """One rank's part of a global batch of a stream."""
 
     pieces: list[tuple[Any, Contribution]]
-    """Its micro-batches; in the positions of the batch alone."""
+    """Micro-batches of this rank; positions are relative to the global batch."""
     state: Any
-    """The dataset's, after these samples and before the next: the loader reads ahead. None: it has none."""
+    """State of the dataset after this batch, saved because the loader prefetches; None: the dataset has no state."""
     columns: dict[str, ColumnFingerprint] | None = None
-    """Of the samples of all ranks, in the first global batch of a pass."""
+    """Fingerprints of the samples of all ranks, in the first global batch of a pass."""
 
 
 class _RankStream(IterableDataset[Any]):
-    """The pieces of one rank of a stream that every rank reads: one ``_GlobalBatch`` for each global batch.
+    """Reads a whole stream on every rank and yields this rank's part of each global batch.
 
-    Draws (shuffling, augmentation, masking) depend on (seed, epoch, worker, position), so every rank reads the same, also
-    after a resume, and the stream of dropout does not notice.
+    Random draws (shuffling, augmentation, masking) depend on (seed, epoch, worker, position), so every rank reads the same
+    samples, also after a resume, and the RNG stream of dropout is unaffected.
     """
 
     def __init__(self, loader: DataLoader[Any], split: _UpdateSplitter, *, smallest: int) -> None:
@@ -199,13 +199,13 @@ class _RankStream(IterableDataset[Any]):
         self.drop_last = loader.drop_last
         self.collate_fn: Callable[[Any], Any] = loader.collate_fn
         self.smallest = smallest
-        # What the next pass is: number of micro-steps, trains, epoch, position. Workers that outlive a pass see it, too.
+        # The next pass: number of micro-steps, trains, epoch, position. Shared with persistent workers.
         self._next = torch.tensor([1, 1, 0, 0])
         if loader.num_workers:
             self._next.share_memory_()  # type: ignore[no-untyped-call]
 
     def begin(self, plan: PassPlan, *, epoch: int, position: int) -> None:
-        """Say what the next pass is; it is read from ``position`` on, where the dataset stands."""
+        """Prepare the next pass, which reads from ``position``, the current position of the dataset."""
         self._next.copy_(torch.tensor([plan.num_micro_steps, int(plan.trains), epoch, position]))
 
     def __iter__(self) -> Iterator[_GlobalBatch]:
@@ -228,7 +228,7 @@ class _RankStream(IterableDataset[Any]):
             yield _GlobalBatch(pieces=pieces, state=state, columns=columns)
 
     def _updates(self, epoch: int, worker: int, position: int) -> Iterator[tuple[list[Any], Any, tuple[int, ...]]]:
-        """Yield (samples, state after them, key of the draws) of each batch."""
+        """Yield (samples, dataset state after them, RNG key) of each batch."""
         source: Iterator[Any] | None = None
         keeps_state = isinstance(self.dataset, SupportsStateDict) and get_worker_info() is None
         while True:
@@ -247,18 +247,18 @@ def _join(batch: tuple[list[Any], Any, Any], following: tuple[list[Any], Any, An
 
 
 def _identity(read: _GlobalBatch) -> _GlobalBatch:
-    """Collate nothing: that is done."""
+    """Collate function for batches that are already collated."""
     return read
 
 
 class ExactStreamSource(ExactSource):
-    """A loader over an iterable dataset: every rank reads all of it and keeps its pieces of every global batch.
+    """A loader over an iterable dataset, which every rank reads completely to keep its slices of every global batch.
 
     Args:
-        loader: the user's.
-        world: whose part to keep.
-        options: how to read.
-        num_ranks: who gets what is read, in the end; None: the ranks of ``world``.
+        loader: the user's loader.
+        world: the rank that reads.
+        options: the data options.
+        num_ranks: number of ranks between which the batches are finally split; None: that of ``world``.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class ExactStreamSource(ExactSource):
         self.batch_size = loader.batch_size
         if self.batch_size is None:
             raise UsageError(
-                "a loader without a batch size (batch_size=None) has no global batch that could be split",
+                "a loader without a batch size (batch_size=None) has no global batches to split",
                 where="parity='exact'",
                 do="give the DataLoader a batch_size",
             )
@@ -293,7 +293,7 @@ class ExactStreamSource(ExactSource):
         self._start, self._num_to_replay = position, 0
         self._saved = None if resumed is None else resumed["dataset"]
         dataset = self._stream.dataset
-        # The state of a dataset in a loader worker is not to be had.
+        # The state of a dataset in a loader worker is not accessible.
         keeps_state = isinstance(dataset, SupportsStateDict) and not self.inner.num_workers
         if position and keeps_state and self._saved is not None:
             dataset.load_state_dict(self._saved)
@@ -301,20 +301,22 @@ class ExactStreamSource(ExactSource):
             self._num_to_replay = position
         elif position:
             raise UsageError(
-                f"the pass is to go on after {position} samples, and an iterable dataset without state cannot go there",
+                f"cannot resume the pass after {position} samples, because an iterable dataset without state cannot seek",
                 where="parity='exact'",
-                do="give the dataset state_dict() and load_state_dict() and its loader num_workers=0, or let the first "
-                "samples be read again: DataLoaderConfiguration(replay_iterable=True)",
+                do="implement state_dict() and load_state_dict() in the dataset and set num_workers=0, or read the first "
+                "samples again with DataLoaderConfiguration(replay_iterable=True)",
             )
         if resumed is None:
-            torch.empty((), dtype=torch.int64).random_(generator=self._drawn_from)  # as every pass of a DataLoader does
-        # From it the loader draws the seed of its workers.
+            torch.empty((), dtype=torch.int64).random_(
+                generator=self._drawn_from
+            )  # as at the start of each DataLoader pass
+        # The loader draws the seed of its workers from this generator.
         self.inner.generator.manual_seed(key_of(self._splitter.options.seed, epoch, OF_WORKERS) >> 1)
         self._stream.begin(plan, epoch=epoch, position=position - self._num_to_replay)
         self._agree_generator(None if resumed is None or not self._num_to_replay else resumed["generator"])
 
     def _agree_generator(self, saved: torch.Tensor | None) -> None:
-        """Give a generator of the dataset's own the state that it had when the pass began. Collective."""
+        """Set the dataset's generator to its state at the start of the pass, and to rank zero's state. Collective."""
         generator = getattr(self._stream.dataset, "generator", None)
         if not isinstance(generator, torch.Generator):
             return
@@ -341,7 +343,7 @@ class ExactStreamSource(ExactSource):
             end = position + len(read.pieces[0][1].update)
             if position >= self._start:
                 states[end] = read.state
-                if len(states) > 3:  # the ends of the update in hand, and of the one that is read ahead
+                if len(states) > 3:  # both ends of the current update, and the end of the next one
                     del states[next(iter(states))]
                 for batch, one in read.pieces:
                     yield batch, one.shifted(position)
@@ -356,7 +358,7 @@ class ExactStreamSource(ExactSource):
         return plan.num_steps(num_samples, self.batch_size, world_size=split.world_size, options=split.options)
 
     def lengths(self) -> tuple[int, int]:
-        """Return the samples and the global batches of a pass; -1 when nobody knows."""
+        """Return the numbers of samples and of global batches of a pass; -1 if unknown."""
         num_samples, size = length_of(self._stream.dataset), self._stream.batch_size
         if num_samples < 0:
             return -1, -1
@@ -365,9 +367,9 @@ class ExactStreamSource(ExactSource):
 
 
 class ExactDispatchSource(ExactSource):
-    """A loader that rank zero alone reads: it gives each rank its pieces of every global batch.
+    """A loader that only rank zero reads; every rank receives its slices of every global batch.
 
-    Collective: making one.
+    Collective: the constructor.
     """
 
     is_dispatched = True
@@ -404,7 +406,7 @@ class ExactDispatchSource(ExactSource):
             facts = (length_of(loader.dataset), *reader.lengths(), -1 if size is None else size)
         of_rank_zero = (counts[0] for counts in gather_counts(*facts))
         self.total_samples, self._num_samples, self._num_batches, batch_size = of_rank_zero
-        """Of rank zero's dataset, and in a pass; -1 when nobody knows."""
+        """Sizes of rank zero's dataset and of a pass; -1: unknown."""
         self.batch_size = None if batch_size < 0 else batch_size
         self._splitter = _UpdateSplitter(world, options, self.batch_size)
 
@@ -415,7 +417,7 @@ class ExactDispatchSource(ExactSource):
         if reader is None:
             return
 
-        def read() -> Iterator[Any]:  # begun where the other ranks learn that it fails
+        def read() -> Iterator[Any]:  # runs where a failure is announced to the other ranks
             reader.begin(PassPlan(trains=plan.trains), epoch=epoch, position=position, resumed=resumed)
             return (batch for batch, _ in reader.steps(0))
 
@@ -467,7 +469,7 @@ def _start_lazily(begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
 
 
 def _skip_steps(steps: Iterator[tuple[Any, Contribution]], skip: int) -> Iterator[tuple[Any, Contribution]]:
-    """Read the first ``skip`` steps of data without an index, and throw them away."""
+    """Read and discard the first ``skip`` steps of data without an index."""
     for number in range(skip):
         step = next(steps, None)
         if step is None:

@@ -1,4 +1,4 @@
-"""Which samples of a global batch belong to which rank and micro-step: index arithmetic, and nothing else."""
+"""Index arithmetic that assigns the samples of a global batch to ranks and micro-steps."""
 
 from __future__ import annotations
 
@@ -21,55 +21,55 @@ T = TypeVar("T")
 
 
 class LastStep:
-    """What every rank has in a step, when the ranks do not all have the same real samples."""
+    """Batch sizes of all ranks in a step in which the ranks do not have equal numbers of new samples."""
 
     __slots__ = ("real", "sizes")
 
     def __init__(self, sizes: list[int], real: list[int]) -> None:
         self.sizes = sizes
-        """By rank: samples in its batch."""
+        """Number of samples in the batch of each rank."""
         self.real = real
-        """By rank: how many of them come for the first time; the others are repeated to fill the batch."""
+        """Number of new samples in the batch of each rank; the rest repeats samples to fill the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contribution:
-    """What this rank brings to an update in one micro-step, and what all of them bring together."""
+    """The contribution of one rank to an update in one micro-step."""
 
     samples: range
-    """Of this rank, as positions in the order of the pass. A rank without any has one of the same update on loan."""
+    """Positions of this rank's samples in the order of the pass; a rank without samples has one padding sample."""
     is_padding: bool
-    """The samples are another contribution's: they weigh nothing."""
+    """Whether ``samples`` belong to another contribution and have weight 0."""
     update: range
     """All samples of the update, of all ranks and micro-steps."""
     micro_step: int
-    """Its number in the update."""
+    """Index of the micro-step in the update."""
     num_micro_steps: int
-    """Of the update: the same on every rank."""
+    """Number of micro-steps of the update; the same on every rank."""
     step: LastStep | None
-    """What every rank has in this micro-step; None when all have equally many."""
+    """Batch sizes of all ranks in this micro-step; None if they are equal."""
     shard: int | None = None
-    """Which of the canonical shards it is (bitwise); None also for a rank that has fewer shards than others."""
+    """Index of the canonical shard (bitwise); None also for a rank that has fewer shards than others."""
     shards: tuple[int | None, ...] = ()
-    """By rank: the shards of this micro-step that have samples (bitwise)."""
+    """Shard of each rank in this micro-step (bitwise); None: without samples."""
 
     @property
     def num_items(self) -> int:
-        """The weight, in samples."""
+        """Weight, in samples."""
         return 0 if self.is_padding else len(self.samples)
 
     @property
     def ends_update(self) -> bool:
-        """Is this the last micro-step of the update?"""
+        """Whether this is the last micro-step of the update."""
         return self.micro_step == self.num_micro_steps - 1
 
     @property
     def next_position(self) -> int:
-        """Where a pass goes on that stops here: half an update is not kept."""
+        """Position at which a pass that stops here resumes; an incomplete update is repeated."""
         return self.update.stop if self.ends_update else self.update.start
 
     def shifted(self, by: int) -> Contribution:
-        """Return it as one of a stream in which ``by`` samples came before."""
+        """Return a copy whose positions are shifted by ``by``."""
         return replace(
             self,
             samples=range(self.samples.start + by, self.samples.stop + by),
@@ -78,20 +78,20 @@ class Contribution:
 
 
 def share(samples: range, *, num_parts: int, part: int) -> range:
-    """Return the contiguous piece ``part`` of ``samples``; sizes differ by one at most, and the first pieces are larger."""
+    """Return slice ``part`` of ``samples`` split into ``num_parts``; the first slices are longer by one if it is uneven."""
     size, extra = divmod(len(samples), num_parts)
     start = samples.start + part * size + min(part, extra)
     return range(start, start + size + (part < extra))
 
 
 def num_micro_steps(num_samples: int, *, world_size: int, wanted: int, max_micro_batch_size: int | None) -> int:
-    """Return into how many micro-steps an update of ``num_samples`` is cut: the same number on every rank.
+    """Return the number of micro-steps of an update of ``num_samples``, which is the same on every rank.
 
     Args:
-        num_samples: of the global batch, at least 1.
+        num_samples: size of the global batch, at least 1.
         world_size: the number of ranks.
-        wanted: the gradient accumulation steps that the user asked for.
-        max_micro_batch_size: samples of one rank in one micro-step; None: any number.
+        wanted: the requested gradient accumulation steps.
+        max_micro_batch_size: largest number of samples of one rank in one micro-step; None: unlimited.
     """
     largest = -(-num_samples // world_size)
     needed = 1 if max_micro_batch_size is None else -(-largest // max_micro_batch_size)
@@ -99,8 +99,8 @@ def num_micro_steps(num_samples: int, *, world_size: int, wanted: int, max_micro
 
 
 def joined(batches: Iterator[T], join: Callable[[T, T], T], *, smallest: int, size: Callable[[T], int]) -> Iterator[T]:
-    """Join neighbours among ``batches`` until each has ``smallest`` samples; a short rest goes to the one before it."""
-    whole: list[T] = []  # at most one: a short rest may follow
+    """Join adjacent ``batches`` until each has ``smallest`` samples; a short rest is joined to the previous batch."""
+    whole: list[T] = []  # at most one batch, held back because a short rest may follow
     short: list[T] = []
     for batch in batches:
         batch = join(short.pop(), batch) if short else batch
@@ -118,21 +118,21 @@ def joined(batches: Iterator[T], join: Callable[[T, T], T], *, smallest: int, si
 def contributions(
     update: range, *, rank: int, world_size: int, num_micro: int, by_rank: bool = True
 ) -> Iterator[Contribution]:
-    """Cut the global batch ``update`` for ``rank``: one entry for each micro-step.
+    """Split the global batch ``update``, and yield the contribution of ``rank`` for each micro-step.
 
     Args:
         update: the positions of its samples, at least one.
-        rank: this one.
+        rank: the rank.
         world_size: the number of ranks.
-        num_micro: micro-steps, at most ``ceil(len(update) / world_size)``.
-        by_rank: each rank has one contiguous slice of the batch, cut again for the micro-steps, so that shares differ by
-            one sample at most. False: each micro-step has one contiguous slice, cut for the ranks, so that results that
-            are gathered step by step come in the order of the data.
+        num_micro: number of micro-steps, at most ``ceil(len(update) / world_size)``.
+        by_rank: split the batch between ranks first and then between micro-steps, so that the ranks' totals differ by at most
+            one sample. False: split between micro-steps first, so that results gathered after each step keep the order of
+            the data.
     """
     for micro in range(num_micro):
         if by_rank:
             mine = share(share(update, num_parts=world_size, part=rank), num_parts=num_micro, part=micro)
-            size, extra = divmod(len(update), world_size)  # `extra` ranks have one more
+            size, extra = divmod(len(update), world_size)  # the first `extra` ranks have one more sample
             counts = (_size(size + 1, num_micro, micro), _size(size, num_micro, micro))
         else:
             piece = share(update, num_parts=num_micro, part=micro)
@@ -161,18 +161,18 @@ def shards_of(rank: int, *, world_size: int, num_shards: int) -> range:
 def canonical_contributions(
     update: range, *, rank: int, world_size: int, num_shards: int, by_rank: bool = True
 ) -> Iterator[Contribution]:
-    """Cut the global batch ``update`` into canonical shards, and yield those of ``rank``: one for each micro-step.
+    """Split the global batch ``update`` into canonical shards, and yield the shard of ``rank`` for each micro-step.
 
-    The shards do not depend on the number of ranks. Every rank makes equally many micro-steps: one with fewer shards
-    than others, or with one that has no samples, has a sample on loan.
+    The shards do not depend on the number of ranks. Every rank makes the same number of micro-steps. A rank that has no shard
+    in a micro-step, or one without samples, gets a padding sample.
 
     Args:
         update: the positions of its samples, at least one.
-        rank: this one.
+        rank: the rank.
         world_size: the number of ranks.
         num_shards: at least ``world_size``.
-        by_rank: each rank has neighbouring shards, which it can add up. False: each micro-step has neighbouring shards, so
-            that results that are gathered step by step come in the order of the data.
+        by_rank: each rank has adjacent shards, which it can add up. False: each micro-step has adjacent shards, so that results
+            gathered after each step keep the order of the data.
     """
     owned: list[Sequence[int]] = [
         shards_of(r, world_size=world_size, num_shards=num_shards) if by_rank else range(r, num_shards, world_size)

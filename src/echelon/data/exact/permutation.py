@@ -1,4 +1,4 @@
-"""Orders of samples that (seed, epoch) decides: position -> index, each index once, from any position on."""
+"""Permutations of samples that (seed, epoch) determines and that can be evaluated at any position."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from echelon.data.rng.per_sample_rng import key_of
 __all__ = ["BLOCK", "ExplicitPermutation", "FeistelPermutation", "Permutation"]
 
 BLOCK = 4096
-"""Positions computed at once: numpy's cost of a call is then a tenth of the work."""
+"""Number of positions per NumPy call; at this size the call overhead is a tenth of the work."""
 
-# After 4 rounds, neighbours in a column are correlated (test_four_rounds_would_be_found_out); after 6, up to n = 97.
+# After 4 rounds, neighbors in a column are correlated (test_four_rounds_would_be_found_out); after 6, for n up to 97.
 _ROUNDS = 8
 _LARGEST = 2**48
-_EXPLICIT_UP_TO = 2**16  # few numbers have few Feistel networks: at n = 5, 8 rounds favour some of the 120 orders
+_EXPLICIT_UP_TO = 2**16  # small n have few Feistel networks: at n = 5, 8 rounds favor some of the 120 permutations
 
 _Words: TypeAlias = "npt.NDArray[np.uint64]"
 
 
 class Permutation(ABC):
-    """A permutation of ``range(n)``: that of ``epoch``.
+    """The permutation of ``range(n)`` for one epoch.
 
-    ``state`` and a position are all that a resumed run needs: nothing is read and thrown away.
+    A resumed run needs only ``state`` and a position.
     """
 
     def __init__(self, n: int, seed: int, epoch: int = 0) -> None:
         self.state = (n, seed, epoch)
-        """The arguments that make this permutation again."""
+        """Arguments that recreate this permutation."""
 
     @abstractmethod
     def indices(self, positions: torch.Tensor | range) -> torch.Tensor:
@@ -61,7 +61,7 @@ class Permutation(ABC):
 
 @final
 class ExplicitPermutation(Permutation):
-    """``randperm(n, generator=Generator().manual_seed(seed + epoch))``, in 4 bytes a sample (8 from 2**31 samples on).
+    """``randperm(n, generator=Generator().manual_seed(seed + epoch))``, with 4 bytes per sample (8 for n >= 2**31).
 
     Source: the order of accelerate's seedable sampler and of the transformers Trainer.
     """
@@ -81,12 +81,12 @@ class ExplicitPermutation(Permutation):
 
 @final
 class FeistelPermutation(Permutation):
-    """A keyed permutation that is computed, not stored: no memory, no time to build, and any position at once.
+    """A keyed permutation that is computed instead of stored: it needs no memory or setup and seeks instantly.
 
-    The positions stand in a grid of about sqrt(n) rows and columns. Each round shifts the row by a keyed hash of the
-    column, or the column by one of the row; what falls on the grid's few cells beyond n goes round again. Only
-    arithmetic on 64-bit words, so that the order is the same on every machine and with every version. Up to 65,536
-    samples, the order that sorts keyed hashes of the indices, and it is stored.
+    The positions form a grid of about sqrt(n) rows and columns. Each round shifts the row by a keyed hash of the column, or
+    the column by a keyed hash of the row. Results in the grid's few cells beyond n are permuted again. It uses only
+    arithmetic on 64-bit words, so the order is the same on every machine and with every version. Up to 65,536 samples the
+    order sorts keyed hashes of the indices, and is stored.
 
     Raises:
         UsageError: more than 2**48 samples.
@@ -98,9 +98,9 @@ class FeistelPermutation(Permutation):
         super().__init__(n, seed, epoch)
         if n > _LARGEST:
             raise UsageError(
-                f"the dataset has {n} samples, and a keyed permutation orders {_LARGEST} at most",
+                f"the dataset has {n} samples, but a keyed permutation supports at most {_LARGEST}",
                 where='order="feistel"',
-                do="cut the dataset into parts, and shuffle these",
+                do="split the dataset into parts and shuffle these",
             )
         self._keys = [np.uint64(key_of(seed, epoch, n, number)) for number in range(_ROUNDS)]
         self._order = torch.from_numpy(_sorted_by_hash(n, self._keys[0])) if n <= _EXPLICIT_UP_TO else None
@@ -114,7 +114,7 @@ class FeistelPermutation(Permutation):
 
 
 def _inside(positions: torch.Tensor | range, n: int) -> torch.Tensor:
-    """Return ``positions`` as a tensor, each of them in ``range(n)``."""
+    """Return ``positions`` as a tensor, after checking that they are in ``range(n)``."""
     if isinstance(positions, range):
         positions = torch.arange(len(positions)) * positions.step + positions.start
     if positions.numel():
@@ -124,7 +124,7 @@ def _inside(positions: torch.Tensor | range, n: int) -> torch.Tensor:
 
 
 def _walk(positions: _Words, n: int, keys: list[np.uint64]) -> _Words:
-    """Encrypt ``positions`` until they are below ``n``: a cycle that starts there comes back, after one step mostly."""
+    """Encrypt ``positions`` until they are below ``n``; each cycle returns there, usually after one step."""
     rows = isqrt(n - 1) + 1
     columns = -(-n // rows)  # rows * columns - n < rows
     words = _encrypt(positions, rows, columns, keys)
@@ -134,7 +134,7 @@ def _walk(positions: _Words, n: int, keys: list[np.uint64]) -> _Words:
 
 
 def _encrypt(positions: _Words, rows: int, columns: int, keys: list[np.uint64]) -> _Words:
-    """Permute ``range(rows * columns)``; both are at most 2**24."""
+    """Permute positions in ``range(rows * columns)``; both factors are at most 2**24."""
     row = positions // np.uint64(columns)
     column = positions - row * np.uint64(columns)
     for number, key in enumerate(keys):
@@ -148,7 +148,7 @@ def _encrypt(positions: _Words, rows: int, columns: int, keys: list[np.uint64]) 
 
 
 def _shift(words: _Words, hashes: _Words, size: np.uint64) -> None:
-    """Add to ``words`` modulo ``size``: the upper 40 bits of a hash times size / 2**40, which needs no division."""
+    """Add to ``words`` modulo ``size`` the upper 40 bits of the hashes times size / 2**40, which needs no division."""
     hashes >>= np.uint64(24)
     hashes *= size
     hashes >>= np.uint64(40)

@@ -1,4 +1,4 @@
-"""Where the batches of one rank come from: the ways to shard a loader, one class each."""
+"""Sources of one rank's batches: one class for each way to shard a loader."""
 
 from __future__ import annotations
 
@@ -53,40 +53,41 @@ Steps = Iterator[tuple[Any, LastStep | Contribution | None]]
 
 
 class BatchSource(ABC):
-    """The steps of one rank, each a batch and what every rank has in it."""
+    """Yields the steps of one rank: its batch, and the batch sizes of all ranks."""
 
     inner: DataLoader[Any]
-    """The loader that reads on this rank."""
+    """Loader that reads on this rank."""
     order: SampleOrder | None = None
-    """What draws the order of a pass; None when the data has an order of its own, or another rank draws it."""
+    """Order of the samples; None if the data has a fixed order, or another rank draws it."""
     batch_size: int | None
-    """Of the user's loader; None: its batches have sizes of their own."""
+    """Batch size of the user's loader; None: variable."""
     workers: WorkerDraws | None = None
-    """Follows what the workers of ``inner`` draw, where the order of their batches is known."""
+    """Tracks the RNG of the workers of ``inner``, if their batches arrive in a known order."""
     even: bool = True
-    """Complete the last step (where it can be incomplete)."""
+    """Fill an incomplete last step with repeated samples."""
     batches_per_step: int = 1
-    """Of ``inner``."""
+    """Number of batches of ``inner`` per step."""
     resumes: bool = False
-    """The next pass was started before, and saved in its middle."""
+    """Whether the next pass resumes a pass that was saved before its end."""
     num_behind: int = 0
-    """Steps of the next pass that ``inner`` has behind it, because a state was loaded into it."""
+    """Number of steps of the next pass that ``inner`` has already consumed, because a state was loaded into it."""
     ended_early: bool = False
-    """Of the pass that was read to its end: other ranks had at least one step more."""
+    """Whether other ranks had more steps in the last completed pass."""
     is_dispatched: bool = False
     """Rank zero reads for all ranks, and this source moves batches to the device."""
     reads_own_shard: bool = False
-    """Each rank reads a shard that the user's data gives it."""
+    """Each rank reads its own shard of already sharded data."""
     first_pass: DuplicateSamplesCheck | None = None
-    """Compares what the ranks read in the first pass, until that has started."""
+    """Check for the first pass, until that has started."""
 
     @abstractmethod
     def steps(self, skip: int) -> Steps:
         """Start a pass without its first ``skip`` steps.
 
-        A LastStep of None: every rank has equally many new samples, or it is known at the end only.
+        A LastStep of None means that the ranks have equal numbers of new samples, or that the numbers are known only at the
+        end.
 
-        Collective: where ranks share an order or a reader.
+        Collective: if ranks share an order or a reader.
         """
 
     @abstractmethod
@@ -94,19 +95,19 @@ class BatchSource(ABC):
         """Return the number of steps of a pass of this rank.
 
         Raises:
-            TypeError: it is not known.
+            TypeError: the number is unknown.
         """
 
     def at_end(self) -> LastStep | None:
-        """Return what the ranks have in the last step, where that is known at the end only."""
+        """Return the batch sizes of the last step if they are known only at the end of a pass."""
         return None
 
     def set_even(self, even: bool) -> None:
-        """Choose whether the last step is completed, from the next pass on."""
+        """Set whether the last step is filled, starting with the next pass."""
         self.even = even
 
     def dataset_length(self, dataset: Any) -> int:
-        """Return the samples of the user's ``dataset``.
+        """Return the number of samples of the user's ``dataset``.
 
         Raises:
             TypeError: it has no length.
@@ -114,7 +115,7 @@ class BatchSource(ABC):
         return len(dataset)
 
     def facts_elsewhere(self) -> DataFacts | None:
-        """Return what is known here of data that is rank zero's; None: this rank's data is as good."""
+        """Return the known facts about rank zero's data; None if this rank has the same data."""
         return None
 
     def sampler_of(self, original: DataLoader[Any]) -> Any:
@@ -125,14 +126,14 @@ class BatchSource(ABC):
         """Draw the order from another sampler.
 
         Raises:
-            UsageError: the data has an order of its own, or another rank draws it.
+            UsageError: the data has a fixed order, or another rank draws it.
         """
         if self.order is None:
-            raise UsageError("this loader draws no order that a sampler could replace", do="change its dataset instead")
+            raise UsageError("the order of this loader does not come from a sampler", do="change its dataset instead")
         self.order.sampler = sampler
 
     def owners_of_epoch(self, original: DataLoader[Any]) -> tuple[Any, ...]:
-        """Return what may have a ``set_epoch``, in the order in which it is called."""
+        """Return the objects that may have ``set_epoch``, in the order in which to call it."""
         inner = self.inner
         if inner is original and not isinstance(inner.sampler, SupportsSetEpoch):
             return (inner.dataset,)
@@ -140,7 +141,7 @@ class BatchSource(ABC):
         return batches, getattr(batches, "sampler", None), inner.sampler, inner.dataset
 
     def _start_reading(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """Return the iterator of ``loader``; a resumed pass leaves torch's generator alone, from which it draws a seed."""
+        """Return the iterator of ``loader``; if the pass resumes, the seed that it draws does not advance torch's RNG."""
         before = torch.get_rng_state() if self.resumes else None
         iterator = iter(loader)
         if before is not None:
@@ -168,7 +169,7 @@ class PlainSource(BatchSource):
         seedable, stateful = options.use_seedable_sampler, saves_state(loader, options)
         self.inner = loader
         batches = batches_of(loader)
-        # A shuffled order is drawn in the same way as on several ranks, bit for bit; so it can be drawn again on resume.
+        # SampleOrder draws a shuffled order exactly as with several ranks, and can draw it again when a run resumes.
         is_shuffled = type(loader) is DataLoader and type(getattr(batches, "sampler", None)) is RandomSampler
         if (seedable or stateful or is_shuffled) and batches is not None:
             self.order = SampleOrder(batches, seed=options.data_seed, seedable=seedable, alone=True)
@@ -197,7 +198,7 @@ class PlainSource(BatchSource):
 
 
 class ShardedSource(BatchSource):
-    """A loader over a dataset with an index: every rank draws the same batches and reads those that are its own."""
+    """A loader over a map-style dataset: every rank draws the same batches and reads only its own."""
 
     def __init__(
         self, loader: DataLoader[Any], *, world: World, options: LoaderOptions, check: OrderCheck | None = None
@@ -230,7 +231,7 @@ class ShardedSource(BatchSource):
 
     def at_end(self) -> LastStep | None:
         last = self.batches.last_step
-        # A rank that has nothing in it ended a step earlier, with a batch like all the others.
+        # A rank without samples in the last step ended one step earlier, with a full batch.
         self.ended_early = last is not None and last.sizes[self.batches.process_index] == 0
         return None if self.ended_early else last
 
@@ -242,7 +243,7 @@ class ShardedSource(BatchSource):
 
 
 class StreamSource(BatchSource):
-    """A loader over an iterable dataset: every rank reads all of it and keeps its parts."""
+    """A loader over an iterable dataset, which every rank reads completely to keep its slices."""
 
     def __init__(self, loader: DataLoader[Any], *, world: World, options: LoaderOptions) -> None:
         self.batch_size = loader.batch_size
@@ -288,7 +289,7 @@ class StreamSource(BatchSource):
 
 
 class DatasetShardsSource(BatchSource):
-    """A loader over an iterable dataset that gives each rank whole shards of itself (Hugging Face datasets)."""
+    """A loader over an iterable dataset with a ``shard`` method (Hugging Face datasets)."""
 
     reads_own_shard = True
 
@@ -315,9 +316,9 @@ class DatasetShardsSource(BatchSource):
 
 
 class DispatchSource(BatchSource):
-    """A loader that rank zero alone reads; the other ranks' loaders, and their datasets, are never touched.
+    """A loader that only rank zero reads; the loaders and datasets of the other ranks are never used.
 
-    Collective: making one.
+    Collective: the constructor.
     """
 
     is_dispatched = True
@@ -340,7 +341,7 @@ class DispatchSource(BatchSource):
         self._device = device
         own_samples, own_batches = -1, -1
         if world.is_rank_zero:
-            ahead = 3 * self.batches_per_step  # it looks for the end
+            ahead = 3 * self.batches_per_step  # reads ahead to detect the end
             plain = PlainSource(loader, options=options, num_ahead=ahead)
             self.inner, self.order, self.workers = plain.inner, plain.order, plain.workers
             own_samples, own_batches = length_of(loader.dataset), length_of(loader)
@@ -348,7 +349,7 @@ class DispatchSource(BatchSource):
         own_skip = int(batches_of(loader) is not None)
         of_rank_zero = gather_counts(own_samples, own_batches, int(loader.drop_last), own_size, own_skip)
         self.total_samples, self.total_batches, drop_last, batch_size, can_skip = (counts[0] for counts in of_rank_zero)
-        """Of rank zero's dataset and loader; -1: unknown."""
+        """Lengths of rank zero's dataset and loader; -1: unknown."""
         self.drop_last = bool(drop_last)
         self._can_skip = bool(can_skip)
         self.batch_size = None if batch_size < 0 else batch_size
@@ -358,7 +359,7 @@ class DispatchSource(BatchSource):
     def steps(self, skip: int) -> Steps:
         world = self._world
         batches = None
-        # Skipped batches that are read are also split: the samples at the beginning complete the last step.
+        # Skipped batches that must be read are also split, because the first samples fill the last step.
         num_unread, num_unused = (skip * self.batches_per_step, 0) if self._can_skip else (0, skip)
         if world.is_rank_zero:
             batches = self._batches_from(num_unread)
@@ -397,12 +398,12 @@ class DispatchSource(BatchSource):
 
 
 def saves_state(loader: DataLoader[Any], options: LoaderOptions) -> bool:
-    """Is ``loader`` read by a StatefulDataLoader, which can be saved in the middle of a pass?"""
+    """Return whether ``loader`` is read by a StatefulDataLoader, whose state can be saved during a pass."""
     return options.use_stateful_dataloader or isinstance(loader, SupportsStateDict)
 
 
 def batches_of(loader: DataLoader[Any]) -> Any:
-    """Return what draws the batches of a loader over a map-style dataset; None for iterable data."""
+    """Return the batch sampler of a loader over a map-style dataset; None for iterable data."""
     if isinstance(loader.dataset, IterableDataset):
         return None
     if isinstance(loader.sampler, BatchSampler):  # DataLoader(sampler=BatchSampler(...), batch_size=None)
@@ -413,7 +414,7 @@ def batches_of(loader: DataLoader[Any]) -> Any:
 def with_batches(
     loader: DataLoader[Any], batches: Any, *, stateful: bool = False, dataset: Any = None
 ) -> DataLoader[Any]:
-    """Return a loader like the user's (over ``dataset``, where given) that reads other batches."""
+    """Return a copy of the user's loader with another batch sampler (and ``dataset``, if given)."""
     kind = stateful_loader() if stateful else DataLoader
     dataset = loader.dataset if dataset is None else dataset
     if loader.batch_sampler is None:
@@ -422,16 +423,16 @@ def with_batches(
 
 
 def _batch_size(loader: DataLoader[Any], inner: DataLoader[Any]) -> int | None:
-    """Return the batch size of the user's ``loader``, or of the batch sampler with which ``inner`` reads for it."""
+    """Return the batch size of the user's ``loader`` or, if it has none, of the batch sampler of ``inner``."""
     batches = inner.sampler if isinstance(inner.sampler, BatchSampler) else inner.batch_sampler
     return getattr(batches, "batch_size", None) if loader.batch_size is None else loader.batch_size
 
 
 def length_at_rank_zero(num_samples: int, dataset: Any) -> int:
-    """Return the number of samples that rank zero has found in its ``dataset``.
+    """Return ``num_samples``, the length of rank zero's dataset, if it is known.
 
     Raises:
-        TypeError: it has no length.
+        TypeError: ``dataset`` has no length.
     """
     if num_samples < 0:
         raise TypeError(f"object of type {type(dataset).__name__} has no len()")
@@ -439,7 +440,7 @@ def length_at_rank_zero(num_samples: int, dataset: Any) -> int:
 
 
 def _skip_batches(loader: DataLoader[Any], skip: int) -> tuple[DataLoader[Any], int]:
-    """Return a loader that does not read the first ``skip`` batches, and how many are still to be dropped."""
+    """Return a loader that skips batches without reading them, and how many the caller must still drop."""
     batches = batches_of(loader)
     if not skip or batches is None or type(loader) is not DataLoader:
         return loader, skip

@@ -1,4 +1,4 @@
-"""One batch on the wire: its structure as JSON (as a pickle only where it holds objects), then its tensors."""
+"""Wire format of a batch: its structure as JSON (pickle if it holds other objects), then its tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from echelon.distributed.tree import rebuild_like
 __all__ = ["END", "announce_failure", "pack_batch", "receive_batch", "send_batch"]
 
 END: Any = object()
-"""In the place of a batch: there are no more."""
+"""Marks the end of the batches."""
 
 
 def pack_batch(batch: Any) -> tuple[bytes, list[torch.Tensor]]:
@@ -34,7 +34,7 @@ def pack_batch(batch: Any) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def send_batch(structure: bytes, tensors: list[torch.Tensor], *, is_last: bool, device: torch.device | None) -> None:
-    """Send from rank zero. Collective: the others call ``receive_batch``."""
+    """Send a batch from rank zero. Collective: the other ranks call ``receive_batch``."""
     broadcast_bytes((b"L" if is_last else b"-") + structure)
     target = wire_device(device or torch.device("cpu"), None)
     for tensor in tensors:
@@ -48,26 +48,26 @@ def announce_failure(error: BaseException) -> None:
 
 
 def receive_batch(device: torch.device | None) -> tuple[Any, bool]:
-    """Return on the other ranks what rank zero sends: a batch, and whether it is known to be the last.
+    """Receive (batch, whether it is known to be the last) from rank zero. Collective: rank zero calls ``send_batch``.
 
     Raises:
-        DesyncError: rank zero could not read.
+        DesyncError: rank zero failed to read the batch.
     """
     message = broadcast_bytes(None)
     is_last, kind, body = message[:1] == b"L", message[1:2], message[2:]
     if kind == b".":
         return END, True
     if kind == b"E":
-        raise DesyncError(f"rank zero could not read the next batch: {body.decode()}", do="fix the error of rank 0")
+        raise DesyncError(f"rank zero failed to read the next batch: {body.decode()}", do="fix the error of rank 0")
     target = device or torch.device("cpu")
-    # A structure that holds objects of the user's: exchanged inside the user's own job (SECURITY.md).
+    # The pickle comes from rank zero of the same job (SECURITY.md).
     return _from_json(json.loads(body), target) if kind == b"J" else _receive_tensors(
         pickle.loads(body), target
     ), is_last
 
 
 def _to_json(data: Any, tensors: list[torch.Tensor]) -> Any:
-    """Describe ``data`` in JSON and list its tensors."""
+    """Return the structure of ``data`` for JSON, and append its tensors to ``tensors``."""
     if isinstance(data, torch.Tensor):
         tensors.append(data)
         return ["t", str(data.dtype).removeprefix("torch."), list(data.shape)]
@@ -95,14 +95,14 @@ def _from_json(plain: list[Any], device: torch.device) -> Any:
 
 
 class _NotPlainError(Exception):
-    """A batch holds what JSON cannot express."""
+    """A batch holds an object that JSON cannot represent."""
 
 
 _SCALARS = (str, int, float, bool, type(None))
 
 
 class _Placeholder:
-    """Stands for a tensor in a pickled structure."""
+    """Replaces a tensor in a pickled structure."""
 
     __slots__ = ("dtype", "shape")
 

@@ -1,4 +1,4 @@
-"""Dispatch mode: rank zero alone reads, and sends each global batch to all ranks, which keep their parts."""
+"""Dispatch mode: only rank zero reads; it sends each global batch to all ranks, and each keeps its slice."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ def global_batches(
     device: torch.device | None,
     non_blocking: bool,
 ) -> Iterator[tuple[Any, int, bool]]:
-    """Yield (batch, number of its samples, whether it is known to be the last) of all ranks together, on each rank.
+    """Yield (global batch, number of its samples, whether it is known to be the last) on each rank.
 
     Args:
-        batches: what rank zero's loader yields; None on the others.
-        world_size: of the default group.
-        split: each batch is a global one; else one for each rank is joined.
-        drop_last: leave out a last step that has not a batch for every rank.
-        finds_end: where a batch has fewer samples than there are ranks, find out whether it is the last.
-        device: where batches travel and stay; None: the CPU.
+        batches: the batches of rank zero's loader; None on the other ranks.
+        world_size: size of the default group.
+        split: each batch is a global batch; False: one batch per rank is joined to a global batch.
+        drop_last: drop a last step without a batch for every rank.
+        finds_end: if a batch has fewer samples than ranks, read ahead to find out whether it is the last.
+        device: device on which batches are sent and returned; None: the CPU.
         non_blocking: copy to the device asynchronously.
 
     Collective: each step.
 
     Raises:
-        DesyncError: on the other ranks, when reading failed on rank zero.
+        DesyncError: on the other ranks, if reading failed on rank zero.
     """
     num_read = 1 if split else world_size
-    pending: Any = _NONE  # read already, to find the end
+    pending: Any = _NONE  # a batch that was read ahead to find the end
     while True:
         if batches is None:
             batch, is_last = receive_batch(device)
@@ -70,10 +70,10 @@ def global_batches(
         count = num_samples(batch)
         if count is None:
             raise UsageError(
-                "a batch without a tensor of samples, or a list with one item per sample, cannot be split between ranks: "
+                "cannot split a batch between ranks that has neither a tensor of samples nor a list with one item per sample: "
                 f"{describe(batch)}",
                 where="dispatch_batches=True (the default for an iterable dataset)",
-                do="let collate_fn make one, or use dispatch_batches=False",
+                do="return such a tensor or list from collate_fn, or set dispatch_batches=False",
             )
         yield batch, count, is_last
 
@@ -81,25 +81,25 @@ def global_batches(
 def dispatch(
     batches: Iterator[tuple[Any, int, bool]], *, rank: int, world_size: int, even: bool, slice_fn: SliceFn | None
 ) -> Generator[tuple[Any, LastStep | None], None, bool]:
-    """Yield the part of ``rank`` of each of ``batches``, which ``global_batches`` yields.
+    """Yield the slice of ``rank`` of each global batch.
 
     Args:
-        batches: of all ranks together.
-        rank: this one.
-        world_size: of the default group.
-        even: complete a step that does not divide with samples from the beginning, else split it as evenly as possible.
-        slice_fn: called as ``slice_batch``; None: that.
+        batches: the global batches, from ``global_batches``.
+        rank: the rank.
+        world_size: size of the default group.
+        even: fill a batch that is not divisible with the first samples; False: split it as evenly as possible.
+        slice_fn: replaces ``slice_batch``.
 
     Returns:
-        Whether other ranks have a last batch in which this one has no part.
+        Whether other ranks have a last batch of which this rank has no samples.
     """
     cut = slice_fn or slice_batch
-    few: Any = None  # samples from the beginning
+    few: Any = None  # the first samples
     for batch, count, is_last in batches:
         if few is None:
             few = cut(batch, slice(0, world_size), process_index=rank, num_processes=world_size)
         share, extra = divmod(count, world_size)
-        # Every rank makes every step but the last one: a rank without samples in that ends before the others.
+        # Every rank makes every step except the last one, which a rank without samples does not make.
         if extra and (even or (share == 0 and not is_last)):
             batch = _complete(batch, few, missing=world_size - extra)
             sizes = [share + 1] * world_size
@@ -122,7 +122,7 @@ def _read(batches: Iterator[Any], num_read: int, *, drop_last: bool) -> Any:
 
 @contextmanager
 def _announcing_failure() -> Iterator[None]:
-    """Notify the other ranks, which wait for a batch, when reading it fails."""
+    """Notify the other ranks, which wait for a batch, if reading it fails."""
     try:
         yield
     except BaseException as error:

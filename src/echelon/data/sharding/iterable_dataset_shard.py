@@ -1,4 +1,4 @@
-"""The samples of one process of an iterable dataset, for a loader that the user builds, under Accelerate's name."""
+"""Accelerate's ``IterableDatasetShard``: one process's shard of an iterable dataset."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ __all__ = ["IterableDatasetShard"]
 
 
 class IterableDatasetShard(IterableDataset[Any]):
-    """What one process has of ``dataset``, sample by sample: its piece of every global batch, the last one completed.
+    """Yields the samples of one process: its slice of every global batch of ``dataset``.
 
-    Every process has equally many. A ``generator`` of a dataset without ``set_epoch`` is seeded by the epoch.
+    Every process has the same number of samples. The ``generator`` of a dataset without ``set_epoch`` is seeded with the epoch.
 
     Args:
-        dataset: the user's.
-        batch_size: of one process, or (``split_batches``) of all.
-        drop_last: leave out a short last batch, instead of completing it from the beginning.
-        num_processes: how many share the dataset.
-        process_index: whose part.
-        split_batches: a batch is cut for the processes.
+        dataset: the user's dataset.
+        batch_size: batch size of one process or, with ``split_batches``, of all processes together.
+        drop_last: drop an incomplete last batch instead of filling it with the first samples.
+        num_processes: number of processes that share the dataset.
+        process_index: index of the process.
+        split_batches: split each batch between the processes.
 
     Raises:
-        UsageError: ``split_batches``, and the batch size is not divisible.
+        UsageError: with ``split_batches``, the batch size is not divisible by ``num_processes``.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next pass, if the dataset has one to choose."""
+        """Set the epoch of the next pass and of the dataset, if it has ``set_epoch``."""
         self.epoch = epoch
         self._stream.set_epoch(epoch)
 

@@ -1,4 +1,4 @@
-"""Is the order that rank zero's sampler draws for all ranks a whole one, or only a shard of rank zero?"""
+"""Detects that the sampler whose order rank zero broadcasts yields only rank zero's shard."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _MIN_SAMPLES = 12
 
 
 class OrderCheck:
-    """Compares, once, what the ranks' samplers draw, where all ranks use rank zero's draw.
+    """Compares once the orders that the ranks' samplers draw, when all ranks use rank zero's.
 
-    Samplers may draw in any order, or other samples on each rank (with replacement, a random subset): that is no mistake. But
-    where the ranks' draws have nothing in common and together are the whole dataset, the sampler shards the data, and most
-    samples would never be read.
+    Samplers may legitimately draw different orders or samples on each rank (with replacement, or a random subset). But if the
+    draws of the ranks are disjoint and together cover the dataset, the sampler shards the data, and most samples would never
+    be read.
 
     Args:
-        sampler: the user's.
-        num_samples: of the dataset; -1: unknown, and nothing is compared.
-        line: where the loader was given to echelon.
-        is_error: raise in the place of a warning.
+        sampler: the user's sampler.
+        num_samples: length of the dataset; -1: unknown, and nothing is compared.
+        line: the line that passed the loader to echelon.
+        is_error: raise instead of warning.
     """
 
     def __init__(self, sampler: Any, *, num_samples: int, line: UserLine, is_error: bool) -> None:
@@ -37,12 +37,12 @@ class OrderCheck:
         self._num_samples = num_samples
         self._line = line
         self._is_error = is_error
-        # These draw at random by design: two ranks may have nothing in common by chance.
+        # Random draws of two ranks may be disjoint by chance.
         draws = getattr(sampler, "replacement", False) is True or getattr(sampler, "weights", None) is not None
         self._is_wanted = num_samples >= _MIN_SAMPLES and not draws
 
     def check_order(self, drawn: Sequence[Any]) -> None:
-        """Compare what the ranks have drawn in a pass.
+        """Compare the orders that the ranks have drawn in a pass.
 
         Collective: every rank, at the first call.
 
@@ -59,19 +59,19 @@ class OrderCheck:
             return
         sketches = [np.frombuffer(sketch, dtype=np.uint64) for sketch in gather_bytes(indices[:_SKETCH].tobytes())]
         num_all, num_apart = sum(len(sketch) for sketch in sketches), len(np.unique(np.concatenate(sketches)))
-        # Some samplers repeat a few samples, so that all ranks have equally many.
+        # Some samplers repeat a few samples so that all ranks have the same number.
         covers = num_apart >= self._num_samples if max(counts) <= _SKETCH else sum(counts) >= self._num_samples
         if covers and num_all - num_apart <= len(counts):
             self._report(counts)
 
     def _report(self, counts: list[int]) -> None:
         message = (
-            f"the sampler of the loader ({self._name}) gives each rank other samples, which together are the dataset: "
-            f"{counts[0]} of {self._num_samples} on rank 0. It is sharded already, and echelon shards it again: the samples of "
-            "the other ranks are not read"
+            f"the sampler of the loader ({self._name}) yields different samples on each rank, which together cover the dataset "
+            f"({counts[0]} of {self._num_samples} samples on rank 0). The loader is already sharded, and because echelon shards "
+            "it again, the samples of the other ranks are not read"
         )
         do = (
-            "remove the sampler (echelon shards the loader), or keep its sharding: "
+            "remove the sampler (echelon shards the loader), or keep its sharding with "
             "accelerator.prepare_data_loader(loader, already_sharded=True)"
         )
         if self._is_error:
@@ -80,7 +80,7 @@ class OrderCheck:
 
 
 def _hash_indices(drawn: Sequence[Any]) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """Return 64 well-spread bits of each index, each once, sorted: the same on all ranks."""
+    """Return a 64-bit hash of each distinct index, sorted."""
     if all(type(index) is int for index in drawn):
         numbers = np.array(drawn, dtype=np.int64).view(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         return np.unique(numbers ^ (numbers >> np.uint64(32)))

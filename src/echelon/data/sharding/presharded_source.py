@@ -1,4 +1,4 @@
-"""A loader that is sharded already: each rank reads its shard, and the ranks agree on where a pass ends."""
+"""An already sharded loader: each rank reads its shard, and the ranks agree on the end of a pass."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ __all__ = ["PreshardedSource"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shard:
-    """The shard of one rank in a pass: samples in batches of one size, the last one shorter or dropped."""
+    """The shard of one rank in a pass, in batches of equal size; the last one may be shorter or dropped."""
 
     num_samples: int
     batch_size: int
     drop_last: bool
     num_repeated: int
-    """Of the samples, at the end, that are repeated."""
+    """Number of repeated samples at the end."""
 
     @property
     def num_batches(self) -> int:
-        """Return the number of batches."""
+        """Number of batches."""
         return self.num_samples // self.batch_size if self.drop_last else -(-self.num_samples // self.batch_size)
 
     def size(self, batch: int) -> int:
@@ -46,7 +46,7 @@ class _Shard:
         return min(self.batch_size, self.num_samples - batch * self.batch_size)
 
     def num_new(self, batch: int) -> int:
-        """Return how many of them are not repeated."""
+        """Return the number of samples of a batch that are not repeated."""
         is_last = (batch + 1) * self.batch_size >= self.num_samples
         return max(self.size(batch) - (self.num_repeated if is_last else 0), 0)
 
@@ -54,10 +54,10 @@ class _Shard:
 class PreshardedSource(BatchSource):
     """A loader whose sampler, batch sampler or dataset gives this rank its own shard.
 
-    The ranks exchange the lengths of their samplers once a pass; where these are unknown, the size of each batch
-    (``read_own_shards``). A rank that has fewer batches than others repeats its first one if ``even``.
+    The ranks exchange the lengths of their samplers once per pass, or the size of each batch if the lengths are unknown
+    (``read_own_shards``). With ``even`` a rank that has fewer batches than others repeats its first one.
 
-    Collective: each pass, and each step where lengths are unknown.
+    Collective: each pass, and each step if lengths are unknown.
     """
 
     reads_own_shard = True
@@ -80,7 +80,7 @@ class PreshardedSource(BatchSource):
         self._is_iterable = isinstance(loader.dataset, IterableDataset)
         self.drop_last = any(facts.drop_last for facts in agreement.parts)
         self._shards: list[_Shard] | None = None
-        """Of all ranks; None: unknown."""
+        """Shards of all ranks; None: unknown."""
         if self._processes and all(min(facts.num_drawn, facts.batch_size) >= 0 for facts in agreement.parts):
             self._shards = [
                 _Shard(
@@ -93,13 +93,15 @@ class PreshardedSource(BatchSource):
             ]
 
     def dataset_length(self, dataset: Any) -> int:
-        """Return the samples of all ranks, each once, where it is known how many each rank has."""
+        """Return the number of distinct samples of all ranks if the shards are known, else of this rank's dataset."""
         if self._shards is None:
             return len(dataset)
         return sum(shard.num_samples - shard.num_repeated for shard in self._shards)
 
     def facts_elsewhere(self) -> DataFacts | None:
-        return None if self._world.is_rank_zero else DataFacts(batch_size=self.batch_size)  # its shard is another one
+        return (
+            None if self._world.is_rank_zero else DataFacts(batch_size=self.batch_size)
+        )  # rank zero has another shard
 
     def owners_of_epoch(self, original: DataLoader[Any]) -> tuple[Any, ...]:
         return (*samplers_of(self.inner), *self._samplers_with_epoch, self.inner.dataset)
@@ -122,16 +124,15 @@ class PreshardedSource(BatchSource):
         me = shards[self._world.rank]
         behind, self.num_behind = self.num_behind, 0
         skip += behind
-        # A rank that repeats a batch repeats the first that it reads.
+        # A rank that repeats a batch repeats the first one that it reads.
         first_read = [max(min(skip, shard.num_batches - 1), 0) for shard in shards]
         batches = (batch for batch, _ in self._plain.steps(0 if behind else first_read[self._world.rank]))
         first: Any = _NONE
         if behind and behind >= me.num_batches:
             raise UsageError(
-                f"the pass was saved after {behind} steps, when rank {self._world.rank} had read all of its shard: it cannot be "
-                "resumed there",
+                f"cannot resume the pass after {behind} steps, because rank {self._world.rank} had already read all of its shard",
                 where="use_stateful_dataloader=True",
-                do="save earlier in the pass, or at its end, or give every rank the same number of samples",
+                do="save earlier in the pass or at its end, or give every rank the same number of samples",
             )
         end = self._num_steps(shards)
         for step in range(first_read[self._world.rank], end):
@@ -139,7 +140,7 @@ class PreshardedSource(BatchSource):
             first = batch if first is _NONE else first
             if batch is _NONE and step < me.num_batches:
                 raise UsageError(
-                    f"the sampler of rank {self._world.rank} yielded {step} batches in this pass, and its length means {me.num_batches}",
+                    f"the sampler of rank {self._world.rank} yielded {step} batches in this pass, but its length implies {me.num_batches}",
                     where="the prepared DataLoader",
                     do="make the sampler's __len__ return the number of samples that it yields",
                 )
@@ -154,12 +155,12 @@ class PreshardedSource(BatchSource):
         self.ended_early = not self.drop_last and end < max(shard.num_batches for shard in shards)
         if end == me.num_batches and next(batches, _NONE) is not _NONE:
             warn(
-                f"the sampler of rank {self._world.rank} has more samples than its length: they are left out, because the ranks "
-                "have agreed on that length"
+                f"the sampler of rank {self._world.rank} yields more samples than its length; the additional samples are dropped, "
+                "because the ranks have agreed on that length"
             )
 
     def _agree_on_lengths(self) -> list[_Shard]:
-        """Return the shards of this pass: lengths may change. Collective."""
+        """Return the shards of this pass, whose lengths may differ from those of the last one. Collective."""
         assert self._shards is not None
         (numbers,) = gather_counts(len(batches_of(self.inner).sampler))
         return [
@@ -173,10 +174,10 @@ class PreshardedSource(BatchSource):
         ]
 
     def _num_steps(self, shards: list[_Shard]) -> int:
-        """Return how many steps this rank makes.
+        """Return the number of steps of this rank.
 
         Raises:
-            UsageError: a rank has no batch, and ``even`` requires steps of it.
+            UsageError: with ``even``, a rank has no batch to repeat.
         """
         counts = [shard.num_batches for shard in shards]
         if self.drop_last:
@@ -185,9 +186,9 @@ class PreshardedSource(BatchSource):
             return counts[self._world.rank]
         if min(counts) == 0 < max(counts):
             raise UsageError(
-                f"rank {counts.index(0)} has no samples in its shard, and other ranks have some",
+                f"rank {counts.index(0)} has no samples in its shard, but other ranks have some",
                 where="the prepared DataLoader",
-                do="give every rank samples, or let echelon shard the loader (already_sharded=False)",
+                do="give every rank samples, or set already_sharded=False to let echelon shard the loader",
             )
         return max(counts)
 

@@ -1,4 +1,4 @@
-"""One order of samples for all ranks: drawn by the user's sampler, or computed from (seed, epoch)."""
+"""One order of samples for all ranks, drawn by the user's sampler or computed from (seed, epoch)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class SampleOrder:
 
     Args:
         batches: the user's batch sampler.
-        seed: of a seedable order; None: the run's, which rank zero decides.
-        seedable: shuffle by (seed, epoch) instead of by the sampler's generator.
-        alone: there is one process: nothing is exchanged.
-        check: of the first draw of a sampler of the user's.
+        seed: seed of a seedable order; None: rank zero's torch seed.
+        seedable: shuffle by (seed, epoch) instead of with the sampler's generator.
+        alone: there is only one process, so nothing is exchanged.
+        check: checks the first draw of a custom sampler.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class SampleOrder:
 
     @property
     def sampler(self) -> Any:
-        """The user's sampler, or the seedable one in its place; None when a batch sampler has none."""
+        """The user's sampler, or the seedable sampler that replaces it; None if the batch sampler has none."""
         if isinstance(self._drawn_by, SharedBatches):
             return getattr(self._drawn_by.batches, "sampler", None)
         return self._drawn_by.sampler if isinstance(self._drawn_by, SharedSampler) else self._drawn_by
@@ -72,17 +72,17 @@ class SampleOrder:
 
     @property
     def is_seedable(self) -> bool:
-        """Does it depend only on (seed, epoch)?"""
+        """Whether the order depends only on (seed, epoch)."""
         return isinstance(self._drawn_by, SeedableRandomSampler)
 
     def state(self) -> dict[str, Any] | None:
-        """Return what the order of the pass that started last was drawn from."""
+        """Return the seed or RNG states from which the order of the latest pass was drawn."""
         if isinstance(self._drawn_by, SeedableRandomSampler):
             return {"seed": self._drawn_by.initial_seed}
         return self._drawn_by.draw.latest
 
     def pin(self, state: dict[str, Any] | None) -> None:
-        """Make the next pass draw the order of ``state``."""
+        """Make the next pass draw its order from ``state``."""
         if state is None:
             return
         if isinstance(self._drawn_by, SeedableRandomSampler):
@@ -99,12 +99,12 @@ class SampleOrder:
 class SeedableRandomSampler(RandomSampler):
     """A permutation that depends only on (seed, epoch): ``randperm(n, generator=Generator().manual_seed(seed + epoch))``.
 
-    Args:
-        args: of ``RandomSampler``; its generator is not drawn from.
-        data_seed: the seed; None: torch's initial one.
-        kwargs: as ``args``.
+    Each pass increments the epoch.
 
-    Each pass is followed by that of the next epoch.
+    Args:
+        args: arguments of ``RandomSampler``; its generator is not used.
+        data_seed: the seed; None: ``torch.initial_seed()``.
+        kwargs: keyword arguments of ``RandomSampler``.
 
     Source: the order of accelerate's seedable sampler and of the transformers Trainer.
     """
@@ -116,16 +116,16 @@ class SeedableRandomSampler(RandomSampler):
 
     @property
     def initial_seed(self) -> int:
-        """The seed of epoch 0."""
+        """Seed of epoch 0."""
         return torch.initial_seed() if self.data_seed is None else self.data_seed
 
     def agree_seed(self) -> None:
-        """Take rank zero's seed. Collective."""
+        """Set the seed to rank zero's unless one was given. Collective."""
         if self.data_seed is None:
             self.data_seed = broadcast_object_list([torch.initial_seed()])[0]
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next pass."""
+        """Set the epoch of the next pass."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -135,19 +135,19 @@ class SeedableRandomSampler(RandomSampler):
 
 
 class _Draw:
-    """The RNG states that an order is drawn from, so that a resumed pass draws the same order."""
+    """Records and restores the RNG states from which an order is drawn, so that a resumed pass draws the same order."""
 
     def __init__(self) -> None:
         self.latest: dict[str, Any] | None = None
-        """Of the pass that started last: ``torch`` and ``generator`` states."""
+        """RNG states (``torch`` and ``generator``) at the start of the latest pass."""
         self._pinned: dict[str, Any] | None = None
 
     def pin(self, state: dict[str, Any] | None) -> None:
-        """Draw the next pass from ``state``; None: from the state at that time."""
+        """Draw the order of the next pass from ``state``; None: from the current RNG state."""
         self._pinned = state
 
     def begin(self, generator: torch.Generator | None) -> torch.Tensor | None:
-        """Set the pinned states, if any, and record those of this pass; return what ``end`` restores."""
+        """Set the pinned states, if any, and record the states; return the state that ``end`` restores."""
         pinned, self._pinned = self._pinned, None
         before = None
         if pinned is not None:
@@ -162,13 +162,13 @@ class _Draw:
         return before
 
     def end(self, before: torch.Tensor | None) -> None:
-        """Restore torch's own state after a pinned draw."""
+        """Restore torch's RNG state after a pinned draw."""
         if before is not None:
             torch.set_rng_state(before)
 
 
 class SharedSampler(Sampler[int]):
-    """A sampler of the user's whose order on every rank is that of rank 0.
+    """Wraps the user's sampler so that every rank uses the order of rank 0.
 
     Collective: each pass, unless ``alone``.
     """
@@ -202,7 +202,7 @@ class SharedSampler(Sampler[int]):
         sampler = self.sampler
         if type(sampler) is RandomSampler:
             if sampler.generator is None:
-                # The draw that RandomSampler itself makes from the global generator; rank 0's counts.
+                # RandomSampler makes the same draw from the global generator. Rank 0's value is used.
                 seed = torch.empty((), dtype=torch.int64).random_()
                 generator = torch.Generator().manual_seed(int((seed if self._alone else broadcast(seed)).item()))
                 return iter(_with_generator(sampler, generator))
@@ -214,11 +214,11 @@ class SharedSampler(Sampler[int]):
             if self._check is not None and not self._alone:
                 self._check.check_order(order)
             return iter(order if self._alone else broadcast_object_list([order])[0])
-        return iter(sampler)  # endless: its author must make it equal on all ranks
+        return iter(sampler)  # infinite, so it cannot be broadcast: the user must make it equal on all ranks
 
 
 class SharedBatches(Sampler[list[int]]):
-    """A batch sampler of the user's whose batches are those of rank 0, on every rank.
+    """Wraps the user's batch sampler so that every rank uses the batches of rank 0.
 
     Collective: each pass, unless ``alone``.
     """
@@ -231,13 +231,13 @@ class SharedBatches(Sampler[list[int]]):
 
     @property
     def batch_size(self) -> int | None:
-        """The user's."""
+        """Batch size of the user's batch sampler."""
         size: int | None = getattr(self.batches, "batch_size", None)
         return size
 
     @property
     def drop_last(self) -> bool:
-        """The user's."""
+        """``drop_last`` of the user's batch sampler."""
         return bool(getattr(self.batches, "drop_last", False))
 
     def set_epoch(self, epoch: int) -> None:
@@ -271,6 +271,6 @@ def _with_generator(sampler: RandomSampler, generator: torch.Generator) -> Rando
     return RandomSampler(
         sampler.data_source,
         replacement=sampler.replacement,
-        num_samples=sampler._num_samples,  # None: all of the data, also when its length changes
+        num_samples=sampler._num_samples,  # None: the length of the data, also if it changes
         generator=generator,
     )

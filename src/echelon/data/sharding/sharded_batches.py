@@ -1,4 +1,4 @@
-"""The batches of one rank: every world_size-th one, or its part of each batch."""
+"""Batch sampler of one rank: every world_size-th batch, or a slice of each batch."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ __all__ = ["RankBatchSampler"]
 
 
 class RankBatchSampler(BatchSampler):
-    """The batches of one rank; its arguments are those of Accelerate's ``BatchSamplerShard``.
+    """Yields the batches of one rank, with the arguments of Accelerate's ``BatchSamplerShard``.
 
-    Whole batches (``split=False``): rank r gets the batches r, r + W, r + 2 W, ...; the last round is completed with
-    samples from the beginning of the pass if ``even``, else some ranks get none.
-    Split batches: each rank gets a part of each batch; a short last batch is filled in the same way if ``even``, else split
-    as evenly as possible.
+    Whole batches (``split_batches=False``): rank r gets the batches r, r + W, r + 2 W, ... With ``even_batches`` the last round
+    is filled with the first samples of the pass; otherwise some ranks get no batch in it.
+    Split batches: each rank gets a slice of each batch. With ``even_batches`` a short last batch is filled in the same way;
+    otherwise it is split as evenly as possible.
 
-    Source: accelerate's BatchSamplerShard, but for the even split (it fills the first ranks).
+    Source: accelerate's BatchSamplerShard, except for the split of a short last batch (it fills the first ranks).
 
     Args:
-        batch_sampler: the batches of all ranks, in one order; its ``batch_size`` is None or missing where they differ.
+        batch_sampler: the batches of all ranks; its ``batch_size`` is None or missing if their sizes vary.
         num_processes: the number of ranks.
         process_index: the rank.
         split_batches: split each batch.
-        even_batches: complete the last round.
+        even_batches: fill the last round.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class RankBatchSampler(BatchSampler):
         split_batches: bool = False,
         even_batches: bool = True,
     ) -> None:
-        # BatchSampler's own __init__ is not called: the batches are those of the other one.
+        # BatchSampler.__init__ is not called, because another batch sampler draws the batches.
         batch_size: int | None = getattr(batch_sampler, "batch_size", None)
         if split_batches:
             require_divisible(batch_size, num_processes)
         self.batches = batch_sampler
-        """Of all ranks, in one order."""
+        """Batches of all ranks."""
         self.batch_size = batch_size  # type: ignore[assignment]
         self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
         self.num_processes = num_processes
@@ -55,7 +55,7 @@ class RankBatchSampler(BatchSampler):
         self.even_batches = even_batches
         self.split_batches = split_batches
         self.last_step: LastStep | None = None
-        """Of the pass that was read to its end; None when every rank had a batch of new samples."""
+        """Batch sizes in the last step of a completed pass; None if every rank had a full batch of new samples."""
 
     @property
     def batch_sampler(self) -> Any:
@@ -64,12 +64,12 @@ class RankBatchSampler(BatchSampler):
 
     @property
     def sampler(self) -> Any:  # type: ignore[override]
-        """The sampler below it; None when there is none."""
+        """The sampler of the user's batch sampler; None if it has none."""
         return getattr(self.batch_sampler, "sampler", None)
 
     @property
     def total_length(self) -> int:
-        """The number of batches of all ranks."""
+        """Number of batches of all ranks."""
         return len(self.batches)
 
     def set_epoch(self, epoch: int) -> None:
@@ -81,7 +81,7 @@ class RankBatchSampler(BatchSampler):
     def __len__(self) -> int:
         total = len(self.batches)
         if self.split_batches:
-            # A last batch with fewer samples than ranks leaves the last ranks a step short; its size is unknown here.
+            # If the last batch, whose size is unknown here, has fewer samples than ranks, the last ranks have one step less.
             return total
         whole, rest = divmod(total, self.num_processes)
         if rest == 0 or self.drop_last:
@@ -115,7 +115,7 @@ class RankBatchSampler(BatchSampler):
         return self.batch_size is None or len(batch) == self.batch_size
 
     def _fill(self, round_: list[list[int]], first: list[list[int]]) -> list[list[int]]:
-        """Complete the last round with samples (or, without a batch size, whole batches) from the beginning."""
+        """Fill the last round with the first samples (or, without a batch size, the first batches)."""
         if self.batch_size is None:
             return [*round_, *islice(cycle(first), self.num_processes - len(round_))]
         again = cycle([index for batch in first for index in batch])

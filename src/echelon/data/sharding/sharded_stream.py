@@ -1,4 +1,4 @@
-"""Iterable datasets that every rank reads whole, to keep its part of every global batch; or in shards of the dataset's own."""
+"""Iterable datasets that every rank reads completely to keep its slices, or that shard themselves."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ Columns = dict[str, ColumnFingerprint]
 
 
 class ShardedStream(IterableDataset[Any]):
-    """The parts of one rank: (list of samples, LastStep or None, columns of all samples or None), one for each step.
+    """Yields (list of this rank's samples, LastStep or None, fingerprints of all samples or None) for each step.
 
-    The samples of all ranks are read, and each rank keeps its part. A short last batch is completed with samples from the
-    beginning if ``even``, else split as evenly as possible, or left out with ``drop_last``.
+    Every rank reads all samples and keeps its slice. With ``even`` a short last batch is filled with the first samples; with
+    ``drop_last`` it is dropped; otherwise it is split as evenly as possible.
 
-    With a ``batch_size`` of None the dataset yields batches, and each rank takes one of every ``world_size``.
+    With ``batch_size=None`` the dataset yields batches, and each rank takes one of every ``world_size``.
 
-    Every loader worker splits what it reads, so each may have a short last batch. The columns are those of the first step:
-    every rank has read the same, unless the dataset shards itself.
+    Every loader worker splits the samples that it reads, so each may have a short last batch. The first step has fingerprints,
+    which are equal on all ranks unless the dataset shards itself.
 
-    Source: accelerate's IterableDatasetShard, but for the even split.
+    Source: accelerate's IterableDatasetShard, except for the split of a short last batch.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ShardedStream(IterableDataset[Any]):
 
     @property
     def samples_per_step(self) -> int:
-        """What all ranks take in one step: samples, or batches of a dataset that yields batches."""
+        """Number of samples (or of batches, if the dataset yields batches) that all ranks take in one step."""
         return (self.batch_size or 1) * (1 if self.split else self.world_size)
 
     def set_epoch(self, epoch: int) -> None:
@@ -98,18 +98,18 @@ class ShardedStream(IterableDataset[Any]):
             return
         columns = self._columns(samples, before) if not first else None
         num_real, sizes = len(samples), self._even_sizes(len(samples))
-        # Several loader workers: this may not be the last step of the pass, so every rank must make it.
+        # With several loader workers this may not be the last step of the pass, so every rank must make it.
         worker = get_worker_info()
         if self.even or (0 in sizes and worker is not None and worker.num_workers > 1):
             samples = [*samples, *islice(cycle(first or samples), whole - num_real)]
             yield samples[mine], self._facts(samples, num_real), columns
-        else:  # a rank without samples has an empty part: its loader ends while others continue
+        else:  # a rank without samples has an empty list; its loader ends while others continue
             start = sum(sizes[: self.rank])
             counts = sizes if self.batch_size is not None else _item_sizes(samples, self.world_size)
             yield samples[start : start + sizes[self.rank]], LastStep(counts, counts), columns
 
     def _columns(self, samples: list[Any], before: Any) -> Columns:
-        # Ranks draw from streams of their own in the main process: what was drawn may differ.
+        # In the main process each rank has its own RNG stream, so samples that depend on draws may differ.
         return {} if before is not None and not are_equal_states(before, rng_states()) else sample_fingerprints(samples)
 
     def _even_sizes(self, num_real: int) -> list[int]:
@@ -117,9 +117,9 @@ class ShardedStream(IterableDataset[Any]):
         return [share + (rank < extra) for rank in range(self.world_size)]
 
     def _facts(self, samples: list[Any], num_real: int) -> LastStep | None:
-        """Describe a step in which every rank has a full part, with ``num_real`` new samples in all."""
+        """Return the batch sizes of a step in which every rank has a full slice, with ``num_real`` new samples in total."""
         size = len(samples) // self.world_size
-        if self.batch_size is None:  # batches of the dataset's own: of any size
+        if self.batch_size is None:  # the dataset yields batches of any size
             sizes = _item_sizes(samples, self.world_size)
             if num_real == self.world_size and len(set(sizes)) == 1:
                 return None
@@ -135,7 +135,7 @@ def _item_sizes(batches: list[Any], world_size: int) -> list[int]:
 
 
 class CollatePart:
-    """The user's ``collate_fn`` on the samples of a part; a class, because it is sent to loader workers."""
+    """Applies the user's ``collate_fn`` to the samples of a slice; a class, because it is pickled for loader workers."""
 
     def __init__(self, collate_fn: Callable[[Any], Any], *, is_batched: bool) -> None:
         self.collate_fn = collate_fn
@@ -151,7 +151,7 @@ class CollatePart:
 
 
 class ExposeUsersDataset:
-    """A ``worker_init_fn`` that makes ``get_worker_info().dataset`` the user's, then calls the user's own."""
+    """A ``worker_init_fn`` that sets ``get_worker_info().dataset`` to the user's dataset, then calls the user's function."""
 
     def __init__(self, then: Callable[[int], Any] | None) -> None:
         self.then = then
@@ -166,7 +166,7 @@ class ExposeUsersDataset:
 
 
 def iterate_like_rank_zero(loader: DataLoader[Any], stream: Any) -> Iterator[Any]:
-    """Start a pass in which every rank reads the same samples: generators and worker seeds are those of rank zero.
+    """Start a pass with rank zero's generator states and worker seeds, so that every rank reads the same samples.
 
     Collective: every rank.
     """
@@ -175,7 +175,7 @@ def iterate_like_rank_zero(loader: DataLoader[Any], stream: Any) -> Iterator[Any
         generator.set_state(broadcast(generator.get_state()))
     if loader.num_workers == 0:
         return iter(loader)
-    # The loader draws the seed of its workers when it starts them. Each rank's own stream advances by that one draw.
+    # The loader draws the seed of its workers when it starts them. Each rank's RNG must advance by exactly that draw.
     source = loader.generator
     before = torch.get_rng_state() if source is None else source.get_state()
     _set_state(source, broadcast(before))
@@ -196,18 +196,19 @@ def _set_state(generator: torch.Generator | None, state: torch.Tensor) -> None:
 def read_own_shards(
     batches: Iterator[Any], *, even: bool, drop_last: bool
 ) -> Generator[tuple[Any, LastStep | None], None, bool]:
-    """Read a loader whose dataset shards itself, so that the number of batches of the other ranks is unknown.
+    """Read a loader whose dataset shards itself, when the number of batches of the other ranks is unknown.
 
-    The ranks exchange the size of their next batch (a few bytes a step). A rank that has run out repeats its first batch
-    until all have, if ``even``; with ``drop_last`` all end with the first; else each ends by itself.
+    The ranks exchange the size of their next batch (a few bytes per step). With ``drop_last`` all ranks end when the first one
+    has no more batches. With ``even`` a rank without more batches repeats its first batch until all have ended. Otherwise each
+    rank ends separately.
 
     Returns:
-        Whether this is one of the ranks that ended first, while others continue (unknown for those that end later).
+        Whether this rank is one of the first to end while others continue (False for ranks that end later).
 
     Collective: each step, until a rank has ended.
 
     Raises:
-        UsageError: a rank has no samples, and ``even`` requires steps of it.
+        UsageError: with ``even``, a rank has no batch to repeat.
     """
     first: Any = _NONE
     all_read = True
@@ -232,8 +233,8 @@ def read_own_shards(
             continue
         if min(again) == 0:
             raise UsageError(
-                f"rank {again.index(0)} has no samples at all in its shards of the dataset, and other ranks have some",
-                do="use DataLoaderConfiguration(dispatch_batches=True), or a dataset without empty shards",
+                f"rank {again.index(0)} has no samples in its shards of the dataset, but other ranks have some",
+                do="set DataLoaderConfiguration(dispatch_batches=True), or use a dataset without empty shards",
             )
         sizes = [have or repeat for have, repeat in zip(real, again)]
         yield first if batch is _NONE else batch, LastStep(sizes, real)
@@ -244,7 +245,7 @@ def _size(batch: Any) -> int:
 
 
 def _others_unknown(size: int) -> list[int]:
-    """Return sizes that say: a rank has ended, and this one has not."""
+    """Return batch sizes that mark every other rank as ended."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     return [size if other == rank else 0 for other in range(world_size)]
 

@@ -21,15 +21,14 @@ __all__ = ["split_between_processes"]
 def split_between_processes(
     inputs: Any, apply_padding: bool = False, *, rank: int, world_size: int, device: torch.device | None = None
 ) -> Iterator[Any]:
-    """Yield this rank's part of ``inputs``: consecutive items; the first ranks have one more where it does not divide.
+    """Yield this rank's contiguous part of ``inputs``; if the length is not divisible, the first ranks have one more item.
 
     Args:
-        inputs: a list, tuple, tensor, array, range or dataset, or a dict of them (each value is split). They are not
-            changed.
-        apply_padding: repeat the last item, so that every rank has equally many (drop them after a gather).
-        rank: whose part.
+        inputs: a list, tuple, tensor, array, range or dataset, or a dict of these (each value is split). It is not modified.
+        apply_padding: repeat the last item so that every rank has the same number of items (drop the copies after a gather).
+        rank: the rank.
         world_size: the number of parts.
-        device: where padded tensors go, so that they can be gathered; None: they stay.
+        device: device to which padded tensors are moved for a gather; None: they are not moved.
 
     Raises:
         UsageError: the values of a dict differ in length, or ``inputs`` cannot be split.
@@ -51,8 +50,8 @@ def _length(inputs: Any) -> int:
     lengths = {key: _length(value) for key, value in inputs.items()}
     if len(set(lengths.values())) > 1:
         raise UsageError(
-            f"the values of a dict must have the same length to be split, and have {lengths}",
-            do="make them equally long, or split them one by one",
+            f"the values of a dict must have equal lengths to be split, but have {lengths}",
+            do="make them equally long, or split them separately",
         )
     return next(iter(lengths.values()), 0)
 
@@ -79,5 +78,5 @@ def _take(inputs: Any, indices: list[int], missing: int, length: int, device: to
         return Subset(inputs, indices + padding)
     raise UsageError(
         f"split_between_processes cannot split a {type(inputs).__name__}",
-        do="pass a list, a tuple, a tensor, an array, a map-style dataset, or a dict of them",
+        do="pass a list, a tuple, a tensor, an array, a map-style dataset, or a dict of these",
     )

@@ -1,4 +1,4 @@
-"""Detects that a loader is sharded already: by its sampler, its batch sampler, or its dataset."""
+"""Detects that a loader is already sharded by its sampler, its batch sampler, or its dataset."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
     "samplers_of",
 ]
 
-# Attributes in which samplers and datasets keep the number of shards, and which one is theirs; also with a "_" before them.
+# Attributes in which samplers and datasets store the number of shards and their own shard index, also with a leading "_".
 _COUNT_NAMES = (
     "num_replicas",
     "world_size",
@@ -47,10 +47,10 @@ _INDEX_NAMES = (
     "output_split_idx",  # Ray Data's streaming splits
     "data_parallel_rank",
 )
-# Names in code that shards data by itself: one of each.
+# Code that shards data itself uses one name of each set.
 _RANK_COUNT_NAMES = frozenset({"get_world_size", "num_processes", "WORLD_SIZE"})
 _RANK_NAMES = frozenset({"get_rank", "process_index", "RANK"})
-# Their code is known: it is not searched for these names.
+# Code of these packages is not searched for the names above.
 _LIBRARIES = frozenset(
     [
         "torch",
@@ -74,20 +74,20 @@ _MAX_DEPTH = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExistingSharding:
-    """How a loader was sharded before echelon got it, on this rank."""
+    """How a loader was sharded on this rank before echelon received it."""
 
     what: str
-    """What shards it, for messages, such as ``its sampler (DistributedSampler)``."""
+    """Description of what shards it, for messages, such as ``its sampler (DistributedSampler)``."""
     place: Literal["sampler", "dataset", "user"]
-    """``user``: the user said ``already_sharded=True``."""
+    """``user``: the user passed ``already_sharded=True``."""
     num_shards: int = -1
     """-1: unknown."""
     shard: int = -1
-    """Of this rank; -1: unknown."""
+    """Shard index of this rank; -1: unknown."""
 
 
 def find_existing_sharding(loader: DataLoader[Any]) -> ExistingSharding | None:
-    """Return how ``loader`` is sharded; None where nothing shows that it is."""
+    """Return how ``loader`` is sharded; None if there is no sign that it is."""
     for sampler in samplers_of(loader):
         numbers = _shard_numbers(sampler)
         if numbers is not None:
@@ -98,7 +98,7 @@ def find_existing_sharding(loader: DataLoader[Any]) -> ExistingSharding | None:
 
 
 def samplers_of(loader: DataLoader[Any]) -> list[Any]:
-    """Return the batch sampler and the samplers of ``loader``, each once, from the outermost to the innermost."""
+    """Return the batch sampler and the samplers of ``loader`` without duplicates, outermost first."""
     found: list[Any] = []
     waiting = deque([getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)])
     while waiting and len(found) < _MAX_DEPTH:
@@ -111,38 +111,38 @@ def samplers_of(loader: DataLoader[Any]) -> list[Any]:
 
 
 class SamplerEpochs:
-    """Notices the epoch that a script sets on a sampler of its own that shards for the ranks.
+    """Detects the epoch that a script sets on its own distributed sampler.
 
-    Every tutorial of DistributedSampler calls its ``set_epoch`` before each pass.
+    DistributedSampler tutorials call its ``set_epoch`` before each pass.
 
     Args:
-        loader: the user's.
+        loader: the user's loader.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         found = (s for s in samplers_of(loader) if _shard_numbers(s) is not None and isinstance(s, SupportsSetEpoch))
         self.samplers: list[Any] = [sampler for sampler in found if type(getattr(sampler, "epoch", None)) is int]
-        """Those that shard for ranks, and draw another order in each ``epoch``."""
-        self.note()
+        """Samplers that shard across ranks and have an ``epoch``."""
+        self.record()
 
-    def note(self) -> None:
-        """The epochs are now those that this process has set."""
+    def record(self) -> None:
+        """Record the current epochs of the samplers."""
         self._seen = [sampler.epoch for sampler in self.samplers]
 
     def changed(self) -> int | None:
-        """Return the epoch that the script has set since ``note``; None: none."""
+        """Return the epoch that the script has set since ``record``; None if it has set none."""
         return next((s.epoch for s, seen in zip(self.samplers, self._seen) if s.epoch != seen), None)
 
 
 def can_undo_sharding(sampler: Any) -> bool:
-    """Is the whole order behind ``sampler`` known, so that its sharding can be undone? That of torch's own class is."""
+    """Return whether the full order behind ``sampler`` is known, as it is for torch's own class."""
     return type(sampler) is DistributedSampler or (
         isinstance(sampler, DistributedSampler) and type(sampler).__module__.startswith("torchdata.")
     )
 
 
 def num_repeated(loader: DataLoader[Any]) -> int:
-    """Return how many samples at the end of this rank's shard are repeated by torch's DistributedSampler."""
+    """Return how many samples torch's DistributedSampler repeats at the end of this rank's shard."""
     for sampler in samplers_of(loader):
         if can_undo_sharding(sampler):
             missing = sampler.total_size - len(sampler.dataset)
@@ -151,15 +151,15 @@ def num_repeated(loader: DataLoader[Any]) -> int:
 
 
 def check_shards(cuts: list[ExistingSharding], *, world_size: int, line: UserLine) -> bool:
-    """Return whether ``cuts``, of ranks 0, 1, ..., are shards of one whole; False where each is the whole.
+    """Return whether the ranks hold shards of one dataset; False if each rank holds all of it.
 
     Args:
-        cuts: of all ranks, so that all of them raise; without a process group, of this one.
-        world_size: the number of shards that there should be.
-        line: where the loader was given to echelon.
+        cuts: the sharding of each rank, in rank order, so that all ranks raise; without a process group, of this process.
+        world_size: the expected number of shards.
+        line: the line that passed the loader to echelon.
 
     Raises:
-        UsageError: they are shards for another number of processes, or two ranks have the same shard.
+        UsageError: the number of shards is not ``world_size``, or two ranks have the same shard.
     """
     numbers, shards = {cut.num_shards for cut in cuts}, [cut.shard for cut in cuts]
     if numbers == {-1}:
@@ -167,17 +167,17 @@ def check_shards(cuts: list[ExistingSharding], *, world_size: int, line: UserLin
     what = cuts[0].what
     if numbers == {1} and world_size > 1 and cuts[0].place == "sampler":
         warn(
-            f"{what} was created for one process, and there are {world_size}: it gives all samples to each of them, so echelon "
-            "shards the loader, and each sample is used once. Create it after Accelerator() (or the process group) to keep its "
-            "own sharding, or remove it",
+            f"{what} was created for one process, but there are {world_size}, and each would read all samples. echelon shards "
+            "the loader instead, so that each sample is used once. To keep the sampler's sharding, create it after "
+            "Accelerator() (or the process group); otherwise remove it",
             at=line,
         )
         return False
     if numbers != {world_size}:
         named = ", ".join(f"rank {rank}: {cut.num_shards}" for rank, cut in enumerate(cuts))
         raise UsageError(
-            f"the loader is sharded by {what} for another number of processes: there are {world_size}, and it has "
-            f"{named if len(numbers) > 1 else numbers.pop()}",
+            f"the loader is sharded by {what} for a different number of processes (world_size: {world_size}, number of shards: "
+            f"{named if len(numbers) > 1 else numbers.pop()})",
             where=str(line),
             do="remove it (echelon shards the loader), or create it after Accelerator() or the process group with "
             f"{world_size} shards",
@@ -185,9 +185,9 @@ def check_shards(cuts: list[ExistingSharding], *, world_size: int, line: UserLin
     if len(shards) == world_size and sorted(shards) != list(range(world_size)):
         named = ", ".join(f"rank {rank} has shard {shard}" for rank, shard in enumerate(shards))
         raise UsageError(
-            f"the loader is sharded by {what}, and the ranks do not have {world_size} different shards: {named}",
+            f"the loader is sharded by {what}, but the ranks do not have {world_size} different shards: {named}",
             where=str(line),
-            do="remove it (echelon shards the loader), or give it the rank of each process: torch.distributed.get_rank()",
+            do="remove it (echelon shards the loader), or pass it the rank of each process, torch.distributed.get_rank()",
         )
     return True
 
@@ -217,7 +217,7 @@ def _sharding_of_dataset(dataset: Any) -> ExistingSharding | None:
 
 
 def _sharding_by_library(found: Any) -> ExistingSharding | None:
-    """Return the sharding that an object of a known library stands for."""
+    """Return the sharding that an object of a known library applies."""
     kinds = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(found).__mro__]
     if ("datasets", "IterableDataset") in kinds:
         config = getattr(found, "_distributed", None)
@@ -235,7 +235,7 @@ def _sharding_by_library(found: Any) -> ExistingSharding | None:
 
 
 def _objects_read_by(dataset: Any) -> Iterator[Any]:
-    """Yield ``dataset`` and what it reads from: datasets, iterables and functions in its attributes and closures."""
+    """Yield ``dataset`` and the datasets, iterables and functions in its attributes and closures."""
     seen: set[int] = set()
     waiting: deque[tuple[Any, int]] = deque([(dataset, 0)])
     while waiting and len(seen) < _MAX_OBJECTS:
@@ -281,16 +281,16 @@ def _may_shard(child: Any) -> bool:
         return True
     if isinstance(child, nn.Module):
         return False
-    if type(child).__module__.partition(".")[0] == "ray":  # its iterators cannot be iterated as they are
+    if type(child).__module__.partition(".")[0] == "ray":  # Ray's DataIterator has no __iter__
         return True
-    # A tensor or an array is data; a library's stage, an iterator or a sampler may shard it.
+    # Tensors and arrays are data; pipeline stages, iterators and samplers may shard it.
     return (
         hasattr(child, "__dict__") and not hasattr(child, "dtype") and (callable(child) or hasattr(child, "__iter__"))
     )
 
 
 def _shard_numbers(found: Any) -> tuple[int, int] | None:
-    """Return (number of shards, own shard) where ``found`` has attributes for both."""
+    """Return (number of shards, own shard) if ``found`` has attributes for both."""
     count, index = _first_int(found, _COUNT_NAMES), _first_int(found, _INDEX_NAMES)
     if count is None or index is None or not 0 <= index < max(count, 1):
         return None
@@ -310,7 +310,7 @@ def _first_int(found: Any, names: tuple[str, ...]) -> int | None:
 
 
 def _code_uses_rank(found: Any) -> bool:
-    """Does the user's own code in ``found`` use both the rank and the number of ranks?"""
+    """Return whether the user's code in ``found`` uses both the rank and the number of ranks."""
     if isinstance(found, types.FunctionType):
         starts: list[Any] = [found]
     else:

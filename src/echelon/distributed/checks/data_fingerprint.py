@@ -1,7 +1,7 @@
-"""Fingerprints of the contents of a dataset, of samples and of the rows of a batch, equal for equal data on any machine.
+"""Fingerprints of datasets, samples and batch rows, for comparison between ranks, machines and runs.
 
-They depend on contents alone (no object identity, no hash seed), so ranks, machines and runs may compare them. They are
-cheap because they read a few indices only, and they find accidents, not attacks.
+They depend only on contents (no object identity, no hash seed). They are cheap because they read only a few indices, and
+they detect accidents, not attacks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MAX_DEPTH = 4
 _MAX_ITEMS = 64
 _END_BYTES = 1 << 16
 _ROW_BYTES = 256
-# Odd weights of the words of a row: numbers of a fixed generator, so that they are the same everywhere.
+# Odd weights of the words of a row, from a generator with a fixed seed, so that all machines use the same.
 _WEIGHTS = np.random.Generator(np.random.PCG64(20260)).integers(1, 2**63, _ROW_BYTES // 8, dtype=np.uint64) | np.uint64(
     1
 )
@@ -47,23 +47,23 @@ _Column = Callable[[int], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnFingerprint:
-    """Of a few items of one column."""
+    """Fingerprint of a few items of one column."""
 
     value: int
     """62 bits."""
     varies: bool
-    """Do the items have more than one value? Else equal fingerprints prove little."""
+    """Whether the items have more than one value. If not, equal fingerprints prove little."""
     is_numeric: bool = True
-    """Does it hold numbers only, which each rank may have drawn itself?"""
+    """Whether the items are only numbers, which each rank may have drawn at random."""
 
 
 def column_fingerprints(dataset: Any) -> dict[str, ColumnFingerprint]:
-    """Return a fingerprint of each column that ``dataset`` holds; none of what cannot be read cheaply.
+    """Return a fingerprint of each column of ``dataset`` that can be read cheaply.
 
-    Columns are CPU tensors, arrays, lists and data frames with one item a sample, which the dataset is or has as
-    attributes, also in a ``TensorDataset``, ``Subset``, ``ConcatDataset``, ``StackDataset``, and the rows of a dataset of
-    the library ``datasets``; of an iterable dataset they are its lists and arrays (of files, say). Of a path only the last
-    part counts: machines keep data in different places.
+    Columns are the dataset itself or its attributes if they are CPU tensors, arrays, lists or data frames with one item per
+    sample. A ``TensorDataset``, ``Subset``, ``ConcatDataset`` or ``StackDataset`` is searched for them. A dataset of the
+    library ``datasets`` contributes its rows, and an iterable dataset its lists and arrays (for example, of files). Only the
+    last component of a path counts, because machines store data in different directories.
     """
     num_samples = length_of(dataset)
     found: dict[str, ColumnFingerprint] = {}
@@ -75,7 +75,7 @@ def column_fingerprints(dataset: Any) -> dict[str, ColumnFingerprint]:
 
 
 def sample_fingerprints(samples: Sequence[Any]) -> dict[str, ColumnFingerprint]:
-    """Return a fingerprint of each leaf of ``samples``, which are of one structure: over the first 64 of them."""
+    """Return a fingerprint of each leaf over the first 64 of ``samples``, which share one structure."""
     rows = [list(leaves(sample)) for sample in samples[:_MAX_ITEMS]]
     width = min((len(row) for row in rows), default=0)
     found = {}
@@ -87,10 +87,10 @@ def sample_fingerprints(samples: Sequence[Any]) -> dict[str, ColumnFingerprint]:
 
 
 def are_of_different_data(one: Mapping[str, ColumnFingerprint], other: Mapping[str, ColumnFingerprint]) -> bool:
-    """Do these columns of two ranks, which should be of the same samples, show different data?
+    """Return whether the columns of two ranks, which should describe the same samples, show different data.
 
-    A column may differ for a good reason (augmentation, noise that each rank draws), and one that is equal may prove nothing
-    (labels of one class). So more must differ than equal ones vary.
+    A column may differ for a good reason (augmentation, noise drawn by each rank), and an equal column may prove nothing
+    (labels of one class). Therefore more columns must differ than are equal and varying.
     """
     num_different = num_equal = 0
     for name in one.keys() & other.keys():
@@ -104,12 +104,12 @@ def are_of_different_data(one: Mapping[str, ColumnFingerprint], other: Mapping[s
 def are_shards(
     one: Mapping[str, ColumnFingerprint], other: Mapping[str, ColumnFingerprint], *, same_seeds: bool
 ) -> bool:
-    """Do these columns of two ranks' datasets show shards of one whole, and not only random numbers of each rank's own?
+    """Return whether the columns of two ranks show shards of one dataset, rather than random numbers drawn by each rank.
 
     Args:
-        one: of a rank.
-        other: of another rank.
-        same_seeds: the ranks' generators were seeded alike, so that random data would be equal.
+        one: the columns of one rank.
+        other: the columns of another rank.
+        same_seeds: the ranks' generators had the same seed, so random data would be equal.
     """
     if not are_of_different_data(one, other):
         return False
@@ -119,11 +119,11 @@ def are_shards(
 
 
 def are_table_shards(columns: Sequence[Mapping[str, ColumnFingerprint]], num_samples: Sequence[int]) -> bool:
-    """Do the ranks have different rows of a table of the library ``datasets``, sharded as by ``split_dataset_by_node``?
+    """Return whether the ranks hold different rows of a ``datasets`` table, as after ``split_dataset_by_node``.
 
     Args:
-        columns: of each rank's dataset.
-        num_samples: of each rank's dataset.
+        columns: the columns of each rank's dataset.
+        num_samples: the length of each rank's dataset.
     """
     first, *others = columns
     if not others or not all(_PART_OF_A_TABLE in found for found in columns):
@@ -133,15 +133,15 @@ def are_table_shards(columns: Sequence[Mapping[str, ColumnFingerprint]], num_sam
 
 
 def fingerprint_of_sample(value: Any) -> int | None:
-    """Return 62 bits of plain data (tensors, arrays, numbers, strings, and containers of them); None for other objects."""
+    """Return a 62-bit hash of plain data (tensors, arrays, numbers, strings, containers of these); None for other objects."""
     found = xxhash.xxh3_64()
     return int(found.intdigest() >> 2) if _update(found, value, 0) else None
 
 
 def row_fingerprints(batch: Any) -> np.ndarray[Any, np.dtype[np.uint64]] | None:
-    """Return 64 bits for each sample of a collated batch: [number of samples]; None where it has no columns on the CPU.
+    """Return a 64-bit hash of each sample of a collated batch: [number of samples]; None if it has no columns on the CPU.
 
-    Of a wide row every n-th element counts.
+    Wide rows are subsampled: every n-th element counts.
     """
     found: np.ndarray[Any, np.dtype[np.uint64]] | None = None
     for number, column in enumerate(_batch_columns(batch)):
@@ -159,7 +159,7 @@ def row_fingerprints(batch: Any) -> np.ndarray[Any, np.dtype[np.uint64]] | None:
 
 
 def _columns(data: Any, num_samples: int, name: str, depth: int) -> list[tuple[str, _Column, int]]:
-    """Return (name, how to get an item, number of items) of each column of ``data``."""
+    """Return (name, function that gets an item, number of items) of each column of ``data``."""
     if isinstance(data, IterableDataset):
         lists = [
             (key, part) for key, part in vars(data).items() if isinstance(part, (list, tuple, torch.Tensor, np.ndarray))
@@ -179,7 +179,7 @@ def _columns(data: Any, num_samples: int, name: str, depth: int) -> list[tuple[s
     if isinstance(data, SupportsWithFormat):  # the library `datasets`: raw rows, without decoding or transforms
         rows = data.with_format("arrow")
         chosen, stored = getattr(data, "_indices", None), getattr(data, "_data", ())
-        is_part = chosen is None or len(chosen) < len(stored)  # a table that was shuffled holds all of its rows
+        is_part = chosen is None or len(chosen) < len(stored)  # a shuffled table still has all of its rows
         return [
             (
                 f"{name}rows{' (a part)' if is_part else ''}",
@@ -248,11 +248,11 @@ def _places(length: int) -> list[int]:
 
 
 def _of_items(items: list[Any], *, is_drawn: bool = False) -> ColumnFingerprint | None:
-    """Return the fingerprint of a column's items; None when there are none, or one is missing or no plain data.
+    """Return the fingerprint of a column's items; None if there are none, or one is None or not plain data.
 
     Args:
-        items: of the column.
-        is_drawn: they are the indices of a part of the data: what was chosen, not what it holds.
+        items: items of the column.
+        is_drawn: the items are the indices of a subset, which may have been drawn at random.
     """
     values = [None if item is None else fingerprint_of_sample(item) for item in items]
     if not values or any(value is None for value in values):
@@ -265,7 +265,7 @@ def _of_items(items: list[Any], *, is_drawn: bool = False) -> ColumnFingerprint 
 
 
 def _update(found: Any, value: Any, depth: int) -> bool:
-    """Add ``value`` to the hash ``found``; return False for what is no plain data."""
+    """Add ``value`` to the hash ``found``; return False if it is not plain data."""
     if isinstance(value, str):
         found.update(b"s" + value.rstrip("/").rpartition("/")[2].encode("utf-8", "surrogatepass"))
     elif isinstance(value, (bytes, bytearray)):

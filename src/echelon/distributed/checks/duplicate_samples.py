@@ -1,7 +1,7 @@
-"""Compares what the ranks read in the first pass of a loader: do several of them get the same samples?
+"""Detects ranks that read the same samples in the first pass of a loader.
 
-There is no collective, because ranks may read different numbers of batches, or leave the loop early. Each rank writes
-fingerprints to the store of the process group; the last one to do so compares them. After the first pass nothing is done.
+It uses no collective, because ranks may read different numbers of batches or leave the loop early. Each rank writes
+fingerprints to the store of the process group, and the last rank to do so compares them. Later passes are not checked.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _MIN_ROWS = 8
 _MIN_ROWS_OF_PASS = 16
 _SKETCH = 128
 _MAX_NEIGHBOURS = 64
-# Data with many equal samples (constant columns, few classes, copies) says nothing about who has been given what.
+# Data with many equal samples (constant columns, few classes, copies) does not show which rank read which sample.
 _MOSTLY_DISTINCT = 0.9
 
 
 class DuplicateSamplesCheck:
-    """Fingerprints of what this rank reads in its first pass, compared with those of the others.
+    """Compares fingerprints of the first pass of this rank with those of the other ranks.
 
     Args:
         token: identifies the loader on all ranks.
-        rank: this one, among those that should read different data.
-        world_size: how many those are.
-        line: where the loader was given to echelon.
-        reads_own: each rank reads a shard of its own, so whole passes are compared: each may have all the data in another
-            order. False: echelon shards the samples, and only the first windows are compared.
+        rank: this rank, among the ranks that should read different data.
+        world_size: number of these ranks.
+        line: the line that passed the loader to echelon.
+        reads_own: each rank reads its own shard. Whole passes are compared, because each rank may read all data in a
+            different order. False: echelon shards the samples, and only the first batches are compared.
         do: what the user can do about duplicates.
-        is_error: raise in the place of a warning.
+        is_error: raise instead of warning.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class DuplicateSamplesCheck:
         self._sketch: _Rows = np.empty(0, dtype=np.uint64)
         self._num_rows = 0
 
-    def note(self, batch: Any) -> bool:
+    def add(self, batch: Any) -> bool:
         """Add the next batch; return whether more are needed.
 
         Raises:
-            DesyncError: several ranks get the same samples (``is_error``).
+            DesyncError: several ranks read the same samples (``is_error``).
         """
         rows = row_fingerprints(batch)
         if rows is None:
@@ -81,10 +81,10 @@ class DuplicateSamplesCheck:
         return self._reads_own or not self._has_compared
 
     def end(self) -> None:
-        """The pass was read to its end.
+        """Compare at the end of the pass.
 
         Raises:
-            DesyncError: as ``note``.
+            DesyncError: several ranks read the same samples (``is_error``).
         """
         if not self._has_compared:
             self._compare_windows()
@@ -93,7 +93,7 @@ class DuplicateSamplesCheck:
             self._compare("pass", np.concatenate((numbers, self._sketch)), _same_in_pass)
 
     def compare_stream(self, columns: dict[str, ColumnFingerprint]) -> None:
-        """Compare what the ranks read of a stream that each of them reads whole, to keep its part.
+        """Compare samples of a stream that each rank reads completely in order to keep its slice.
 
         Raises:
             DesyncError: the ranks have read different streams (``is_error``).
@@ -108,7 +108,7 @@ class DuplicateSamplesCheck:
         other = next((rank for rank, columns in enumerate(others, 1) if are_of_different_data(first, columns)), None)
         if other is not None:
             self._report(
-                f"ranks 0 and {other} read different streams, and each keeps only its part of its own: the rest of each is lost"
+                f"ranks 0 and {other} read different streams, but each keeps only its slice, so the rest of each stream is lost"
             )
 
     def _compare_windows(self) -> None:
@@ -123,10 +123,10 @@ class DuplicateSamplesCheck:
         found = None if texts is None else find([np.frombuffer(text, dtype=np.uint64) for text in texts])
         if found is not None:
             one, other, reason = found
-            self._report(f"ranks {one} and {other} have been given the same samples: {reason}")
+            self._report(f"ranks {one} and {other} read the same samples: {reason}")
 
     def _exchange(self, what: str, mine: bytes) -> list[bytes] | None:
-        """Write ``mine`` to the store; the last rank to do so gets those of all ranks, the others None."""
+        """Write ``mine`` to the store; return the messages of all ranks on the last rank to do so, None on the others."""
         group = dist.group.WORLD
         if group is None:
             return None
@@ -139,21 +139,21 @@ class DuplicateSamplesCheck:
     def _report(self, message: str) -> None:
         group = dist.group.WORLD
         assert group is not None
-        if dist.PrefixStore(f"echelon/first_pass/{self._token}", store_of(group)).add("told", 1) > 1:
+        if dist.PrefixStore(f"echelon/first_pass/{self._token}", store_of(group)).add("num_reports", 1) > 1:
             return
         if self._is_error:
             raise DesyncError(message, where=f"the loader of {self._line}", do=self._do)
-        # Only the last rank knows: it warns, whichever it is.
+        # Only the last rank has compared the data, so it warns whatever its number.
         warn_here(f"the loader of {self._line}: {message}. To fix it: {self._do}", at=self._line)
 
 
 def _same_in_windows(ranks: list[_Rows]) -> tuple[int, int, str] | None:
-    """Return two ranks whose first windows are the same, row by row."""
+    """Return two ranks whose first batches are equal, row by row."""
     seen: dict[bytes, int] = {}
     for rank, numbers in enumerate(ranks):
         num_windows, rows = _split_header(numbers)
-        # Copies within a rank's own windows are copies in the data. One window alone may be a whole set of data that
-        # even_batches has completed.
+        # Duplicates within one rank's batches are duplicates in the data. A single batch may be a whole small dataset that
+        # even_batches has padded.
         if num_windows < 2 or len(rows) < _MIN_ROWS or len(np.unique(rows)) < _MOSTLY_DISTINCT * len(rows):
             continue
         other = seen.setdefault(numbers.tobytes(), rank)
@@ -163,7 +163,7 @@ def _same_in_windows(ranks: list[_Rows]) -> tuple[int, int, str] | None:
 
 
 def _same_in_pass(ranks: list[_Rows]) -> tuple[int, int, str] | None:
-    """Return two ranks that were given mostly the same samples in a whole pass, in whichever order."""
+    """Return two ranks that read mostly the same samples in a whole pass, in any order."""
     for one in range(len(ranks)):
         for other in range(one + 1, min(len(ranks), one + _MAX_NEIGHBOURS)):
             (num_rows, rows), (num_others, others) = _split_header(ranks[one]), _split_header(ranks[other])
@@ -171,12 +171,12 @@ def _same_in_pass(ranks: list[_Rows]) -> tuple[int, int, str] | None:
                 continue
             if not (_is_distinct(num_rows, rows) and _is_distinct(num_others, others)):
                 continue
-            # The smallest hashes of both together are a fair sample of all their samples.
+            # The smallest hashes of the union are a uniform sample of it (MinHash).
             both = np.union1d(rows, others)[:_SKETCH]
             num_common = int((np.isin(both, rows) & np.isin(both, others)).sum())
             if num_common >= 0.5 * len(both):
                 part = round(100 * num_common / len(both))
-                return one, other, f"about {part} % of what these two read in the first pass is the same"
+                return one, other, f"about {part} % of the samples of their first passes are the same"
     return None
 
 
@@ -185,7 +185,7 @@ def _split_header(numbers: _Rows) -> tuple[int, _Rows]:
 
 
 def _is_distinct(num_rows: int, sketch: _Rows) -> bool:
-    """Are most of ``num_rows`` samples different ones, as far as ``sketch``, the smallest of their hashes, tells?"""
+    """Return whether most of ``num_rows`` samples are distinct, estimated from ``sketch``, the smallest of their hashes."""
     if len(sketch) < _SKETCH:
         num_distinct = float(len(sketch))
     else:  # k of n uniform numbers lie below the largest of them

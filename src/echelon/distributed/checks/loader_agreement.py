@@ -1,4 +1,4 @@
-"""Do the ranks have loaders over the same dataset, or is each sharded already?"""
+"""Detects whether the ranks' loaders read the same dataset or are already sharded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from echelon.world.world import World
 __all__ = ["LoaderAgreement", "LoaderFacts", "agree_on_loader", "gather_loader_facts", "sharding_conflict"]
 
 _BOTH_WAYS = (
-    "give every rank the whole dataset (echelon shards it), or declare that each rank has its own shard: "
+    "give every rank the whole dataset (echelon shards it), or declare that each rank has its own shard, with "
     "DataLoaderConfiguration(already_sharded=True), TrainingArguments(already_sharded=True), or "
     "accelerator.prepare_data_loader(loader, already_sharded=True)"
 )
@@ -40,43 +40,43 @@ _BOTH_WAYS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderFacts:
-    """Of the loader of one rank. -1: unknown."""
+    """Properties of the loader of one rank. -1: unknown."""
 
     part: int
-    """Whose data it reads: the rank, where no ranks read the same."""
+    """Index of the slice of the data that it reads; equals the rank unless several ranks read the same data."""
     kind: str
-    """The class of the dataset."""
+    """Class name of the dataset."""
     is_iterable: bool
     num_samples: int
-    """Of the dataset."""
+    """Length of the dataset."""
     batch_size: int
     num_drawn: int
-    """Samples that the sampler yields in a pass; -1 also where batches have sizes of their own."""
+    """Number of samples that the sampler yields in a pass; -1 also for a custom batch sampler."""
     num_repeated: int
-    """Of these, at the end, that are repeated."""
+    """Number of repeated samples at the end of a pass."""
     drop_last: bool
     token: int
-    """A random number; rank zero's is that of the loader."""
+    """Random number; rank zero's identifies the loader."""
     cut: ExistingSharding | None
     columns: dict[str, ColumnFingerprint]
     seed: int
-    """Torch's own."""
+    """``torch.initial_seed()``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderAgreement:
-    """What all ranks know about a loader that is being prepared."""
+    """Facts about a loader that all ranks agree on when it is prepared."""
 
     cut: ExistingSharding | None
-    """It is sharded already; None: it is to be sharded."""
+    """Existing sharding of this rank; None: echelon shards the loader."""
     parts: list[LoaderFacts]
-    """By part; of this rank alone where the others take no part."""
+    """Facts indexed by ``part``; those of this rank alone if the other ranks do not take part."""
     processes: list[int]
-    """By part: the first of the processes that read it."""
+    """First process that reads each part."""
     reads_alone: bool
-    """This process is the one of ``processes`` for its part."""
+    """Whether this process is in ``processes``."""
     token: int
-    """Identifies this loader, on all ranks."""
+    """Identifies this loader on all ranks."""
 
 
 def agree_on_loader(
@@ -89,22 +89,23 @@ def agree_on_loader(
     is_exact: bool,
     line: UserLine,
 ) -> LoaderAgreement:
-    """Detect whether ``loader`` is sharded already, and whether the ranks have the same data.
+    """Detect whether ``loader`` is already sharded and whether the ranks have the same data.
 
     Args:
-        loader: the user's. Where rank zero dispatches, only its own counts.
-        world: this rank.
-        batches: what draws its batches; None for iterable data.
+        loader: the user's loader. If rank zero dispatches, only rank zero's loader matters.
+        world: world of this process.
+        batches: its batch sampler; None for iterable data.
         already_sharded: the user's choice; None: detect it.
-        dispatches: the user wants rank zero alone to read.
-        is_exact: raise in the place of warnings.
-        line: where the loader was given to echelon.
+        dispatches: only rank zero reads.
+        is_exact: raise instead of warning.
+        line: the line that passed the loader to echelon.
 
-    Collective: every rank, where there is more than one.
+    Collective: every rank, if there is more than one.
 
     Raises:
-        DesyncError: the datasets, or the batches, differ in length; or (exact modes) the datasets hold different data.
-        UsageError: it is sharded for another number of processes, or two ranks have the same shard.
+        DesyncError: the datasets differ in length or the loaders in batch size; in the exact modes also: the datasets
+            hold different data.
+        UsageError: it is sharded for a different number of processes, or two ranks have the same shard.
     """
     mine, everybody = gather_loader_facts(
         loader, rank=world.rank, world_size=world.world_size, batches=batches, already_sharded=already_sharded
@@ -117,9 +118,11 @@ def agree_on_loader(
     parts = [everybody[rank] for rank in processes] if is_whole else [mine]
     me = everybody.index(mine)
     considered = [everybody[0]] if dispatches else parts
-    cut = _existing_sharding(considered, mine, world=world, dispatches=dispatches, says_so=already_sharded, line=line)
+    cut = _existing_sharding(
+        considered, mine, world=world, dispatches=dispatches, already_sharded=already_sharded, line=line
+    )
     if world.world_size > 1 and not dispatches:
-        cut = _compare_data(parts, cut, says_so=already_sharded, is_exact=is_exact, line=line)
+        cut = _compare_data(parts, cut, already_sharded=already_sharded, is_exact=is_exact, line=line)
     return LoaderAgreement(
         cut=cut,
         parts=parts,
@@ -164,7 +167,7 @@ def _existing_sharding(
     *,
     world: World,
     dispatches: bool,
-    says_so: bool | None,
+    already_sharded: bool | None,
     line: UserLine,
 ) -> ExistingSharding | None:
     found = [facts.cut for facts in parts if facts.cut is not None]
@@ -173,22 +176,27 @@ def _existing_sharding(
     if len(found) < len(parts):
         with_cut = ", ".join(f"rank {facts.part}" for facts in parts if facts.cut is not None)
         raise DesyncError(
-            f"the loader is sharded already by {found[0].what}, but only on {with_cut}",
+            f"the loader is already sharded by {found[0].what}, but only on {with_cut}",
             where=str(line),
             do="build the same kind of loader on every rank",
         )
     if world.world_size > 1 and dispatches:  # the other ranks' loaders are never read
         return None if found[0].num_shards == 1 else found[0]
-    if found[0].place == "dataset" and not parts[0].is_iterable and says_so is None:
-        return None if world.world_size == 1 else mine.cut  # decided by what the ranks hold
+    if found[0].place == "dataset" and not parts[0].is_iterable and already_sharded is None:
+        return None if world.world_size == 1 else mine.cut  # _compare_data decides
     is_cut = check_shards(found, world_size=world.world_size, line=line)
     return mine.cut if is_cut and world.world_size > 1 else None
 
 
 def _compare_data(
-    parts: list[LoaderFacts], cut: ExistingSharding | None, *, says_so: bool | None, is_exact: bool, line: UserLine
+    parts: list[LoaderFacts],
+    cut: ExistingSharding | None,
+    *,
+    already_sharded: bool | None,
+    is_exact: bool,
+    line: UserLine,
 ) -> ExistingSharding | None:
-    """Return the existing sharding, after comparing what the datasets of the ranks hold."""
+    """Return the existing sharding, after comparing the contents of the ranks' datasets."""
     first, *others = parts
     is_indexed = not any(facts.is_iterable for facts in parts)
     shards_itself = cut is not None and cut.place in ("dataset", "user")
@@ -196,17 +204,17 @@ def _compare_data(
     differ = have_columns and all(are_of_different_data(first.columns, facts.columns) for facts in others)
     lengths = [facts.num_samples for facts in parts]
     is_table = are_table_shards([facts.columns for facts in parts], lengths)
-    if cut is None and is_indexed and is_table and says_so is None:
-        return ExistingSharding(what=f"its dataset ({first.kind}, of which each rank has other rows)", place="dataset")
-    if cut is not None and is_indexed and cut.place == "dataset" and says_so is None:
+    if cut is None and is_indexed and is_table and already_sharded is None:
+        return ExistingSharding(what=f"its dataset ({first.kind} with different rows on each rank)", place="dataset")
+    if cut is not None and is_indexed and cut.place == "dataset" and already_sharded is None:
         if differ:
             found = [facts.cut for facts in parts if facts.cut is not None]
             return cut if check_shards(found, world_size=len(parts), line=line) else None
         if not have_columns:
             warn(
                 f"{cut.what} knows its rank and the number of ranks, and echelon cannot detect whether it holds a shard or all "
-                "of the data: it is sharded here. If each rank has its own shard, samples are lost: set already_sharded=True; "
-                "else already_sharded=False",
+                "of the data. echelon shards it, which loses samples if each rank already has its own shard. Set "
+                "already_sharded=True if so, and already_sharded=False otherwise",
                 at=line,
             )
         return None
@@ -230,9 +238,7 @@ def _compare_data(
 def _require_equal(numbers: list[int], what: str, *, do: str) -> None:
     if len(set(numbers)) > 1:
         named = ", ".join(f"rank {rank}: {_number(number)}" for rank, number in enumerate(numbers))
-        raise DesyncError(
-            f"the ranks were given different data: the {what} {named}", where="prepare(DataLoader)", do=do
-        )
+        raise DesyncError(f"the ranks have different data: the {what} {named}", where="prepare(DataLoader)", do=do)
 
 
 def _number(number: int) -> str:
@@ -241,14 +247,14 @@ def _number(number: int) -> str:
 
 def _report_different_data(kind: str, *, is_exact: bool, line: UserLine) -> None:
     message = (
-        f"the ranks were given different data: their datasets ({kind}) have other samples at the same indices, so sharding "
+        f"the ranks have different data: their datasets ({kind}) have different samples at the same indices, so sharding "
         "them again would lose most samples"
     )
     if is_exact:
         raise DesyncError(
             message,
             where=f"{line}, parity='exact'",
-            do="give every rank the whole dataset (random data: seed it alike, torch.manual_seed(0))",
+            do="give every rank the whole dataset (for random data, call torch.manual_seed(0) on every rank before drawing it)",
         )
     warn(f"{message}. Either {_BOTH_WAYS}", at=line)
 
@@ -261,10 +267,10 @@ def _decode(text: bytes) -> LoaderFacts:
 
 
 def sharding_conflict(cut: ExistingSharding, *, mode: str, line: UserLine) -> UsageError:
-    """Return the error of a loader that must not be sharded already."""
+    """Return the error for an already sharded loader in a mode that cannot use one."""
     return UsageError(
-        f"the loader is sharded already by {cut.what}, and {mode}",
+        f"the loader is already sharded by {cut.what}, and {mode}",
         where=str(line),
-        do="remove that sharding, so that echelon shards the loader (DataLoader(dataset, shuffle=True), or the whole stream); "
-        "or keep it, and remove this setting",
+        do="remove that sharding, so that echelon shards the loader (DataLoader(dataset, shuffle=True), or the whole stream), "
+        "or keep it and remove this setting",
     )

@@ -1,4 +1,4 @@
-"""Warns, once, of a step in a plain DistributedDataParallel loop whose gradients were not reduced."""
+"""Warns once if an optimizer step in a plain DistributedDataParallel loop uses gradients that were not reduced."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _requires_grad = operator.attrgetter("requires_grad")
 class RawDDPGuard:
     """Watches the DDP models that are built between ``setup()`` and ``cleanup()``, and the optimizer steps.
 
-    It reduces nothing itself, unlike an Accelerator: the user's loop may reduce gradients by hand, or train apart for a while on
-    purpose, and a collective that is not in the program can hang it.
+    Unlike an Accelerator it reduces nothing itself: the user's loop may reduce gradients explicitly or skip reductions on
+    purpose, and an additional collective can hang the program.
     """
 
     current: ClassVar[RawDDPGuard | None] = None
-    """Of the open group; its hooks apply to the whole process."""
+    """The guard of the open process group; its hooks apply to the whole process."""
 
     def __init__(self) -> None:
         group = dist.group.WORLD
         assert group is not None
         self._group = weakref.ref(group)
-        self._models: WeakSet[_WatchedModel] = WeakSet()  # each is kept by the hook on its model
+        self._models: WeakSet[_WatchedModel] = WeakSet()  # the hook on the model keeps each one alive
         self._buffer_syncs: WeakSet[_BufferSyncCounter] = WeakSet()
         self._models_of_optimizer: WeakKeyDictionary[
             Optimizer, tuple[tuple[int, int], list[weakref.ref[_WatchedModel]]]
@@ -72,7 +72,7 @@ class RawDDPGuard:
                 counter.release()
 
     def watch_model(self, wrapper: DistributedDataParallel) -> None:
-        """Watch a model that was just wrapped, and keep DDP from scaling what its sparse gradients share."""
+        """Watch a model that was just wrapped, and copy its sparse gradients before DDP scales them in place."""
         if self._is_open() and dist.get_world_size(wrapper.process_group) > 1:
             copy_sparse_gradients(wrapper.module)
             for former in [model for model in self._models if model.is_of(wrapper.module)]:  # it was wrapped again
@@ -83,7 +83,7 @@ class RawDDPGuard:
                 self._buffer_syncs.add(_BufferSyncCounter(wrapper))
 
     def _before_step(self, optimizer: Optimizer, _closure: Closure | None) -> None:
-        if not self._models or not self._is_open() or is_in_backward():  # in a hook of DDP, which has reduced
+        if not self._models or not self._is_open() or is_in_backward():  # DDP has reduced before its hook steps
             return
         for reference in self._models_of(optimizer):
             model = reference()
@@ -91,11 +91,11 @@ class RawDDPGuard:
                 self._loaders.check_step()
 
     def _is_open(self) -> bool:
-        """Is it still the group of ``begin()``? The user may have destroyed that by torch's own function."""
+        """Return whether the group of ``begin()`` is still open: the user may have destroyed it through torch."""
         return dist.is_initialized() and self._group() is dist.group.WORLD
 
     def _models_of(self, optimizer: Optimizer) -> list[weakref.ref[_WatchedModel]]:
-        # Looked up again only when there are other models or parameters: a step must not cost a walk over all of them.
+        # Cached until models or parameters are added: walking over all parameters at each step is too slow.
         num_seen = sum(len(model.ids) for model in self._models)
         count = (num_seen, sum(len(group["params"]) for group in optimizer.param_groups))
         known = self._models_of_optimizer.get(optimizer)
@@ -107,14 +107,14 @@ class RawDDPGuard:
 
 
 class _ModelHook(ABC):
-    """A removable hook that copies of a model do not have."""
+    """A removable hook that is not copied with its model."""
 
     _handles: list[Any]
-    """Of its registrations."""
+    """Handles of the registered hooks."""
 
     @abstractmethod
     def __call__(self, module: Any, inputs: Any) -> None:
-        """Note a forward pass."""
+        """Record a forward pass."""
 
     def __deepcopy__(self, _memo: Any) -> _NoHook:
         return _NoHook()
@@ -129,7 +129,7 @@ class _ModelHook(ABC):
 
 
 class _WatchedModel(_ModelHook):
-    """One model under DDP: were the gradients of its last backward pass reduced? It is the hook of its forward passes.
+    """Forward pre-hook of a DDP model that tracks whether the gradients of the last backward pass were reduced.
 
     DDP decides in the forward pass whether the next backward pass reduces.
     """
@@ -142,9 +142,9 @@ class _WatchedModel(_ModelHook):
         self._passes = _LastPass()
         self._structure = Structure(wrapper.module)
         self._untrained: list[nn.Parameter] = []
-        """Parameters that do not train, so far; DDP does not know them."""
+        """Parameters that are frozen, and thus unknown to DDP."""
         self._late: dict[str, _LastPass] = {}
-        """By name, of those that train since DDP was made."""
+        """Hooks, by name, of parameters that became trainable after DDP was built."""
         self._list_untrained(wrapper)
         self._will_reduce = False
         self._is_compiled = False
@@ -156,11 +156,11 @@ class _WatchedModel(_ModelHook):
         self._handles = [wrapper.register_forward_pre_hook(self), *handles]
 
     def __call__(self, module: Any, inputs: Any) -> None:
-        """Note a forward pass through DDP."""
+        """Record a forward pass through DDP."""
         if not torch.is_grad_enabled():
             return
         if torch.compiler.is_compiling():
-            self._is_compiled = True  # written, never read: a value that is read in a graph is compiled into it
+            self._is_compiled = True  # only written here: reading it would compile its value into the graph
         else:
             self._update_reduced()
             self._watch_new_parameters(module)
@@ -168,7 +168,7 @@ class _WatchedModel(_ModelHook):
             self._will_reduce = True
 
     def is_of(self, module: nn.Module) -> bool:
-        """Is ``module`` what DDP has wrapped?"""
+        """Return whether ``module`` is the wrapped module."""
         return self._module() is module
 
     def _list_untrained(self, wrapper: DistributedDataParallel) -> None:
@@ -178,7 +178,7 @@ class _WatchedModel(_ModelHook):
         self._structure.renew(wrapper.module)
 
     def _watch_new_parameters(self, wrapper: DistributedDataParallel) -> None:
-        """Watch parameters that were unfrozen, added or replaced: DDP reduces those that trained when it was made."""
+        """Watch parameters that were unfrozen, added or replaced after DDP was built, which it does not reduce."""
         if self._structure.is_changed:
             self._list_untrained(wrapper)
         if not any(map(_requires_grad, self._untrained)):
@@ -191,7 +191,7 @@ class _WatchedModel(_ModelHook):
         self._untrained = [p for p in self._untrained if not p.requires_grad]
 
     def check_step(self) -> bool:
-        """Warn when a step uses gradients that were not reduced; return whether it is a model of a plain loop."""
+        """Warn if a step uses gradients that were not reduced; return whether the model is in a plain DDP loop."""
         wrapper = self._wrapper()
         if wrapper is None or self._is_prepared:
             return False
@@ -202,7 +202,7 @@ class _WatchedModel(_ModelHook):
             if any(
                 isinstance(getattr(hook, "__self__", None), Replica) for hook in wrapper._forward_pre_hooks.values()
             ):
-                self._is_prepared = True  # its engine sees to it
+                self._is_prepared = True  # its engine handles this
                 self.release()
                 return False
         self._update_reduced()
@@ -211,10 +211,9 @@ class _WatchedModel(_ModelHook):
             self.release()
             more = f" and {len(names) - 3} others" if len(names) > 3 else ""
             warn(
-                f"this step uses gradients of {type(wrapper.module).__name__} that the other ranks have not seen: those of "
-                f"{', '.join(names[:3])}{more}, which were unfrozen, added or replaced after DistributedDataParallel was built: it does "
-                "not average them, so the weights of the ranks drift apart. Wrap the model again after the change: "
-                "model = DistributedDataParallel(model.module)"
+                f"this step uses gradients of {type(wrapper.module).__name__} that were not averaged over the ranks, so the weights "
+                f"of the ranks diverge: {', '.join(names[:3])}{more} became trainable after DistributedDataParallel was built. Wrap "
+                "the model again after such a change: model = DistributedDataParallel(model.module)"
             )
             return True
         if not self._is_dirty or self._passes.may_be_reduced_by_hand():
@@ -222,16 +221,15 @@ class _WatchedModel(_ModelHook):
         self._is_done = True
         self.release()
         warn(
-            f"this step uses gradients of {type(wrapper.module).__name__} that the other ranks have not seen: its last backward "
-            "pass was not reduced by DistributedDataParallel, and the weights of the ranks drift apart. It ran in no_sync(), or "
-            "after a forward pass through the bare module (or an object that holds it), or was the second one after one forward "
-            "pass. Call the DistributedDataParallel object, and run the last forward and backward pass before step() outside of "
-            "no_sync()"
+            f"this step uses gradients of {type(wrapper.module).__name__} that were not averaged over the ranks, so the weights "
+            "of the ranks diverge. The last backward pass ran inside no_sync(), or after a forward pass through the unwrapped "
+            "module, or was the second one after a single forward pass. Call the DistributedDataParallel object, and run the last "
+            "forward and backward pass before step() outside no_sync()"
         )
         return True
 
     def _unaveraged_names(self) -> list[str]:
-        """Return the names of new parameters with a gradient since the last step that was not averaged."""
+        """Return the names of new parameters whose gradient since the last step was not averaged."""
         names = [name for name, last in self._late.items() if last.count.is_any and not last.may_be_reduced_by_hand()]
         for last in self._late.values():
             last.count.reset()
@@ -240,24 +238,25 @@ class _WatchedModel(_ModelHook):
     def _update_reduced(self) -> None:
         passes = self._passes
         if passes.count.is_any:
-            # Of several passes after one forward pass, DDP reduces the first. (Those of a compiled one are not told apart.)
+            # DDP reduces only the first of several backward passes after one forward pass. (In compiled models they
+            # cannot be counted.)
             self._is_dirty = not self._will_reduce or (passes.count.num > 1 and not self._is_compiled)
             passes.count.reset()
             self._will_reduce = False
 
 
 class _BufferSyncCounter(_ModelHook):
-    """Counts the collectives of DDP between its own forward pass and the module's: in an evaluation they share no result."""
+    """Counts DDP's buffer broadcasts before the module's forward pass, which share no evaluation result."""
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         self._wrapper = weakref.ref(wrapper)
         self._before: int | None = None
-        # Before the module's other hooks: one of the user's may share a result.
+        # Runs before the module's other hooks, because a hook of the user's may share a result.
         before_module = wrapper.module.register_forward_pre_hook(self, prepend=True)
         self._handles = [wrapper.register_forward_pre_hook(self), before_module]
 
     def __call__(self, module: Any, inputs: Any) -> None:
-        """Note a forward pass through DDP, or its module."""
+        """Record a forward pass through DDP or its module."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         if module is self._wrapper():
@@ -275,9 +274,9 @@ class _NoHook:
 
 
 class _LastPass:
-    """Hook of parameters: counts backward passes, and detects whether the gradients of the last one were changed since.
+    """Parameter hook that counts backward passes and detects whether the last gradients were changed afterwards.
 
-    It must not reach the model (see ``BackwardPasses``).
+    It must not reference the model (see ``BackwardPasses``).
     """
 
     __slots__ = ("_before", "_collectives", "_keeps", "_of", "count")
@@ -290,38 +289,39 @@ class _LastPass:
         self._before: torch.Tensor | None = None
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        if not self.count.note():
+        if not self.count.count_current():
             return
         self._collectives = num_collectives()
         if self._keeps and parameter.grad is not None and not parameter.grad.is_sparse:
             self._of, self._before = weakref.ref(parameter), parameter.grad.detach().clone()
 
     def may_be_reduced_by_hand(self) -> bool:
-        """Return whether the user's own collectives may have averaged the gradients of the last pass since.
+        """Return whether the user's own collectives may have averaged the gradients of the last pass.
 
-        A logged loss is a collective, too: from then on the first gradient of each pass is kept until the step, and one that is
-        unchanged, clipped by value, or a multiple of what it was (clipped by norm, divided) has not been averaged.
+        A collective that reduces a logged loss counts, too. After the first one, the first gradient of each pass is kept until
+        the step. A gradient that is unchanged, clipped by value, or a multiple of its old value (clipped by norm, divided) has
+        not been averaged.
         """
         if self._collectives is not None and self._collectives == num_collectives():
             return False
         self._keeps = True
         parameter = None if self._of is None else self._of()
         before, self._before = self._before, None
-        if parameter is None or before is None or parameter.grad is None or before.numel() < _LEAST_VALUES:
+        if parameter is None or before is None or parameter.grad is None or before.numel() < _MIN_VALUES:
             return True
         a, b = before.double().flatten(), parameter.grad.detach().double().flatten()
         limit = b.abs().max()
         if torch.equal(a.clamp(-limit, limit), b):  # clipped by value
             return False
-        likeness = torch.nn.functional.cosine_similarity(a, b, dim=0).abs().item()  # seldom: waits for the device
-        return not likeness > 1 - 1e-9
+        similarity = torch.nn.functional.cosine_similarity(a, b, dim=0).abs().item()  # synchronizes, but rarely runs
+        return not similarity > 1 - 1e-9
 
 
-_LEAST_VALUES = 4  # values in which an average of several ranks is no multiple of one rank's by chance
+_MIN_VALUES = 4  # with fewer values an average over ranks may be a multiple of one rank's gradient by chance
 
 
 def _watch_models(guard: RawDDPGuard) -> Any:
-    """Notify ``guard`` of each model that is wrapped; return a function that stops that."""
+    """Notify ``guard`` of each model that is wrapped in DDP; return a function that stops this."""
     plain, reference = DistributedDataParallel.__init__, weakref.ref(guard)
 
     @functools.wraps(plain)

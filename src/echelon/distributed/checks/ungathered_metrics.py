@@ -1,4 +1,4 @@
-"""Warns, once, of an evaluation whose per-rank result is divided by the length of the whole dataset."""
+"""Warns once if an evaluation divides a per-rank result by the length of the whole dataset."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["DatasetLength", "UngatheredMetricsCheck"]
 
 
 class DatasetLength:
-    """Where the program called ``len(loader.dataset)`` of a sharded loader."""
+    """Line on which the program called ``len(loader.dataset)`` of a sharded loader."""
 
     __slots__ = ("line",)
 
@@ -22,23 +22,23 @@ class DatasetLength:
         self.line: UserLine | None = None
 
     def note_access(self) -> None:
-        """``loader.dataset`` is read by the caller's caller; DataLoader itself does that, too."""
+        """Record that the caller's caller reads ``loader.dataset``, unless that is library code such as DataLoader."""
         if is_library(sys._getframe(2).f_code.co_filename):
             return
         line = user_line()
         text = linecache.getline(*line)
-        if not text or "len(" in text:  # not of what else a dataset has, such as the names of its classes
+        if not text or "len(" in text:  # other attributes of a dataset, such as its class names, do not matter
             self.line = line
 
 
 class UngatheredMetricsCheck:
-    """Detects an evaluation whose results were not gathered, although ``len(loader.dataset)`` was called.
+    """Detects an evaluation whose results were not gathered although ``len(loader.dataset)`` was called.
 
-    Ranks that exchange nothing between the first batch of an evaluation and the next training pass, barrier, checkpoint or end
-    have results of their own shards. Any collective of torch.distributed counts, the user's as well.
+    If ranks run no collective between the first batch of an evaluation and the next training pass, barrier, checkpoint or
+    exit, each rank has only the result of its own shard. Any collective of torch.distributed counts, including the user's.
 
     Args:
-        do: how the ranks' results are combined here.
+        do: advice on how to combine the ranks' results.
     """
 
     __slots__ = ("_do", "_ended", "_num_ignored", "_warned")
@@ -50,26 +50,26 @@ class UngatheredMetricsCheck:
         self._warned: set[UserLine] = set()
 
     def num_collectives(self) -> int | None:
-        """Return how many collectives there were, less the ignored ones; None: unknown."""
+        """Return the number of collectives so far, without the ignored ones; None if unknown."""
         num = num_collectives_of_all_groups()
         return None if num is None else num - self._num_ignored
 
     def ignore(self, num: int) -> None:
-        """Leave out ``num`` collectives that cannot have shared a result."""
+        """Ignore ``num`` collectives that cannot have shared a result."""
         self._num_ignored += num
 
-    def note_pass(self, length: DatasetLength, since: int | None) -> None:
-        """A pass was read to its end; ``since`` is ``num_collectives()`` at its first batch."""
+    def end_pass(self, length: DatasetLength, since: int | None) -> None:
+        """Record the end of a pass; ``since`` is ``num_collectives()`` at its first batch."""
         if since is not None and not torch.is_grad_enabled():
             self._ended[length] = since
 
     def begin_pass(self) -> None:
-        """A batch is about to be read. Evaluations of several loaders may share their results together."""
+        """Check before a training batch is read. Evaluations of several loaders may share their results together."""
         if self._ended and torch.is_grad_enabled():
             self.check()
 
     def check(self) -> None:
-        """Warn when an evaluation ended, its length was read, and nothing has been gathered since; forget both."""
+        """Warn if an evaluation has ended, its length was read, and nothing was gathered; then forget both."""
         if not self._ended:
             return
         ended = self._ended
@@ -80,9 +80,9 @@ class UngatheredMetricsCheck:
             if line is not None and num == since and line not in self._warned:
                 self._warned.add(line)
                 warn(
-                    "several processes evaluated, each its own shard; len(loader.dataset), the number of all samples, is used "
-                    "here, and nothing was gathered or reduced: the result is that of one shard divided by the size of all "
-                    f"data. {self._do}",
+                    "each process evaluated only its own shard, but len(loader.dataset) is the number of all samples, and "
+                    "nothing was gathered or reduced: the result of one shard is divided by the size of the whole dataset. "
+                    f"{self._do}",
                     at=line,
                 )
 
@@ -91,6 +91,6 @@ class UngatheredMetricsCheck:
         self._ended = {}
 
     def close(self) -> None:
-        """``check()`` at the end of the group; what comes after it is another program, which is warned again."""
+        """Check at the end of the process group, and reset the warnings for the next one."""
         self.check()
         self._warned.clear()

@@ -1,4 +1,4 @@
-"""Warns, once, of a plain DDP loop over a DataLoader that is not sharded: every rank reads all samples."""
+"""Warns once if every rank of a plain DDP loop reads all samples because its DataLoader is not sharded."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _PLAIN = (int, float, str, bool, bytes, type(None))
 
 @final
 class UnshardedLoaderCheck:
-    """Compares, at the first steps of a DDP model, the dataset that is being read with those of the other ranks.
+    """Compares the dataset that this rank reads with those of the other ranks, during the first steps of a DDP model.
 
-    Each rank writes a digest to the store, and rank zero reads them when they are there: no rank waits.
+    Each rank writes a digest to the store. Rank zero reads the digests once all are there, and no rank waits.
     """
 
     def __init__(self) -> None:
@@ -38,12 +38,12 @@ class UnshardedLoaderCheck:
         """Stops watching."""
 
     def add_pass(self, loader: DataLoader[Any], iterator: object) -> None:
-        """A pass of a loader starts."""
+        """Record the start of a pass."""
         self._passes = [one for one in self._passes if one[0]() is not None]
         self._passes.append((weakref.ref(iterator), weakref.ref(loader), user_line()))
 
     def check_step(self) -> None:
-        """A DDP model makes a step."""
+        """Run the check at a step of a DDP model."""
         if not self._checks_left:
             return
         self._checks_left -= 1
@@ -56,7 +56,7 @@ class UnshardedLoaderCheck:
             self.stop()
 
     def _publish_digest(self) -> None:
-        """Write a digest of what is read here."""
+        """Write a digest of the dataset that this rank reads."""
         read = [
             (loader, line)
             for iterator, reference, line in self._passes
@@ -81,15 +81,15 @@ class UnshardedLoaderCheck:
         if len({self._store.get(key) for key in keys}) > 1:
             return
         warn(
-            f"this DataLoader feeds a DistributedDataParallel model on {len(keys)} ranks, and each of them reads all of its samples: "
-            f"an epoch trains on every sample {len(keys)} times. Use loader = echelon.distributed.shard(loader), or a "
+            f"this DataLoader feeds a DistributedDataParallel model on {len(keys)} ranks, and each rank reads all of its samples, "
+            f"so an epoch trains on every sample {len(keys)} times. Use loader = echelon.distributed.shard(loader) or a "
             "DistributedSampler",
             at=line,
         )
 
 
 def _may_read_all(loader: DataLoader[Any]) -> bool:
-    """Return whether ``loader`` reads all of its dataset, as far as its samplers show: torch's own, without a rank."""
+    """Return whether ``loader`` may read its whole dataset: it has torch's own samplers, and nothing has a rank."""
     sampler = loader.sampler
     return (
         not isinstance(loader.dataset, IterableDataset)
@@ -100,7 +100,7 @@ def _may_read_all(loader: DataLoader[Any]) -> bool:
 
 
 def _describe_dataset(value: Any, depth: int = 0) -> Any:
-    """Return what distinguishes the dataset of one rank from that of another, without reading a sample."""
+    """Return a description that distinguishes the datasets of two ranks, without reading a sample."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, torch.Tensor):
@@ -125,7 +125,7 @@ def _describe_dataset(value: Any, depth: int = 0) -> Any:
 
 def _ends(value: Any) -> list[Any]:
     """Return the first and the last items."""
-    if not getattr(value, "shape", (1,)):  # a number of numpy
+    if not getattr(value, "shape", (1,)):  # a NumPy scalar
         return [value.item()]
     count = len(value)
     ends = [*range(min(count, _NUM_ENDS)), *range(max(_NUM_ENDS, count - _NUM_ENDS), count)]
@@ -133,7 +133,7 @@ def _ends(value: Any) -> list[Any]:
 
 
 def _watch_passes(check: UnshardedLoaderCheck) -> Callable[[], None]:
-    """Notify ``check`` of each pass of a loader; return a function that stops that."""
+    """Notify ``check`` of each pass over a DataLoader; return a function that stops this."""
     plain, reference = DataLoader.__iter__, weakref.ref(check)
 
     @functools.wraps(plain)

@@ -1,4 +1,4 @@
-"""A model under DistributedDataParallel: have all ranks seen its gradients, and does DDP know its parameters?"""
+"""Tracks whether DistributedDataParallel has reduced a model's gradients and knows all of its parameters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 def average_gradients(parameters: Sequence[torch.Tensor]) -> None:
-    """Replace the gradient of each parameter by the mean over the ranks; where no rank has one it stays None.
+    """Replace the gradient of each parameter with the mean over the ranks; if no rank has one, it stays None.
 
     Collective: every rank, with the same parameters.
     """
@@ -59,9 +59,9 @@ def average_gradients(parameters: Sequence[torch.Tensor]) -> None:
 
 
 def average_loss(loss: Any) -> Any:
-    """Return the mean over the ranks of what a closure returned; what is no number stays.
+    """Return the mean over the ranks of a closure's return value, or the value itself if it is not a number.
 
-    An optimizer that looks at the loss (LBFGS) must decide alike on all ranks.
+    An optimizer that uses the loss (LBFGS) must make the same decisions on all ranks.
 
     Collective: every rank.
     """
@@ -74,15 +74,15 @@ def average_loss(loss: Any) -> Any:
 
 
 def require_same_parameters(module: nn.Module) -> None:
-    """Compare the names, shapes and types of the parameters of ``module``, and which of them train, over the ranks.
+    """Check that names, shapes, dtypes and ``requires_grad`` of the parameters of ``module`` are equal on all ranks.
 
     Collective: every rank.
 
     Raises:
-        DesyncError: a rank has others; the first difference is named.
+        DesyncError: they differ; the message has the first difference.
     """
     lines = [
-        f"{name} {list(p.shape)} {p.dtype}, which {'trains' if p.requires_grad else 'is frozen'}"
+        f"{name} {list(p.shape)} {p.dtype} ({'trainable' if p.requires_grad else 'frozen'})"
         for name, p in module.named_parameters()
     ]
     mine = "\n".join(lines).encode()
@@ -95,64 +95,64 @@ def require_same_parameters(module: nn.Module) -> None:
     first, other = (theirs + ["nothing"] * (count - len(theirs)) for theirs in (ranks[0], ranks[rank]))
     place = next(i for i in range(count) if first[i] != other[i])
     raise DesyncError(
-        f"the parameters of a prepared model changed differently on the ranks: rank {rank} has {other[place]}, where "
+        f"the parameters of a prepared model changed differently on the ranks: rank {rank} has {other[place]}, and "
         f"rank 0 has {first[place]}",
         do="add, replace, freeze and unfreeze the same parameters on every rank",
     )
 
 
 class Structure:
-    """Detects that a parameter or a module was set on a module inside ``module``."""
+    """Detects that a parameter or a submodule was set anywhere inside ``module``."""
 
     def __init__(self, module: nn.Module) -> None:
         self._modules: WeakSet[nn.Module] = WeakSet(module.modules())
         self.is_changed = False
-        watch_module_changes(self, Structure._note)
+        watch_module_changes(self, Structure._on_change)
 
-    def _note(self, module: nn.Module) -> None:
+    def _on_change(self, module: nn.Module) -> None:
         if module in self._modules:
             self.is_changed = True
 
     def renew(self, module: nn.Module) -> None:
-        """Restart with what is in ``module`` now."""
+        """Reset, and watch the current submodules of ``module``."""
         self._modules = WeakSet(module.modules())
         self.is_changed = False
 
 
 class Replica:
-    """One wrapped model: do its gradients hold something that was not reduced?
+    """Tracks whether the gradients of a DDP model hold values that were not reduced.
 
-    DDP decides in the forward pass which parameters the next backward pass reduces, once. Backward passes in ``no_sync``,
-    through the bare module, and the second one of two are not reduced; DDP does not know parameters that were added, replaced
-    or unfrozen after it was built, and waits forever for one that was frozen.
+    DDP decides in the forward pass which parameters the next backward pass reduces, once. It does not reduce backward passes
+    in ``no_sync``, through the unwrapped module, or after the first one of a forward pass. It does not know parameters that
+    were added, replaced or unfrozen after it was built, and waits forever for one that was frozen.
     """
 
     def __init__(self, wrapper: DistributedDataParallel, *, reduces: bool = True, hooks: Sequence[Any] = ()) -> None:
         """Watch ``wrapper``.
 
         Args:
-            wrapper: the model.
-            reduces: DDP must; False: gradients stay as they are, and nothing is missing.
-            hooks: other hooks on the model, removed with those of this object.
+            wrapper: the DDP model.
+            reduces: whether DDP must reduce gradients; False: they are never considered unreduced.
+            hooks: handles of other hooks on the model, which ``release`` removes, too.
         """
         self.wrapper = wrapper
         self._reduces = reduces
         self._all = list(wrapper.module.parameters())
         self._trained = list(map(_requires_grad, self._all))
         self.parameters = [p for p in self._all if p.requires_grad]
-        """Those that train."""
+        """Trainable parameters."""
         self.version = 0
-        """Counts the changes of the parameters."""
+        """Number of changes of the parameters so far."""
         self.former: list[torch.Tensor] = []
-        """Parameters that the model no longer has."""
+        """Parameters that were removed from the model."""
         self._structure = Structure(wrapper.module)
-        self._passes = BackwardPasses()  # backward passes since the last settle()
-        self._will_reduce = False  # the forward pass told DDP to reduce in the backward pass that follows
+        self._passes = BackwardPasses()  # backward passes since the last update_reduced()
+        self._will_reduce = False  # DDP will reduce in the next backward pass
         self._is_compiled = False
         self._dirty = False
-        self._is_compared = False  # the parameters were looked at in a forward pass since the last step
-        self._must_prepare = False  # the next backward pass reduces what forward passes in no_sync began
-        self._hooks = [wrapper.register_forward_pre_hook(self._note_forward), *hooks]
+        self._is_compared = False  # a forward pass has checked the parameters since the last step
+        self._must_prepare = False  # the next backward pass reduces gradients of forward passes in no_sync
+        self._hooks = [wrapper.register_forward_pre_hook(self._on_forward), *hooks]
         self._grad_hooks: dict[torch.Tensor, Any] = {}
         self._watch_gradients()
 
@@ -167,36 +167,35 @@ class Replica:
             if parameter not in self._grad_hooks:
                 self._grad_hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._passes)
 
-    def _note_forward(self, wrapper: nn.Module, _inputs: Any) -> None:
-        # DDP decides here, not in the backward pass: the same condition as its own forward.
+    def _on_forward(self, wrapper: nn.Module, _inputs: Any) -> None:
+        # Same condition as in DDP's forward, which decides whether the backward pass reduces.
         if not torch.is_grad_enabled():
             return
         if not torch.compiler.is_compiling():
-            self.follow()
-            self.settle()
+            self.sync_parameters()
+            self.update_reduced()
             self._is_compared = True
         else:
-            self._is_compiled = True  # written, never read: a value that is read in a graph is compiled into it
+            self._is_compiled = True  # only written here: reading it would compile its value into the graph
         if self.wrapper.require_backward_grad_sync:
             self._will_reduce = True
 
     # ---- the parameters of the model -----------------------------------------------------------------------------------
 
-    def follow_before_step(self) -> None:
-        """Check the parameters, unless a forward pass has since the last step. Collective: as ``follow``."""
+    def sync_parameters_before_step(self) -> None:
+        """Call ``sync_parameters``, unless a forward pass has since the last step."""
         if not self._is_compared:
-            self.follow()
+            self.sync_parameters()
         self._is_compared = False
 
-    def follow(self) -> None:
-        """Rebuild DDP's reducer where parameters were added, replaced, removed, frozen or unfrozen; new ones get rank zero's
-        values.
+    def sync_parameters(self) -> None:
+        """Rebuild DDP's reducer if parameters were added, replaced, removed, frozen or unfrozen, and broadcast new ones.
 
-        Collective: where they were.
+        Collective: if any have changed.
 
         Raises:
             DesyncError: the ranks have changed different parameters.
-            UsageError: an option of DDP ties it to its first parameters.
+            UsageError: DDP cannot be rebuilt because of one of its options.
         """
         if not self._structure.is_changed and list(map(_requires_grad, self._all)) == self._trained:
             return
@@ -217,7 +216,7 @@ class Replica:
             self._all, self._trained = now, trained
             self.version += 1
             self.parameters = [p for p in now if p.requires_grad]
-            # The gradient of a new one comes from a pass that did not reduce it.
+            # A gradient that a new parameter already has was not reduced.
             self._dirty |= self._reduces and any(
                 p.grad is not None and id(p) not in were_trained for p in self.parameters
             )
@@ -231,21 +230,22 @@ class Replica:
         self._structure.renew(module)
 
     def _distrust_compiled_passes(self, were_trained: set[int]) -> None:
-        """A compiled forward pass does not check the parameters: DDP has reduced the ones that it knew.
+        """Mark gradients of compiled passes as unreduced: such passes do not check the parameters.
 
         Raises:
-            UsageError: one of these was frozen, and DDP would wait for it.
+            UsageError: a parameter was frozen, so that DDP would wait for it, or DDP keeps gradients in its buckets.
         """
         named = self.wrapper.module.named_parameters()
         frozen = [name for name, p in named if id(p) in were_trained and not p.requires_grad]
         if frozen or self.wrapper.gradient_as_bucket_view:
             raise UsageError(
                 f"{', '.join(frozen[:3]) or 'a parameter'}{' and others' if len(frozen) > 3 else ''} changed in a compiled model after "
-                "prepare(): it was frozen, or DDP keeps gradients in its buckets, of which some were reduced and some were not",
+                "prepare(), and DDP has reduced only some of its gradients",
                 where="torch.compile and DistributedDataParallel",
-                do="freeze and unfreeze before prepare(), or remove torch.compile (and gradient_as_bucket_view, to unfreeze)",
+                do="freeze and unfreeze parameters before prepare(), or remove torch.compile (and gradient_as_bucket_view, to "
+                "unfreeze)",
             )
-        self.settle()
+        self.update_reduced()
         self._dirty = self._reduces
 
     def _require_rebuildable(self, now: list[nn.Parameter], trained: list[bool]) -> None:
@@ -261,70 +261,69 @@ class Replica:
         changed = [names[id(p)] for p, is_trained in zip(now, trained) if before.get(id(p)) is not is_trained]
         raise UsageError(
             f"the parameters of a prepared model changed ({', '.join(changed[:3]) or 'some were removed'}), and DDP cannot be rebuilt",
-            where="DistributedDataParallel with mixed_precision, delay_all_reduce_named_params or the python reducer",
-            do="change the model before it is prepared, or remove these options",
+            where="DistributedDataParallel with mixed_precision, delay_all_reduce_named_params or the Python reducer",
+            do="change the model before prepare(), or remove these options",
         )
 
     # ---- its gradients -------------------------------------------------------------------------------------------------
 
     @contextmanager
     def sync_next_backward(self) -> Iterator[None]:
-        """Make the backward pass in the block reduce, as if its forward pass had run outside of ``no_sync``."""
+        """Make the backward pass in the block reduce, as if its forward pass had run outside ``no_sync``."""
         wrapper = self.wrapper
         before = wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync
         wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = True
         self._must_prepare = True
-        if not wrapper.find_unused_parameters:  # else DDP searches the graph of the loss, which is not known yet
+        if not wrapper.find_unused_parameters:  # otherwise DDP needs the loss, which is not known yet
             self.prepare_for_backward([])
         try:
             yield
         finally:
             wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = before
-            self.settle()
+            self.update_reduced()
             self._will_reduce = self._must_prepare = False
 
     def prepare_for_backward(self, losses: list[torch.Tensor]) -> None:
-        """Do what DDP's forward pass skipped in ``no_sync``, inside ``sync_next_backward``."""
+        """Inside ``sync_next_backward``, prepare DDP's reducer, which a forward pass in ``no_sync`` has not done."""
         if self._must_prepare:
-            self.settle()
+            self.update_reduced()
             self.wrapper.reducer.prepare_for_backward(losses)
             self._must_prepare, self._will_reduce = False, True
 
     def contribute_zeros(self) -> None:
-        """Take part in the reduction that the forward pass prepared, if no backward pass has."""
+        """Contribute zeros to the reduction that the forward pass prepared, if no backward pass has contributed."""
         if self._will_reduce:
-            sparse = {
-                id(parameter) for _, parameter in sparse_parameters(self.wrapper.module)
-            }  # DDP expects no dense zeros there
+            sparse = {id(parameter) for _, parameter in sparse_parameters(self.wrapper.module)}
             zeros = [sparse_zeros_like(p) if id(p) in sparse else torch.zeros_like(p) for p in self.parameters]
             torch.autograd.backward(self.parameters, zeros)
-            self.settle()
+            self.update_reduced()
 
-    def settle(self) -> None:
-        """After backward passes: were the gradients that they made reduced?"""
+    def update_reduced(self) -> None:
+        """Update whether gradients are unreduced, from the backward passes since the last call."""
         if not self._passes.is_any:
             return
-        # Of several passes after one forward pass, DDP reduces the first. (Those of a compiled one are not told apart.)
+        # DDP reduces only the first of several backward passes after one forward pass. (In compiled models they cannot be
+        # counted.)
         is_second = self._passes.num > 1 and not self._is_compiled
         self._dirty = self._reduces and (not self._will_reduce or is_second)
         self._passes.reset()
         self._will_reduce = False
 
     def is_dirty(self) -> bool:
-        """Return whether a gradient holds something that was not reduced."""
-        self.settle()  # a backward pass that did not go through the engine
+        """Return whether a gradient holds values that were not reduced."""
+        self.update_reduced()  # after a backward pass that did not go through the engine
         return self._dirty
 
     def mark_reduced(self) -> None:
-        """All gradients were reduced, or cleared."""
+        """Record that all gradients were reduced or cleared."""
         self._dirty = False
 
 
 class BackwardPasses:
-    """Counts backward passes, as a hook that is called for each gradient.
+    """Gradient hook that counts backward passes.
 
-    Such a hook must not reference the wrapper: DDP's reducer keeps the parameters where the garbage collector does not see
-    them, so that the cycle, with the model and the process group, would never be freed.
+    It must not reference the wrapper: DDP's reducer holds the parameters where the garbage collector does not see them, so
+    the cycle, with the model and the process group, would never be freed.
     """
 
     __slots__ = ("_last", "_seen", "is_any", "num")
@@ -333,18 +332,18 @@ class BackwardPasses:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Reset the count."""
         self.is_any = False
         self.num = 0
-        """Passes, without those inside the backward of a function (checkpoints of activations make them)."""
+        """Number of passes, without those nested in another one (as activation checkpointing runs them)."""
         self._last = -1
         self._seen: set[int] = set()
 
     def __call__(self, _parameter: torch.Tensor) -> None:
-        self.note()
+        self.count_current()
 
-    def note(self) -> bool:
-        """Count the pass that runs, unless it was the last one counted; return whether it was counted."""
+    def count_current(self) -> bool:
+        """Count the running backward pass if it is not the last one counted; return whether it was counted."""
         task = torch._C._current_graph_task_id()
         if task == self._last:
             return False
@@ -368,9 +367,9 @@ def _is_inside_a_backward() -> bool:
 
 
 def _rebuild_reducer(wrapper: Any) -> None:
-    """Rebuild DDP with the parameters that its module has now; its options and hooks stay.
+    """Rebuild DDP's reducer for the current parameters of its module, keeping its options and hooks.
 
-    Source: DistributedDataParallel.__setstate__, which does this for a wrapper that was unpickled.
+    Source: DistributedDataParallel.__setstate__, which does this after unpickling.
     """
     ignored = wrapper.parameters_to_ignore
     wrapper._module_parameters = [p for name, p in wrapper.module.named_parameters() if name not in ignored]
@@ -380,13 +379,13 @@ def _rebuild_reducer(wrapper: Any) -> None:
     names = wrapper._build_debug_param_to_name_mapping(parameters)
     wrapper._ddp_init_helper(parameters, is_sparse, names, wrapper.static_graph)
     if wrapper.static_graph:
-        wrapper._static_graph_delay_allreduce_enqueued = False  # the first backward pass finds the graph out
+        wrapper._static_graph_delay_allreduce_enqueued = False  # the first backward pass records the graph
         wrapper.reducer._set_static_graph()
         wrapper.logger._set_static_graph()
     hooks = list(wrapper._comm_hooks)
     wrapper._comm_hooks.clear()
     for hook, state in hooks:
-        if isinstance(state, PowerSGDState):  # what it keeps is of the old buckets
+        if isinstance(state, PowerSGDState):  # its tensors belong to the old buckets
             for kept in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
                 kept.clear()
         wrapper.register_comm_hook(state, hook)
