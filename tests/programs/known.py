@@ -121,7 +121,7 @@ _REFUSALS: list[_Refusal] = [
     _Refusal(
         "ranks with other numbers of batches",
         lambda p, at: at.world_size > 1 and at.parity == "off" and not p.even_batches,
-        "the ranks do not have the same number of batches|and other ranks, which have more batches, are in the middle of theirs",
+        "the ranks do not have the same number of batches|but other ranks have more batches and continue their update",
     ),
 ]
 

@@ -375,7 +375,7 @@ def test_what_a_cut_excludes_is_refused_by_name() -> None:
     for texts in run_on_ranks(_refused, cases):
         assert "already sharded by its sampler (StridedSampler), and parity='exact'" in texts[0]
         assert "its dataset (AsksStream, whose code uses the rank), and parity='bitwise'" in texts[1]
-        assert "dispatch_batches=True rank zero alone reads" in texts[2]
+        assert "dispatch_batches=True only rank zero reads" in texts[2]
         assert "its dataset (webdataset.split_by_node)" in texts[3]
         assert "split_batches=True" in texts[4]
         for text in texts:

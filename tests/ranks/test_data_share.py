@@ -109,7 +109,7 @@ def test_wrong_use_is_told_on_every_rank() -> None:
     with pytest.raises(RanksFailed, match="ranks 0 and 1 of one machine have different columns") as failed:
         run_on_ranks(_different)
     assert len(failed.value.errors) == 2
-    with pytest.raises(RanksFailed, match="rank 0, the first one of its machine, has no data"):
+    with pytest.raises(RanksFailed, match="the dataset is None on rank 0, the first one of its machine"):
         run_on_ranks(_nothing)
 
 

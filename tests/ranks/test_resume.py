@@ -413,7 +413,7 @@ def test_without_parity_the_middle_of_an_epoch_is_refused_on_another_number_of_p
     run_on_ranks(_refused, tmp_path, True, world_size=1)
     for text in run_on_ranks(_refused, tmp_path, False):
         assert (
-            "saved in the middle of an epoch on 1 processes, and this run has 2: samples would be repeated or lost"
+            "saved within an epoch on 1 processes, but this run has 2, so samples would be repeated or lost"
             in text
         )
         assert "train with parity='exact', which resumes on any number" in text
@@ -455,7 +455,7 @@ def test_other_data_are_refused_on_every_rank_or_gone_on_with_together(kind: str
     read = []
     for is_resumed, text, samples in results:
         assert is_resumed
-        assert "it had 40 samples, and has 48" in text
+        assert "it had 40 samples, and now has 48" in text
         assert "after 24 of 48 samples" in text
         read += samples
     assert sorted(read) == [*range(24, 48)]

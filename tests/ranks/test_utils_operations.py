@@ -155,7 +155,7 @@ def _copy_from(owners: tuple[int, ...]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("owners", "text"), [((), "and 0 did"), ((0, 1), r"and 2 did (ranks [0, 1])")])
+@pytest.mark.parametrize(("owners", "text"), [((), "but 0 did"), ((0, 1), r"but 2 did (ranks [0, 1])")])
 def test_a_tensor_is_copied_from_exactly_one_rank(owners: tuple[int, ...], text: str) -> None:
     assert text in run_on_ranks(_copy_from, owners, world_size=2)[0]
 

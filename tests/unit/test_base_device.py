@@ -67,7 +67,7 @@ def test_more_processes_than_devices_is_an_error_that_says_how_many_fit(machine:
     machine.has(2, "xpu")
     with pytest.raises(ConfigError) as caught:
         choose_device(local_rank=2, local_world_size=4)
-    assert caught.value.what == "local rank 2 has no device of its own: 4 processes, 2 xpu devices"
+    assert caught.value.what == "there is no device for local rank 2: 4 processes, 2 xpu devices"
     assert str(caught.value.do).startswith("start at most 2 processes on this machine, or run on the CPU (--cpu,")
 
 
@@ -104,7 +104,7 @@ def test_the_devices_of_the_ranks_are_named_by_the_variable_of_their_kind(machin
         machine.has(4, kind)
         assert limit_devices([0, 2]) == {variable: "0,2"}
     machine.has(1, "mps")
-    with pytest.raises(ConfigError, match="the visible mps devices cannot be chosen"):
+    with pytest.raises(ConfigError, match="echelon cannot select the visible mps devices"):
         limit_devices([0])
     machine.has(0)
     assert limit_devices([0, 2]) == {}

@@ -352,9 +352,7 @@ def test_the_middle_of_an_epoch_means_nothing_to_another_parity(tmp_path: Path) 
                     return
 
     make("exact", 2)
-    with pytest.raises(
-        CheckpointError, match="in the middle of an epoch, and parity='off' counts its progress differently"
-    ):
+    with pytest.raises(CheckpointError, match="within an epoch, and parity='off' counts progress differently"):
         make("off", 2)
 
 

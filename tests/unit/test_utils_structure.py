@@ -105,7 +105,7 @@ def test_the_batch_size_is_of_the_first_tensor() -> None:
         ({}, ValueError, "an empty dict"),
         (["x"], TypeError, "is str"),
     ]
-    + [(torch.tensor(1), ValueError, "without dimensions")],
+    + [(torch.tensor(1), ValueError, "a 0-d tensor has no batch size")],
 )
 def test_what_has_no_batch_size_says_so(data: object, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):

@@ -133,14 +133,14 @@ def test_nothing_is_one_process() -> None:
 @pytest.mark.parametrize(
     ("variables", "texts"),
     [
-        ({"RANK": "0"}, ["RANK=0 is set and WORLD_SIZE is not"]),
-        ({"WORLD_SIZE": "2"}, ["WORLD_SIZE=2 is set and RANK is not"]),
+        ({"RANK": "0"}, ["RANK=0 is set, but WORLD_SIZE is not"]),
+        ({"WORLD_SIZE": "2"}, ["WORLD_SIZE=2 is set, but RANK is not"]),
         (
             {"RANK": "2", "WORLD_SIZE": "2"},
             ["rank=2 (from env RANK) is outside 0..1", "world_size=2 (from env WORLD_SIZE)"],
         ),
         ({"RANK": "zero", "WORLD_SIZE": "2"}, ["RANK='zero' is not an integer"]),
-        ({"RANK": "$SLURM_PROCID", "WORLD_SIZE": "2"}, ["RANK='$SLURM_PROCID'", "did not expand it"]),
+        ({"RANK": "$SLURM_PROCID", "WORLD_SIZE": "2"}, ["RANK='$SLURM_PROCID'", "no shell has expanded"]),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "3"}, ["rank=3 (from env LOCAL_RANK)"]),
         ({**SLURM, "SLURM_PROCID": "6"}, ["rank=6 (from env SLURM_PROCID)"]),
     ],

@@ -1,1 +1,1 @@
-"""Errors, logging, the environment, devices; imports nothing of echelon."""
+"""Errors, logging, the environment and devices; imports no other subpackage of echelon."""

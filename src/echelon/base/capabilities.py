@@ -1,4 +1,4 @@
-"""Facts about engines that callers may use; they never test the class of an engine."""
+"""Facts about engines, for callers that must not depend on the class of an engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Capabilities:
     name: str
     """The name in the registry and in messages."""
     distributed_type: str | None = None
-    """``Accelerator.distributed_type`` if not NO or MULTI_<device>; for scripts that read it."""
+    """``Accelerator.distributed_type`` if it is not NO or MULTI_<device>."""
     replicates: bool
     """Several ranks hold the whole model and reduce gradients."""
     shards_parameters: bool = False
@@ -28,7 +28,7 @@ class Capabilities:
     owns_loss_scaling: bool = False
     """The engine scales an fp16 loss itself, without a GradScaler."""
     num_devices: int = 1
-    """Devices of one rank in a forward pass: a model that returns its loss returns one per device."""
+    """Number of devices of one rank in a forward pass; a model that returns its loss returns one per device."""
     exposes_state: bool = True
     """The optimizers have torch's param groups and state for the model's parameters, whole or as DTensors."""
     supports_multiple_models: bool = True
@@ -36,6 +36,6 @@ class Capabilities:
     takes_closures: bool = True
     """``step`` takes a closure."""
     sums_shards: bool = False
-    """``build_sharded_update``: gradients can be summed in an order that does not depend on the number of ranks."""
+    """It has ``build_sharded_update``, which sums gradients in an order that does not depend on the number of ranks."""
     keeps_float64: bool = True
     """A float64 model trains in float64, including its optimizer state."""

@@ -11,15 +11,15 @@ _GROUPS = "sys/fs/cgroup"
 
 
 def group_folders(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
-    """Yield the folders of the control groups of this process, each with its version (1 or 2); nothing outside of Linux.
+    """Yield (folder, version 1 or 2) of each control group of this process; nothing on systems other than Linux.
 
     Args:
         controller: ``cpu``, ``memory`` or ``pids``.
-        root: of the file system.
+        root: root of the file system.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
+    except OSError:  # not Linux
         return
     for line in lines:
         number, controllers, group = line.split(":", 2)
@@ -30,6 +30,6 @@ def group_folders(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
         else:
             continue
         path = PurePosixPath(group)
-        # The limits of parent groups apply, too. A container may see its own group as the root.
+        # The limits of parent groups apply, too. In a container its own group may appear as the root.
         for name in (path, *path.parents):
             yield folder / str(name).lstrip("/"), version

@@ -1,4 +1,4 @@
-"""The cores of this machine: how many the processes of a run may use, and which cores each process is bound to."""
+"""The cores of this machine: how many a run may use, and to which cores each process is bound."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ _CORES = "sys/devices/system/cpu"
 
 
 def threads_of_each(num_processes: int) -> int:
-    """Return how many threads each of the processes of this machine gets when they share its cores."""
+    """Return the number of threads per process when ``num_processes`` share the cores of this machine."""
     return max(1, usable_cores() // num_processes)
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Return the number of cores in the affinity mask (taskset, a scheduler), or fewer where a container has a CPU quota.
+    """Return the number of cores that this process may use, from its affinity mask and its container's CPU quota.
 
     Args:
-        root: of the file system.
+        root: root of the file system.
     """
-    # os.cpu_count() considers neither: in a container with two cores of a machine with 64 it returns 64.
+    # os.cpu_count() considers neither: in a container with 2 cores on a machine with 64 it returns 64.
     return max(1, min([len(_allowed()), *_quotas(root)]))
 
 
 def bind(cores: frozenset[int]) -> None:
-    """Bind this process, and those that it starts, to these cores.
+    """Bind this process and its future children to ``cores``.
 
     Raises:
-        ConfigError: the system has no such call.
+        ConfigError: the operating system does not support it.
     """
     if not hasattr(os, "sched_setaffinity"):
         raise ConfigError(
@@ -44,14 +44,14 @@ def bind(cores: frozenset[int]) -> None:
 
 
 def cores_of_node(node: int, root: Path = Path("/")) -> frozenset[int]:
-    """Return the cores of a NUMA node that this process may use; empty: none, or unknown."""
+    """Return the cores of a NUMA node that this process may use; empty if there are none or they are unknown."""
     return _allowed() & _listed(root / _NODES / f"node{node}/cpulist")
 
 
 def share_of(local_rank: int, local_world_size: int, root: Path = Path("/")) -> frozenset[int]:
-    """Return the share of one process when the processes of this machine divide the usable cores.
+    """Return the cores of one process when the processes of this machine divide the usable cores.
 
-    Each process gets adjacent cores, with their hyperthreads, and of one NUMA node where possible.
+    Each process gets adjacent cores with their hyperthreads, on one NUMA node if possible.
     """
     nodes = {core: int(path.parent.name[4:]) for path in root.glob(f"{_NODES}/node*/cpulist") for core in _listed(path)}
 
@@ -88,7 +88,7 @@ def _quota(folder: Path) -> int | None:
     try:
         quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
         return None if quota == "max" else int(quota) // int(period)
-    except (OSError, ValueError, ZeroDivisionError):  # the root has none
+    except (OSError, ValueError, ZeroDivisionError):  # the root group has no such file
         return None
 
 

@@ -26,7 +26,7 @@ __all__ = [
     "use_device",
 ]
 
-# torch is imported inside the functions: this layer must import without it (the launcher starts in milliseconds).
+# The functions import torch, not this module, so that the launcher starts in milliseconds.
 
 _VISIBLE = (
     "CUDA_VISIBLE_DEVICES",
@@ -35,21 +35,21 @@ _VISIBLE = (
     "ZE_AFFINITY_MASK",
     "ASCEND_RT_VISIBLE_DEVICES",
 )
-# By device type, the variable with which the launcher selects the devices of its ranks.
+# Variable, by device type, with which the launcher selects the devices of its ranks.
 _VISIBLE_OF = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
-# One device per machine and no collectives: only one process can use it.
+# Device types with one device per machine and no collectives, which only one process can use.
 _SINGLE_PROCESS = frozenset({"mps"})
 
 
 def num_devices() -> int:
-    """Return the number of visible accelerators; 0 on a machine without."""
+    """Return the number of visible accelerators, 0 if there are none."""
     import torch  # noqa: PLC0415 - torch-free layer
 
     return int(torch.accelerator.device_count()) if torch.accelerator.is_available() else 0
 
 
 def devices_from(device: torch.device) -> list[int]:
-    """Return the indices of the visible accelerators, that of ``device`` first; empty for the CPU."""
+    """Return the indices of the visible accelerators, starting with ``device``; empty for the CPU."""
     if device.type == "cpu":
         return []
     own = device.index or 0
@@ -57,7 +57,7 @@ def devices_from(device: torch.device) -> list[int]:
 
 
 def choose_device(*, local_rank: int, local_world_size: int, cpu: bool = False) -> torch.device:
-    """Return the device of the process ``local_rank`` among the ``local_world_size`` of its machine.
+    """Return the device of the process ``local_rank`` among the ``local_world_size`` processes of its machine.
 
     Raises:
         ConfigError: the machine has fewer accelerators than processes.
@@ -74,19 +74,19 @@ def choose_device(*, local_rank: int, local_world_size: int, cpu: bool = False) 
     if local_rank < count:
         return torch.device(accelerator.type, local_rank)
     if count == 1 and any(environ.get(name) for name in _VISIBLE):
-        # The scheduler bound one device to each process (srun --gpus-per-task).
+        # The scheduler has bound one device to each process (srun --gpus-per-task).
         return torch.device(accelerator.type, 0)
     raise ConfigError(
-        f"local rank {local_rank} has no device of its own: {local_world_size} processes, {count} {accelerator.type} devices",
+        f"there is no device for local rank {local_rank}: {local_world_size} processes, {count} {accelerator.type} devices",
         do=f"start at most {count} processes on this machine, or run on the CPU (--cpu, or ECHELON_CPU=1)",
     )
 
 
 def limit_devices(numbers: Sequence[int]) -> dict[str, str]:
-    """Return the environment variable that makes only these accelerators visible; empty on a machine without.
+    """Return the environment variable that makes only these accelerators visible; empty if there are none.
 
     Raises:
-        ConfigError: this type of accelerator has no such variable.
+        ConfigError: there is no such variable for this type of accelerator.
     """
     import torch  # noqa: PLC0415 - torch-free layer
 
@@ -95,8 +95,8 @@ def limit_devices(numbers: Sequence[int]) -> dict[str, str]:
         return {}
     if accelerator.type not in _VISIBLE_OF:
         raise ConfigError(
-            f"the visible {accelerator.type} devices cannot be chosen",
-            do="remove gpu_ids (and --include, --exclude), and use the variable of the driver",
+            f"echelon cannot select the visible {accelerator.type} devices",
+            do="remove gpu_ids (and --include, --exclude), and set the environment variable of the device's driver",
         )
     return {_VISIBLE_OF[accelerator.type]: ",".join(map(str, numbers))}
 
@@ -110,7 +110,7 @@ def use_device(device: torch.device) -> None:
 
 
 def numa_node_of(device: torch.device) -> int | None:
-    """Return the NUMA node that ``device`` is connected to; None: the CPU, or unknown."""
+    """Return the NUMA node of ``device``; None for the CPU, or if unknown."""
     import torch  # noqa: PLC0415 - torch-free layer
 
     if device.type != "cuda":
@@ -127,7 +127,7 @@ def numa_node_of(device: torch.device) -> int | None:
 
 
 def backend_of(device: torch.device) -> str:
-    """Return the ``torch.distributed`` backend of ``device``; with an accelerator also gloo for CPU tensors."""
+    """Return the ``torch.distributed`` backend of ``device``, combined with gloo for CPU tensors if it is an accelerator."""
     import torch.distributed as dist  # noqa: PLC0415 - torch-free layer
 
     if device.type == "cpu":
@@ -136,7 +136,7 @@ def backend_of(device: torch.device) -> str:
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Tell whether ``device`` multiplies matrices in fp8; True for device types of which it is unknown."""
+    """Return whether ``device`` can multiply matrices in fp8; True for device types for which this is unknown."""
     import torch  # noqa: PLC0415 - torch-free layer
 
     if device.type != "cuda":
@@ -147,7 +147,7 @@ def has_fp8(device: torch.device) -> bool:
 
 
 def has_tf32(device: torch.device) -> bool:
-    """Tell whether ``device`` multiplies float32 matrices as TF32 when TF32 is enabled."""
+    """Return whether ``device`` supports TF32 for float32 matrix products."""
     import torch  # noqa: PLC0415 - torch-free layer
 
     if device.type != "cuda" or torch.version.hip is not None:
@@ -156,14 +156,14 @@ def has_tf32(device: torch.device) -> bool:
 
 
 def accelerators() -> list[str]:
-    """Return a line for each type of visible accelerator: number, name and memory."""
+    """Return one line for each model of visible accelerator: number, name and memory."""
     import torch  # noqa: PLC0415 - torch-free layer
 
     device = torch.accelerator.current_accelerator() if num_devices() else None
     if device is None:
         return []
     module: Any = torch.get_device_module(device)
-    # Not every backend reports a name or a size (mps does not).
+    # Some backends report neither name nor memory (mps).
     lines = []
     for i in range(num_devices()):
         name = str(module.get_device_name(i)) if hasattr(module, "get_device_name") else device.type
@@ -174,7 +174,7 @@ def accelerators() -> list[str]:
 
 
 def nccl_version() -> str | None:
-    """Return the version of NCCL (or RCCL) that torch was built with; None: without."""
+    """Return the version of NCCL (or RCCL) with which torch was built; None if there is none."""
     import torch  # noqa: PLC0415 - torch-free layer
     import torch.distributed as dist  # noqa: PLC0415
 

@@ -11,13 +11,13 @@ __all__ = ["get", "own", "patch", "restored", "snapshot", "write"]
 
 
 def get(name: str) -> str | None:
-    """Return the value of the variable ``name``; None when it is unset or empty."""
+    """Return the value of the variable ``name``; None if it is unset or empty."""
     return os.environ.get(name) or None
 
 
 @cache
 def own(name: str) -> str | None:
-    """Return the variable ``name``, which only echelon sets; cached, as looking up a missing one takes microseconds."""
+    """Return the variable ``name``, which only echelon sets. Cached, because a missing variable takes microseconds."""
     return get(name)
 
 
@@ -38,7 +38,7 @@ def write(values: Mapping[str, str | None]) -> None:
 
 @contextmanager
 def patch(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Set each variable (None removes it) inside the ``with`` block and restore what was there after it."""
+    """Set each variable (None removes it) inside the ``with`` block, and restore the old values after it."""
     before = {name: os.environ.get(name) for name in values}
     try:
         write(values)
@@ -49,7 +49,7 @@ def patch(values: Mapping[str, str | None]) -> Iterator[None]:
 
 @contextmanager
 def restored(chosen: Callable[[str], bool]) -> Iterator[None]:
-    """Restore the variables whose names ``chosen`` accepts after the ``with`` block."""
+    """Restore, after the ``with`` block, the variables whose names ``chosen`` accepts."""
     before = {name: value for name, value in os.environ.items() if chosen(name)}
     try:
         yield

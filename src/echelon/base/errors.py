@@ -1,6 +1,6 @@
 """Errors that state what happened, where, and what to do; pickling between ranks preserves all three.
 
-The docstring of each, with its causes and what to do, is its text in docs/errors.md.
+docs/errors.md contains their docstrings.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = [
 
 
 class EchelonError(Exception):
-    """Base of all errors that echelon raises for its users.
+    """Base class of all errors that echelon raises for its users.
 
     Args:
         what: what happened, with the values.
-        where: the setting or place; the rank is prepended when it is known.
+        where: the setting or location; the rank is prepended if it is known.
         do: how to solve it.
     """
 
@@ -47,10 +47,10 @@ class EchelonError(Exception):
             lines.append(f"  where: {self.where}")
         if self.do:
             lines.append(f"  do:    {self.do}")
-        return printable("\n".join(lines))  # it may contain text of a user, a file or another rank
+        return printable("\n".join(lines))  # the text may come from a user, a file or another rank
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Keyword-only arguments do not survive Exception's own __reduce__, and the rank must stay the raising one's.
+        # Exception.__reduce__ drops keyword-only arguments, and the rank must remain that of the raising process.
         return (_rebuild, (type(self), self.what, self.where, self.do))
 
 
@@ -66,7 +66,7 @@ class ConfigError(EchelonError, ValueError):
     Causes: a mistyped name or value, in a file, a flag, a variable or an argument; two settings that cannot both hold
         (a train_batch_size that is not micro batch x accumulation x processes); a setting that this device, engine or
         version does not support.
-    Do: correct the setting at the origin that the message names; ``echelon config explain`` shows every value, its origin,
+    Do: correct the setting at the origin that the message names; ``echelon config explain`` shows every value with its origin
         and the values that it overrides.
     """
 
@@ -93,7 +93,7 @@ class SetupError(EchelonError, RuntimeError):
 class CheckpointError(EchelonError, RuntimeError):
     """A checkpoint cannot be written or loaded.
 
-    Causes: a file is damaged, missing, or contains data that could run code; it is the checkpoint of another model,
+    Causes: a file is damaged, missing, or contains data that could run code; the checkpoint belongs to another model,
         optimizer or number of loaders; another run saves into the same folder.
     Do: ``echelon checkpoint verify FOLDER`` names the damaged file, ``echelon checkpoint show FOLDER`` lists the contents.
         Resume from an older checkpoint (``echelon checkpoint ls FOLDER``), or prepare the objects that were saved.
@@ -135,6 +135,6 @@ class LaunchError(EchelonError, RuntimeError):
 class MissingExtraError(EchelonError, ImportError):
     """A required optional dependency is not installed.
 
-    Causes: an engine, a tracker, an optimizer or a precision was requested by name whose package is missing.
-    Do: run the ``pip install`` command of the message in the environment of the script.
+    Causes: a requested engine, tracker, optimizer or precision needs a package that is missing.
+    Do: run the ``pip install`` command from the message in the environment of the script.
     """

@@ -1,4 +1,4 @@
-"""Forked processes that never start, on the versions of Python in which a fork beside another thread can hang."""
+"""Repeats forks that hang, on versions of Python in which a fork in a multithreaded process can hang."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = ["repair_fork"]
 logger = get_logger(__name__)
 
 _REPAIRED = {(3, 10): (3, 10, 15), (3, 11): (3, 11, 8)}
-# A fork takes milliseconds. One that is slow on a busy machine is only forked again: nothing has run in it.
+# A fork takes milliseconds. Repeating one that is only slow on a busy machine is harmless, because nothing has run in it.
 _PATIENCE_S = (1, 2, 4, 8, 16, 32)
 
 
 def repair_fork() -> None:
-    """Let multiprocessing fork a process again that hangs in the fork, where Python's own fork can; harmless when repeated.
+    """Make multiprocessing repeat a fork that hangs, on affected versions of Python; repeated calls are safe.
 
     After a collective, gloo's thread enters the interpreter to release the tensors. A loader worker that is forked while this
-    thread holds the list of threads hangs in ``os.fork``, one in about 1,700 forks, and the loader and all ranks with it:
+    thread holds the lock of the thread list hangs in ``os.fork`` (about one in 1,700 forks), and so do the loader and all ranks:
     https://github.com/python/cpython/issues/112275, in Python 3.10 before 3.10.15 and 3.11 before 3.11.8.
     """
     is_affected = hasattr(os, "fork") and sys.version_info[:3] < _REPAIRED.get(sys.version_info[:2], (0,))
@@ -37,10 +37,10 @@ def repair_fork() -> None:
 
 
 class _Started:
-    """Tells the parent that a fork has ended in the child."""
+    """Notifies the parent that the fork has completed in the child."""
 
     forking: ClassVar = threading.local()
-    """``pipe``: ends to read and to write, while this thread forks a process of multiprocessing."""
+    """``pipe``: read and write ends of a pipe, while this thread forks a process of multiprocessing."""
 
     @classmethod
     def report(cls) -> None:
@@ -52,21 +52,19 @@ class _Started:
 
 
 class _Popen(popen_fork.Popen):
-    """Forks again until the child has started.
+    """Repeats the fork until the child has started.
 
     Raises:
-        SetupError: it never did.
+        SetupError: no attempt succeeded.
     """
 
     def _launch(self, process_obj: process.BaseProcess) -> None:
         for patience in _PATIENCE_S:
             if self._has_started(process_obj, patience):
                 return
-            logger.warning(
-                "process %d hung in its fork (python/cpython#112275): it is forked again", self.pid, all_ranks=True
-            )
+            logger.warning("process %d hung in its fork (python/cpython#112275); retrying", self.pid, all_ranks=True)
         raise SetupError(
-            f"the process {process_obj.name} could not be started: {len(_PATIENCE_S)} forks hung or died",
+            f"cannot start the process {process_obj.name}: {len(_PATIENCE_S)} forks hung or died",
             where=f"Python {sys.version.split()[0]}, python/cpython#112275",
             do="update Python to 3.10.15, 3.11.8 or later",
         )
@@ -79,7 +77,7 @@ class _Popen(popen_fork.Popen):
             del _Started.forking.pipe
             os.close(write)
         try:
-            # An empty answer is the end of the pipe: the child has died in its fork.
+            # An empty read is the end of the pipe: the child has died in its fork.
             if multiprocessing.connection.wait([read], patience) and os.read(read, 1):
                 return True
         finally:

@@ -1,4 +1,4 @@
-"""Lengths that may be unknown."""
+"""Lengths of objects that may have none."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ __all__ = ["length_of"]
 
 
 def length_of(sized: Any) -> int:
-    """Return the length; -1 if it is unknown."""
+    """Return ``len(sized)``, or -1 if it has no length."""
     try:
         return len(sized)
-    except (TypeError, NotImplementedError):  # some iterable datasets have a __len__ that raises
+    except (TypeError, NotImplementedError):
+        # Not an error: len() of an object without __len__ raises TypeError, and so does that of a DataLoader over it. Some
+        # iterable datasets define a __len__ that raises NotImplementedError.
         return -1

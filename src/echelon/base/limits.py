@@ -1,4 +1,4 @@
-"""The memory, processes and files that the machine, the user's limits and the container leave available."""
+"""The memory, processes and files that are still available within the limits of machine, user and container."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ __all__ = ["Room", "room_for_files", "room_for_memory", "room_for_tasks"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """How much of a resource is left."""
+    """Remaining amount of a resource."""
 
     left: int
     source: str
-    """A description of the limit."""
+    """Description of the limit."""
 
 
 def room_for_memory(root: Path = Path("/")) -> Room | None:
-    """Return the bytes that can be allocated before the kernel kills processes; None: unknown.
+    """Return how many bytes can be allocated before the kernel kills processes; None if unknown.
 
     Args:
-        root: of the file system.
+        root: root of the file system.
     """
     return _least([*_memory_of_machine(root), *_memory_of_groups(root)])
 
 
 def room_for_tasks(root: Path = Path("/")) -> Room | None:
-    """Return how many processes and threads this user can start; None: no known limit."""
+    """Return how many processes and threads this user can start; None if there is no known limit."""
     return _least([*_tasks_of_groups(root), *_tasks_of_user(root)])
 
 
 def room_for_files() -> Room | None:
-    """Return how many files this process can have open; None: there is no limit."""
+    """Return how many files this process can have open; None if there is no limit."""
     try:
         import resource  # noqa: PLC0415 - not on Windows
     except ImportError:
@@ -53,7 +53,7 @@ def _least(rooms: list[Room]) -> Room | None:
 
 
 def _memory_of_machine(root: Path) -> Iterator[Room]:
-    with suppress(OSError, ValueError, KeyError):  # no Linux
+    with suppress(OSError, ValueError, KeyError):  # not Linux
         lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
         fields = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest}
         free_kib = fields["MemAvailable"] + fields.get("SwapFree", 0)
@@ -67,7 +67,7 @@ def _memory_of_groups(root: Path) -> Iterator[Room]:
     }
     for folder, version in group_folders("memory", root):
         limit_file, usage_file, cache = names[version]
-        with suppress(OSError, ValueError):  # "max", and the root has none
+        with suppress(OSError, ValueError):  # the limit is "max", or the root group has no such file
             limit = int((folder / limit_file).read_text(encoding="ascii"))
             usage = int((folder / usage_file).read_text(encoding="ascii"))
             stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
@@ -101,7 +101,7 @@ def _num_tasks(user: int, root: Path) -> int:
     total = 0
     with suppress(FileNotFoundError, NotADirectoryError):  # not Linux: the current number is unknown
         for entry in os.scandir(root / "proc"):
-            with suppress(OSError, IndexError, ValueError):  # it has just ended
+            with suppress(OSError, IndexError, ValueError):  # the process has just exited
                 if entry.name.isdigit() and entry.stat().st_uid == user:
                     text = Path(entry.path, "stat").read_text(encoding="ascii", errors="replace")
                     total += int(text.rpartition(")")[2].split()[17])

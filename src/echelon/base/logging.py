@@ -18,7 +18,7 @@ else:
 
 
 class RankLogger(Adapter):
-    """A logger that emits on rank zero only; ``all_ranks=True`` in a call logs on every rank."""
+    """A logger that emits on rank zero only, or on every rank if ``all_ranks=True`` is passed to a call."""
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
         """Log ``msg % args`` at ``level``; all other methods call this one."""
@@ -26,29 +26,29 @@ class RankLogger(Adapter):
         if not self.isEnabledFor(level) or not (all_ranks or is_speaker()):
             return
         kwargs["stacklevel"] = _frames_to(kwargs.get("stacklevel", 1))
-        # Not super().log(): it puts one more frame of the logging module between, which Python 3.10 counts.
+        # super().log() would add a frame of the logging module, which Python 3.10 counts.
         self.logger.log(level, msg, *args, **kwargs)
 
     def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[object, MutableMapping[str, Any]]:
-        """Return the message unchanged: the launcher prefixes the rank."""
+        """Return the message unchanged, because the launcher prefixes the rank."""
         return msg, kwargs
 
 
 def get_logger(name: str, extra: Mapping[str, object] | None = None) -> RankLogger:
-    """Return the logger ``name``, which logs on rank zero; pass ``all_ranks=True`` to a call to log on every rank."""
+    """Return the logger ``name``, which logs on rank zero unless ``all_ranks=True`` is passed to a call."""
     return RankLogger(logging.getLogger(name), dict(extra or {}))
 
 
 def is_speaker() -> bool:
-    """Tell whether this process logs: it is rank zero, or no rank is known."""
+    """Return whether this process logs, because it is rank zero or its rank is unknown."""
     return known_rank() in (None, 0)
 
 
 def _frames_to(stacklevel: int) -> int:
     """Return the stacklevel, as seen from ``RankLogger.log``, of the ``stacklevel``-th caller.
 
-    From Python 3.11 on frames of the logging module do not count; 3.10 counts them on the way, and skips them only where
-    it arrives at one (``Logger.findCaller`` of each).
+    Since Python 3.11, frames of the logging module are not counted. Python 3.10 counts them, and skips them only if the result
+    is one (``Logger.findCaller``).
     """
     if sys.version_info >= (3, 11) or stacklevel == 1:
         return stacklevel + 1

@@ -1,4 +1,4 @@
-"""Optional dependencies: import one when it is used, or raise with the command that installs it."""
+"""Imports optional dependencies on use, or raises an error with the command that installs them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def require(module: str, *, extra: str, purpose: str) -> ModuleType:
     """Import ``module``, which ``purpose`` needs and the pip extra ``extra`` installs.
 
     Raises:
-        MissingExtraError: it is not installed; the message contains the pip command.
+        MissingExtraError: the module is not installed; the message contains the pip command.
     """
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != module.partition(".")[0]:
-            raise  # the module is installed, and one of its own dependencies is missing
+            raise  # the module is installed, but one of its dependencies is missing
         raise MissingExtraError(
             f"{purpose} needs the package {module.partition('.')[0]!r}, which is not installed",
             do=f"pip install 'echelon[{extra}]'",
@@ -29,8 +29,8 @@ def require(module: str, *, extra: str, purpose: str) -> ModuleType:
 
 
 def is_available(module: str) -> bool:
-    """Tell whether ``module`` could be imported, without importing it (of ``a.b``, ``a`` is imported)."""
+    """Return whether ``module`` is installed, without importing it (for ``a.b``, ``a`` is imported)."""
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # find_spec("a.b") imports a, and raises where a is not installed
+    except ModuleNotFoundError:  # find_spec("a.b") imports a, and raises if a is not installed
         return False

@@ -1,4 +1,4 @@
-"""Text from elsewhere (an exception, a file name, another machine) as it can be printed: it cannot steer the terminal that shows it."""
+"""Escapes control characters in untrusted text (exceptions, file names, other machines) before it is printed."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import re
 
 __all__ = ["printable"]
 
-# Control characters except tab and newline, other line separators, surrogates, and characters that change the direction of
-# the text and so could disguise a line.
+# Control characters except tab and newline, other line separators, surrogates, and bidirectional control characters, which
+# could disguise a line.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with characters that control a terminal escaped as in repr; letters of any script stay."""
+    """Return ``text`` with control characters escaped as in ``repr``; letters of any script are kept."""
     return _CONTROL.sub(_escape, text)
 
 

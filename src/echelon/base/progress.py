@@ -1,4 +1,4 @@
-"""The counters of a run: the only mutable record; checkpoints save it whole."""
+"""The counters of a run, which checkpoints save."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class Progress:
     """Counters of a run, starting at zero."""
 
     epoch: int = 0
-    """The current pass over the training data, from 0."""
+    """Index of the current pass over the training data, starting at 0."""
     step: int = 0
-    """Optimizer steps taken; steps skipped by loss scaling do not count."""
+    """Number of optimizer steps, without those that loss scaling has skipped."""
     micro_step: int = 0
-    """Micro-steps of the current update that have started (exact modes); saved as 0, as a partial update is replayed."""
+    """Number of started micro-steps of the current update (exact modes); saved as 0, because a partial update is replayed."""
     samples_seen: int = 0
-    """Samples of all ranks in the updates so far (exact modes)."""
+    """Number of samples of all ranks in the updates so far (exact modes)."""
     tokens_seen: float = 0.0
-    """The sum of ``num_items=`` of all ranks in the updates so far."""
+    """Sum of ``num_items=`` of all ranks in the updates so far."""
     position: int = 0
-    """Samples of the current epoch in complete updates: the position at which a pass resumes (exact modes)."""
+    """Number of samples of the current epoch in complete updates, at which a pass resumes (exact modes)."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the counters by name."""
@@ -35,13 +35,13 @@ class Progress:
         """Load the result of ``to_json``.
 
         Raises:
-            UsageError: the names differ from those of this record, which stays unchanged.
+            UsageError: the names of the counters differ; this object is not changed.
         """
         names = {field.name for field in fields(self)}
         if set(counters) != names:
             raise UsageError(
-                f"the saved progress has the counters {sorted(counters)}, and this version has {sorted(names)}",
-                do="load it with the version that saved it",
+                f"the saved progress has the counters {sorted(counters)}, but this version has {sorted(names)}",
+                do="load it with the version of echelon that saved it",
             )
         for name, value in counters.items():
             setattr(self, name, value)

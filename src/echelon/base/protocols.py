@@ -1,4 +1,4 @@
-"""Protocols for objects of other libraries; each object is tested once, where it enters echelon."""
+"""Protocols for objects of other libraries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = [
 
 @runtime_checkable
 class KnowsItsEnd(Protocol):
-    """A loader that looks one batch ahead, as those that ``prepare`` returns."""
+    """A loader that reads one batch ahead, such as those that ``prepare`` returns."""
 
     end_of_dataloader: bool
     """Whether the current batch is the last one."""
@@ -26,7 +26,7 @@ class KnowsItsEnd(Protocol):
 
 @runtime_checkable
 class HasDeviceMap(Protocol):
-    """A model that was loaded over several devices (transformers' ``device_map``)."""
+    """A model that is spread over several devices (transformers' ``device_map``)."""
 
     hf_device_map: Any
 
@@ -36,7 +36,7 @@ class SupportsSetEpoch(Protocol):
     """A sampler or dataset whose order depends on the epoch."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next pass."""
+        """Set the epoch of the next pass."""
 
 
 @runtime_checkable
@@ -52,10 +52,10 @@ class SupportsStateDict(Protocol):
 
 @runtime_checkable
 class SupportsTo(Protocol):
-    """Something that can be moved to a device, such as a tokenizer's batch."""
+    """An object that can be moved to a device, such as a tokenizer's batch."""
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Return it on the device."""
+        """Return the object on the device."""
 
 
 @runtime_checkable
@@ -78,7 +78,7 @@ class SupportsShard(Protocol):
         """The number of shards."""
 
     def shard(self, num_shards: int, index: int) -> Any:
-        """Return every ``num_shards``-th shard from ``index`` on."""
+        """Return every ``num_shards``-th shard, starting at ``index``."""
 
 
 @runtime_checkable
@@ -89,7 +89,7 @@ class SupportsWithFormat(Protocol):
         """Return the number of samples."""
 
     def __getitem__(self, key: Any) -> Any:
-        """Return a sample, or a slice of them."""
+        """Return a sample or a slice of samples."""
 
     def with_format(self, type: str) -> Any:
         """Return the same data in the format ``type``, such as ``arrow``."""

@@ -1,4 +1,4 @@
-"""The rank as known at the moment, without importing torch: for errors and logs only."""
+"""The currently known rank, for errors and logs only, without importing torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["known_rank"]
 
 
 def known_rank() -> int | None:
-    """Return the rank of torch's default process group if there is one, else of the environment, else None."""
+    """Return the rank of torch's default process group if it exists, else from the environment, else None."""
     distributed = sys.modules.get("torch.distributed")
-    # The name is missing while another thread is importing the module.
+    # The attribute is missing while another thread is importing the module.
     is_initialized = getattr(distributed, "is_initialized", None)
     if distributed is not None and is_initialized is not None and is_initialized():
         return int(distributed.get_rank())

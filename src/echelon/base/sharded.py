@@ -1,7 +1,7 @@
-"""Tests for torch's sharded tensors and modules that do not import their modules.
+"""Type checks for torch's sharded tensors and modules that do not import ``torch.distributed.tensor`` or ``fsdp``.
 
-``torch.distributed.tensor`` and ``torch.distributed.fsdp`` take about as long to import as torch itself, and a program that
-shards nothing never needs them. A ``DTensor`` exists only if its module is in ``sys.modules``, so the class is looked up there.
+These packages take about as long to import as torch itself, and a program without sharding never needs them. A ``DTensor`` can
+exist only if its module is in ``sys.modules``, so the class is looked up there.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ __all__ = ["is_dtensor", "is_fsdp_module", "is_old_fsdp", "local_shape_and_offse
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Tell whether ``value`` is a DTensor."""
+    """Return whether ``value`` is a DTensor."""
     return _is_a(value, "torch.distributed.tensor", "DTensor")
 
 
 def is_fsdp_module(module: object) -> TypeGuard[FSDPModule]:
-    """Tell whether ``fully_shard`` was applied to ``module`` itself."""
+    """Return whether ``fully_shard`` was applied to ``module`` itself."""
     return _is_a(module, "torch.distributed.fsdp", "FSDPModule")
 
 
 def is_old_fsdp(module: object) -> bool:
-    """Tell whether ``module`` is the wrapper of the older FSDP."""
+    """Return whether ``module`` is an FSDP1 wrapper."""
     return _is_a(module, "torch.distributed.fsdp", "FullyShardedDataParallel")
 
 
@@ -41,5 +41,5 @@ def local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int,
 
 def _is_a(value: object, module: str, name: str) -> bool:
     loaded: Any = sys.modules.get(module)
-    kind = getattr(loaded, name, None)  # None too while another thread is importing the module
+    kind = getattr(loaded, name, None)  # also None while another thread is importing the module
     return kind is not None and isinstance(value, kind)

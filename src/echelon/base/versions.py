@@ -1,4 +1,4 @@
-"""Comparing versions of installed packages."""
+"""Compares versions of installed packages."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def compare_versions(library_or_version: object, operation: str, requirement_ver
     """Compare the version of a library with ``requirement_version``.
 
     Args:
-        library_or_version: the name of an installed library, or a version (text or ``packaging``'s object).
+        library_or_version: name of an installed library, or a version (a string or a ``packaging`` object).
         operation: one of ``> >= == != <= <``.
         requirement_version: such as ``2.7.0``.
 
     Raises:
-        UsageError: another operation.
+        UsageError: the operation is unknown.
         PackageNotFoundError: the library is not installed.
     """
     if operation not in STR_OPERATION_TO_FUNC:
@@ -49,15 +49,15 @@ def is_torch_version(operation: str, version: str) -> bool:
 
 
 def at_least(version: str, least: str) -> bool:
-    """Tell whether ``version`` is ``least`` or later."""
+    """Return whether ``version`` is ``least`` or later."""
     return _key(version) >= _key(least)
 
 
 def _key(version: str) -> tuple[tuple[int, ...], int, int]:
-    """Return what sorts as PEP 440 does: release, pre-release or none, its number; a local part such as ``+cpu`` is left out."""
+    """Return a sort key for PEP 440: (release, pre-release kind, its number), without a local part such as ``+cpu``."""
     match = re.match(r"v?(\d+(?:\.\d+)*)[._-]?(dev|alpha|beta|rc|a|b|c)?\.?(\d*)", version.strip().lower())
     if match is None:
-        raise UsageError(f"{version!r} is not a version", do="pass one such as 2.7.0")
+        raise UsageError(f"{version!r} is not a version", do="pass a version such as 2.7.0")
     release = [int(part) for part in match[1].split(".")]
     while release and release[-1] == 0:
         release.pop()

@@ -1,4 +1,4 @@
-"""Warnings that point at the user's own line, not into echelon or torch."""
+"""Warnings that point at the user's line instead of into echelon or torch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _PACKAGE = str(Path(__file__).resolve().parent.parent)
 
 
 class EchelonWarning(UserWarning):
-    """Echelon changed or repaired something in the user's program; the run continues."""
+    """Warns that echelon changed or repaired something in the user's program; the run continues."""
 
 
 class UserLine(tuple[str, int]):
-    """A file and a line of the user's program."""
+    """A file and a line number of the user's program."""
 
     __slots__ = ()
 
@@ -27,7 +27,7 @@ class UserLine(tuple[str, int]):
 
 
 def is_library(file: str) -> bool:
-    """Tell whether ``file`` belongs to echelon or torch, or to code between them and the user's."""
+    """Return whether ``file`` belongs to echelon, torch, or standard library code that calls user code."""
     return file.startswith((_PACKAGE, "<frozen")) or "/torch/" in file or "/contextlib.py" in file
 
 
@@ -42,12 +42,12 @@ def user_line() -> UserLine:
 
 
 def warn(message: str, *, at: UserLine | None = None) -> None:
-    """Warn from rank zero, at the user's line (``at``, else the innermost one on the stack)."""
+    """Warn on rank zero, at the user's line (``at``, or else the innermost one on the call stack)."""
     if known_rank() in (None, 0):
         warn_here(message, at=at)
 
 
 def warn_here(message: str, *, at: UserLine | None = None) -> None:
-    """Warn from this rank, about something that only this rank knows; otherwise as ``warn``."""
+    """Warn on this rank about something that only this rank knows; otherwise like ``warn``."""
     place = at or user_line()
     warnings.warn_explicit(message, EchelonWarning, filename=place[0], lineno=place[1])

@@ -1,1 +1,1 @@
-"""Which sample goes to which rank, and when."""
+"""Data loading: assigns samples to ranks and steps."""

@@ -1,4 +1,4 @@
-"""A batch as columns: how many samples it has, how batches are joined, and how one is cut."""
+"""Counts, joins and slices batches along their samples."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from echelon.distributed.tree import contents, describe, is_record, leaves, rebu
 
 __all__ = ["join_batches", "num_samples", "require_divisible", "slice_batch"]
 
-# A column is a tensor, or a list with one item a sample: strings, numbers, dicts without tensors. Other lists, tuples and
-# dicts, and a dataclass, hold columns; what is left (None, a flag, a name) belongs to the batch as a whole.
+# A column is a tensor, or a list with one item per sample (strings, numbers, dicts without tensors). Other lists, tuples,
+# dicts and dataclasses hold columns. Any other value (None, a flag, a name) belongs to the batch as a whole.
 
 
 def num_samples(batch: Any) -> int | None:
-    """Return the number of samples of ``batch``: the length of its first column; None when it has none."""
+    """Return the number of samples of ``batch``, the length of its first column; None if it has no column."""
     if isinstance(batch, torch.Tensor):
         return batch.size(0) if batch.dim() > 0 else None
     if isinstance(batch, (list, tuple)) and _is_column(batch):
@@ -30,10 +30,10 @@ def num_samples(batch: Any) -> int | None:
 
 
 def join_batches(batches: list[Any]) -> Any:
-    """Concatenate batches of one structure along the samples.
+    """Concatenate batches of equal structure along the samples.
 
     Raises:
-        UsageError: they differ in structure, or in more than the number of samples.
+        UsageError: the batches differ in more than the number of samples.
     """
     if len(batches) == 1:
         return batches[0]
@@ -42,21 +42,21 @@ def join_batches(batches: list[Any]) -> Any:
     except (RuntimeError, TypeError, KeyError, ValueError) as error:
         kinds = "\n".join(f"    {describe(batch)}" for batch in batches)
         raise UsageError(
-            f"rank zero's batches cannot be joined to one for all ranks: they differ in more than their length\n{kinds}",
+            f"rank zero's batches cannot be joined to one for all ranks, because they differ in more than their length\n{kinds}",
             where="dispatch_batches=True (the default for an iterable dataset)",
-            do="pad in collate_fn to one size, or use DataLoaderConfiguration(split_batches=True) to cut each batch for "
-            "the ranks, or dispatch_batches=False to let every rank read for itself",
+            do="pad samples to a fixed size in collate_fn, or set DataLoaderConfiguration(split_batches=True) to split each batch "
+            "between the ranks, or dispatch_batches=False to let every rank read the data",
         ) from error
 
 
 def slice_batch(batch: Any, part: slice, process_index: int | None = None, num_processes: int | None = None) -> Any:
-    """Return the samples ``part`` of ``batch``; what belongs to the batch as a whole stays.
+    """Return the samples ``part`` of ``batch``; values of the batch as a whole are kept.
 
     Args:
         batch: nested columns.
-        part: which samples.
-        process_index: not used; a ``slice_fn_for_dispatch`` is called with it.
-        num_processes: the same.
+        part: the samples.
+        process_index: unused; part of the signature of a ``slice_fn_for_dispatch``.
+        num_processes: unused, likewise.
     """
     if isinstance(batch, torch.Tensor):
         return batch[part] if batch.dim() > 0 else batch
@@ -71,16 +71,17 @@ def slice_batch(batch: Any, part: slice, process_index: int | None = None, num_p
 
 
 def require_divisible(batch_size: int | None, world_size: int) -> None:
-    """Raise unless every batch can be split evenly between the ranks.
+    """Check that every batch can be split evenly between the ranks.
 
     Raises:
         UsageError: it cannot.
     """
     if batch_size is None or batch_size % world_size:
         raise UsageError(
-            f"split_batches splits every batch between {world_size} processes, and batch_size={batch_size} is not divisible",
+            f"split_batches splits every batch between {world_size} processes, but batch_size={batch_size} is not divisible by "
+            f"{world_size}",
             where="DataLoaderConfiguration(split_batches=)",
-            do=f"choose a batch size that is a multiple of {world_size}, or leave split_batches out",
+            do=f"choose a batch size that is a multiple of {world_size}, or omit split_batches",
         )
 
 

@@ -1,4 +1,4 @@
-"""What a position in a pass depends on (number of samples, batch size, order, contents): stored with it, compared on resume."""
+"""Facts on which a position in a pass depends (samples, batch size, order, contents): saved with it, compared on resume."""
 
 from __future__ import annotations
 
@@ -27,37 +27,37 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFacts:
-    """Of the data of one loader. None is unknown, and never counts as a change."""
+    """Facts about the data of one loader. None means unknown and never counts as a change."""
 
     num_samples: int | None = None
-    """Of the dataset."""
+    """Length of the dataset."""
     num_drawn: int | None = None
-    """Of a pass, where a sampler of torch draws another number of them."""
+    """Number of samples in a pass, if a sampler of torch draws a different number."""
     batch_size: int | None = None
-    """The loader's: of one process; in the exact modes, and with split_batches, of all together."""
+    """Batch size of the loader; it is the global one in the exact modes and with split_batches."""
     split_batches: bool = False
     num_batches: int | None = None
-    """Of a pass, where a batch sampler makes batches of sizes of its own."""
+    """Number of batches in a pass, if a batch sampler yields batches of varying sizes."""
     order: str | None = None
     seed: int | None = None
-    """Of an order that depends on (seed, epoch) alone, in the exact modes."""
+    """Seed of an order that depends only on (seed, epoch), in the exact modes."""
     columns: Mapping[str, tuple[int, bool]] | None = None
-    """Fingerprints of the contents, by column: value, and whether it varies."""
+    """Fingerprints of the contents by column: (value, whether the column varies)."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
+        """Return the facts as JSON-serializable data."""
         found = asdict(self)
         found["columns"] = {name: list(column) for name, column in (self.columns or {}).items()}
         return found
 
     def with_stable_columns(self, before: DataFacts) -> DataFacts:
-        """Return these facts with only the columns that were the same ``before``."""
+        """Return these facts with only the columns that are equal to those of ``before``."""
         then, now = before.columns or {}, self.columns or {}
         return replace(self, columns={name: column for name, column in now.items() if then.get(name) == column})
 
     @staticmethod
     def from_json(stored: Mapping[str, Any] | None) -> DataFacts:
-        """Return what ``to_json`` gave, here or in another version."""
+        """Return the facts from ``to_json`` of this or another version."""
         names = {item.name for item in fields(DataFacts)}
         known = {name: value for name, value in (stored or {}).items() if name in names}
         if known.get("columns") is not None:
@@ -67,12 +67,12 @@ class DataFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataChange:
-    """One fact that has changed."""
+    """A fact that has changed."""
 
     fact: str
     """``samples``, ``batches`` (their sizes) or ``order``."""
     what: str
-    """With both values."""
+    """Description with both values."""
 
 
 def facts_of_data(
@@ -81,11 +81,11 @@ def facts_of_data(
     """Return the facts of the user's ``loader``.
 
     Args:
-        loader: as it was given to ``prepare``.
-        sampler: that draws its order now.
+        loader: the loader that was passed to ``prepare``.
+        sampler: the sampler that currently draws its order.
         batches: its batch sampler; None for iterable data.
-        split_batches: the loader's batch is cut for the ranks.
-        exact: how the exact modes read; None in the others.
+        split_batches: each batch of the loader is split between the ranks.
+        exact: options of the exact modes; None in other modes.
     """
     is_iterable = isinstance(loader.dataset, IterableDataset)
     size = getattr(batches, "batch_size", None) if batches is not None else loader.batch_size
@@ -106,7 +106,7 @@ def facts_of_data(
         num_drawn=None if drawn == num_samples else drawn,
         batch_size=size,
         split_batches=split_batches and exact is None,
-        # In the exact modes a batch sampler may count by the number of processes, which may change.
+        # In the exact modes the length of a batch sampler may depend on the number of processes, which may change.
         num_batches=known_length(length_of(batches))
         if size is None and batches is not None and exact is None
         else None,
@@ -129,47 +129,49 @@ def _order_of(sampler: Any) -> str:
 
 
 def known_length(length: int) -> int | None:
-    """Return ``length``; None where it is -1."""
+    """Return ``length``, or None if it is -1."""
     return None if length < 0 else length
 
 
 def changes_between(saved: DataFacts, here: DataFacts, *, num_ranks_saved: int, num_ranks: int) -> Sequence[DataChange]:
-    """Return what has changed since it was saved, with both values; facts that are unknown on one side are left out.
+    """Return the facts that have changed, without those that are unknown on one side.
 
     Args:
-        saved: of the checkpoint.
-        here: of the current loader.
-        num_ranks_saved: of the run that saved.
-        num_ranks: of this run.
+        saved: facts in the checkpoint.
+        here: facts about the current loader.
+        num_ranks_saved: number of ranks of the run that saved the checkpoint.
+        num_ranks: number of ranks of this run.
     """
     found = []
     for name, what in (("num_samples", "samples"), ("num_drawn", "samples in a pass")):
         then, now = getattr(saved, name), getattr(here, name)
         if then is not None and now is not None and then != now:
-            found.append(DataChange(fact="samples", what=f"it had {then} {what}, and has {now}"))
+            found.append(DataChange(fact="samples", what=f"it had {then} {what}, and now has {now}"))
     then, now = _samples_of_a_step(saved, num_ranks_saved), _samples_of_a_step(here, num_ranks)
     is_same_step = num_ranks_saved == num_ranks and then == now
     if None not in (then, now) and saved.batch_size != here.batch_size and not is_same_step:
         found.append(
-            DataChange(fact="batches", what=f"its batch_size was {saved.batch_size}, and is {here.batch_size}")
+            DataChange(fact="batches", what=f"its batch_size was {saved.batch_size}, and is now {here.batch_size}")
         )
     elif None not in (saved.num_batches, here.num_batches) and saved.num_batches != here.num_batches:
         found.append(
-            DataChange(fact="batches", what=f"it had {saved.num_batches} batches in a pass, and has {here.num_batches}")
+            DataChange(
+                fact="batches", what=f"it had {saved.num_batches} batches in a pass, and now has {here.num_batches}"
+            )
         )
     if None not in (saved.order, here.order) and saved.order != here.order:
-        found.append(DataChange(fact="order", what=f"its order was {saved.order}, and is {here.order}"))
+        found.append(DataChange(fact="order", what=f"its order was {saved.order}, and is now {here.order}"))
     elif None not in (saved.seed, here.seed) and saved.seed != here.seed:
-        found.append(DataChange(fact="order", what=f"the seed of its order was {saved.seed}, and is {here.seed}"))
+        found.append(DataChange(fact="order", what=f"the seed of its order was {saved.seed}, and is now {here.seed}"))
     if not found and saved.columns and here.columns:
         one, other = _columns(saved.columns), _columns(here.columns)
         if are_of_different_data(one, other):
             names = [name for name in sorted(one.keys() & other.keys()) if one[name] != other[name]]
-            values = f"{one[names[0]].value:x}, and is {other[names[0]].value:x}"
+            values = f"{one[names[0]].value:x}, and is now {other[names[0]].value:x}"
             found.append(
                 DataChange(
                     fact="samples",
-                    what=f"it has the same number of samples with different contents: the fingerprint of {', '.join(names[:3])} was {values}",
+                    what=f"the contents of its samples differ: the fingerprint of {', '.join(names[:3])} was {values}",
                 )
             )
     return found
@@ -189,7 +191,7 @@ def _samples_of_a_step(facts: DataFacts, num_ranks: int) -> int | None:
 
 
 def is_within_training_pass(state: Mapping[str, Any]) -> bool:
-    """Was the ``order_state`` of a loader saved in the middle of a training pass?"""
+    """Return whether the ``order_state`` of a loader was saved within a training pass."""
     record = state.get("pass")
     if record is not None:
         return bool(record["is_within"] and record["trains"])
@@ -198,7 +200,7 @@ def is_within_training_pass(state: Mapping[str, Any]) -> bool:
 
 
 def is_of_evaluation(state: Mapping[str, Any]) -> bool:
-    """Was the pass that started last, in the ``order_state`` of a loader, an evaluation?"""
+    """Return whether the latest pass in the ``order_state`` of a loader was an evaluation."""
     record = state.get("pass")
     return record is not None and not record["trains"]
 
@@ -209,11 +211,11 @@ def moved_position(
     """Return the ``order_state`` of a loader for the current data, and a description of its position in the pass.
 
     Args:
-        state: as it was saved, in the middle of a pass.
-        saved: the facts when it was saved.
+        state: the state that was saved within a pass.
+        saved: the facts that were saved with it.
         here: the current facts.
-        changes: from ``saved`` to ``here``.
-        num_ranks: of both runs.
+        changes: the changes from ``saved`` to ``here``.
+        num_ranks: number of ranks of both runs.
     """
     facts = {change.fact for change in changes}
     of = "" if here.num_samples is None else f" of {here.num_samples}"

@@ -1,4 +1,4 @@
-"""The loader that ``prepare`` returns: the user's DataLoader, sharded, that knows when its last batch is in use."""
+"""The loader that ``prepare`` returns: the user's DataLoader, sharded, with position and end-of-data tracking."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ __all__ = ["DispatchedLoader", "PreparedLoader"]
 
 
 class PreparedLoader(DataLoader[Any]):
-    """A DataLoader whose batches come from ``source``; unknown attributes are those of the user's loader.
+    """A DataLoader whose batches come from ``position.source``; other attributes are forwarded to the user's loader.
 
     Args:
-        position: of this loader in its passes.
+        position: position of this loader in its passes.
         original: the user's loader.
-        world: this rank.
-        options: how it is sharded.
-        active: where the loader is listed while it is read.
-        device: batches are moved there; None: the source does, or nobody.
-        skip_batches: steps left out at the beginning of every pass.
+        world: world of this process.
+        options: the data options.
+        active: registry of the loaders that are being read.
+        device: device to which batches are moved; None: they are not moved here.
+        skip_batches: number of steps to skip at the start of every pass.
     """
 
     def __init__(
@@ -53,22 +53,22 @@ class PreparedLoader(DataLoader[Any]):
         device: torch.device | None,
         skip_batches: int = 0,
     ) -> None:
-        # DataLoader's own __init__ is not called: this object holds a loader, it does not read by itself.
+        # DataLoader.__init__ is not called, because `source.inner` reads the data.
         self.source: BatchSource = position.source
         self.original = original
         self.active = active
         self.device = device
         self.skip_batches = skip_batches
         self.end_of_dataloader = False
-        """The current batch is the last one of this rank."""
+        """Whether the current batch is the last one of this rank."""
         self.ends_early = False
-        """It is, and other ranks have at least one more."""
+        """Whether it is the last one of this rank but not of all ranks."""
         self.last_step: LastStep | None = None
-        """What each rank has of the current step; None when each has equally many samples, all new."""
+        """Batch sizes of all ranks in the current step; None if they are equal and all samples are new."""
         self.contribution: Contribution | None = None
-        """What the current batch is in its update (exact modes)."""
+        """Contribution of the current batch to its update (exact modes)."""
         self.plan: PassPlan | None = None
-        """What the pass that started last is for (exact modes)."""
+        """Purpose of the latest pass (exact modes)."""
         self._position = position
         self._even = options.even_batches
         self._options = options
@@ -78,21 +78,21 @@ class PreparedLoader(DataLoader[Any]):
         self._data_facts: DataFacts | None = None
         self._epochs = SamplerEpochs(original)
 
-    # ---- what scripts read ---------------------------------------------------------------------------------------------
+    # ---- attributes for scripts ----------------------------------------------------------------------------------------
 
     @property
     def inner(self) -> DataLoader[Any]:
-        """The loader that reads on this rank."""
+        """Loader that reads on this rank."""
         return self.source.inner
 
     @property
     def base_dataloader(self) -> DataLoader[Any]:
-        """``inner`` under Accelerate's name."""
+        """Accelerate's name for ``inner``."""
         return self.inner
 
     @property
     def iteration(self) -> int:
-        """The epoch of the next pass; it counts the passes that were read to their end."""
+        """Epoch of the next pass; it increases with each completed pass."""
         return self._position.iteration
 
     @iteration.setter
@@ -101,47 +101,49 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def num_given(self) -> int:
-        """Batches yielded in this pass, with those that were skipped at its beginning."""
+        """Number of batches yielded in this pass, including those skipped at its start."""
         return self._position.num_given
 
     @property
     def facts(self) -> PassFacts | None:
-        """Of the pass that started last; None: none has, or no tracker records passes."""
+        """Facts about the latest pass; None if no pass has started or no tracker records passes."""
         loaded = self._position.loaded
         return self._position.facts if loaded is None else PassFacts.from_record(loaded)
 
     @property
     def dataset(self) -> Any:  # type: ignore[override]
-        """The user's, whole; an evaluation that is divided by its length without a gather is warned about."""
+        """The whole dataset of the user; its length must not be used to average results that were not gathered."""
         if self._world.world_size > 1:
             self._length.note_access()
         return self.original.dataset
 
     @property
     def gradient_state(self) -> Any:
-        """The counters of the Accelerator that it was prepared for; None without one."""
+        """``GradientState`` of the Accelerator that prepared this loader; None without an Accelerator."""
         return self.active.owner
 
     @property
     def rng_types(self) -> list[str]:
-        """The RNG states that every rank takes from rank zero at the beginning of a pass."""
+        """RNG states that are synchronized from rank zero at the start of a pass."""
         return list(self._options.rng_types)
 
     @property
     def synchronized_generator(self) -> torch.Generator | None:
-        """The generator that the order is drawn from; None when the global one is, or the order is fixed."""
+        """Generator from which the order is drawn; None if it is the global one or the order is fixed."""
         generator: torch.Generator | None = getattr(self.get_sampler(), "generator", None)
         return generator
 
     @property
     def batch_sampler(self) -> Any:  # type: ignore[override]
-        """The batches of this rank."""
-        inner = self.inner  # DataLoader(sampler=BatchSampler(...), batch_size=None) has them elsewhere
+        """Batch sampler of this rank."""
+        inner = (
+            self.inner
+        )  # its sampler may be the batch sampler: DataLoader(sampler=BatchSampler(...), batch_size=None)
         return inner.sampler if isinstance(inner.sampler, BatchSampler) else inner.batch_sampler
 
     @property
     def even_batches(self) -> bool:
-        """Is the last step completed, so that every rank makes the same number? May be changed between passes."""
+        """Whether the last step is filled so that all ranks make the same number of steps; can be set between passes."""
         return self._even
 
     @even_batches.setter
@@ -151,38 +153,38 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def split_batches(self) -> bool:
-        """Is the user's batch split between the ranks?"""
+        """Whether each batch of the user's loader is split between the ranks."""
         return self._options.split_batches
 
     @property
     def total_batch_size(self) -> int | None:
-        """Samples of all ranks in one step (exact modes: in one update)."""
+        """Number of samples of all ranks in one step (in the exact modes: in one update)."""
         size = self.source.batch_size
         is_global = self.split_batches or self.is_exact
         return size if size is None or is_global else size * self._world.world_size
 
     @property
     def total_dataset_length(self) -> int:
-        """Samples of the dataset.
+        """Number of samples of the dataset.
 
         Raises:
-            TypeError: it has no length.
+            TypeError: the dataset has no length.
         """
         return self.source.dataset_length(self.original.dataset)
 
     @property
     def is_exact(self) -> bool:
-        """Are its batches global ones, as in the exact modes?"""
+        """Whether batches are global, as in the exact modes."""
         return self._position.is_exact
 
     @property
     def is_stateful(self) -> bool:
-        """Can ``state_dict`` be saved in the middle of a pass? (In the exact modes ``order_state`` holds the position.)"""
+        """Whether ``state_dict`` works during a pass. (In the exact modes ``order_state`` holds the position.)"""
         return self._position.is_stateful
 
     @property
     def remainder(self) -> int:
-        """The new samples of all ranks in the last step; 0 when all have full batches, -1 when it is not known."""
+        """Number of new samples of all ranks in the last step; 0 if all batches are full, -1 if unknown."""
         last, contribution = self.last_step, self.contribution
         if last is not None:
             return sum(last.real)
@@ -192,43 +194,46 @@ class PreparedLoader(DataLoader[Any]):
             return len(contribution.samples) * self._world.world_size if is_short else 0
         try:
             return -1 if size is None or self.original.drop_last else self.total_dataset_length % size
-        except (TypeError, NotImplementedError):  # a dataset without a length
+        except (
+            TypeError,
+            NotImplementedError,
+        ):  # the dataset has no length (as in length_of), so the answer is "unknown"
             return -1
 
     # ---- the current step ----------------------------------------------------------------------------------------------
 
     @property
     def holds_no_update(self) -> bool:
-        """Is the current batch a part of the user's, or more than one (exact modes, in an evaluation)?"""
+        """Whether the current batch does not correspond to one batch of the user's loader (exact modes, evaluation)."""
         contribution, size = self.contribution, self.source.batch_size
         assert contribution is not None
         return contribution.num_micro_steps > 1 or (size is not None and len(contribution.update) > size)
 
     def step_to_trim(self) -> LastStep | None:
-        """Return ``last_step`` to a caller who removes the padding samples: then no warning is needed."""
+        """Return ``last_step`` to a caller that removes padding samples, and disable the warning about them."""
         self._has_trimmed = True
         return self.last_step
 
     def _warn_of_padding(self) -> None:
-        """Warn, once, of an evaluation whose padding samples are not removed."""
+        """Warn once if an evaluation does not remove padding samples."""
         last, plan = self.last_step, self.plan
         if self._has_trimmed or last is None or plan is None or plan.trains or min(last.real) > 0:
             return
         self._has_trimmed = True
         idle = ", ".join(str(rank) for rank, num in enumerate(last.real) if num == 0)
         warn(
-            f"a step of this evaluation has {sum(last.real)} samples for {len(last.real)} processes: rank(s) {idle} received a "
-            "padding sample; summing per-batch results counts it twice. Use accelerator.gather_for_metrics(...), or "
+            f"a step of this evaluation has {sum(last.real)} samples for {len(last.real)} processes, so rank(s) {idle} received a "
+            "padding sample, which a sum of per-batch results counts twice. Call accelerator.gather_for_metrics(...) or "
             "accelerator.trim_for_metrics(...) before summing"
         )
 
     def require_every_rank(self, operation: str) -> None:
-        """Raise when some ranks have no batch in this step, so that ``operation`` would hang.
+        """Raise if some ranks have no batch in this step, so that ``operation`` would hang.
 
-        It communicates nothing: ``last_step`` knows the batches of all ranks.
+        It does not communicate, because ``last_step`` has the batch sizes of all ranks.
 
         Raises:
-            DesyncError: which ranks ended, and when.
+            DesyncError: some ranks have ended; the message names them and the step.
         """
         last = self.last_step
         if last is None or not self._position.is_open or self.active.joined or min(last.sizes) > 0:
@@ -236,30 +241,30 @@ class PreparedLoader(DataLoader[Any]):
         ended = [rank for rank, size in enumerate(last.sizes) if size == 0]
         names = f"rank {ended[0]}" if len(ended) == 1 else f"ranks {', '.join(map(str, ended))}"
         raise DesyncError(
-            f"{operation} in step {self.num_given} of this pass, and {names} ended after at most {self.num_given - 1} "
-            f"batches: the ranks do not have the same number of batches (even_batches={self.even_batches})",
+            f"{operation} in step {self.num_given} of this pass would hang, because {names} ended after at most "
+            f"{self.num_given - 1} batches: the ranks do not have the same number of batches (even_batches={self.even_batches})",
             where="the prepared DataLoader",
-            do="use even_batches=True, or drop_last=True, or put the loop into accelerator.join_uneven_inputs([model])",
+            do="set even_batches=True or drop_last=True, or run the loop inside accelerator.join_uneven_inputs([model])",
         )
 
     def refuse_short_window(self, operation: str, *, micro_step: int, num_steps: int) -> None:
-        """Raise because this rank ends in the middle of an update that other ranks continue.
+        """Raise because this rank ends within an update that other ranks continue.
 
         Raises:
             DesyncError: always.
         """
         raise DesyncError(
-            f"{operation} in step {self.num_given} of this pass, the last one of rank {self._world.rank}: its update ends here, "
-            f"in micro-step {micro_step} of {num_steps} (gradient_accumulation_steps={num_steps}), and other ranks, which have "
-            f"more batches, are in the middle of theirs (even_batches={self.even_batches})",
+            f"{operation} in step {self.num_given} of this pass, the last step of rank {self._world.rank}: its update ends in "
+            f"micro-step {micro_step} of {num_steps} (gradient_accumulation_steps={num_steps}), but other ranks have more batches "
+            f"and continue their update (even_batches={self.even_batches})",
             where="the prepared DataLoader",
-            do=f"use even_batches=True, or drop_last=True, or give each rank a multiple of {num_steps} batches",
+            do=f"set even_batches=True or drop_last=True, or give each rank a multiple of {num_steps} batches",
         )
 
     # ---- the order -----------------------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next pass; later passes count on from there."""
+        """Set the epoch of the next pass; later passes count on from it."""
         if epoch != self.iteration:
             self.end_pass()
         self.iteration = epoch
@@ -272,24 +277,24 @@ class PreparedLoader(DataLoader[Any]):
         self._epochs.record()
 
     def get_sampler(self) -> Any:
-        """Return the sampler that draws the order."""
+        """Return the sampler that draws the order of the samples."""
         return self.source.sampler_of(self.original)
 
     @property
     def shuffles(self) -> bool:
-        """Is the order drawn by a RandomSampler?"""
+        """Whether a RandomSampler draws the order."""
         return isinstance(self.get_sampler(), RandomSampler)
 
     def set_sampler(self, sampler: Any) -> None:
         """Draw the order from another sampler.
 
         Raises:
-            UsageError: the data has an order of its own, or another rank draws it.
+            UsageError: the data has a fixed order, or another rank draws it.
         """
         self.source.set_sampler(sampler, self.original)
 
     def skipping(self, num_batches: int) -> PreparedLoader:
-        """Return a loader like this one, whose passes begin ``num_batches`` steps later."""
+        """Return a copy of this loader that skips ``num_batches`` more steps at the start of each pass."""
         skipping = type(self)(
             self._position.renew(),
             self.original,
@@ -305,25 +310,25 @@ class PreparedLoader(DataLoader[Any]):
     # ---- saving and resuming a pass ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in this pass: after the batch yielded last (the loader inside has read one more).
+        """Return the position in this pass, after the batch that was yielded last (``inner`` has read one more).
 
         Raises:
-            UsageError: the loader cannot be saved in the middle of a pass.
+            UsageError: the state of this loader cannot be saved during a pass.
         """
         return self._position.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the next pass continue where ``state_dict`` was called; after the last batch, with the next epoch.
+        """Make the next pass continue where ``state_dict`` was called; after the last batch, with the next epoch.
 
         Raises:
-            UsageError: the loader cannot be saved in the middle of a pass.
+            UsageError: the state of this loader cannot be saved during a pass.
         """
         self._position.load_state_dict(state_dict)
 
     def order_state(self) -> dict[str, Any]:
-        """Return what the order of the next pass depends on, beside torch's own RNG state; within a pass, of this one.
+        """Return the state, other than torch's RNG state, that determines the order of this pass or, between passes, the next.
 
-        Where the pass is at the moment is in ``state_dict`` (or up to ``skip_first_batches`` after loading).
+        It does not include the position in the pass, which ``state_dict`` returns.
         """
         reader = self._reader()
         is_read = reader in self.active.loaders
@@ -334,12 +339,12 @@ class PreparedLoader(DataLoader[Any]):
         }
 
     def load_order_state(self, state: dict[str, Any]) -> None:
-        """Let the next pass have the order of ``order_state``."""
+        """Make the next pass use the order of ``order_state``."""
         self._position.loaded, self._position.resumes = state.get("pass"), False
         self._position.load_order_state(state)
 
     def data_facts(self) -> DataFacts:
-        """Return what a position in a pass of this loader depends on; of data that another rank reads, what is known here."""
+        """Return the facts on which a position in a pass depends, or those known here if another rank reads the data."""
         elsewhere = self.source.facts_elsewhere()
         if elsewhere is not None:
             return elsewhere
@@ -350,24 +355,24 @@ class PreparedLoader(DataLoader[Any]):
             split_batches=self.split_batches,
             exact=self._options.exact,
         )
-        # What a dataset changes by itself (an order that it draws in set_epoch, a cache) does not identify its data.
+        # Columns that the dataset itself changes (a cache, an order drawn in set_epoch) do not identify the data.
         known = self._data_facts
         if known is not None and known.num_samples == found.num_samples:
             found = found.with_stable_columns(known)
         self._data_facts = found
-        # Checkpoints have rank zero's. Datasets that each rank makes by itself (without a seed, say) differ from rank to rank.
+        # Checkpoints store rank zero's columns. Datasets that each rank generates (for example, without a seed) differ.
         return found if self._world.is_rank_zero else replace(found, columns=None)
 
     def record(self) -> dict[str, Any] | None:
-        """Return how far the pass that started last has come, here or before a checkpoint was loaded; None: none has.
+        """Return the progress of the latest pass, in this run or the loaded checkpoint; None if there is none.
 
-        A pass that was left by ``break`` is not over: it is until another one starts, or ``end_pass`` ends it.
+        A pass that was left with ``break`` remains open until another one starts or ``end_pass`` is called.
         """
         tracked = None if self.active.tracker is None else self.active.tracker.begun_update(self)
         return tracked or self.record_now()
 
     def record_now(self, *, num_unused: int = 0) -> dict[str, Any] | None:
-        """Return ``record`` without regard to an unfinished update; the last ``num_unused`` batches count as not yielded."""
+        """Return ``record`` ignoring an unfinished update; the last ``num_unused`` batches count as not yielded."""
         reader = self._reader()
         position = reader._position
         found = position.record(
@@ -378,48 +383,48 @@ class PreparedLoader(DataLoader[Any]):
         return self._position.loaded if found is None else found
 
     def _reader(self) -> PreparedLoader:
-        """Return the innermost loader, of those that are being read, over the same source as this one; else this one."""
-        for loader in reversed(self.active.loaders):  # in each update: a generator takes several times as long
+        """Return the innermost active loader over the same source, or this one if there is none."""
+        for loader in reversed(self.active.loaders):  # called in each update; a generator expression would be slower
             if loader.source is self.source:
                 return loader
         return self
 
     def rng_state(self, *, num_unused: int = 0) -> dict[str, Any] | None:
-        """Return what the batch after the current one was drawn from on this rank; None outside of a pass.
+        """Return the RNG states from which this rank drew the batch after the current one; None outside a pass.
 
         The last ``num_unused`` batches count as not yielded.
         """
-        if self._position.resumes:  # and has not started
+        if self._position.resumes:  # the resumed pass has not started
             return self._position.resumed_rng_state
         return self._reader()._position.rng_state(num_unused=num_unused)
 
     def load_rng_state(self, draws: dict[str, Any] | None) -> None:
-        """Read the first batch of a resumed pass with the random numbers of ``draws``."""
+        """Make the first batch of a resumed pass use the RNG states ``draws``."""
         self._position.load_rng_state(draws)
 
     def resume_pass(self) -> None:
-        """Let the next pass be the rest of the one of ``record``: empty, if that was read to its end.
+        """Make the next pass continue the one of ``record``; it is empty if that pass was complete.
 
         Raises:
-            CheckpointError: it was saved on another number of processes, or with another ``parity``.
+            CheckpointError: the number of processes or the ``parity`` has changed since the pass was saved.
         """
         self._position.resume_pass(self.record_now())
 
     def end_pass(self) -> None:
-        """Let the next pass start at its beginning, however far the last one has come."""
+        """End the current pass, so that the next one starts at its beginning."""
         self._position.end_pass()
 
     def enter_epoch(self, epoch: int) -> None:
-        """Epoch ``epoch`` begins: so does the next pass, in the order of that epoch, or of a later one if it was ahead.
+        """Enter epoch ``epoch``: the next pass starts with its order, or with that of a later epoch if it is ahead.
 
-        A pass that is being read continues into the epoch, and so does one that is to be resumed.
+        A pass that is being read, or that will be resumed, continues into the epoch.
         """
         reader = next((r for r in self.active.loaders if r.source is self.source), None)
         position = None if reader is None else reader._position
         if position is not None and position.facts is not None:
             position.facts = replace(position.facts, epoch=epoch, outlives_epochs=True)
         elif not self._position.resumes:
-            if self.facts is not None:  # else no pass is recorded, but a position of Accelerate's may have been loaded
+            if self.facts is not None:  # otherwise keep a position that was loaded from Accelerate's state
                 self.end_pass()
             if self.iteration < epoch:
                 self.set_epoch(epoch)
@@ -450,8 +455,8 @@ class PreparedLoader(DataLoader[Any]):
         position.loaded, position.resumes = None, False
         if resumed_from is not None and not resumed_from["is_within"]:
             position.facts = PassFacts.from_record(resumed_from)
-            return  # this pass was read to its end before
-        if self._data_facts is None:  # before the dataset gets its epoch, as it will when a checkpoint is loaded
+            return  # the resumed pass was already complete
+        if self._data_facts is None:  # before set_epoch, as when a checkpoint is loaded
             self.data_facts()
         if self._world.world_size > 1:
             synchronize_rng_states([kind for kind in self._options.rng_types if kind != "generator"])
@@ -465,7 +470,7 @@ class PreparedLoader(DataLoader[Any]):
             device, non_blocking = self.device, self._options.non_blocking
             is_saved = self.is_stateful
             position.facts = None if tracker is None else tracker.begin_pass(self)
-            # One batch ahead: the last one is known as such while it is being used.
+            # Reads one batch ahead, so that the last one is known as such while it is in use.
             notes = notes_of_process()
             if notes is not None:
                 notes.phase(Phase.DATA)
@@ -496,7 +501,7 @@ class PreparedLoader(DataLoader[Any]):
                     self.end_of_dataloader = True
                     facts = facts or source.at_end()
                     self.ends_early = source.ended_early
-                self._note_step(facts, inner_state)
+                self._update_step(facts, inner_state)
                 yield batch if device is None else to_device(batch, device, non_blocking=non_blocking)
                 if tracker is not None:
                     tracker.end_batch(self)
@@ -513,11 +518,11 @@ class PreparedLoader(DataLoader[Any]):
                 active.driver.end_pass(self, is_over=is_over)
 
     def _inner_state(self) -> dict[str, Any]:
-        """Return the state of the loader inside; empty where another rank reads."""
+        """Return the state of ``inner``; empty if another rank reads."""
         return self.inner.state_dict() if isinstance(self.inner, SupportsStateDict) else {}
 
-    def _note_step(self, facts: LastStep | Contribution | None, inner_state: dict[str, Any] | None) -> None:
-        """A batch is about to be yielded, of which the ranks have ``facts``."""
+    def _update_step(self, facts: LastStep | Contribution | None, inner_state: dict[str, Any] | None) -> None:
+        """Update the attributes of the current step before its batch is yielded."""
         if not isinstance(facts, Contribution):
             self.last_step = facts
             self._position.note_batch(None, inner_state, self.end_of_dataloader)
@@ -531,9 +536,9 @@ class PreparedLoader(DataLoader[Any]):
 
     def __getattr__(self, name: str) -> Any:
         if name in ("source", "original"):
-            raise AttributeError(name)  # not set yet (unpickling)
+            raise AttributeError(name)  # not yet set, during unpickling
         return getattr(self.original, name)
 
 
 class DispatchedLoader(PreparedLoader):
-    """A prepared loader that rank zero reads for all (a class of its own because scripts ask for it)."""
+    """A prepared loader that rank zero reads for all ranks (a separate class because scripts check for it)."""

@@ -1,4 +1,4 @@
-"""Where a loader is in its passes: what a checkpoint keeps of it, and where the next pass starts."""
+"""The position of a loader in its passes: what a checkpoint saves, and where the next pass starts."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from echelon.world.world import World
 __all__ = ["END", "BatchPosition", "PassPosition", "SamplePosition"]
 
 END: Any = object()
-"""In the place of a step: the pass is over."""
+"""Marks the end of a pass."""
 
 
 class PassPosition(ABC):
-    """The position of one loader; loaders over the same source (``skip_first_batches`` makes them) each have their own.
+    """The position of one loader; loaders over the same source (from ``skip_first_batches``) have separate positions.
 
     Args:
-        source: of the batches.
+        source: source of the batches.
         original: the user's loader.
-        world: this rank.
-        is_stateful: the loader that reads can save its state in the middle of a pass.
+        world: world of this process.
+        is_stateful: the inner loader can save its state during a pass.
     """
 
     is_exact: ClassVar[bool]
-    """It counts samples, and means the same on any number of ranks; else it counts the batches of this many ranks."""
+    """Whether it counts samples, which is valid for any number of ranks, rather than batches."""
 
     def __init__(self, source: BatchSource, original: DataLoader[Any], *, world: World, is_stateful: bool) -> None:
         self.source = source
@@ -46,25 +46,25 @@ class PassPosition(ABC):
         self.world = world
         self.is_stateful = is_stateful
         self.iteration = 0
-        """The epoch of the next pass; it counts the passes that were read to their end."""
+        """Epoch of the next pass; it increases with each completed pass."""
         self.num_given = 0
-        """Batches yielded in this pass, with those that were skipped at its beginning."""
+        """Number of batches yielded in this pass, including those skipped at its start."""
         self.facts: PassFacts | None = None
-        """Of the pass that started last; None: none has, or no tracker records passes."""
+        """Facts about the latest pass; None if no pass has started or no tracker records passes."""
         self.is_open = False
-        """That pass has not been read to its end."""
+        """Whether the latest pass is incomplete."""
         self.draws: HostDraws | None = None
-        """What the batch read last was drawn from; None: its draws depend on the position alone."""
+        """RNG states of the latest batch; None if its draws depend only on the position."""
         self.loaded: dict[str, Any] | None = None
-        """The ``record`` of the pass of a loaded checkpoint, until a pass starts."""
+        """``record`` of the pass of a loaded checkpoint, until a pass starts."""
         self.resumes = False
-        """The next pass is the rest of ``loaded``."""
-        self._state: dict[str, Any] | None = None  # after the current batch
-        self._resume: dict[str, Any] | None = None  # of the batch after which the next pass starts
-        self._draws_before: dict[str, Any] | None = None  # of the run that was saved
+        """Whether the next pass continues ``loaded``."""
+        self._state: dict[str, Any] | None = None  # state after the current batch
+        self._resume: dict[str, Any] | None = None  # state from which the next pass continues
+        self._draws_before: dict[str, Any] | None = None  # RNG states from the checkpoint
 
     def renew(self) -> PassPosition:
-        """Return the position of another loader over the same source, before its first pass."""
+        """Return a new position for another loader over the same source."""
         position = type(self)(self.source, self.original, world=self.world, is_stateful=self.is_stateful)
         position.iteration = self.iteration
         return position
@@ -75,45 +75,45 @@ class PassPosition(ABC):
     def open(
         self, skip: int, plan_pass: Callable[[], PassPlan], resumed_from: dict[str, Any] | None
     ) -> tuple[Steps, Any]:
-        """Start a pass, and return its steps and the first of them (``END``: there is none).
+        """Start a pass, and return the iterator of its steps and the first step (``END`` if there is none).
 
         Args:
-            skip: batches to leave out.
-            plan_pass: returns what the pass is for (exact modes).
-            resumed_from: the ``record`` of the pass that this one continues; None: it starts at its beginning.
+            skip: number of batches to skip.
+            plan_pass: returns the purpose of the pass (exact modes).
+            resumed_from: the ``record`` of the pass to continue; None: start at the beginning.
 
-        Collective: where ranks share an order or a reader.
+        Collective: if ranks share an order or a reader.
         """
 
     @abstractmethod
     def num_steps(self, plan_pass: Callable[[], PassPlan]) -> int:
-        """Return the steps of a whole pass.
+        """Return the number of steps of a full pass.
 
         Raises:
-            TypeError: it is not known.
+            TypeError: the number is unknown.
         """
 
     @abstractmethod
     def note_batch(self, contribution: Contribution | None, inner_state: dict[str, Any] | None, is_last: bool) -> None:
-        """A batch is about to be yielded.
+        """Record a batch before it is yielded.
 
         Args:
-            contribution: what it is in its update (exact modes).
-            inner_state: of the loader that reads, before it read the next batch.
-            is_last: of the pass.
+            contribution: its contribution to its update (exact modes).
+            inner_state: state of the inner loader before it read the next batch.
+            is_last: it is the last batch of the pass.
         """
 
     def close(self) -> None:
-        """The pass was read to its end."""
+        """Record that the pass is complete."""
         self.iteration += 1
         self.is_open = False
 
     def end_pass(self) -> None:
-        """Let the next pass start at its beginning, however far the last one has come."""
+        """End the current pass, so that the next one starts at its beginning."""
         record, self.loaded, self.resumes = self.loaded, None, False
         if record is not None:
             self.facts = PassFacts.from_record(record)
-            if record["is_within"] and record["is_read"]:  # the run that was saved has read it to its end
+            if record["is_within"] and record["is_read"]:  # the saved run went on to complete this pass
                 self.iteration = record["iteration"] + 1
         self.is_open = False
         self._resume = self._draws_before = None
@@ -125,27 +125,27 @@ class PassPosition(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the batch yielded last."""
+        """Return the position after the batch that was yielded last."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next pass continue where ``state_dict`` was called."""
+        """Make the next pass continue where ``state_dict`` was called."""
 
     @abstractmethod
     def order_state(self, *, is_read: bool, is_within: bool) -> dict[str, Any]:
-        """Return what the order of the next pass (of this one, if it ``is_within`` one) depends on."""
+        """Return the state that determines the order of the next pass (of this pass, if ``is_within``)."""
 
     @abstractmethod
     def load_order_state(self, state: dict[str, Any]) -> None:
-        """Let the next pass have the order of ``order_state``."""
+        """Make the next pass use the order of ``order_state``."""
 
     def record(self, *, is_read: bool, is_within: bool, num_unused: int) -> dict[str, Any] | None:
-        """Return how far the pass that started last has come; None: none has started here since a checkpoint was loaded.
+        """Return the progress of the latest pass; None if no pass has started since a checkpoint was loaded.
 
         Args:
-            is_read: its loop runs.
-            is_within: batches are left.
-            num_unused: batches at the end that count as not yielded.
+            is_read: the pass is being read.
+            is_within: the pass has more batches.
+            num_unused: number of last batches that count as not yielded.
         """
         if self.facts is None or self.loaded is not None:
             return None
@@ -164,29 +164,29 @@ class PassPosition(ABC):
         }
 
     def rng_state(self, *, num_unused: int) -> dict[str, Any] | None:
-        """Return what the batch after the current one was drawn from on this rank; None outside of a pass."""
+        """Return the RNG states from which this rank drew the batch after the current one; None outside a pass."""
         if self.draws is None or not self.is_open:
             return None
         workers = self.source.workers
         if workers is None:
-            return self.draws.noted
+            return self.draws.recorded
         given = (self.num_given - num_unused) * self.source.batches_per_step
-        return {**self.draws.noted, "workers": workers.state(given)}
+        return {**self.draws.recorded, "workers": workers.state(given)}
 
     @property
     def resumed_rng_state(self) -> dict[str, Any] | None:
-        """What the first batch of a resumed pass is drawn from."""
+        """RNG states for the first batch of a resumed pass."""
         return self._draws_before
 
     def load_rng_state(self, state: dict[str, Any] | None) -> None:
-        """Read the first batch of a resumed pass with the random numbers of ``rng_state``."""
+        """Make the first batch of a resumed pass use the RNG states of ``rng_state``."""
         self._draws_before = state
 
     def resume_pass(self, current: dict[str, Any] | None) -> None:
-        """Let the next pass be the rest of the loaded pass (else of ``current``); an empty one if that was over.
+        """Make the next pass continue the loaded pass, or else ``current``; it is empty if that pass was complete.
 
         Raises:
-            CheckpointError: it was saved on another number of processes, or with another ``parity``.
+            CheckpointError: the number of processes or the ``parity`` has changed since the pass was saved.
         """
         if self.loaded is None:
             self.loaded, self._resume = current, self._resume or self._state
@@ -197,27 +197,26 @@ class PassPosition(ABC):
 
     @abstractmethod
     def _resume_at(self, record: dict[str, Any]) -> None:
-        """Take over the position of ``record``, of the middle of a pass."""
+        """Restore the position of ``record``, which is within a pass."""
 
     def _require_same_meaning(self, record: dict[str, Any]) -> None:
         num_saved = record["world_size"]
         if record["is_exact"] is not self.is_exact:
             raise CheckpointError(
-                "the checkpoint was saved in the middle of an epoch, and parity='off' counts its progress differently from "
-                "the exact modes",
-                do="resume with the parity that it was saved with",
+                "the checkpoint was saved within an epoch, and parity='off' counts progress differently from the exact modes",
+                do="resume with the same parity as the run that saved the checkpoint",
             )
         if not self.is_exact and num_saved != self.world.world_size:
             raise CheckpointError(
-                f"the checkpoint was saved in the middle of an epoch on {num_saved} processes, and this run has "
-                f"{self.world.world_size}: samples would be repeated or lost",
+                f"the checkpoint was saved within an epoch on {num_saved} processes, but this run has {self.world.world_size}, so "
+                "samples would be repeated or lost",
                 where="parity='off'",
                 do=f"resume on {num_saved} processes, or train with parity='exact', which resumes on any number",
             )
 
 
 class BatchPosition(PassPosition):
-    """Counts batches (parity off): a pass is resumed with the same order, RNG states and number of processes."""
+    """Counts batches (``parity="off"``); a pass resumes with the same order, RNG states and number of processes."""
 
     is_exact = False
 
@@ -236,17 +235,17 @@ class BatchPosition(PassPosition):
             step = next(steps, END)
             draws.end_batch()
             return steps, step
-        began = time.monotonic()
-        with draws.put_back():  # the first batch is read with the random numbers that it was read with before
+        started_at = time.monotonic()
+        with draws.preserve():  # the first batch is read with the RNG states of the saved run
             if before is not None:
-                draws.go_back_to(before)
-            # What is drawn for a whole pass is drawn again where nothing stands between; else it was noted.
+                draws.restore(before)
+            # Draws at the start of a pass are repeated if the restored states are those of the start of the pass.
             begins_again = before is not None and not (draws.is_of_a_batch and resumed_from["num_given"])
             if before is not None and "workers" in before and self.source.workers is not None:
                 self.source.workers.load(before["workers"])
             steps = self._start(skip, resumed_from, begins_again=begins_again)
             step = next(steps, END)
-        self._warn_of_replay(resumed_from["num_given"], time.monotonic() - began)
+        self._warn_of_replay(resumed_from["num_given"], time.monotonic() - started_at)
         return steps, step
 
     def _start(self, skip: int, resumed_from: dict[str, Any] | None = None, *, begins_again: bool = False) -> Steps:
@@ -297,7 +296,7 @@ class BatchPosition(PassPosition):
         }
 
     def load_order_state(self, state: dict[str, Any]) -> None:
-        if "exact" in state:  # of another parity: the epoch is what they share
+        if "exact" in state:  # saved with another parity: only the epoch is common
             self.iteration = state["exact"]["epoch"]
             return
         self.iteration = state["iteration"]
@@ -311,14 +310,14 @@ class BatchPosition(PassPosition):
         self.iteration = record["iteration"]
 
     def _generators(self) -> list[torch.Generator]:
-        """Return the user's own generators, each once."""
+        """Return the user's generators without duplicates."""
         sampler = getattr(self.original.batch_sampler, "sampler", self.original.sampler)
         owned = (self.original.generator, getattr(sampler, "generator", None))
         return list({id(g): g for g in owned if isinstance(g, torch.Generator)}.values())
 
     @property
     def _draws_by_batch(self) -> bool:
-        """Does this process read the samples, and need nothing that was drawn earlier in the pass to do so?"""
+        """Whether this process reads the samples itself, independently of earlier draws in the pass."""
         source = self.source
         is_iterable = isinstance(self.original.dataset, IterableDataset)
         in_order = isinstance(source.sampler_of(self.original), SequentialSampler)
@@ -327,8 +326,8 @@ class BatchPosition(PassPosition):
     def _require_state_dict(self) -> None:
         if not self.is_stateful:
             raise UsageError(
-                "this loader cannot be saved in the middle of a pass",
-                do="use DataLoaderConfiguration(use_stateful_dataloader=True), or skip_first_batches(loader, n)",
+                "the state of this loader cannot be saved during a pass",
+                do="set DataLoaderConfiguration(use_stateful_dataloader=True), or resume with skip_first_batches(loader, n)",
             )
 
     def _snapshot(self, inner: dict[str, Any] | None) -> dict[str, Any]:
@@ -345,14 +344,14 @@ class BatchPosition(PassPosition):
         is_iterable = isinstance(self.original.dataset, IterableDataset)
         if is_iterable and not self.is_stateful and self.world.is_rank_zero:
             warn(
-                f"{num_batches} batches of iterable data were read again in {seconds:.1f} s to resume after them: "
-                "DataLoaderConfiguration(use_stateful_dataloader=True) resumes there at once, if the dataset has state_dict "
-                "and load_state_dict"
+                f"{num_batches} batches of iterable data were read again in {seconds:.1f} s to resume after them. "
+                "DataLoaderConfiguration(use_stateful_dataloader=True) avoids this if the dataset has state_dict and "
+                "load_state_dict"
             )
 
 
 class SamplePosition(PassPosition):
-    """Counts samples of the global order (exact modes): a pass is resumed at any update, on any number of processes."""
+    """Counts samples of the global order (exact modes); a pass resumes at any update on any number of processes."""
 
     is_exact = True
     source: ExactSource
@@ -403,8 +402,8 @@ class SamplePosition(PassPosition):
     def load_order_state(self, state: dict[str, Any]) -> None:
         if "exact" in state:
             self.load_state_dict(state["exact"])
-        else:  # of another parity: the epoch is what they share
+        else:  # saved with another parity: only the epoch is common
             self.iteration = state["iteration"]
 
     def _resume_at(self, record: dict[str, Any]) -> None:
-        pass  # its own state says where
+        """Do nothing: ``load_state_dict`` has restored the position."""

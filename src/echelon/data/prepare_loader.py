@@ -45,21 +45,21 @@ def prepare_loader(
     place: bool = True,
     slice_fn: SliceFn | None = None,
 ) -> PreparedLoader:
-    """Shard ``loader``, unless it is sharded already; everything else stays as the user chose it.
+    """Shard ``loader``, unless it is already sharded, and keep its other options.
 
     Args:
-        loader: the user's. Where rank zero dispatches, the other ranks' may be one over an empty dataset.
-        world: whose part to read.
-        options: how to shard.
-        active: where the loader is listed while it is read.
+        loader: the user's loader. If rank zero dispatches, those of the other ranks may have an empty dataset.
+        world: the rank that reads.
+        options: the data options.
+        active: registry of the loaders that are being read.
         place: move batches to the device.
         slice_fn: slices a dispatched batch, called as ``slice_fn(batch, slice, process_index=, num_processes=)``.
 
     Collective: every rank, in the same order.
 
     Raises:
-        UsageError: the loader cannot be sharded in this way, or is sharded already for other ranks than these.
-        DesyncError: the ranks have datasets of different lengths, or (exact modes) of different samples.
+        UsageError: the loader cannot be sharded in this way, or is already sharded for a different number of ranks.
+        DesyncError: the ranks have datasets of different lengths or, in the exact modes, with different samples.
     """
     is_exact = options.exact is not None
     line = user_line()
@@ -88,20 +88,20 @@ def prepare_loader(
 
 
 class _Given(NamedTuple):
-    """What a source is built from."""
+    """Arguments from which a source is built."""
 
     loader: DataLoader[Any]
     world: World
     options: LoaderOptions
     agreement: LoaderAgreement
     device: torch.device | None
-    """Of the batches; None: they stay where they are."""
+    """Device to which batches are moved; None: they are not moved."""
     slice_fn: SliceFn | None
     check: OrderCheck | None
 
     @property
     def dispatches(self) -> bool:
-        """Does rank zero read for all? A loader that is sharded already is read whole only if the user says so."""
+        """Whether rank zero reads for all ranks; by default not if the loader is already sharded."""
         wanted = self.options.dispatch_batches
         if wanted is None:
             is_iterable = isinstance(self.loader.dataset, IterableDataset)
@@ -110,7 +110,7 @@ class _Given(NamedTuple):
 
 
 def _source(given: _Given) -> BatchSource:
-    """Return the source of the batches, parity off."""
+    """Return the source of the batches for ``parity="off"``."""
     loader, world, options = given.loader, given.world, given.options
     is_random = type(loader.sampler) is RandomSampler
     for_one_reader = replace(options, use_seedable_sampler=options.use_seedable_sampler and is_random)
@@ -131,7 +131,7 @@ def _exact_source(given: _Given) -> ExactSource:
     loader, world, exact = given.loader, given.world, given.options.exact
     assert exact is not None
     is_iterable = isinstance(loader.dataset, IterableDataset)
-    # Bits depend on what is collated together: rank zero collates whole batches, so one process must, too.
+    # Bits depend on which samples are collated together. Rank zero collates whole batches, so a single process must, too.
     is_bitwise = exact.canonical_shards is not None and not is_iterable
     if given.dispatches and (world.world_size > 1 or is_bitwise):
         return ExactDispatchSource(
@@ -150,18 +150,18 @@ def _exact_source(given: _Given) -> ExactSource:
 def _refuse_conflicts(
     cut: ExistingSharding, loader: DataLoader[Any], options: LoaderOptions, *, line: UserLine
 ) -> None:
-    """Raise where a loader that is sharded already would have to be read as a whole."""
+    """Raise if the options require an unsharded loader, but ``loader`` is already sharded."""
     if options.exact is not None:
-        # The shards of torch's own sampler can be put together again: they are one order, which depends on (seed, epoch).
+        # The sharding of torch's own sampler can be undone, because its order depends only on (seed, epoch).
         batches = batches_of(loader)
         if cut.place == "sampler" and type(batches) is BatchSampler and can_undo_sharding(batches.sampler):
             return
         mode = "bitwise" if options.exact.canonical_shards is not None else "exact"
         what = f"parity={mode!r} splits every batch so that any number of processes makes the same updates"
     elif options.dispatch_batches:
-        what = "with dispatch_batches=True rank zero alone reads: the shards of the others would be lost"
+        what = "with dispatch_batches=True only rank zero reads, so the shards of the other ranks would be lost"
     elif options.split_batches:
-        what = "split_batches=True splits each of its batches: each process would read only a part of its shard"
+        what = "split_batches=True splits each batch, so each process would read only a part of its shard"
     else:
         return
     raise sharding_conflict(cut, mode=what, line=line)
@@ -170,7 +170,7 @@ def _refuse_conflicts(
 def _order_check(
     loader: DataLoader[Any], agreement: LoaderAgreement, *, line: UserLine, is_error: bool
 ) -> OrderCheck | None:
-    """Return the check that compares the ranks' samplers; None for torch's own, which know no ranks, and for one process."""
+    """Return the check that compares the ranks' samplers; None for torch's own samplers and for one process."""
     batches = batches_of(loader)
     sampler = batches.sampler if type(batches) is BatchSampler else batches
     if type(sampler).__module__.startswith(("torch.", "echelon.")) or not agreement.processes:
@@ -181,7 +181,7 @@ def _order_check(
 def _first_pass(
     agreement: LoaderAgreement, *, world: World, line: UserLine, source: BatchSource, is_error: bool
 ) -> DuplicateSamplesCheck | None:
-    """Return the check that compares the first pass of this rank with those of the others; None: there are no others."""
+    """Return the check that compares the first passes of the ranks; None if there is only one."""
     if world.world_size == 1 or not agreement.reads_alone:
         return None
     return DuplicateSamplesCheck(
@@ -196,10 +196,10 @@ def _first_pass(
 
 
 _KEPT = (
-    "give each rank different samples, or let echelon shard the loader (already_sharded=False); if every process is meant to "
-    "read all of it, call accelerator.allow_unsharded(loader) instead of prepare"
+    "give each rank different samples, or set already_sharded=False to let echelon shard the loader; if every process should "
+    "read all samples, call accelerator.allow_unsharded(loader) instead of prepare"
 )
 _CUT = (
-    "give every rank the same dataset, whose samples depend only on the index (or the position in the stream); if each rank "
-    "has its own shard on purpose, set already_sharded=True"
+    "give every rank the same dataset, with samples that depend only on the index (or the position in the stream); if each "
+    "rank intentionally has its own shard, set already_sharded=True"
 )

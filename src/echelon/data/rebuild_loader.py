@@ -1,4 +1,4 @@
-"""A DataLoader like the user's, with another dataset or other batches."""
+"""Copies a user's DataLoader with another dataset or other batches."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _KEPT = (
 
 
 def like(loader: DataLoader[Any], dataset: Any, *, kind: Any, **choices: Any) -> Any:
-    """Return a loader of the class ``kind`` over ``dataset`` with everything else that the user chose for ``loader``.
+    """Return a loader over ``dataset`` with the other options of ``loader``.
 
     Args:
-        loader: the user's.
-        dataset: what to read.
+        loader: the user's loader.
+        dataset: the dataset to read.
         kind: ``DataLoader`` or a class with its arguments.
-        choices: override the user's, and choose the batches (``batch_sampler``, or ``batch_size``, ...).
+        choices: options that override the user's, and those that define batches (``batch_sampler``, or ``batch_size``, ...).
     """
     kept = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
     return kind(dataset, **{**kept, **choices})
@@ -49,7 +49,7 @@ def stateful_loader() -> Callable[..., Any]:
 
     def make(*args: Any, **kwargs: Any) -> Any:
         with warnings.catch_warnings():
-            # torchdata 0.11 calls torch.set_vital, which torch 2.13 deprecates (tests/ranks/test_data_loader.py, all that resume).
+            # torchdata 0.11 calls torch.set_vital, which is deprecated in torch 2.13.
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)
             return module.StatefulDataLoader(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""One copy of a dataset per machine: its tensors and arrays in memory that all ranks of the machine map."""
+"""Stores one copy of a dataset per machine, in shared memory."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _MEMORY = Path("/dev/shm")
 
 
 def share_dataset(dataset: T | None) -> T:
-    """Move the columns of ``dataset`` into memory that the ranks of one machine share.
+    """Move the columns of ``dataset`` into memory that the ranks of each machine share.
 
-    Columns are CPU tensors and numpy arrays: in tuples, lists and dicts, and in the attributes of ``dataset`` and of
-    every ``torch.utils.data.Dataset`` in it (``TensorDataset``, ``Subset``, ``ConcatDataset``, ...). Objects, lists and
-    dicts keep their identity, their columns are replaced. All ranks of the machine see writes to a column.
+    Columns are CPU tensors and NumPy arrays in tuples, lists and dicts, and in the attributes of ``dataset`` and of every
+    ``torch.utils.data.Dataset`` in it (``TensorDataset``, ``Subset``, ``ConcatDataset``, ...). Objects, lists and dicts keep
+    their identity; their columns are replaced. Writes to a column are visible to all ranks of the machine.
 
-    Only the first rank of each machine must build the data: the others may pass None, and get that rank's object (pickled
+    Only the first rank of each machine must build the data. The others may pass None and get that rank's object (pickled
     without its columns).
 
     Args:
-        dataset: the same on all ranks, or None on all but the first of a machine.
+        dataset: equal on all ranks, or None on all but the first rank of a machine.
 
     Returns:
         ``dataset``, with shared columns.
@@ -47,15 +47,15 @@ def share_dataset(dataset: T | None) -> T:
     Collective: every rank.
 
     Raises:
-        DesyncError: the ranks of a machine have columns that differ in kind or shape.
-        SetupError: not enough shared memory.
+        DesyncError: the columns of the ranks of a machine differ in kind or shape.
+        SetupError: there is not enough shared memory.
         UsageError: the first rank of a machine has no data.
     """
     world = World.current()
     first = world.rank - world.local_rank
     if world.world_size == 1:
         if dataset is None:
-            raise UsageError("share_dataset: there is no data", do="pass the dataset, at least on local rank 0")
+            raise UsageError("share_dataset: the dataset is None", do="pass the dataset, at least on local rank 0")
         return dataset
     leads = world.rank == first
     columns: dict[int, _Column] = {}
@@ -77,7 +77,8 @@ def share_dataset(dataset: T | None) -> T:
         memory = _map(of_first, wanted[first], error)
         if leads:
             _copy(columns, memory)
-        # All ranks have mapped the file before its name is removed; the data are written before any rank reads them.
+        # This collective ensures that all ranks have mapped the file before it is unlinked, and that the data is written before
+        # any rank reads it.
         skeletons = gather_bytes(_pickle_without_columns(dataset, columns) if leads and is_requested else b"")
     finally:
         if path:
@@ -85,7 +86,7 @@ def share_dataset(dataset: T | None) -> T:
     layout = [_Column(*item) for item in json.loads(wanted[first])]
     views = _views(layout, memory)
     if dataset is None:
-        # The user's own object, from the user's own process (SECURITY.md).
+        # The pickle comes from another rank of the same job (SECURITY.md).
         return _replace_columns(pickle.loads(skeletons[first]), lambda hole: views[hole.number], holes=True)  # type: ignore[no-any-return]
     by_id = {identity: views[number] for number, identity in enumerate(columns)}
     return _replace_columns(dataset, lambda column: by_id[id(column)], holes=False)  # type: ignore[no-any-return]
@@ -96,7 +97,7 @@ class _Column:
     kind: str
     """``tensor`` or ``array``."""
     dtype: Any
-    """A name of torch's, or numpy's own description."""
+    """Name of a torch dtype, or NumPy's dtype description."""
     shape: list[int]
     offset: int
     num_bytes: int
@@ -104,7 +105,7 @@ class _Column:
 
 
 class _Placeholder:
-    """Stands for a column in a pickled dataset."""
+    """Replaces a column in a pickled dataset."""
 
     __slots__ = ("number",)
 
@@ -168,27 +169,27 @@ def _describe(columns: dict[int, _Column]) -> bytes:
 
 
 def _require_same_columns(wanted: list[bytes], firsts: list[int]) -> None:
-    """Raise on every rank of every machine, so that none hangs."""
+    """Raise on every rank of every machine if columns differ, so that none hangs."""
     for rank, first in enumerate(firsts):
         if wanted[first] == b"":
             raise UsageError(
-                f"share_dataset: rank {first}, the first one of its machine, has no data",
-                do="build the data on that rank",
+                f"share_dataset: the dataset is None on rank {first}, the first one of its machine",
+                do="pass the dataset on that rank",
             )
         if wanted[rank] not in (b"", wanted[first]):
             raise DesyncError(
                 f"share_dataset: ranks {first} and {rank} of one machine have different columns",
-                do="build the same data on every rank of a machine, or pass None on all but its first",
+                do="build the same data on every rank of a machine, or pass None on all ranks but the first",
             )
 
 
 def _allocate(columns: dict[int, _Column]) -> str:
-    """Create a file of the size of all columns, in /dev/shm where that exists, and reserve the space."""
+    """Create a file for all columns, in /dev/shm if it exists, and reserve the space."""
     size = _end(columns) if columns else 1
     descriptor, path = tempfile.mkstemp(prefix="echelon-share-", dir=_MEMORY if _MEMORY.is_dir() else None)
     try:
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(descriptor, 0, size)  # too little space is an error here, and would be a SIGBUS later
+            os.posix_fallocate(descriptor, 0, size)  # raises if space is insufficient, instead of a SIGBUS later
         else:
             os.ftruncate(descriptor, size)
     except OSError:
@@ -202,7 +203,7 @@ def _allocate(columns: dict[int, _Column]) -> str:
 def _map(of_first: bytes, described: bytes, error: OSError | None) -> torch.Tensor:
     if of_first[:1] != b"F":
         raise SetupError(
-            f"share_dataset: no shared memory for the data: {of_first[1:].decode()}",
+            f"share_dataset: cannot allocate shared memory: {of_first[1:].decode()}",
             where=str(_MEMORY),
             do="make /dev/shm larger (docker run --shm-size=...)",
         ) from error

@@ -1,4 +1,4 @@
-"""Skipping the first batches of a pass: in the batch sampler where there is one, so that they are not read."""
+"""Skips the first batches of a pass, without reading them if the loader has a batch sampler."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class SkipBatchSampler(BatchSampler):
 
     Args:
         batch_sampler: any iterable of lists of indices.
-        skip_batches: how many, in every pass.
+        skip_batches: number of batches to skip in every pass.
     """
 
     def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
-        # BatchSampler's own __init__ is not called: the batches are those of the other one.
+        # BatchSampler.__init__ is not called, because another batch sampler draws the batches.
         self.batch_sampler = batch_sampler
         self.skip_batches = skip_batches
         self.sampler = getattr(batch_sampler, "sampler", None)  # type: ignore[assignment]
@@ -32,7 +32,7 @@ class SkipBatchSampler(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """The number of batches, with the skipped ones."""
+        """Number of batches, including the skipped ones."""
         return len(self.batch_sampler)
 
     def set_epoch(self, epoch: int) -> None:
@@ -49,12 +49,12 @@ class SkipBatchSampler(BatchSampler):
 
 
 class SkipDataLoader(DataLoader[Any]):
-    """A DataLoader that reads its first batches and drops them: for data that cannot be skipped otherwise.
+    """A DataLoader that reads and discards its first batches, for data that cannot be skipped otherwise.
 
     Args:
-        dataset: as for ``DataLoader``.
-        skip_batches: how many, in every pass.
-        kwargs: of ``DataLoader``.
+        dataset: as in ``DataLoader``.
+        skip_batches: number of batches to skip in every pass.
+        kwargs: keyword arguments of ``DataLoader``.
     """
 
     def __init__(self, dataset: Any, skip_batches: int = 0, **kwargs: Any) -> None:
@@ -69,7 +69,7 @@ class SkipDataLoader(DataLoader[Any]):
 
 
 def skip_in_plain_loader(loader: DataLoader[Any], num_batches: int) -> DataLoader[Any]:
-    """Return a loader like ``loader``, without its first ``num_batches`` batches."""
+    """Return a copy of ``loader`` that skips its first ``num_batches`` batches."""
     if isinstance(loader.dataset, IterableDataset):
         return like(  # type: ignore[no-any-return]
             loader,
@@ -79,11 +79,11 @@ def skip_in_plain_loader(loader: DataLoader[Any], num_batches: int) -> DataLoade
             batch_size=loader.batch_size,
             drop_last=loader.drop_last,
         )
-    if loader.batch_sampler is None:  # no batches: the sampler's items go to the dataset as they are
+    if loader.batch_sampler is None:  # batch_size=None: the dataset is indexed with the sampler's items
         items = SkipBatchSampler(loader.sampler, num_batches)
         return like(loader, loader.dataset, kind=DataLoader, sampler=items, batch_size=None)  # type: ignore[no-any-return]
     skipping = SkipBatchSampler(loader.batch_sampler, num_batches)
     skipped: DataLoader[Any] = like(loader, loader.dataset, kind=DataLoader, batch_sampler=skipping)
-    # A DataLoader with a batch sampler shows neither; scripts read them.
+    # A DataLoader with a batch sampler has neither attribute, but scripts read them.
     skipped.__dict__.update(batch_size=loader.batch_size, drop_last=loader.drop_last)
     return skipped

@@ -1,4 +1,4 @@
-"""Moving a batch to the device."""
+"""Moves a batch to a device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["to_device"]
 
 
 def to_device(data: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
-    """Return ``data`` with every tensor, and everything that has ``.to``, on ``device``; containers keep their types."""
+    """Return ``data`` with every tensor and every object with ``.to`` on ``device``; containers keep their types."""
     if isinstance(data, torch.Tensor):
         return data.to(device, non_blocking=non_blocking)
     if isinstance(data, (str, bytes)):
@@ -22,7 +22,7 @@ def to_device(data: Any, device: torch.device, *, non_blocking: bool = False) ->
     if isinstance(data, SupportsTo) and not isinstance(data, type):
         try:
             return data.to(device, non_blocking=non_blocking)
-        except TypeError:  # a foreign `.to` that takes the device only, as tokenizers' batches once did
+        except TypeError:  # a `.to` that accepts only the device; any other TypeError is raised again
             return data.to(device)
     if isinstance(data, (tuple, list)):
         return rebuild_like(data, [to_device(item, device, non_blocking=non_blocking) for item in data])

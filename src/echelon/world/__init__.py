@@ -1,1 +1,1 @@
-"""Who am I among the processes of the run."""
+"""The world of a process: its rank, the number of processes, and the process group."""

@@ -1,4 +1,4 @@
-"""What started this process: torchrun (or DeepSpeed's launcher), Slurm, MPI, or nothing; read from the environment, without torch."""
+"""Detects the launcher of this process (torchrun, DeepSpeed, Slurm, MPI or none) from the environment, without torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Starter = Literal["torchrun", "slurm", "mpi", "single"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchEnvironment:
-    """The place of this process, as its starter wrote it into the environment."""
+    """Rank, world size and rendezvous address of this process, as set by its launcher."""
 
     starter: Starter
     rank: int = 0
@@ -33,20 +33,19 @@ class LaunchEnvironment:
     local_world_size: int = 1
     node_rank: int = 0
     master_addr: str | None = None
-    """Address of rank 0; None when nothing says it."""
+    """Address of rank 0; None if unknown."""
     master_port: int | None = None
 
 
 def detect() -> LaunchEnvironment:
-    """Return what the environment says: torchrun's variables first, then Slurm's, then MPI's, else one process.
+    """Read the variables of torchrun, else Slurm, else MPI; without any of these, return a single process.
 
     Raises:
-        ConfigError: a variable that must be an integer is not, RANK and WORLD_SIZE are not both there, or the rank
-            is outside the world.
+        ConfigError: a variable is not an integer, only one of RANK and WORLD_SIZE is set, or the rank is outside the world.
     """
     if environ.get("RANK") is not None or environ.get("WORLD_SIZE") is not None:
         return _from_torchrun()
-    # sbatch and salloc set SLURM_NTASKS for the shell too; only a step started by srun has one process a task.
+    # sbatch and salloc also set SLURM_NTASKS for the shell; only a step started by srun has one process per task.
     if environ.get("SLURM_STEP_ID") is not None and environ.get("SLURM_PROCID") is not None:
         return _from_slurm()
     for names in _MPI:
@@ -60,10 +59,16 @@ def detect() -> LaunchEnvironment:
 
 
 def check_rank(rank: int, world_size: int, *, rank_from: str, world_size_from: str) -> None:
-    """Refuse a rank outside ``0 .. world_size - 1``; the origins go into the message.
+    """Check that ``rank`` is in ``0 .. world_size - 1``.
+
+    Args:
+        rank: the rank.
+        world_size: the number of processes.
+        rank_from: origin of ``rank``, for the message.
+        world_size_from: origin of ``world_size``, for the message.
 
     Raises:
-        ConfigError: the world is empty or the rank is outside it.
+        ConfigError: ``world_size`` is below 1, or the rank is outside the world.
     """
     if world_size < 1:
         raise ConfigError(
@@ -72,7 +77,7 @@ def check_rank(rank: int, world_size: int, *, rank_from: str, world_size_from: s
     if not 0 <= rank < world_size:
         raise ConfigError(
             f"rank={rank} (from {rank_from}) is outside 0..{world_size - 1}, world_size={world_size} (from {world_size_from})",
-            do=f"number the processes 0..{world_size - 1}, or start more of them",
+            do=f"number the processes 0..{world_size - 1}, or start more processes",
         )
 
 
@@ -80,14 +85,14 @@ def _from_torchrun() -> LaunchEnvironment:
     for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
         if environ.get(name) is None:
             raise ConfigError(
-                f"{other}={environ.get(other)} is set and {name} is not",
+                f"{other}={environ.get(other)} is set, but {name} is not",
                 where=f"env {name}",
-                do="start by echelon launch or torchrun, which set both, or set both by hand",
+                do="start the program with echelon launch or torchrun, which set both, or set both yourself",
             )
     rank, world_size = integer("RANK"), integer("WORLD_SIZE")
     check_rank(rank, world_size, rank_from="env RANK", world_size_from="env WORLD_SIZE")
     local_rank = integer("LOCAL_RANK", rank)
-    # DeepSpeed's launcher says these two in other words; CROSS_SIZE tells them from a variable of somebody else's.
+    # DeepSpeed's launcher has other names for these two variables. CROSS_SIZE shows that it set them.
     deepspeed = environ.get("CROSS_SIZE") is not None
     local_size, node = ("LOCAL_SIZE", "CROSS_RANK") if deepspeed else ("LOCAL_WORLD_SIZE", "NODE_RANK")
     local_world_size = integer("LOCAL_WORLD_SIZE", integer(local_size, world_size))
@@ -125,23 +130,23 @@ def _from_slurm() -> LaunchEnvironment:
 
 
 def slurm_tasks_by_node() -> list[int]:
-    """Return how many tasks the Slurm step of this process has on each of its machines; empty: Slurm does not say."""
+    """Return the number of tasks of this Slurm step on each of its machines; empty if Slurm does not set it."""
     return _expand_tasks(environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE"))
 
 
 def slurm_first_host() -> str | None:
-    """Return the name of the first machine of the Slurm step of this process; None: Slurm does not say."""
+    """Return the name of the first machine of this Slurm step; None if Slurm does not set it."""
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
     return None if nodes is None else _first_host(nodes)
 
 
 def slurm_port() -> int:
-    """Return MASTER_PORT, else one port a job and step, equal on all tasks without talking."""
-    # Above the privileged, below the ephemeral ones.
+    """Return MASTER_PORT, else a port derived from job and step, which is equal on all tasks without communication."""
+    # Above the privileged and below the ephemeral ports.
     return integer("MASTER_PORT", 15000 + (integer("SLURM_JOB_ID", 0) * 16 + integer("SLURM_STEP_ID", 0)) % 15000)
 
 
-# (rank, size, local rank, local size) of Open MPI, of MPICH and Intel MPI (hydra), of MVAPICH2.
+# (rank, size, local rank, local size) of Open MPI, of MPICH and Intel MPI (hydra), and of MVAPICH2.
 _MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
@@ -160,7 +165,7 @@ def _from_mpi(rank_name: str, size_name: str, local_name: str, local_size_name: 
         world_size=world_size,
         local_rank=integer(local_name, rank % local_world_size),
         local_world_size=local_world_size,
-        # Open MPI's NODE_RANK counts processes, not nodes: derive it from mpirun's default placement by slot.
+        # Open MPI's NODE_RANK counts processes, not nodes. This assumes mpirun's default placement by slot.
         node_rank=rank // local_world_size,
         master_addr=environ.get("MASTER_ADDR") or ("127.0.0.1" if one_machine else None),
         master_port=integer("MASTER_PORT", 29500),
@@ -168,10 +173,10 @@ def _from_mpi(rank_name: str, size_name: str, local_name: str, local_size_name: 
 
 
 def integer(name: str, default: int | None = None) -> int:
-    """Return the variable ``name`` as a number; ``default`` when it is not set.
+    """Return the variable ``name`` as an integer, or ``default`` if it is not set.
 
     Raises:
-        ConfigError: it is no integer, or not set and there is no default.
+        ConfigError: it is not an integer, or it is not set and there is no default.
     """
     text = environ.get(name)
     if text is None:
@@ -181,8 +186,10 @@ def integer(name: str, default: int | None = None) -> int:
     try:
         return int(text)
     except ValueError:
-        hint = "the shell did not expand it; quote it for the side that runs it" if "$" in text else "set an integer"
-        raise ConfigError(f"{name}={text!r} is not an integer", where=f"env {name}", do=hint) from None
+        do = f"set {name} to an integer"
+        if "$" in text:
+            do += " (no shell has expanded the variable: check the quotes in the command that sets it)"
+        raise ConfigError(f"{name}={text!r} is not an integer", where=f"env {name}", do=do) from None
 
 
 def _expand_tasks(text: str | None) -> list[int]:

@@ -1,4 +1,4 @@
-"""Making and ending torch's default process group; on one machine nothing of it listens off loopback."""
+"""Creates and destroys torch's default process group; on one machine it listens on loopback only."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from echelon.world.world import World
 __all__ = ["DEFAULT_TIMEOUT", "close_group", "open_group", "serve_store"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-"""As torch's own: long enough for a first compilation or a slow file system."""
+"""Torch's default, long enough for a first compilation or a slow file system."""
 
-# gloo binds to the address that the host name resolves to, which may be a public one. The group is process-wide state
-# and so is this variable: it lives exactly as long, and the second variable remembers that it was ours to remove.
+# gloo binds to the address to which the host name resolves, which may be public. The first variable is set while the group
+# exists; the second one records that echelon set it and must remove it.
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _OURS = "ECHELON_SET_GLOO_SOCKET_IFNAME"
 
@@ -36,18 +36,18 @@ def open_group(
     timeout: timedelta = DEFAULT_TIMEOUT,
     init_method: str | None = None,
 ) -> None:
-    """Make the default process group of ``world``.
+    """Create the default process group of ``world``.
 
     Args:
-        world: who this process is.
-        environment: where rank 0 is.
-        timeout: of each collective.
-        init_method: as torch's: ``env://``, ``tcp://host:port``, ``file:///path``; None: from ``environment``.
+        world: rank and size of this process's world.
+        environment: contains the address of rank 0.
+        timeout: timeout of collectives.
+        init_method: as in torch: ``env://``, ``tcp://host:port``, ``file:///path``; None: from ``environment``.
 
     Collective: every process of the world must call this.
 
     Raises:
-        SetupError: no address for rank 0, its port is in use, or the others did not come.
+        SetupError: the address of rank 0 is unknown, its port is in use, or other processes did not join.
     """
     use_device(world.device)
     if _is_one_machine(world, environment, init_method) and environ.get(_INTERFACE) is None:
@@ -64,45 +64,45 @@ def open_group(
             )
     except (dist.DistError, RuntimeError, ValueError) as error:
         _forget_interface()
-        # torch (2.7 to 2.13) counts a failed attempt and puts the number into the keys of the next one, so that a rank
-        # that failed once more than the others never meets them again (test_setup.py: ..._the_ghosts_of_the_old_one).
+        # torch (2.7 to 2.13) counts failed attempts and uses the count in the keys of the next attempt, so a rank with one more
+        # failure than the others could never join them again (test_setup.py: ..._the_ghosts_of_the_old_one).
         if not dist.is_initialized():
             dist.distributed_c10d._world.group_count = 0
         if isinstance(error, SetupError):
             raise
         raise SetupError(
-            f"the process group of {world.world_size} processes could not be made: {_first_line(error)}",
+            f"cannot create the process group of {world.world_size} processes: {_first_line(error)}",
             where=init_method or f"{environment.master_addr}:{environment.master_port}",
-            do="check that every process was started, with the same address, port and world size",
+            do="check that every process was started with the same address, port and world size",
         ) from error
 
 
 class _Closed:
     last: ClassVar[Any] = None
-    """The group that was closed last, while something else holds it.
+    """The group that was closed last, if anything else references it.
 
-    torch 2.13 hangs when DistributedDataParallel is the last to hold a group of gloo: its destructor waits for the group's
-    threads and keeps the interpreter's lock, which such a thread may need to free a tensor of the last collective. Python's
-    own reference gives the lock up; so it outlives a model that goes after its group, or the threads have ended their work.
+    torch 2.13 can deadlock if DistributedDataParallel holds the last reference to a gloo group: its destructor waits for the
+    group's threads while it holds the GIL, which such a thread may need to free a tensor of the last collective. Destruction
+    through Python's reference releases the GIL, so this reference must outlive models that are freed after their group.
     """
 
 
 def close_group() -> None:
-    """End the default process group; harmless when there is none."""
+    """Destroy the default process group; does nothing if there is none."""
     if dist.is_initialized():
         group = dist.group.WORLD
         dist.destroy_process_group()
-        _Closed.last = group if sys.getrefcount(group) > 2 else None  # nobody else holds it: its files are closed now
+        _Closed.last = group if sys.getrefcount(group) > 2 else None  # without other references, its files close now
     _forget_meshes()
     _forget_interface()
 
 
 def _forget_meshes() -> None:
-    """Empty torch's caches of how sharded tensors are computed with: a mesh of the next group is equal to one in them.
+    """Clear torch's sharding caches, whose keys are equal for a mesh of the next group.
 
-    What they hold leads to the ended group: the next one's tensors would be looked up on a rank, or in a group, of before.
+    Their entries refer to ranks and groups of the destroyed group.
     """
-    if "torch.distributed.tensor" not in sys.modules:  # no program without sharded tensors loads it for this
+    if "torch.distributed.tensor" not in sys.modules:  # do not import it for programs without sharded tensors
         return
     debug = import_module("torch.distributed.tensor.debug")
     if hasattr(debug, "_clear_sharding_prop_cache"):
@@ -112,14 +112,14 @@ def _forget_meshes() -> None:
         propagator.propagate_op_sharding.cache.cache_clear()
     redistribute = import_module("torch.distributed.tensor._redistribute")
     redistribute._gen_transform_infos.cache_clear()
-    if hasattr(redistribute, "clear_redistribute_planner_cache"):  # a later torch's
+    if hasattr(redistribute, "clear_redistribute_planner_cache"):  # later versions of torch
         redistribute.clear_redistribute_planner_cache()
 
 
 def _is_one_machine(world: World, environment: LaunchEnvironment, init_method: str | None) -> bool:
     if world.world_size == 1:
         return True
-    if environment.starter != "single":  # the starter counted the processes of each machine
+    if environment.starter != "single":  # the launcher sets the number of processes per machine
         return world.local_world_size == world.world_size
     if init_method is not None:
         host = urlsplit(init_method).hostname
@@ -139,11 +139,11 @@ def _open_store(world: World, environment: LaunchEnvironment, timeout: timedelta
     if address is None or port is None:
         missing = "MASTER_ADDR" if address is None else "MASTER_PORT"
         raise SetupError(
-            f"{world.world_size} processes need the address and port of rank 0, and {missing} is not set",
+            f"{world.world_size} processes need the address and port of rank 0, but {missing} is not set",
             where=f"env {missing}",
-            do="start them by echelon launch, torchrun or echelon.distributed.spawn, or pass init_method='tcp://HOST:PORT'",
+            do="start them with echelon launch, torchrun or echelon.distributed.spawn, or pass init_method='tcp://HOST:PORT'",
         )
-    # The launcher's agent keeps a store there already, one generation of processes a prefix (torch's own convention).
+    # The launcher's agent already serves a store at this address, with one prefix per restart (torch's convention).
     agent_has_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = world.rank == 0 and not agent_has_store
     if not serves or not _is_loopback(address):
@@ -154,7 +154,7 @@ def _open_store(world: World, environment: LaunchEnvironment, timeout: timedelta
         except dist.DistNetworkError as error:
             raise _store_error(error, address, port, serves=serves) from error
     else:
-        # torch would listen on every interface; a socket that is bound already keeps the store to this machine.
+        # torch would listen on every interface; a socket bound to loopback restricts the store to this machine.
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -164,8 +164,8 @@ def _open_store(world: World, environment: LaunchEnvironment, timeout: timedelta
             listener.close()
             raise _store_error(error, address, port, serves=True) from error
         store = serve_store(listener, world_size=world.world_size, timeout=timeout)
-    # A group must not read the addresses that an earlier one left in the same store: of the generation before a
-    # restart, or of the group that this process closed before. Every rank counts its own groups, in the store.
+    # A group must not read addresses that an earlier group has left in the same store, before a restart or before
+    # close_group. Therefore every rank counts its groups in the store.
     restart = f"echelon/group/{environ.get('TORCHELASTIC_RESTART_COUNT') or 0}"
     turn = store.add(f"{restart}/turn/{world.rank}", 1)
     return dist.PrefixStore(f"{restart}/{turn}", store)
@@ -177,13 +177,13 @@ def _store_error(error: Exception, address: str, port: int, *, serves: bool) -> 
         return SetupError(
             f"port {port} of {address} is in use",
             where=f"MASTER_PORT={port}",
-            do="choose another MASTER_PORT, or start by echelon launch, which takes a free one",
+            do="choose another MASTER_PORT, or start the program with echelon launch, which finds a free port",
         )
     action = "open its store at" if serves else "reach rank 0 at"
     return SetupError(
         f"this process cannot {action} {address}:{port}: {_first_line(error)}",
         where=f"MASTER_ADDR={address}, MASTER_PORT={port}",
-        do="check that rank 0 runs, and that address and port are the same on every rank",
+        do="check that rank 0 is running, and that address and port are the same on every rank",
     )
 
 
@@ -196,12 +196,12 @@ def _first_line(error: Exception) -> str:
 
 
 def serve_store(listener: socket.socket, *, world_size: int | None = None, timeout: timedelta) -> dist.TCPStore:
-    """Serve a store on ``listener``, and return this process's connection to it: torch alone would listen on every address.
+    """Serve a store on ``listener`` instead of on all interfaces, and return this process's connection to it.
 
     Args:
-        listener: bound and listening; it is taken over.
-        world_size: how many processes will connect; None: unknown.
-        timeout: of waiting for keys.
+        listener: bound and listening; this function takes ownership.
+        world_size: number of processes that will connect; None: unknown.
+        timeout: timeout of waiting for keys.
     """
     host, port = listener.getsockname()[:2]
     return dist.TCPStore(
@@ -212,6 +212,6 @@ def serve_store(listener: socket.socket, *, world_size: int | None = None, timeo
         timeout,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
-        # The newer server accepts such a socket from torch 2.8 on (pytorch/pytorch#150215), which also added clone().
+        # The libuv server accepts a socket since torch 2.8 (pytorch/pytorch#150215), which also added clone().
         use_libuv=hasattr(dist.TCPStore, "clone"),
     )

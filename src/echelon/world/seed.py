@@ -1,4 +1,4 @@
-"""One seed for every random number generator that training code uses."""
+"""Seeds every random number generator that training code uses."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ __all__ = ["set_seed"]
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed ``random``, numpy and torch (every device) of this process.
+    """Seed ``random``, NumPy and torch (on all devices) in this process.
 
     Args:
         seed: the seed.
-        device_specific: add the rank, so that dropout and augmentation differ between ranks. Seed equally while the
-            model is built (its initial weights must agree), and by rank after it.
-        deterministic: also ask torch for deterministic algorithms (slower; an operation without one raises).
+        device_specific: add the rank to the seed, so that dropout and augmentation differ between ranks. Use it only after the
+            model is built, because its initial weights must be equal on all ranks.
+        deterministic: also enable deterministic algorithms in torch (slower; an operation without one raises).
     """
     if device_specific:
         seed += known_rank() or 0
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # numpy takes 32 bits only
+    np.random.seed(seed % 2**32)  # NumPy seeds have 32 bits
     torch.manual_seed(seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)

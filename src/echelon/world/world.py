@@ -1,4 +1,4 @@
-"""The facts about this process, frozen: its rank, its machine, its device."""
+"""The immutable facts about this process: its ranks, its device and its backend."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["World"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """Who this process is among the processes of the run."""
+    """Rank, device and backend of this process."""
 
     rank: int
     local_rank: int
@@ -28,23 +28,23 @@ class World:
 
     @property
     def is_rank_zero(self) -> bool:
-        """True on the one process that prints and writes."""
+        """True on the process that prints and writes files."""
         return self.rank == 0
 
     @property
     def is_local_rank_zero(self) -> bool:
-        """True on one process of each machine."""
+        """True on the first process of each machine."""
         return self.local_rank == 0
 
     @staticmethod
     def current(*, cpu: bool = False) -> World:
-        """Return the facts as they are now: of the default process group if there is one, else of the environment.
+        """Return the current world, from the default process group if there is one, else from the environment.
 
-        A group that the user made by hand, without a launcher's variables, is taken to live on one machine: its
-        local rank is its rank.
+        A group that was created without a launcher's variables is assumed to run on one machine, so its local rank is its
+        rank.
 
         Args:
-            cpu: use the CPU even where accelerators are present.
+            cpu: use the CPU even if there are accelerators.
         """
         environment = detect()
         if not dist.is_initialized():
@@ -52,10 +52,10 @@ class World:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         if (rank, world_size) == (environment.rank, environment.world_size):
             return world_of(environment, cpu=cpu)
-        by_hand = LaunchEnvironment(
+        one_machine = LaunchEnvironment(
             starter="single", rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size
         )
-        return world_of(by_hand, cpu=cpu)
+        return world_of(one_machine, cpu=cpu)
 
     def __str__(self) -> str:
         return (
@@ -65,11 +65,11 @@ class World:
 
 
 def world_of(environment: LaunchEnvironment, *, cpu: bool, backend: str | None = None) -> World:
-    """Complete what the environment says by a device and its backend."""
+    """Return the world of ``environment``, with a device and its backend."""
     device = choose_device(
         local_rank=environment.local_rank,
         local_world_size=environment.local_world_size,
-        cpu=cpu or backend == "gloo",  # gloo asked for by name: the tensors are on the CPU
+        cpu=cpu or backend == "gloo",  # backend="gloo" means that tensors are on the CPU
     )
     return World(
         rank=environment.rank,

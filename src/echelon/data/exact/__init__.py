@@ -1,1 +1,1 @@
-"""``parity="exact"``: every batch is one global batch, cut for any number of ranks."""
+"""``parity="exact"``: every batch is one global batch, split between any number of ranks."""

@@ -1,4 +1,4 @@
-"""Random states: the same on all ranks, copied from rank zero; and those that a batch was read with, to read it again."""
+"""RNG states of this process: synchronizes them from rank zero, and records them for reading a batch again."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ __all__ = [
 
 
 def other_states() -> dict[str, Any]:
-    """Return the states of ``random`` and of numpy's global generator, comparable."""
+    """Return the states of ``random`` and of NumPy's global generator, in a comparable form."""
     state: Any = np.random.get_state()
     kind, keys, *rest = state
     return {"random": random.getstate(), "numpy": (kind, keys.tobytes(), *rest)}
 
 
 def set_other_states(states: Mapping[str, Any]) -> None:
-    """Set what ``other_states`` returned, if ``states`` has it."""
+    """Restore the states from ``other_states``, if ``states`` contains them."""
     if "random" in states:
         random.setstate(states["random"])
         kind, keys, *rest = states["numpy"]
@@ -40,9 +40,9 @@ def set_other_states(states: Mapping[str, Any]) -> None:
 
 
 class OtherDraws:
-    """Finds out whether whoever reads samples draws from ``random`` or numpy, whose states take long to be noted.
+    """Detects whether reading samples draws from ``random`` or NumPy, whose states are slow to copy.
 
-    It looks at the 1st, 2nd, 4th, 8th, ... batch until it has seen that they are drawn from.
+    It compares the states at the 1st, 2nd, 4th, 8th, ... batch until it detects a draw.
     """
 
     def __init__(self, *, are_used: bool = False) -> None:
@@ -51,26 +51,26 @@ class OtherDraws:
         self._before: dict[str, Any] | None = None
 
     def before(self) -> dict[str, Any] | None:
-        """A batch is about to be read: return the states if it is looked at, or if they are used."""
+        """Return the states before a batch is read if they are used or compared at this batch, else None."""
         self._num += 1
-        looks = self.are_used or self._num & (self._num - 1) == 0
-        self._before = other_states() if looks else None
+        is_compared = self.are_used or self._num & (self._num - 1) == 0
+        self._before = other_states() if is_compared else None
         return self._before
 
     def after(self) -> None:
-        """The batch was read."""
+        """Compare the states after the batch was read."""
         if not self.are_used and self._before is not None:
             self.are_used = other_states() != self._before
 
 
 class HostDraws:
-    """The random states of this process from which a loader reads.
+    """Records and restores the RNG states from which a loader reads in this process.
 
     Args:
-        generators: the loader's own.
-        is_of_a_batch: they are taken before each batch, and those of ``random`` and numpy only where ``others`` says so: it
-            costs next to nothing; else once before a pass, and all.
-        others: of this loader, over all its passes.
+        generators: generators of the loader.
+        is_of_a_batch: record states before each batch, with ``random`` and NumPy only if ``others`` requires it, at negligible
+            cost. False: record all states once before a pass.
+        others: the detector of this loader, shared by all its passes.
     """
 
     def __init__(self, generators: Sequence[torch.Generator], *, is_of_a_batch: bool, others: OtherDraws) -> None:
@@ -80,7 +80,7 @@ class HostDraws:
         self._states: dict[str, Any] = {}
 
     def take(self) -> None:
-        """Note the states of now: a batch (or a pass) is about to be read."""
+        """Record the current states before a batch (or a pass) is read."""
         if self.is_of_a_batch:
             self._states = self._now(whole=False)
             if others := self._others.before():
@@ -89,23 +89,23 @@ class HostDraws:
             self._states = self._now(whole=True)
 
     def end_batch(self) -> None:
-        """A batch was read."""
+        """Update the detector after a batch was read."""
         if self.is_of_a_batch:
             self._others.after()
 
-    def go_back_to(self, states: dict[str, Any]) -> None:
-        """Draw from ``states`` on, which ``noted`` gave."""
+    def restore(self, states: dict[str, Any]) -> None:
+        """Set the states from ``recorded``."""
         self._states = states
         self._set(states)
 
     @property
-    def noted(self) -> dict[str, Any]:
-        """What was taken last."""
+    def recorded(self) -> dict[str, Any]:
+        """The states that were recorded last."""
         return self._states
 
     @contextmanager
-    def put_back(self) -> Iterator[None]:
-        """Leave all states as they were before the block."""
+    def preserve(self) -> Iterator[None]:
+        """Restore all states after the block."""
         before = self._now(whole=True)
         try:
             yield
@@ -125,38 +125,38 @@ class HostDraws:
 
 @communicating
 def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator | None = None) -> None:
-    """Give every rank the random state of rank zero, for each of ``rng_types``.
+    """Broadcast rank zero's RNG state to all ranks, for each of ``rng_types``.
 
     Args:
-        rng_types: ``torch`` (the CPU's), ``generator``, or the type of an accelerator (``cuda``, ``xpu``, ...).
-        generator: for ``generator``.
+        rng_types: ``torch`` (CPU), ``generator``, or the type of an accelerator (``cuda``, ``xpu``, ...).
+        generator: the generator for ``generator``.
 
     Collective: every rank.
 
     Raises:
-        UsageError: an unknown type, an accelerator that is not there, or ``generator`` without one.
+        UsageError: the type is unknown, the accelerator is unavailable, or ``generator`` is missing.
     """
     for rng_type in rng_types:
         synchronize_rng_state(rng_type, generator)
 
 
 def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
-    """Give every rank the random state of rank zero, for one type. Collective. See ``synchronize_rng_states``."""
+    """Broadcast rank zero's RNG state to all ranks, for one type. Collective. See ``synchronize_rng_states``."""
     kind = str(getattr(rng_type, "value", rng_type))
     if kind == "torch":
         torch.set_rng_state(broadcast(torch.get_rng_state()))
     elif kind == "generator":
         if generator is None:
-            raise UsageError("rng_types holds 'generator', and there is no generator", do="give generator=")
+            raise UsageError("rng_types contains 'generator', but generator is None", do="pass generator=")
         generator.set_state(broadcast(generator.get_state()))
     else:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         if accelerator is None or accelerator.type != kind:
             here = "torch, generator" + (f", {accelerator.type}" if accelerator is not None else "")
             raise UsageError(
-                f"rng_types={kind!r} is not one of those that this machine has: {here}",
+                f"rng_types={kind!r} is not available on this machine, which has: {here}",
                 where="rng_types",
-                do=f"give some of {here}",
+                do=f"use any of {here}",
             )
         module: Any = torch.get_device_module(accelerator)
         module.set_rng_state(broadcast(module.get_rng_state()))

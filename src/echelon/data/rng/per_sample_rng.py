@@ -1,4 +1,4 @@
-"""Random draws of a dataset (augmentation) that depend on the sample, not on who reads it or when."""
+"""Seeds random draws of a dataset (augmentation) per sample, independently of ranks, workers and resumes."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ __all__ = [
     "rng_states",
 ]
 
-# The last number of a key, for draws that are not those of one sample.
+# Last number of a key for draws that do not belong to a single sample.
 OF_COLLATE, OF_WORKERS = -1, -2
 _MASK = 2**64 - 1
 
 
 def key_of(*numbers: int) -> int:
-    """Return 64 well-mixed bits of ``numbers``, the same everywhere.
+    """Return a 64-bit hash of ``numbers`` that is the same on all machines.
 
     Source: the finalizer of splitmix64 (Steele, Lea, Flood 2014), chained.
     """
@@ -46,7 +46,7 @@ def key_of(*numbers: int) -> int:
 
 
 class KeyedSamples(list[int]):
-    """The indices that a rank reads in one micro-step, and where they stand in the run."""
+    """The indices that a rank reads in one micro-step, with their seed, epoch and position."""
 
     __slots__ = ("epoch", "seed", "start")
 
@@ -56,11 +56,11 @@ class KeyedSamples(list[int]):
         self.epoch = epoch
         self.start = start
 
-    def __reduce__(self) -> tuple[Any, ...]:  # to a loader worker; keyword arguments do not survive list's own
+    def __reduce__(self) -> tuple[Any, ...]:  # list.__reduce__ does not support keyword arguments
         return _make_piece, (list(self), self.seed, self.epoch, self.start)
 
     def key(self, offset: int) -> tuple[int, int, int]:
-        """Return what the draws for the sample at ``offset`` depend on."""
+        """Return the RNG key of the sample at ``offset``."""
         return self.seed, self.epoch, self.start + offset
 
 
@@ -70,29 +70,29 @@ def _make_piece(indices: list[int], seed: int, epoch: int, start: int) -> KeyedS
 
 @contextmanager
 def draws_of(*numbers: int) -> Iterator[None]:
-    """Let the draws of torch, numpy and ``random`` depend on ``numbers`` only."""
-    with _states_put_back():
+    """Seed torch, NumPy and ``random`` with ``numbers`` inside the block."""
+    with _preserve_states():
         _seed(key_of(*numbers))
         yield
 
 
 class KeyedDataset(Dataset[Any]):
-    """A dataset whose ``random``, numpy and torch draws for a sample depend on (seed, epoch, position) only.
+    """A dataset whose ``random``, NumPy and torch draws for a sample depend only on (seed, epoch, position).
 
-    So augmentation is the same on any number of ranks and loader workers, with any batch size, and after a resume. In
-    the main process the states are put back: the stream of dropout does not notice that data was read.
+    Augmentation is therefore the same on any number of ranks and loader workers, with any batch size, and after a resume. In
+    the main process the RNG states are restored, so reading data does not affect dropout.
 
-    A dataset that reads several samples at once (``__getitems__``) goes on to do so as long as it draws nothing. One that
-    takes a whole batch as its index (``batch_size=None``) is keyed by the first sample of the piece.
+    A dataset that reads several samples at once (``__getitems__``) continues to do so unless it draws random numbers. For a
+    dataset that is indexed with a whole batch (``batch_size=None``), the first sample determines the key.
     """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
-        """The user's."""
-        self._draws = False  # seen to draw: then sample by sample
+        """The user's dataset."""
+        self._draws = False  # __getitems__ draws random numbers, so samples are read one by one
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the user's dataset, if it wants to know."""
+        """Set the epoch of the user's dataset, if it has ``set_epoch``."""
         if isinstance(self.dataset, SupportsSetEpoch):
             self.dataset.set_epoch(epoch)
 
@@ -104,7 +104,7 @@ class KeyedDataset(Dataset[Any]):
         return SampleBatch(self._read_one_by_one(piece) if samples is None else samples, piece)
 
     def _read_together(self, piece: KeyedSamples) -> list[Any] | None:
-        """Return the samples, if the dataset reads several at once; None when it draws meanwhile."""
+        """Return the samples if the dataset reads several at once without random draws, else None."""
         read_all = getattr(self.dataset, "__getitems__", None)
         if read_all is None or self._draws:
             return None
@@ -117,7 +117,7 @@ class KeyedDataset(Dataset[Any]):
     def _read_one_by_one(self, piece: KeyedSamples) -> list[Any]:
         read_all = getattr(self.dataset, "__getitems__", None)
         samples = []
-        with _states_put_back():
+        with _preserve_states():
             for offset, index in enumerate(piece):
                 _seed(key_of(*piece.key(offset)))
                 samples.append(self.dataset[index] if read_all is None else read_all([index])[0])
@@ -131,7 +131,7 @@ class KeyedDataset(Dataset[Any]):
 
 
 class SampleBatch(list[Any]):
-    """What was read for a piece."""
+    """The samples that were read for a ``KeyedSamples``."""
 
     __slots__ = ("piece",)
 
@@ -141,9 +141,9 @@ class SampleBatch(list[Any]):
 
 
 class KeyedCollate:
-    """The user's ``collate_fn``, whose draws (masking, mixing) depend on (seed, epoch, position of the first sample).
+    """The user's ``collate_fn`` with draws (masking, mixing) that depend on (seed, epoch, position of the first sample).
 
-    So they are the same after a resume; on another number of ranks a batch begins elsewhere.
+    They are the same after a resume, but not on a different number of ranks, where batches start at other positions.
     """
 
     def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
@@ -157,8 +157,8 @@ class KeyedCollate:
 
 
 @contextmanager
-def _states_put_back() -> Iterator[None]:
-    if get_worker_info() is not None:  # nobody else draws there
+def _preserve_states() -> Iterator[None]:
+    if get_worker_info() is not None:  # nothing else draws in a loader worker
         yield
         return
     torchs, numpys, pythons = rng_states()
@@ -177,12 +177,12 @@ def _seed(key: int) -> None:
 
 
 def rng_states() -> tuple[Any, Any, Any]:
-    """Return the states of torch's, numpy's and ``random``'s own generators."""
+    """Return the states of the global generators of torch, NumPy and ``random``."""
     return torch.get_rng_state(), np.random.get_state(), random.getstate()
 
 
 def are_equal_states(states: tuple[Any, Any, Any], others: tuple[Any, Any, Any]) -> bool:
-    """Has nothing been drawn between these two ``rng_states()``?"""
+    """Return whether two ``rng_states()`` are equal, so that nothing was drawn between them."""
     (torchs, numpys, pythons), (torchs_then, numpys_then, pythons_then) = states, others
     same_numpy = all(np.array_equal(one, other) for one, other in zip(numpys, numpys_then))
     return torch.equal(torchs, torchs_then) and same_numpy and bool(pythons == pythons_then)

@@ -1,4 +1,4 @@
-"""What loader workers draw: followed batch by batch, so that a pass that goes on draws what it would have drawn."""
+"""Tracks the RNG states of loader workers, so that a resumed pass draws the same random numbers."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ __all__ = ["WorkerDraws"]
 
 
 class WorkerDraws:
-    """Follows the random states of a loader's workers.
+    """Tracks the RNG states of a loader's workers.
 
-    Batch i of a pass is read by worker i modulo their number, and what it draws depends on all that this worker drew before.
-    So a pass can go on where each worker has read equally many batches (a round); what was given of the next round already
-    is read once more, and thrown away.
+    Worker i % num_workers reads batch i of a pass, and its draws depend on all its earlier draws. A pass can therefore resume
+    after a round, in which each worker has read one batch; batches of the next round that were already yielded are read again
+    and discarded.
 
     Args:
-        loader: whose batches have an order; it has workers.
-        num_ahead: as many batches may have been read and not given.
+        loader: a loader with workers whose batches arrive in order.
+        num_ahead: largest number of batches that are read but not yet yielded.
     """
 
     def __init__(self, loader: DataLoader[Any], *, num_ahead: int) -> None:
         self.num_workers = loader.num_workers
         self._in_worker = _InWorker(loader.collate_fn, loader.worker_init_fn)
         self._begun_at = 0
-        # (batches, the states of the workers after them); as far back as a batch is that was read and not given.
+        # (number of batches, worker states after them) of all rounds whose batches may not have been yielded yet.
         self._rounds: deque[tuple[int, tuple[Any, ...] | None]] = deque(maxlen=num_ahead // self.num_workers + 2)
         self._loaded: dict[str, Any] | None = None
 
     def following(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Return a loader as ``loader`` whose batches come with the states of their workers: for ``follow``."""
+        """Return a copy of ``loader`` that yields (batch, worker state) for ``follow``."""
         inside = self._in_worker
         batches = (
             {"sampler": loader.sampler, "batch_size": None}
@@ -48,22 +48,22 @@ class WorkerDraws:
         return like(loader, loader.dataset, kind=DataLoader, **chosen)  # type: ignore[no-any-return]
 
     def state(self, num_given: int) -> dict[str, Any]:
-        """Return the place in the draws from which the batch after ``num_given`` can be read again."""
+        """Return the state from which the batch after ``num_given`` can be read again."""
         states = next((states for count, states in reversed(self._rounds) if count <= num_given), None)
         return {"num_workers": self.num_workers, "begun_at": self._begun_at, "states": states}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Let the next pass draw from ``state`` on."""
+        """Make the next pass draw from ``state``."""
         if state["num_workers"] == self.num_workers:
             self._loaded = state
         else:
             warn(
-                f"the checkpoint was saved with {state['num_workers']} loader workers, and here are {self.num_workers}: what "
-                "the data set draws in them for the rest of this epoch differs"
+                f"the checkpoint was saved with {state['num_workers']} loader workers, but this run has {self.num_workers}, so "
+                "random draws of the dataset differ for the rest of this epoch"
             )
 
     def begin(self, skip: int) -> int:
-        """A pass begins with batch ``skip``; return how many batches before it have to be read again."""
+        """Start a pass at batch ``skip``; return how many batches before it must be read again."""
         loaded, self._loaded = self._loaded, None
         self._begun_at = skip if loaded is None else loaded["begun_at"]
         self._in_worker.states = states = None if loaded is None else loaded["states"]
@@ -74,8 +74,8 @@ class WorkerDraws:
         return num_again
 
     def follow(self, items: Iterator[Any], num_again: int) -> Iterator[Any]:
-        """Yield the batches of ``items``, without the first ``num_again``. The workers have begun."""
-        self._in_worker.states = None  # the next ones begin by themselves
+        """Yield the batches of ``items`` without the first ``num_again``, after the workers have started."""
+        self._in_worker.states = None  # workers of the next pass start with their own states
         start, first = self._rounds[0]
         states: list[Any] = list(first or [None] * self.num_workers)
         for number, (batch, state) in enumerate(items):
@@ -89,17 +89,17 @@ class WorkerDraws:
 
 
 class _InWorker:
-    """What runs in each worker: sets its states at the beginning, and sends them with a batch that has changed them."""
+    """Runs in each worker: sets its RNG states at the start, and sends them with each batch that changes them."""
 
     def __init__(self, collate: Callable[[Any], Any], init: Callable[[int], None] | None) -> None:
         self.states: Sequence[Any] | None = None
-        """Of the workers that are about to begin; None: their own."""
+        """States for the workers of the next pass; None: they keep their own."""
         self._collate, self._init = collate, init
         self._others = OtherDraws()
         self._last: dict[str, Any] = {}
 
     def begin(self, worker: int) -> None:
-        """Set the states of ``worker``. In the worker."""
+        """Set the states of ``worker``. Called in the worker."""
         if self._init is not None:
             self._init(worker)
         state: dict[str, Any] = (None if self.states is None else self.states[worker]) or {}
@@ -110,10 +110,10 @@ class _InWorker:
         self._others.before()
 
     def collate(self, samples: Any) -> tuple[Any, dict[str, Any] | None]:
-        """Return the batch, and what has changed of the states; None: nothing. In the worker."""
+        """Return the batch and the worker's states, or None if they have not changed. Called in the worker."""
         batch = self._collate(samples)
         self._others.after()
-        # As bytes: a tensor would be sent through shared memory of its own.
+        # Bytes, because a tensor would be sent through a separate shared memory segment.
         now: dict[str, Any] = {"torch": torch.get_rng_state().numpy().tobytes()}
         if self._others.are_used:
             now |= other_states()

@@ -1,1 +1,1 @@
-"""The ways to shard a loader over the ranks: who reads which samples."""
+"""The ways to shard a loader over the ranks."""

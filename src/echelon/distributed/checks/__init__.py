@@ -1,1 +1,1 @@
-"""Checks of plain PyTorch loops: mistakes that train on, found and named at their line."""
+"""Checks that detect silent mistakes in training loops and name their line."""

@@ -1,1 +1,1 @@
-"""torch's DistributedDataParallel: whether all ranks have seen its gradients."""
+"""Support for torch's DistributedDataParallel."""
