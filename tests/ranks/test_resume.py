@@ -412,10 +412,7 @@ def _refused(project: Path, stop: bool) -> str:
 def test_without_parity_the_middle_of_an_epoch_is_refused_on_another_number_of_processes(tmp_path: Path) -> None:
     run_on_ranks(_refused, tmp_path, True, world_size=1)
     for text in run_on_ranks(_refused, tmp_path, False):
-        assert (
-            "saved within an epoch on 1 processes, but this run has 2, so samples would be repeated or lost"
-            in text
-        )
+        assert "saved within an epoch on 1 processes, but this run has 2, so samples would be repeated or lost" in text
         assert "train with parity='exact', which resumes on any number" in text
 
 

@@ -110,7 +110,7 @@ class Epochs(PassTracker[PreparedLoader]):
         is_whole = is_new_step and facts is not None and facts.trains and not loader.end_of_dataloader and not is_inner
         self._preemption.stop_if_requested(is_new_step=is_new_step, is_whole=is_whole)
 
-    def begun_update(self, loader: PreparedLoader) -> dict[str, Any] | None:
+    def unfinished_update(self, loader: PreparedLoader) -> dict[str, Any] | None:
         """See ``PassTracker``."""
         update = self._partial_update()
         return None if update is None else update.records.get(id(loader.source))

@@ -119,7 +119,7 @@ class PassTracker(ABC, Generic[Loader]):
         """Handle the end of the loop body for the current batch."""
 
     @abstractmethod
-    def begun_update(self, loader: Loader) -> dict[str, Any] | None:
+    def unfinished_update(self, loader: Loader) -> dict[str, Any] | None:
         """Return the ``record`` of the position at which the unfinished update started; None if there is none."""
 
 

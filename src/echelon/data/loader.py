@@ -114,7 +114,7 @@ class PreparedLoader(DataLoader[Any]):
     def dataset(self) -> Any:  # type: ignore[override]
         """The whole dataset of the user; its length must not be used to average results that were not gathered."""
         if self._world.world_size > 1:
-            self._length.note_access()
+            self._length.record_access()
         return self.original.dataset
 
     @property
@@ -368,7 +368,7 @@ class PreparedLoader(DataLoader[Any]):
 
         A pass that was left with ``break`` remains open until another one starts or ``end_pass`` is called.
         """
-        tracked = None if self.active.tracker is None else self.active.tracker.begun_update(self)
+        tracked = None if self.active.tracker is None else self.active.tracker.unfinished_update(self)
         return tracked or self.record_now()
 
     def record_now(self, *, num_unused: int = 0) -> dict[str, Any] | None:
@@ -525,11 +525,11 @@ class PreparedLoader(DataLoader[Any]):
         """Update the attributes of the current step before its batch is yielded."""
         if not isinstance(facts, Contribution):
             self.last_step = facts
-            self._position.note_batch(None, inner_state, self.end_of_dataloader)
+            self._position.record_batch(None, inner_state, self.end_of_dataloader)
             return
         self.contribution = facts
         self.last_step = facts.step
-        self._position.note_batch(facts, inner_state, self.end_of_dataloader)
+        self._position.record_batch(facts, inner_state, self.end_of_dataloader)
         assert self.plan is not None
         if self.plan.trains and self.active.driver is not None:
             self.active.driver.begin_micro_step(self, facts)

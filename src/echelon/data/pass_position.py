@@ -94,7 +94,9 @@ class PassPosition(ABC):
         """
 
     @abstractmethod
-    def note_batch(self, contribution: Contribution | None, inner_state: dict[str, Any] | None, is_last: bool) -> None:
+    def record_batch(
+        self, contribution: Contribution | None, inner_state: dict[str, Any] | None, is_last: bool
+    ) -> None:
         """Record a batch before it is yielded.
 
         Args:
@@ -270,7 +272,9 @@ class BatchPosition(PassPosition):
     def num_steps(self, plan_pass: Callable[[], PassPlan]) -> int:
         return self.source.num_steps()
 
-    def note_batch(self, contribution: Contribution | None, inner_state: dict[str, Any] | None, is_last: bool) -> None:
+    def record_batch(
+        self, contribution: Contribution | None, inner_state: dict[str, Any] | None, is_last: bool
+    ) -> None:
         if self.is_stateful:
             self._state = {**self._snapshot(inner_state), "_iterator_finished": is_last}
 
@@ -373,7 +377,9 @@ class SamplePosition(PassPosition):
     def num_steps(self, plan_pass: Callable[[], PassPlan]) -> int:
         return self.source.num_planned(plan_pass())
 
-    def note_batch(self, contribution: Contribution | None, inner_state: dict[str, Any] | None, is_last: bool) -> None:
+    def record_batch(
+        self, contribution: Contribution | None, inner_state: dict[str, Any] | None, is_last: bool
+    ) -> None:
         assert contribution is not None
         if is_last and contribution.ends_update:
             self._state = {"epoch": self.iteration + 1, "position": 0, "source": None}

@@ -75,8 +75,8 @@ def prepare_loader(
     device = world.device if place else None
     check = _order_check(loader, agreement, line=line, is_error=is_exact)
     given = _Given(loader, world, options, agreement, device, slice_fn, check)
-    if agreement.cut is not None:
-        _refuse_conflicts(agreement.cut, loader, options, line=line)
+    if agreement.sharding is not None:
+        _refuse_conflicts(agreement.sharding, loader, options, line=line)
     source = _exact_source(given) if is_exact else _source(given)
     kind = SamplePosition if is_exact else BatchPosition
     position = kind(source, loader, world=world, is_stateful=not is_exact and saves_state(loader, options))
@@ -105,7 +105,7 @@ class _Given(NamedTuple):
         wanted = self.options.dispatch_batches
         if wanted is None:
             is_iterable = isinstance(self.loader.dataset, IterableDataset)
-            return is_iterable and self.device is not None and self.agreement.cut is None
+            return is_iterable and self.device is not None and self.agreement.sharding is None
         return wanted
 
 
@@ -116,7 +116,7 @@ def _source(given: _Given) -> BatchSource:
     for_one_reader = replace(options, use_seedable_sampler=options.use_seedable_sampler and is_random)
     if world.world_size == 1:
         return PlainSource(loader, options=for_one_reader)
-    if given.agreement.cut is not None:
+    if given.agreement.sharding is not None:
         return PreshardedSource(loader, world=world, agreement=given.agreement, options=options)
     if given.dispatches:
         return DispatchSource(loader, world=world, options=for_one_reader, slice_fn=given.slice_fn, device=given.device)
@@ -148,13 +148,13 @@ def _exact_source(given: _Given) -> ExactSource:
 
 
 def _refuse_conflicts(
-    cut: ExistingSharding, loader: DataLoader[Any], options: LoaderOptions, *, line: UserLine
+    sharding: ExistingSharding, loader: DataLoader[Any], options: LoaderOptions, *, line: UserLine
 ) -> None:
     """Raise if the options require an unsharded loader, but ``loader`` is already sharded."""
     if options.exact is not None:
         # The sharding of torch's own sampler can be undone, because its order depends only on (seed, epoch).
         batches = batches_of(loader)
-        if cut.place == "sampler" and type(batches) is BatchSampler and can_undo_sharding(batches.sampler):
+        if sharding.place == "sampler" and type(batches) is BatchSampler and can_undo_sharding(batches.sampler):
             return
         mode = "bitwise" if options.exact.canonical_shards is not None else "exact"
         what = f"parity={mode!r} splits every batch so that any number of processes makes the same updates"
@@ -164,7 +164,7 @@ def _refuse_conflicts(
         what = "split_batches=True splits each batch, so each process would read only a part of its shard"
     else:
         return
-    raise sharding_conflict(cut, mode=what, line=line)
+    raise sharding_conflict(sharding, mode=what, line=line)
 
 
 def _order_check(
@@ -190,16 +190,16 @@ def _first_pass(
         world_size=world.world_size,
         line=line,
         reads_own=source.reads_own_shard,
-        do=_KEPT if source.reads_own_shard else _CUT,
+        do=_ADVICE_FOR_PRESHARDED if source.reads_own_shard else _ADVICE_FOR_SHARDED,
         is_error=is_error,
     )
 
 
-_KEPT = (
+_ADVICE_FOR_PRESHARDED = (
     "give each rank different samples, or set already_sharded=False to let echelon shard the loader; if every process should "
     "read all samples, call accelerator.allow_unsharded(loader) instead of prepare"
 )
-_CUT = (
+_ADVICE_FOR_SHARDED = (
     "give every rank the same dataset, with samples that depend only on the index (or the position in the stream); if each "
     "rank intentionally has its own shard, set already_sharded=True"
 )

@@ -74,12 +74,12 @@ def shard(
     """
     line = user_line()
     facts = _agree(loader, already_sharded=already_sharded, line=line)
-    if facts.cut is not None:
+    if facts.sharding is not None:
         given = {"seed": seed, "even": even, "drop_last": drop_last}
         named = [f"{name}={value}" for name, value in given.items() if value is not None]
         if named:
             raise UsageError(
-                f"the loader is already sharded by {facts.cut.what}, so {', '.join(named)} has no effect",
+                f"the loader is already sharded by {facts.sharding.what}, so {', '.join(named)} has no effect",
                 where=str(line),
                 do=f"remove {', '.join(named)}, or the loader's own sharding",
             )
@@ -122,7 +122,7 @@ class _Facts:
     rank: int
     world_size: int
     token: int
-    cut: ExistingSharding | None
+    sharding: ExistingSharding | None
     differ: bool
     """Whether the datasets hold different samples that are not just random numbers drawn by each rank."""
 
@@ -155,30 +155,30 @@ def _agree(loader: DataLoader[Any], *, already_sharded: bool | None, line: UserL
         loader, rank=rank, world_size=world_size, batches=loader.batch_sampler, already_sharded=already_sharded
     )
     # A map-style dataset may know its rank for other reasons.
-    cuts = [
-        facts.cut
+    shardings = [
+        facts.sharding
         for facts in everybody
-        if facts.cut is not None and (facts.is_iterable or facts.cut.place != "dataset" or already_sharded)
+        if facts.sharding is not None and (facts.is_iterable or facts.sharding.place != "dataset" or already_sharded)
     ]
-    if cuts and len(cuts) < world_size:
+    if shardings and len(shardings) < world_size:
         raise DesyncError(
-            f"the loader is already sharded by {cuts[0].what}, but not on every rank",
+            f"the loader is already sharded by {shardings[0].what}, but not on every rank",
             where=str(line),
             do="build the same kind of loader on every rank",
         )
-    cut = mine.cut if cuts and check_shards(cuts, world_size=world_size, line=line) else None
+    sharding = mine.sharding if shardings and check_shards(shardings, world_size=world_size, line=line) else None
     columns = [facts.columns for facts in everybody]
     num_samples = [-1 if facts.is_iterable else facts.num_samples for facts in everybody]
-    if not cuts and already_sharded is None and not is_iterable and are_table_shards(columns, num_samples):
+    if not shardings and already_sharded is None and not is_iterable and are_table_shards(columns, num_samples):
         name = type(loader.dataset).__name__
-        cut = ExistingSharding(what=f"its dataset ({name} with different rows on each rank)", place="dataset")
+        sharding = ExistingSharding(what=f"its dataset ({name} with different rows on each rank)", place="dataset")
     first, *others = columns
     same_seeds = len({facts.seed for facts in everybody}) == 1
     return _Facts(
         rank=rank,
         world_size=world_size,
         token=everybody[0].token,
-        cut=cut,
+        sharding=sharding,
         differ=bool(others) and all(are_shards(first, other, same_seeds=same_seeds) for other in others),
     )
 
@@ -359,7 +359,7 @@ class ShardedLoader(DataLoader[T]):
     @property
     def dataset(self) -> Any:
         """The whole dataset of the user; its length must not be used to average results that were not gathered."""
-        self._length.note_access()
+        self._length.record_access()
         return self._dataset
 
     @dataset.setter

@@ -88,7 +88,7 @@ class PassPlan:
             num_samples, world_size=world_size, wanted=wanted, max_micro_batch_size=options.max_micro_batch_size
         )
 
-    def cut(
+    def split(
         self, update: range, *, rank: int, world_size: int, batch_size: int | None, options: ExactOptions
     ) -> Iterator[Contribution]:
         """Yield the contribution of ``rank`` to a global batch for each micro-step."""
@@ -396,7 +396,7 @@ class ExactBatches(Sampler[KeyedSamples]):
                 continue
             if left:
                 raise partial_update_error(skip)
-            for one in plan.cut(
+            for one in plan.split(
                 update,
                 rank=self.rank,
                 world_size=self.world_size,

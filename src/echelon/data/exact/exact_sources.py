@@ -159,7 +159,7 @@ class _UpdateSplitter:
         self.batch_size = batch_size
 
     def __call__(self, num_samples: int, plan: PassPlan) -> Iterator[Contribution]:
-        return plan.cut(
+        return plan.split(
             range(num_samples),
             rank=self.rank,
             world_size=self.world_size,

@@ -31,7 +31,7 @@ class WorkerDraws:
     def __init__(self, loader: DataLoader[Any], *, num_ahead: int) -> None:
         self.num_workers = loader.num_workers
         self._in_worker = _InWorker(loader.collate_fn, loader.worker_init_fn)
-        self._begun_at = 0
+        self._first_batch = 0
         # (number of batches, worker states after them) of all rounds whose batches may not have been yielded yet.
         self._rounds: deque[tuple[int, tuple[Any, ...] | None]] = deque(maxlen=num_ahead // self.num_workers + 2)
         self._loaded: dict[str, Any] | None = None
@@ -50,7 +50,7 @@ class WorkerDraws:
     def state(self, num_given: int) -> dict[str, Any]:
         """Return the state from which the batch after ``num_given`` can be read again."""
         states = next((states for count, states in reversed(self._rounds) if count <= num_given), None)
-        return {"num_workers": self.num_workers, "begun_at": self._begun_at, "states": states}
+        return {"num_workers": self.num_workers, "begun_at": self._first_batch, "states": states}
 
     def load(self, state: dict[str, Any]) -> None:
         """Make the next pass draw from ``state``."""
@@ -65,9 +65,9 @@ class WorkerDraws:
     def begin(self, skip: int) -> int:
         """Start a pass at batch ``skip``; return how many batches before it must be read again."""
         loaded, self._loaded = self._loaded, None
-        self._begun_at = skip if loaded is None else loaded["begun_at"]
+        self._first_batch = skip if loaded is None else loaded["begun_at"]
         self._in_worker.states = states = None if loaded is None else loaded["states"]
-        given = skip - self._begun_at
+        given = skip - self._first_batch
         num_again = given if states is None else given % self.num_workers
         self._rounds.clear()
         self._rounds.append((skip - num_again, states))

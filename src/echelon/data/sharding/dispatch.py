@@ -93,11 +93,11 @@ def dispatch(
     Returns:
         Whether other ranks have a last batch of which this rank has no samples.
     """
-    cut = slice_fn or slice_batch
+    slice_samples = slice_fn or slice_batch
     few: Any = None  # the first samples
     for batch, count, is_last in batches:
         if few is None:
-            few = cut(batch, slice(0, world_size), process_index=rank, num_processes=world_size)
+            few = slice_samples(batch, slice(0, world_size), process_index=rank, num_processes=world_size)
         share, extra = divmod(count, world_size)
         # Every rank makes every step except the last one, which a rank without samples does not make.
         if extra and (even or (share == 0 and not is_last)):
@@ -108,7 +108,7 @@ def dispatch(
             sizes = real = [share + (r < extra) for r in range(world_size)]
         start = sum(sizes[:rank])
         if sizes[rank]:
-            part = cut(batch, slice(start, start + sizes[rank]), process_index=rank, num_processes=world_size)
+            part = slice_samples(batch, slice(start, start + sizes[rank]), process_index=rank, num_processes=world_size)
             yield part, LastStep(sizes, real) if extra else None
         if is_last:
             return sizes[rank] == 0

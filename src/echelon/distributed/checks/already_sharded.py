@@ -150,22 +150,22 @@ def num_repeated(loader: DataLoader[Any]) -> int:
     return 0
 
 
-def check_shards(cuts: list[ExistingSharding], *, world_size: int, line: UserLine) -> bool:
+def check_shards(shardings: list[ExistingSharding], *, world_size: int, line: UserLine) -> bool:
     """Return whether the ranks hold shards of one dataset; False if each rank holds all of it.
 
     Args:
-        cuts: the sharding of each rank, in rank order, so that all ranks raise; without a process group, of this process.
+        shardings: the sharding of each rank, in rank order, so that all ranks raise; without a process group, of this process.
         world_size: the expected number of shards.
         line: the line that passed the loader to echelon.
 
     Raises:
         UsageError: the number of shards is not ``world_size``, or two ranks have the same shard.
     """
-    numbers, shards = {cut.num_shards for cut in cuts}, [cut.shard for cut in cuts]
+    numbers, shards = {sharding.num_shards for sharding in shardings}, [sharding.shard for sharding in shardings]
     if numbers == {-1}:
         return True
-    what = cuts[0].what
-    if numbers == {1} and world_size > 1 and cuts[0].place == "sampler":
+    what = shardings[0].what
+    if numbers == {1} and world_size > 1 and shardings[0].place == "sampler":
         warn(
             f"{what} was created for one process, but there are {world_size}, and each would read all samples. echelon shards "
             "the loader instead, so that each sample is used once. To keep the sampler's sharding, create it after "
@@ -174,7 +174,7 @@ def check_shards(cuts: list[ExistingSharding], *, world_size: int, line: UserLin
         )
         return False
     if numbers != {world_size}:
-        named = ", ".join(f"rank {rank}: {cut.num_shards}" for rank, cut in enumerate(cuts))
+        named = ", ".join(f"rank {rank}: {sharding.num_shards}" for rank, sharding in enumerate(shardings))
         raise UsageError(
             f"the loader is sharded by {what} for a different number of processes (world_size: {world_size}, number of shards: "
             f"{named if len(numbers) > 1 else numbers.pop()})",
@@ -199,7 +199,7 @@ def _sharding_of_dataset(dataset: Any) -> ExistingSharding | None:
     is_iterable = isinstance(dataset, IterableDataset)
     name = type(dataset).__name__
     parts = list(_objects_read_by(dataset))
-    by_library = next((cut for cut in map(_sharding_by_library, parts) if cut is not None), None)
+    by_library = next((sharding for sharding in map(_sharding_by_library, parts) if sharding is not None), None)
     if by_library is not None:
         return by_library
     for found in parts:

@@ -57,7 +57,7 @@ class LoaderFacts:
     drop_last: bool
     token: int
     """Random number; rank zero's identifies the loader."""
-    cut: ExistingSharding | None
+    sharding: ExistingSharding | None
     columns: dict[str, ColumnFingerprint]
     seed: int
     """``torch.initial_seed()``."""
@@ -67,7 +67,7 @@ class LoaderFacts:
 class LoaderAgreement:
     """Facts about a loader that all ranks agree on when it is prepared."""
 
-    cut: ExistingSharding | None
+    sharding: ExistingSharding | None
     """Existing sharding of this rank; None: echelon shards the loader."""
     parts: list[LoaderFacts]
     """Facts indexed by ``part``; those of this rank alone if the other ranks do not take part."""
@@ -118,13 +118,13 @@ def agree_on_loader(
     parts = [everybody[rank] for rank in processes] if is_whole else [mine]
     me = everybody.index(mine)
     considered = [everybody[0]] if dispatches else parts
-    cut = _existing_sharding(
+    sharding = _existing_sharding(
         considered, mine, world=world, dispatches=dispatches, already_sharded=already_sharded, line=line
     )
     if world.world_size > 1 and not dispatches:
-        cut = _compare_data(parts, cut, already_sharded=already_sharded, is_exact=is_exact, line=line)
+        sharding = _compare_data(parts, sharding, already_sharded=already_sharded, is_exact=is_exact, line=line)
     return LoaderAgreement(
-        cut=cut,
+        sharding=sharding,
         parts=parts,
         processes=processes if is_whole else [],
         reads_alone=is_whole and processes[mine.part] == me,
@@ -136,9 +136,9 @@ def gather_loader_facts(
     loader: DataLoader[Any], *, rank: int, world_size: int, batches: Any, already_sharded: bool | None
 ) -> tuple[LoaderFacts, list[LoaderFacts]]:
     """Return the facts of this rank's loader, and those of all ranks. Arguments: see ``agree_on_loader``. Collective."""
-    cut = None if already_sharded is False else find_existing_sharding(loader)
-    if cut is None and already_sharded:
-        cut = ExistingSharding(what="its user (already_sharded=True)", place="user")
+    sharding = None if already_sharded is False else find_existing_sharding(loader)
+    if sharding is None and already_sharded:
+        sharding = ExistingSharding(what="its user (already_sharded=True)", place="user")
     dataset = loader.dataset
     is_plain = type(batches) is BatchSampler
     size = getattr(batches, "batch_size", None)
@@ -152,7 +152,7 @@ def gather_loader_facts(
         num_repeated=num_repeated(loader),
         drop_last=bool(getattr(batches, "drop_last", loader.drop_last)),
         token=secrets.randbits(62),
-        cut=cut,
+        sharding=sharding,
         columns=column_fingerprints(dataset) if world_size > 1 else {},
         seed=torch.initial_seed(),
     )
@@ -170,27 +170,27 @@ def _existing_sharding(
     already_sharded: bool | None,
     line: UserLine,
 ) -> ExistingSharding | None:
-    found = [facts.cut for facts in parts if facts.cut is not None]
+    found = [facts.sharding for facts in parts if facts.sharding is not None]
     if not found:
         return None
     if len(found) < len(parts):
-        with_cut = ", ".join(f"rank {facts.part}" for facts in parts if facts.cut is not None)
+        sharded_on = ", ".join(f"rank {facts.part}" for facts in parts if facts.sharding is not None)
         raise DesyncError(
-            f"the loader is already sharded by {found[0].what}, but only on {with_cut}",
+            f"the loader is already sharded by {found[0].what}, but only on {sharded_on}",
             where=str(line),
             do="build the same kind of loader on every rank",
         )
     if world.world_size > 1 and dispatches:  # the other ranks' loaders are never read
         return None if found[0].num_shards == 1 else found[0]
     if found[0].place == "dataset" and not parts[0].is_iterable and already_sharded is None:
-        return None if world.world_size == 1 else mine.cut  # _compare_data decides
-    is_cut = check_shards(found, world_size=world.world_size, line=line)
-    return mine.cut if is_cut and world.world_size > 1 else None
+        return None if world.world_size == 1 else mine.sharding  # _compare_data decides
+    is_sharded = check_shards(found, world_size=world.world_size, line=line)
+    return mine.sharding if is_sharded and world.world_size > 1 else None
 
 
 def _compare_data(
     parts: list[LoaderFacts],
-    cut: ExistingSharding | None,
+    sharding: ExistingSharding | None,
     *,
     already_sharded: bool | None,
     is_exact: bool,
@@ -199,30 +199,30 @@ def _compare_data(
     """Return the existing sharding, after comparing the contents of the ranks' datasets."""
     first, *others = parts
     is_indexed = not any(facts.is_iterable for facts in parts)
-    shards_itself = cut is not None and cut.place in ("dataset", "user")
+    shards_itself = sharding is not None and sharding.place in ("dataset", "user")
     have_columns = bool(first.columns) and all(facts.kind == first.kind for facts in others)
     differ = have_columns and all(are_of_different_data(first.columns, facts.columns) for facts in others)
     lengths = [facts.num_samples for facts in parts]
     is_table = are_table_shards([facts.columns for facts in parts], lengths)
-    if cut is None and is_indexed and is_table and already_sharded is None:
+    if sharding is None and is_indexed and is_table and already_sharded is None:
         return ExistingSharding(what=f"its dataset ({first.kind} with different rows on each rank)", place="dataset")
-    if cut is not None and is_indexed and cut.place == "dataset" and already_sharded is None:
+    if sharding is not None and is_indexed and sharding.place == "dataset" and already_sharded is None:
         if differ:
-            found = [facts.cut for facts in parts if facts.cut is not None]
-            return cut if check_shards(found, world_size=len(parts), line=line) else None
+            found = [facts.sharding for facts in parts if facts.sharding is not None]
+            return sharding if check_shards(found, world_size=len(parts), line=line) else None
         if not have_columns:
             warn(
-                f"{cut.what} knows its rank and the number of ranks, and echelon cannot detect whether it holds a shard or all "
+                f"{sharding.what} knows its rank and the number of ranks, and echelon cannot detect whether it holds a shard or all "
                 "of the data. echelon shards it, which loses samples if each rank already has its own shard. Set "
                 "already_sharded=True if so, and already_sharded=False otherwise",
                 at=line,
             )
         return None
     if shards_itself:
-        return cut
+        return sharding
     if is_indexed:
         _require_equal(lengths, "dataset has", do=_BOTH_WAYS)
-        if cut is None:
+        if sharding is None:
             _require_equal(
                 [facts.batch_size for facts in parts],
                 "batch size is",
@@ -232,7 +232,7 @@ def _compare_data(
     certain = differ and all(are_shards(first.columns, facts.columns, same_seeds=same_seeds) for facts in others)
     if certain or (differ and is_exact):
         _report_different_data(first.kind, is_exact=is_exact, line=line)
-    return cut
+    return sharding
 
 
 def _require_equal(numbers: list[int], what: str, *, do: str) -> None:
@@ -261,15 +261,15 @@ def _report_different_data(kind: str, *, is_exact: bool, line: UserLine) -> None
 
 def _decode(text: bytes) -> LoaderFacts:
     plain = json.loads(text)
-    plain["cut"] = None if plain["cut"] is None else ExistingSharding(**plain["cut"])
+    plain["sharding"] = None if plain["sharding"] is None else ExistingSharding(**plain["sharding"])
     plain["columns"] = {name: ColumnFingerprint(**column) for name, column in plain["columns"].items()}
     return LoaderFacts(**plain)
 
 
-def sharding_conflict(cut: ExistingSharding, *, mode: str, line: UserLine) -> UsageError:
+def sharding_conflict(sharding: ExistingSharding, *, mode: str, line: UserLine) -> UsageError:
     """Return the error for an already sharded loader in a mode that cannot use one."""
     return UsageError(
-        f"the loader is already sharded by {cut.what}, and {mode}",
+        f"the loader is already sharded by {sharding.what}, and {mode}",
         where=str(line),
         do="remove that sharding, so that echelon shards the loader (DataLoader(dataset, shuffle=True), or the whole stream), "
         "or keep it and remove this setting",

@@ -21,7 +21,7 @@ class DatasetLength:
     def __init__(self) -> None:
         self.line: UserLine | None = None
 
-    def note_access(self) -> None:
+    def record_access(self) -> None:
         """Record that the caller's caller reads ``loader.dataset``, unless that is library code such as DataLoader."""
         if is_library(sys._getframe(2).f_code.co_filename):
             return
