@@ -209,7 +209,7 @@ def test_a_dataset_in_shards_gives_each_rank_its_own() -> None:
 
 def test_a_rank_without_any_sample_is_named() -> None:
     for text in errors_on_ranks(UsageError, _read_shards, [[0, 1], []]):
-        assert "rank 1 has no samples at all in its shards" in text
+        assert "rank 1 has no samples in its shards" in text
 
 
 # ---- dispatched --------------------------------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ def _read_broken(batch_size: int) -> str:
 def test_an_error_on_rank_zero_reaches_all_ranks() -> None:
     first, second = run_on_ranks(_read_broken, 1)
     assert first.startswith("RuntimeError: the disk is gone")
-    assert "rank zero could not read the next batch: RuntimeError: the disk is gone" in second
+    assert "rank zero failed to read the next batch: RuntimeError: the disk is gone" in second
     assert second.startswith("DesyncError")
 
 
