@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from echelon.base import environ
 from echelon.base.errors import ConfigError
-from echelon.base.logging import Adapter, is_speaker
+from echelon.base.logging import Adapter, is_logging_rank
 from echelon.base.rank import known_rank
 from echelon.distributed import control
 
@@ -56,7 +56,7 @@ class MultiProcessAdapter(Adapter):
                 if rank == dist.get_rank():
                     self.logger.log(level, msg, *args, **kwargs)
                 control.barrier()
-        elif in_order or not main_process_only or is_speaker():
+        elif in_order or not main_process_only or is_logging_rank():
             self.logger.log(level, msg, *args, **kwargs)
 
     def warning_once(self, msg: Any, *args: Any, **kwargs: Any) -> None:

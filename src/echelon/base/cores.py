@@ -27,7 +27,7 @@ def usable_cores(root: Path = Path("/")) -> int:
         root: root of the file system.
     """
     # os.cpu_count() considers neither: in a container with 2 cores on a machine with 64 it returns 64.
-    return max(1, min([len(_allowed()), *_quotas(root)]))
+    return max(1, min([len(_affinity_mask()), *_quotas(root)]))
 
 
 def bind(cores: frozenset[int]) -> None:
@@ -45,7 +45,7 @@ def bind(cores: frozenset[int]) -> None:
 
 def cores_of_node(node: int, root: Path = Path("/")) -> frozenset[int]:
     """Return the cores of a NUMA node that this process may use; empty if there are none or they are unknown."""
-    return _allowed() & _listed(root / _NODES / f"node{node}/cpulist")
+    return _affinity_mask() & _read_core_list(root / _NODES / f"node{node}/cpulist")
 
 
 def share_of(local_rank: int, local_world_size: int, root: Path = Path("/")) -> frozenset[int]:
@@ -53,22 +53,26 @@ def share_of(local_rank: int, local_world_size: int, root: Path = Path("/")) -> 
 
     Each process gets adjacent cores with their hyperthreads, on one NUMA node if possible.
     """
-    nodes = {core: int(path.parent.name[4:]) for path in root.glob(f"{_NODES}/node*/cpulist") for core in _listed(path)}
+    nodes = {
+        core: int(path.parent.name[4:])
+        for path in root.glob(f"{_NODES}/node*/cpulist")
+        for core in _read_core_list(path)
+    }
 
     def place(core: int) -> tuple[int, int, int]:
-        siblings = _listed(root / _CORES / f"cpu{core}/topology/thread_siblings_list")
+        siblings = _read_core_list(root / _CORES / f"cpu{core}/topology/thread_siblings_list")
         return nodes.get(core, 0), min(siblings, default=core), core
 
-    cores = sorted(_allowed(), key=place)
+    cores = sorted(_affinity_mask(), key=place)
     begin = local_rank * len(cores) // local_world_size
     return frozenset(cores[begin : max(begin + 1, (local_rank + 1) * len(cores) // local_world_size)])
 
 
-def _allowed() -> frozenset[int]:
+def _affinity_mask() -> frozenset[int]:
     return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
 
-def _listed(path: Path) -> frozenset[int]:
+def _read_core_list(path: Path) -> frozenset[int]:
     """Read a list in the kernel's format: ``0-3,8``."""
     try:
         parts = [part.split("-") for part in path.read_text(encoding="ascii").strip().split(",") if part]

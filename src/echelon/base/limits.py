@@ -28,12 +28,12 @@ def room_for_memory(root: Path = Path("/")) -> Room | None:
     Args:
         root: root of the file system.
     """
-    return _least([*_memory_of_machine(root), *_memory_of_groups(root)])
+    return _smallest([*_memory_of_machine(root), *_memory_of_groups(root)])
 
 
 def room_for_tasks(root: Path = Path("/")) -> Room | None:
     """Return how many processes and threads this user can start; None if there is no known limit."""
-    return _least([*_tasks_of_groups(root), *_tasks_of_user(root)])
+    return _smallest([*_tasks_of_groups(root), *_tasks_of_user(root)])
 
 
 def room_for_files() -> Room | None:
@@ -48,7 +48,7 @@ def room_for_files() -> Room | None:
     return Room(left=limit, source=f"ulimit -n is {limit}")
 
 
-def _least(rooms: list[Room]) -> Room | None:
+def _smallest(rooms: list[Room]) -> Room | None:
     return min(rooms, key=lambda room: room.left, default=None)
 
 

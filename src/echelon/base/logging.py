@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.base.rank import known_rank
 
-__all__ = ["Adapter", "RankLogger", "get_logger", "is_speaker"]
+__all__ = ["Adapter", "RankLogger", "get_logger", "is_logging_rank"]
 
 if TYPE_CHECKING:
     Adapter = logging.LoggerAdapter[logging.Logger]
@@ -23,7 +23,7 @@ class RankLogger(Adapter):
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
         """Log ``msg % args`` at ``level``; all other methods call this one."""
         all_ranks = bool(kwargs.pop("all_ranks", False))
-        if not self.isEnabledFor(level) or not (all_ranks or is_speaker()):
+        if not self.isEnabledFor(level) or not (all_ranks or is_logging_rank()):
             return
         kwargs["stacklevel"] = _frames_to(kwargs.get("stacklevel", 1))
         # super().log() would add a frame of the logging module, which Python 3.10 counts.
@@ -39,7 +39,7 @@ def get_logger(name: str, extra: Mapping[str, object] | None = None) -> RankLogg
     return RankLogger(logging.getLogger(name), dict(extra or {}))
 
 
-def is_speaker() -> bool:
+def is_logging_rank() -> bool:
     """Return whether this process logs, because it is rank zero or its rank is unknown."""
     return known_rank() in (None, 0)
 

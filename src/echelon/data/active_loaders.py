@@ -31,7 +31,7 @@ class LoaderOptions:
     even_batches: bool = True
     """Fill the last step with the first samples, so that every rank makes the same number of steps."""
     use_seedable_sampler: bool = False
-    """Shuffle by (seed, epoch) instead of by the loader's generator."""
+    """Derive the shuffled order from (seed, epoch) instead of the loader's generator."""
     data_seed: int | None = None
     """Seed of the seedable sampler; None: the run's seed."""
     non_blocking: bool = False

@@ -193,7 +193,7 @@ class PassPosition(ABC):
         if self.loaded is None:
             self.loaded, self._resume = current, self._resume or self._state
         if self.loaded is not None and self.loaded["is_within"]:
-            self._require_same_meaning(self.loaded)
+            self._require_compatible(self.loaded)
             self._resume_at(self.loaded)
         self.resumes = self.loaded is not None
 
@@ -201,7 +201,7 @@ class PassPosition(ABC):
     def _resume_at(self, record: dict[str, Any]) -> None:
         """Restore the position of ``record``, which is within a pass."""
 
-    def _require_same_meaning(self, record: dict[str, Any]) -> None:
+    def _require_compatible(self, record: dict[str, Any]) -> None:
         num_saved = record["world_size"]
         if record["is_exact"] is not self.is_exact:
             raise CheckpointError(

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from echelon.base.optional import require
 
-__all__ = ["like", "stateful_loader"]
+__all__ = ["copy_loader", "stateful_loader"]
 
 _KEPT = (
     "collate_fn",
@@ -26,7 +26,7 @@ _KEPT = (
 )
 
 
-def like(loader: DataLoader[Any], dataset: Any, *, kind: Any, **choices: Any) -> Any:
+def copy_loader(loader: DataLoader[Any], dataset: Any, *, kind: Any, **choices: Any) -> Any:
     """Return a loader over ``dataset`` with the other options of ``loader``.
 
     Args:

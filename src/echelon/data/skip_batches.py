@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from echelon.base.protocols import SupportsSetEpoch
-from echelon.data.rebuild_loader import like
+from echelon.data.rebuild_loader import copy_loader
 
 __all__ = ["SkipBatchSampler", "SkipDataLoader", "skip_in_plain_loader"]
 
@@ -71,7 +71,7 @@ class SkipDataLoader(DataLoader[Any]):
 def skip_in_plain_loader(loader: DataLoader[Any], num_batches: int) -> DataLoader[Any]:
     """Return a copy of ``loader`` that skips its first ``num_batches`` batches."""
     if isinstance(loader.dataset, IterableDataset):
-        return like(  # type: ignore[no-any-return]
+        return copy_loader(  # type: ignore[no-any-return]
             loader,
             loader.dataset,
             kind=SkipDataLoader,
@@ -81,9 +81,9 @@ def skip_in_plain_loader(loader: DataLoader[Any], num_batches: int) -> DataLoade
         )
     if loader.batch_sampler is None:  # batch_size=None: the dataset is indexed with the sampler's items
         items = SkipBatchSampler(loader.sampler, num_batches)
-        return like(loader, loader.dataset, kind=DataLoader, sampler=items, batch_size=None)  # type: ignore[no-any-return]
+        return copy_loader(loader, loader.dataset, kind=DataLoader, sampler=items, batch_size=None)  # type: ignore[no-any-return]
     skipping = SkipBatchSampler(loader.batch_sampler, num_batches)
-    skipped: DataLoader[Any] = like(loader, loader.dataset, kind=DataLoader, batch_sampler=skipping)
+    skipped: DataLoader[Any] = copy_loader(loader, loader.dataset, kind=DataLoader, batch_sampler=skipping)
     # A DataLoader with a batch sampler has neither attribute, but scripts read them.
     skipped.__dict__.update(batch_size=loader.batch_size, drop_last=loader.drop_last)
     return skipped

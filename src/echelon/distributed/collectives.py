@@ -50,7 +50,7 @@ def gather(data: Any, *, mesh: DeviceMesh | None = None) -> Any:
     """
     group = _group(mesh)
     _refuse_objects("gather", data)
-    if _alone(group):
+    if _is_single_rank(group):
         return map_tensors(lambda tensor: tensor.detach().reshape(-1) if tensor.dim() == 0 else tensor.detach(), data)
     check_same("gather", describe(data), group=group)
     return map_tensors(lambda tensor: _gather_tensor(tensor, group), data)
@@ -67,7 +67,7 @@ def gather_object(data: Any, *, mesh: DeviceMesh | None = None) -> list[Any]:
     """
     group = _group(mesh)
     objects: list[Any] = [data]
-    if not _alone(group):
+    if not _is_single_rank(group):
         objects = [None] * dist.get_world_size(group)
         dist.all_gather_object(objects, data, group=group)
     sequences = [isinstance(item, (list, tuple)) for item in objects]
@@ -114,7 +114,7 @@ def reduce(
     if reduction == "none":
         return data
     _refuse_objects("reduce", data)
-    if not _alone(group):
+    if not _is_single_rank(group):
         check_same(f"reduce({reduction})", describe(data), group=group)
     divisor = dist.get_world_size(group) if reduction == "mean" and dist.is_initialized() else 1
     integers_stay = reduction != "mean" and scale == 1.0
@@ -151,7 +151,7 @@ def broadcast(data: Any, from_process: int = 0, *, mesh: DeviceMesh | None = Non
     group = _group(mesh)
     _refuse_objects("broadcast", data)
     _check_member(from_process, group)
-    if _alone(group):
+    if _is_single_rank(group):
         return data
     check_same(f"broadcast(from_process={from_process})", describe(data), group=group)
     return map_tensors(lambda tensor: _broadcast_tensor(tensor, from_process, group), data)
@@ -169,7 +169,7 @@ def broadcast_object_list(objects: list[Any], from_process: int = 0, *, mesh: De
     """
     group = _group(mesh)
     _check_member(from_process, group)
-    if not _alone(group):
+    if not _is_single_rank(group):
         check_same(f"broadcast_object_list(from_process={from_process})", f"list of {len(objects)}", group=group)
         dist.broadcast_object_list(objects, src=from_process, group=group)
     return objects
@@ -195,7 +195,7 @@ def pad_across_processes(
     """
     group = _group(mesh)
     _refuse_objects("pad_across_processes", data)
-    if _alone(group):
+    if _is_single_rank(group):
         return data
     ranks_and_dtypes = map_tensors(lambda tensor: f"{tensor.dtype} of {tensor.dim()} dimensions", data)
     check_same("pad_across_processes", repr(ranks_and_dtypes), group=group)
@@ -217,7 +217,7 @@ def _group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     return None if mesh is None else mesh.get_group()
 
 
-def _alone(group: dist.ProcessGroup | None) -> bool:
+def _is_single_rank(group: dist.ProcessGroup | None) -> bool:
     return not dist.is_initialized() or dist.get_world_size(group) == 1
 
 
@@ -257,7 +257,7 @@ def _reduce_tensor(
 ) -> torch.Tensor:
     if op == dist.ReduceOp.MAX and tensor.is_complex():
         raise UsageError("complex numbers have no maximum", do="reduce their absolute values, tensor.abs()")
-    alone = _alone(group)
+    alone = _is_single_rank(group)
     wire = tensor.device if alone else wire_device(tensor.device, group)
     wide = tensor.detach().to(wire).to(_sum_dtype(tensor.dtype)).clone(memory_format=torch.contiguous_format)
     if not alone and wide.numel() > 0:

@@ -167,7 +167,7 @@ class _BarrierCall:
                 else:
                     self._responder.set(f"ask/{rank}", "")
         if elsewhere:
-            raise self._refuse(elsewhere, advice, unaware)
+            raise self._report_absent_ranks(elsewhere, advice, unaware)
         return late
 
     def _read(self, key: str) -> str | None:
@@ -183,7 +183,9 @@ class _BarrierCall:
         own = count_collectives({key: groups[key] for key in started if key in groups})
         return any(started[key] > number for key, number in own.items())
 
-    def _refuse(self, elsewhere: Mapping[int, str], advice: Sequence[str], unaware: Sequence[int]) -> DesyncError:
+    def _report_absent_ranks(
+        self, elsewhere: Mapping[int, str], advice: Sequence[str], unaware: Sequence[int]
+    ) -> DesyncError:
         """Notify the other ranks and return the error."""
         found = {self._rank: f"{self._operation} at {self._call_site}", **elsewhere}
         listing = "".join(f"\n    rank {rank}: {text}" for rank, text in sorted(found.items())[:_NUM_LISTED])

@@ -51,7 +51,7 @@ def gather(tensor: Any) -> Any:
         DesyncError: shapes, dtypes or structures differ between ranks.
         UsageError: (also a TypeError) a leaf is not a tensor.
     """
-    if _alone():
+    if _is_single_rank():
         return tensor
     _refuse_objects("gather", tensor)
     return collectives.gather(tensor)
@@ -67,7 +67,7 @@ def gather_object(object: Any) -> Any:
     Raises:
         DesyncError: some ranks pass a list and others do not.
     """
-    return object if _alone() else collectives.gather_object(object)
+    return object if _is_single_rank() else collectives.gather_object(object)
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
@@ -79,7 +79,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
         DesyncError: shapes, dtypes or structures differ between ranks.
         UsageError: (also a TypeError) a leaf is not a tensor.
     """
-    if _alone():
+    if _is_single_rank():
         return tensor
     _refuse_objects("broadcast", tensor)
     received = leaves(collectives.broadcast(tensor, from_process))
@@ -97,7 +97,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     Raises:
         DesyncError: the lists differ in length.
     """
-    return object_list if _alone() else collectives.broadcast_object_list(object_list, from_process)
+    return object_list if _is_single_rank() else collectives.broadcast_object_list(object_list, from_process)
 
 
 def reduce(tensor: Any, reduction: Literal["mean", "sum", "max", "none"] = "mean", scale: float = 1.0) -> Any:
@@ -145,7 +145,7 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
         DesyncError: no rank, or more than one, passes a tensor.
     """
     mine = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
-    offers: list[Any] = [mine] if _alone() else collectives.gather_object([mine])
+    offers: list[Any] = [mine] if _is_single_rank() else collectives.gather_object([mine])
     owners = [rank for rank, offer in enumerate(offers) if offer is not None]
     if len(owners) != 1:
         raise DesyncError(
@@ -154,7 +154,7 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
         )
     shape, dtype = offers[owners[0]]
     local = torch.zeros(shape, dtype=dtype, device=_device()) if tensor is None else tensor
-    copied: torch.Tensor = local.clone() if _alone() else collectives.broadcast(local, owners[0])
+    copied: torch.Tensor = local.clone() if _is_single_rank() else collectives.broadcast(local, owners[0])
     return copied
 
 
@@ -167,7 +167,7 @@ def verify_operation(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def verified(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not _alone() and is_debug():
+        if not _is_single_rank() and is_debug():
             data = kwargs["tensor"] if "tensor" in kwargs else args[0]
             check_same(f"{function.__module__}.{function.__name__}", describe(data), group=None)
         return function(*args, **kwargs)
@@ -193,13 +193,13 @@ def chained_operation(function: Callable[P, T]) -> Callable[P, T]:
     return chained
 
 
-def _alone() -> bool:
+def _is_single_rank() -> bool:
     return not dist.is_initialized() or dist.get_world_size() == 1
 
 
 def _device() -> torch.device:
     """Return the device for this rank's tensors: the accelerator if the backend serves it."""
-    if _alone() or dist.get_backend() == "gloo" or not torch.accelerator.is_available():
+    if _is_single_rank() or dist.get_backend() == "gloo" or not torch.accelerator.is_available():
         return torch.device("cpu")
     kind = torch.accelerator.current_accelerator()
     assert kind is not None

@@ -323,7 +323,7 @@ class ShardedLoader(DataLoader[T]):
         self._length = DatasetLength()
         super().__init__(
             loader.dataset,
-            **_choices_of_batches(loader, batch_sampler),
+            **_batching_options(loader, batch_sampler),
             num_workers=loader.num_workers,
             collate_fn=loader.collate_fn,
             pin_memory=loader.pin_memory,
@@ -373,10 +373,10 @@ class ShardedLoader(DataLoader[T]):
         batches = super().__iter__()
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return batches
-        return _watched(batches if first_pass is None else _compared(batches, first_pass), self._length)
+        return _track_pass(batches if first_pass is None else _compare_first_pass(batches, first_pass), self._length)
 
 
-def _choices_of_batches(loader: DataLoader[Any], batches: ShardedBatchSampler | PreshardedBatches) -> dict[str, Any]:
+def _batching_options(loader: DataLoader[Any], batches: ShardedBatchSampler | PreshardedBatches) -> dict[str, Any]:
     if isinstance(batches, ShardedBatchSampler):
         return {"batch_sampler": batches}
     if isinstance(loader.dataset, IterableDataset):
@@ -386,7 +386,7 @@ def _choices_of_batches(loader: DataLoader[Any], batches: ShardedBatchSampler | 
     return {"batch_sampler": batches}
 
 
-def _compared(batches: Iterator[T], first_pass: DuplicateSamplesCheck) -> Iterator[T]:
+def _compare_first_pass(batches: Iterator[T], first_pass: DuplicateSamplesCheck) -> Iterator[T]:
     """Yield ``batches`` and let ``first_pass`` compare them with those of the other ranks."""
     is_wanted = True
     for batch in batches:
@@ -396,7 +396,7 @@ def _compared(batches: Iterator[T], first_pass: DuplicateSamplesCheck) -> Iterat
         first_pass.end()
 
 
-def _watched(batches: Iterator[T], length: DatasetLength) -> Iterator[T]:
+def _track_pass(batches: Iterator[T], length: DatasetLength) -> Iterator[T]:
     """Yield ``batches``, and register the pass with the check for ungathered metrics."""
     since, is_first = None, True
     for batch in batches:

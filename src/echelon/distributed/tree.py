@@ -111,7 +111,7 @@ def rebuild_like(data: Any, items: Any) -> Any:
                 do="return a dict, a dataclass or a named tuple instead, or make its __init__ accept one dict",
             ) from error
     assert is_record(data), kind
-    made = _with_state(_bare(kind), data, {})
+    made = _with_state(_new_instance(kind), data, {})
     for name, value in items.items():
         object.__setattr__(made, name, value)  # works for frozen dataclasses, too
     return made
@@ -157,7 +157,7 @@ def _with_state(made: Any, data: Any, replaced: Mapping[int, tuple[Any, Any]]) -
     return made
 
 
-def _bare(kind: Any) -> Any:
+def _new_instance(kind: Any) -> Any:
     try:
         return object.__new__(kind)
     except TypeError:  # it inherits from a type defined in C, such as an exception

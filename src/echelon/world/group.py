@@ -63,7 +63,7 @@ def open_group(
                 world.backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout
             )
     except (dist.DistError, RuntimeError, ValueError) as error:
-        _forget_interface()
+        _unset_interface()
         # torch (2.7 to 2.13) counts failed attempts and uses the count in the keys of the next attempt, so a rank with one more
         # failure than the others could never join them again (test_setup.py: ..._the_ghosts_of_the_old_one).
         if not dist.is_initialized():
@@ -93,11 +93,11 @@ def close_group() -> None:
         group = dist.group.WORLD
         dist.destroy_process_group()
         _Closed.last = group if sys.getrefcount(group) > 2 else None  # without other references, its files close now
-    _forget_meshes()
-    _forget_interface()
+    _clear_mesh_caches()
+    _unset_interface()
 
 
-def _forget_meshes() -> None:
+def _clear_mesh_caches() -> None:
     """Clear torch's sharding caches, whose keys are equal for a mesh of the next group.
 
     Their entries refer to ranks and groups of the destroyed group.
@@ -127,7 +127,7 @@ def _is_one_machine(world: World, environment: LaunchEnvironment, init_method: s
     return environment.master_addr is not None and _is_loopback(environment.master_addr)
 
 
-def _forget_interface() -> None:
+def _unset_interface() -> None:
     if environ.get(_OURS) is not None:
         environ.write({_INTERFACE: None, _OURS: None})
 

@@ -24,7 +24,7 @@ from echelon.data.exact.global_batch_slices import (
     Contribution,
     canonical_contributions,
     contributions,
-    joined,
+    join_small_batches,
     num_micro_steps,
 )
 from echelon.data.exact.permutation import ExplicitPermutation, FeistelPermutation, Permutation
@@ -412,7 +412,7 @@ class ExactBatches(Sampler[KeyedSamples]):
         batches = self.order.batches(epoch, start)
         if plan.trains or not self.order.may_join:
             return batches
-        return joined(batches, _join, smallest=self.smallest, size=lambda batch: len(batch[0]))
+        return join_small_batches(batches, _join, smallest=self.smallest, size=lambda batch: len(batch[0]))
 
 
 def _join(batch: tuple[range, Sequence[int]], following: tuple[range, Sequence[int]]) -> tuple[range, Sequence[int]]:

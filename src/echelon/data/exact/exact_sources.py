@@ -24,8 +24,8 @@ from echelon.base.protocols import SupportsSetEpoch, SupportsStateDict
 from echelon.data.batch import slice_batch
 from echelon.data.data_facts import DataFacts, known_length
 from echelon.data.exact.exact_batches import ExactBatches, ExactOptions, PassPlan, make_order, partial_update_error
-from echelon.data.exact.global_batch_slices import Contribution, joined
-from echelon.data.rebuild_loader import like
+from echelon.data.exact.global_batch_slices import Contribution, join_small_batches
+from echelon.data.rebuild_loader import copy_loader
 from echelon.data.rng.per_sample_rng import OF_COLLATE, OF_WORKERS, KeyedCollate, KeyedDataset, draws_of, key_of
 from echelon.data.sharding.batch_source import BatchSource, Steps, batches_of, length_at_rank_zero, with_batches
 from echelon.data.sharding.dispatch import SliceFn, global_batches
@@ -216,7 +216,7 @@ class _RankStream(IterableDataset[Any]):
             self.dataset.set_epoch(epoch)
         updates = self._updates(epoch, 0 if info is None else info.id, position)
         if not plan.trains:
-            updates = joined(updates, _join, smallest=self.smallest, size=lambda update: len(update[0]))
+            updates = join_small_batches(updates, _join, smallest=self.smallest, size=lambda update: len(update[0]))
         columns: dict[str, ColumnFingerprint] | None = None
         for number, (samples, state, key) in enumerate(updates):
             columns = sample_fingerprints(samples) if number == 0 else None
@@ -279,7 +279,7 @@ class ExactStreamSource(ExactSource):
         self._saved: Any = None
         self._states: dict[int, Any] = {}
         self._generator_state: torch.Tensor | None = None
-        self.inner = like(
+        self.inner = copy_loader(
             loader,
             self._stream,
             kind=DataLoader,

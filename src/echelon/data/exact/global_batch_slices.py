@@ -11,9 +11,9 @@ __all__ = [
     "LastStep",
     "canonical_contributions",
     "contributions",
-    "joined",
+    "join_small_batches",
     "num_micro_steps",
-    "share",
+    "slice_range",
     "shards_of",
 ]
 
@@ -77,7 +77,7 @@ class Contribution:
         )
 
 
-def share(samples: range, *, num_parts: int, part: int) -> range:
+def slice_range(samples: range, *, num_parts: int, part: int) -> range:
     """Return slice ``part`` of ``samples`` split into ``num_parts``; the first slices are longer by one if it is uneven."""
     size, extra = divmod(len(samples), num_parts)
     start = samples.start + part * size + min(part, extra)
@@ -98,7 +98,9 @@ def num_micro_steps(num_samples: int, *, world_size: int, wanted: int, max_micro
     return min(max(wanted, needed), largest)
 
 
-def joined(batches: Iterator[T], join: Callable[[T, T], T], *, smallest: int, size: Callable[[T], int]) -> Iterator[T]:
+def join_small_batches(
+    batches: Iterator[T], join: Callable[[T, T], T], *, smallest: int, size: Callable[[T], int]
+) -> Iterator[T]:
     """Join adjacent ``batches`` until each has ``smallest`` samples; a short rest is joined to the previous batch."""
     whole: list[T] = []  # at most one batch, held back because a short rest may follow
     short: list[T] = []
@@ -131,12 +133,12 @@ def contributions(
     """
     for micro in range(num_micro):
         if by_rank:
-            mine = share(share(update, num_parts=world_size, part=rank), num_parts=num_micro, part=micro)
+            mine = slice_range(slice_range(update, num_parts=world_size, part=rank), num_parts=num_micro, part=micro)
             size, extra = divmod(len(update), world_size)  # the first `extra` ranks have one more sample
             counts = (_size(size + 1, num_micro, micro), _size(size, num_micro, micro))
         else:
-            piece = share(update, num_parts=num_micro, part=micro)
-            mine = share(piece, num_parts=world_size, part=rank)
+            piece = slice_range(update, num_parts=num_micro, part=micro)
+            mine = slice_range(piece, num_parts=world_size, part=rank)
             size, extra = divmod(len(piece), world_size)
             counts = (size + 1, size)
         step = None
@@ -182,7 +184,7 @@ def canonical_contributions(
     for micro in range(num_micro):
         real = [_size(len(update), num_shards, own[micro]) if micro < len(own) else 0 for own in owned]
         shard = owned[rank][micro] if micro < len(owned[rank]) else None
-        mine = range(0) if shard is None else share(update, num_parts=num_shards, part=shard)
+        mine = range(0) if shard is None else slice_range(update, num_parts=num_shards, part=shard)
         yield Contribution(
             samples=mine or update[:1],
             is_padding=not mine,

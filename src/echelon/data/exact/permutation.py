@@ -76,7 +76,7 @@ class ExplicitPermutation(Permutation):
         )
 
     def indices(self, positions: torch.Tensor | range) -> torch.Tensor:
-        return self._order[_inside(positions, len(self))].to(torch.int64)
+        return self._order[_checked(positions, len(self))].to(torch.int64)
 
 
 @final
@@ -106,14 +106,14 @@ class FeistelPermutation(Permutation):
         self._order = torch.from_numpy(_sorted_by_hash(n, self._keys[0])) if n <= _EXPLICIT_UP_TO else None
 
     def indices(self, positions: torch.Tensor | range) -> torch.Tensor:
-        inside = _inside(positions, len(self))
+        inside = _checked(positions, len(self))
         if self._order is not None:
             return self._order[inside].to(torch.int64)
-        words = _walk(inside.reshape(-1).numpy().astype(np.uint64), len(self), self._keys)
+        words = _permute(inside.reshape(-1).numpy().astype(np.uint64), len(self), self._keys)
         return torch.from_numpy(words.view(np.int64)).reshape(inside.shape)
 
 
-def _inside(positions: torch.Tensor | range, n: int) -> torch.Tensor:
+def _checked(positions: torch.Tensor | range, n: int) -> torch.Tensor:
     """Return ``positions`` as a tensor, after checking that they are in ``range(n)``."""
     if isinstance(positions, range):
         positions = torch.arange(len(positions)) * positions.step + positions.start
@@ -123,7 +123,7 @@ def _inside(positions: torch.Tensor | range, n: int) -> torch.Tensor:
     return positions
 
 
-def _walk(positions: _Words, n: int, keys: list[np.uint64]) -> _Words:
+def _permute(positions: _Words, n: int, keys: list[np.uint64]) -> _Words:
     """Encrypt ``positions`` until they are below ``n``; each cycle returns there, usually after one step."""
     rows = isqrt(n - 1) + 1
     columns = -(-n // rows)  # rows * columns - n < rows

@@ -82,11 +82,11 @@ class HostDraws:
     def take(self) -> None:
         """Record the current states before a batch (or a pass) is read."""
         if self.is_of_a_batch:
-            self._states = self._now(whole=False)
+            self._states = self._current_states(whole=False)
             if others := self._others.before():
                 self._states |= others
         else:
-            self._states = self._now(whole=True)
+            self._states = self._current_states(whole=True)
 
     def end_batch(self) -> None:
         """Update the detector after a batch was read."""
@@ -106,13 +106,13 @@ class HostDraws:
     @contextmanager
     def preserve(self) -> Iterator[None]:
         """Restore all states after the block."""
-        before = self._now(whole=True)
+        before = self._current_states(whole=True)
         try:
             yield
         finally:
             self._set(before)
 
-    def _now(self, *, whole: bool) -> dict[str, Any]:
+    def _current_states(self, *, whole: bool) -> dict[str, Any]:
         states = {"torch": torch.get_rng_state(), "generators": [g.get_state() for g in self._generators]}
         return states | other_states() if whole else states
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from echelon.base.warnings import warn
-from echelon.data.rebuild_loader import like
+from echelon.data.rebuild_loader import copy_loader
 from echelon.data.rng.host_rng import OtherDraws, other_states, set_other_states
 
 __all__ = ["WorkerDraws"]
@@ -45,7 +45,7 @@ class WorkerDraws:
             else {"batch_sampler": loader.batch_sampler}
         )
         chosen = {**batches, "collate_fn": inside.collate, "worker_init_fn": inside.begin}
-        return like(loader, loader.dataset, kind=DataLoader, **chosen)  # type: ignore[no-any-return]
+        return copy_loader(loader, loader.dataset, kind=DataLoader, **chosen)  # type: ignore[no-any-return]
 
     def state(self, num_given: int) -> dict[str, Any]:
         """Return the state from which the batch after ``num_given`` can be read again."""

@@ -17,7 +17,7 @@ from echelon.data.active_loaders import LoaderOptions
 from echelon.data.batch import require_divisible
 from echelon.data.data_facts import DataFacts, known_length
 from echelon.data.exact.global_batch_slices import Contribution, LastStep
-from echelon.data.rebuild_loader import like, stateful_loader
+from echelon.data.rebuild_loader import copy_loader, stateful_loader
 from echelon.data.rng.worker_rng import WorkerDraws
 from echelon.data.sharding.dispatch import SliceFn, dispatch, global_batches
 from echelon.data.sharding.order_check import OrderCheck
@@ -175,7 +175,7 @@ class PlainSource(BatchSource):
             self.order = SampleOrder(batches, seed=options.data_seed, seedable=seedable, alone=True)
             self.inner = with_batches(loader, self.order.batches, stateful=stateful)
         elif stateful:
-            self.inner = like(
+            self.inner = copy_loader(
                 loader, loader.dataset, kind=stateful_loader(), batch_size=loader.batch_size, drop_last=loader.drop_last
             )
         self.batch_size = _batch_size(loader, self.inner)
@@ -257,7 +257,7 @@ class StreamSource(BatchSource):
             split=options.split_batches,
         )
         self._rank = world.rank
-        self.inner = like(
+        self.inner = copy_loader(
             loader,
             self.stream,
             kind=stateful_loader() if saves_state(loader, options) else DataLoader,
@@ -296,7 +296,7 @@ class DatasetShardsSource(BatchSource):
     def __init__(self, loader: DataLoader[Any], *, world: World, options: LoaderOptions) -> None:
         self.even = options.even_batches
         self.drop_last = loader.drop_last
-        self.inner = like(
+        self.inner = copy_loader(
             loader,
             loader.dataset.shard(num_shards=world.world_size, index=world.rank),  # type: ignore[attr-defined]
             kind=stateful_loader() if saves_state(loader, options) else DataLoader,
@@ -418,8 +418,8 @@ def with_batches(
     kind = stateful_loader() if stateful else DataLoader
     dataset = loader.dataset if dataset is None else dataset
     if loader.batch_sampler is None:
-        return like(loader, dataset, kind=kind, sampler=batches, batch_size=None)  # type: ignore[no-any-return]
-    return like(loader, dataset, kind=kind, batch_sampler=batches)  # type: ignore[no-any-return]
+        return copy_loader(loader, dataset, kind=kind, sampler=batches, batch_size=None)  # type: ignore[no-any-return]
+    return copy_loader(loader, dataset, kind=kind, batch_sampler=batches)  # type: ignore[no-any-return]
 
 
 def _batch_size(loader: DataLoader[Any], inner: DataLoader[Any]) -> int | None:

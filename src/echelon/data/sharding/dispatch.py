@@ -101,7 +101,7 @@ def dispatch(
         share, extra = divmod(count, world_size)
         # Every rank makes every step except the last one, which a rank without samples does not make.
         if extra and (even or (share == 0 and not is_last)):
-            batch = _complete(batch, few, missing=world_size - extra)
+            batch = _fill_batch(batch, few, missing=world_size - extra)
             sizes = [share + 1] * world_size
             real = [min(max(count - r * sizes[r], 0), sizes[r]) for r in range(world_size)]
         else:
@@ -131,7 +131,7 @@ def _announcing_failure() -> Iterator[None]:
         raise
 
 
-def _complete(batch: Any, few: Any, *, missing: int) -> Any:
+def _fill_batch(batch: Any, few: Any, *, missing: int) -> Any:
     while (count := num_samples(few) or 0) < missing:
         few = join_batches([few, few]) if count else batch
     return join_batches([batch, slice_batch(few, slice(0, missing))])

@@ -21,7 +21,7 @@ class SampleOrder:
     Args:
         batches: the user's batch sampler.
         seed: seed of a seedable order; None: rank zero's torch seed.
-        seedable: shuffle by (seed, epoch) instead of with the sampler's generator.
+        seedable: derive the shuffled order from (seed, epoch) instead of the sampler's generator.
         alone: there is only one process, so nothing is exchanged.
         check: checks the first draw of a custom sampler.
     """

@@ -81,7 +81,7 @@ class RankBatchSampler(BatchSampler):
     def __len__(self) -> int:
         total = len(self.batches)
         if self.split_batches:
-            # If the last batch, whose size is unknown here, has fewer samples than ranks, the last ranks have one step less.
+            # If the last batch, whose size is unknown here, has fewer samples than ranks, the last ranks make one step fewer.
             return total
         whole, rest = divmod(total, self.num_processes)
         if rest == 0 or self.drop_last:

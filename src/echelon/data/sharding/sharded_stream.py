@@ -220,7 +220,7 @@ def read_own_shards(
         if not all_read:
             if batch is _NONE:
                 return False
-            yield batch, LastStep(_others_unknown(size), _others_unknown(size))
+            yield batch, LastStep(_sizes_of_this_rank(size), _sizes_of_this_rank(size))
             continue
         real, again = gather_counts(size, _size(first))
         if max(real) == 0 or (drop_last and min(real) == 0):
@@ -244,7 +244,7 @@ def _size(batch: Any) -> int:
     return 0 if batch is _NONE else (num_samples(batch) or 1)
 
 
-def _others_unknown(size: int) -> list[int]:
+def _sizes_of_this_rank(size: int) -> list[int]:
     """Return batch sizes that mark every other rank as ended."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     return [size if other == rank else 0 for other in range(world_size)]

@@ -41,7 +41,7 @@ def split_between_processes(
     start = rank * share + min(rank, extra)
     indices = list(range(start, start + share + (rank < extra)))
     missing = share + (extra > 0) - len(indices) if apply_padding and length else 0
-    yield _take(inputs, indices, missing, length, device if apply_padding else None)
+    yield _select_items(inputs, indices, missing, length, device if apply_padding else None)
 
 
 def _length(inputs: Any) -> int:
@@ -56,9 +56,9 @@ def _length(inputs: Any) -> int:
     return next(iter(lengths.values()), 0)
 
 
-def _take(inputs: Any, indices: list[int], missing: int, length: int, device: torch.device | None) -> Any:
+def _select_items(inputs: Any, indices: list[int], missing: int, length: int, device: torch.device | None) -> Any:
     if isinstance(inputs, Mapping):
-        parts = {key: _take(value, indices, missing, length, device) for key, value in inputs.items()}
+        parts = {key: _select_items(value, indices, missing, length, device) for key, value in inputs.items()}
         return rebuild_like(inputs, parts)
     padding = [length - 1] * missing
     if isinstance(inputs, (torch.Tensor, np.ndarray)):

@@ -68,7 +68,9 @@ def column_fingerprints(dataset: Any) -> dict[str, ColumnFingerprint]:
     num_samples = length_of(dataset)
     found: dict[str, ColumnFingerprint] = {}
     for name, column, length in _columns(dataset, num_samples, "", 0)[:_MAX_COLUMNS]:
-        fingerprint = _of_items([column(place) for place in _places(length)], is_drawn=name.endswith("indices"))
+        fingerprint = _fingerprint_items(
+            [column(place) for place in _places(length)], is_drawn=name.endswith("indices")
+        )
         if fingerprint is not None:
             found[name] = fingerprint
     return found
@@ -80,7 +82,7 @@ def sample_fingerprints(samples: Sequence[Any]) -> dict[str, ColumnFingerprint]:
     width = min((len(row) for row in rows), default=0)
     found = {}
     for number in range(min(width, _MAX_COLUMNS)):
-        fingerprint = _of_items([row[number] for row in rows])
+        fingerprint = _fingerprint_items([row[number] for row in rows])
         if fingerprint is not None:
             found[str(number)] = fingerprint
     return found
@@ -147,11 +149,11 @@ def row_fingerprints(batch: Any) -> np.ndarray[Any, np.dtype[np.uint64]] | None:
     for number, column in enumerate(_batch_columns(batch)):
         if found is not None and len(column) != len(found):
             continue
-        values = _of_rows(column) if isinstance(column, torch.Tensor) else _of_texts(column)
+        values = _hash_rows(column) if isinstance(column, torch.Tensor) else _hash_texts(column)
         if values is None:
             continue
-        values = _mixed(values + np.uint64(number))
-        found = values if found is None else _mixed(found ^ values)
+        values = _mix_bits(values + np.uint64(number))
+        found = values if found is None else _mix_bits(found ^ values)
     return found
 
 
@@ -247,7 +249,7 @@ def _places(length: int) -> list[int]:
 # ---- plain data ---------------------------------------------------------------------------------------------------------
 
 
-def _of_items(items: list[Any], *, is_drawn: bool = False) -> ColumnFingerprint | None:
+def _fingerprint_items(items: list[Any], *, is_drawn: bool = False) -> ColumnFingerprint | None:
     """Return the fingerprint of a column's items; None if there are none, or one is None or not plain data.
 
     Args:
@@ -312,7 +314,7 @@ def _batch_columns(batch: Any) -> list[Any]:
     return []
 
 
-def _of_rows(column: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint64]] | None:
+def _hash_rows(column: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint64]] | None:
     if column.numel() == 0 or type(column) is not torch.Tensor:
         return None
     rows = column.detach().reshape(len(column), -1)
@@ -323,14 +325,14 @@ def _of_rows(column: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint64]] | Non
     words = np.zeros((len(raw), -(-raw.shape[1] // 8) * 8), dtype=np.uint8)
     words[:, : raw.shape[1]] = raw
     numbers = words.view(np.uint64)
-    return _mixed((numbers * _WEIGHTS[: numbers.shape[1]]).sum(axis=1, dtype=np.uint64))
+    return _mix_bits((numbers * _WEIGHTS[: numbers.shape[1]]).sum(axis=1, dtype=np.uint64))
 
 
-def _of_texts(column: Sequence[Any]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+def _hash_texts(column: Sequence[Any]) -> np.ndarray[Any, np.dtype[np.uint64]]:
     return np.array([xxhash.xxh3_64_intdigest(repr(item).encode()) for item in column], dtype=np.uint64)
 
 
-def _mixed(values: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+def _mix_bits(values: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """Spread the bits of each value.
 
     Source: the finalizer of splitmix64 (Steele, Lea, Flood 2014).

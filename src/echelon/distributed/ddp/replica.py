@@ -221,7 +221,7 @@ class Replica:
                 p.grad is not None and id(p) not in were_trained for p in self.parameters
             )
             if self._is_compiled and self._passes.is_any:
-                self._distrust_compiled_passes(were_trained)
+                self._mark_compiled_passes_unreduced(were_trained)
             self._watch_gradients()
             for gone in [p for p in self._grad_hooks if id(p) not in is_there]:
                 self._grad_hooks.pop(gone).remove()
@@ -229,7 +229,7 @@ class Replica:
                 _rebuild_reducer(self.wrapper)
         self._structure.renew(module)
 
-    def _distrust_compiled_passes(self, were_trained: set[int]) -> None:
+    def _mark_compiled_passes_unreduced(self, were_trained: set[int]) -> None:
         """Mark gradients of compiled passes as unreduced: such passes do not check the parameters.
 
         Raises:

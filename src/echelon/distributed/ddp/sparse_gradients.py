@@ -52,12 +52,12 @@ def copy_sparse_gradients(model: nn.Module) -> None:
     """
     for _, parameter in sparse_parameters(model):
         hooks = parameter._backward_hooks
-        if hooks is None or _copied not in hooks.values():
-            parameter.register_hook(_copied)  # type: ignore[no-untyped-call]
+        if hooks is None or _clone_sparse not in hooks.values():
+            parameter.register_hook(_clone_sparse)  # type: ignore[no-untyped-call]
 
 
-def _copied(gradient: torch.Tensor) -> torch.Tensor:
+def _clone_sparse(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.clone() if gradient.is_sparse else gradient
 
 
-_copied.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch.save need not warn about it
+_clone_sparse.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch.save need not warn about it
