@@ -238,7 +238,6 @@ def _dtype(description: Any) -> np.dtype[Any]:
 
 
 def _pickle_without_columns(dataset: Any, columns: dict[int, _Column]) -> bytes:
-    """Pickle ``dataset`` with placeholders for its columns."""
     numbers = {identity: number for number, identity in enumerate(columns)}
 
     class _Pickler(pickle.Pickler):

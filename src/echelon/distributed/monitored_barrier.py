@@ -186,7 +186,6 @@ class _BarrierCall:
     def _report_absent_ranks(
         self, elsewhere: Mapping[int, str], advice: Sequence[str], unaware: Sequence[int]
     ) -> DesyncError:
-        """Notify the other ranks and return the error."""
         found = {self._rank: f"{self._operation} at {self._call_site}", **elsewhere}
         listing = "".join(f"\n    rank {rank}: {text}" for rank, text in sorted(found.items())[:_NUM_LISTED])
         if len(found) > _NUM_LISTED:

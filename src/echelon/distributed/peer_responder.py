@@ -123,7 +123,6 @@ class Watcher:
         return _FAST_PERIOD_S if time.monotonic() < self._polls_fast_until else _PERIOD_S
 
     def _answer(self, store: dist.Store) -> None:
-        """Answer a pending request, and log its message."""
         if self.on_call is not None and store.check(["call"]):
             self.on_call()
         request = f"ask/{self._rank}"

@@ -256,11 +256,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         self.epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
 
     def steps(self, num_samples: int | None = None) -> list[tuple[int, int]]:
-        """Return (start, size) of each global batch in the global order.
-
-        Args:
-            num_samples: length of the order; None: the length that the sampler declares.
-        """
+        """Return (start, size) of each global batch in an order of ``num_samples`` (None: the sampler's length)."""
         num_samples = self.num_samples if num_samples is None else num_samples
         whole = self.batch_size * self.world_size
         steps = [(start, min(whole, num_samples - start)) for start in range(0, num_samples, whole)]

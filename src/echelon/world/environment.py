@@ -59,13 +59,7 @@ def detect() -> LaunchEnvironment:
 
 
 def check_rank(rank: int, world_size: int, *, rank_from: str, world_size_from: str) -> None:
-    """Check that ``rank`` is in ``0 .. world_size - 1``.
-
-    Args:
-        rank: the rank.
-        world_size: the number of processes.
-        rank_from: origin of ``rank``, for the message.
-        world_size_from: origin of ``world_size``, for the message.
+    """Check that ``rank`` is in ``0 .. world_size - 1``; the message of the error has the origins of both values.
 
     Raises:
         ConfigError: ``world_size`` is below 1, or the rank is outside the world.

@@ -68,14 +68,7 @@ class PassPlan:
     def num_micro(
         self, num_samples: int, batch_size: int | None = None, *, world_size: int, options: ExactOptions
     ) -> int:
-        """Return the number of micro-steps of a global batch.
-
-        Args:
-            num_samples: size of the global batch.
-            batch_size: batch size of the user's loader; None: variable.
-            world_size: number of ranks.
-            options: the data options.
-        """
+        """Return the number of micro-steps of a global batch; ``batch_size`` is that of the loader (None: variable)."""
         wanted = self.num_micro_steps
         if options.canonical_shards is not None:
             return -(-options.canonical_shards // world_size)

@@ -148,7 +148,7 @@ def _encrypt(positions: _Words, rows: int, columns: int, keys: list[np.uint64]) 
 
 
 def _shift(words: _Words, hashes: _Words, size: np.uint64) -> None:
-    """Add to ``words`` modulo ``size`` the upper 40 bits of the hashes times size / 2**40, which needs no division."""
+    """Add the hashes, scaled to ``range(size)`` without a division, to ``words`` modulo ``size``."""
     hashes >>= np.uint64(24)
     hashes *= size
     hashes >>= np.uint64(40)

@@ -56,7 +56,6 @@ class UnshardedLoaderCheck:
             self.stop()
 
     def _publish_digest(self) -> None:
-        """Write a digest of the dataset that this rank reads."""
         read = [
             (loader, line)
             for iterator, reference, line in self._passes
@@ -124,7 +123,6 @@ def _describe_dataset(value: Any, depth: int = 0) -> Any:
 
 
 def _ends(value: Any) -> list[Any]:
-    """Return the first and the last items."""
     if not getattr(value, "shape", (1,)):  # a NumPy scalar
         return [value.item()]
     count = len(value)
