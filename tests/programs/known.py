@@ -50,7 +50,7 @@ _REFUSALS: list[_Refusal] = [
     _Refusal(
         "a stream without state cannot be entered in its middle",
         lambda p, at: p.data == "iterable" and p.saves is not None and at.parity != "off" and not p.replays,
-        "an iterable dataset without state cannot go there",
+        "an iterable dataset without state cannot seek",
     ),
     _Refusal(
         "bitwise sums are dense",
@@ -101,7 +101,7 @@ _REFUSALS: list[_Refusal] = [
         lambda p, at: p.zipped > 0 and at.parity != "off" and _sizes_differ(p),
         "two training loaders are read together, but their micro-batches do not correspond"
         "|a training loader yields a batch inside an update of another loader"
-        "|gather: the ranks do not bring the same structure",
+        "|gather: the ranks do not pass the same structure",
     ),
     _Refusal(
         "split_batches needs a batch size that divides",
@@ -116,7 +116,7 @@ _REFUSALS: list[_Refusal] = [
     _Refusal(
         "gather of batches of other sizes",
         lambda p, at: at.world_size > 1 and at.parity == "off" and (p.order == "batch_sampler" or not p.even_batches),
-        "gather: the ranks do not bring the same structure",
+        "gather: the ranks do not pass the same structure",
     ),
     _Refusal(
         "ranks with other numbers of batches",
@@ -135,7 +135,7 @@ _EXPECTED_WARNINGS: list[str] = [
     "EchelonWarning: sharding settings have no effect on a single process",  # fsdp= of a Trainer
     "EchelonWarning: the last backward pass was not synchronized",
     # of a layer that is unfrozen after DistributedDataParallel was made
-    "EchelonWarning: this step uses gradients of Net that the other ranks have not seen",
+    "EchelonWarning: this step uses gradients of Net that were not averaged over the ranks",
     "EchelonWarning: .*was not prepared by this Accelerator",
     "EchelonWarning: . batches of iterable data were read again",
     "EchelonWarning: .* has random states of . process",
@@ -180,7 +180,7 @@ def is_expected_warning(category: str, text: str) -> bool:
 
 def excuse_of(case: Case, texts: Sequence[str]) -> str | None:
     """Return what a warning named as the reason of a difference."""
-    is_named = any("that the other ranks have not seen" in text for text in texts)
+    is_named = any("that were not averaged over the ranks" in text for text in texts)
     if case.layout.level == 1 and case.program.unfreezes is not None and is_named:
         return "torch's DistributedDataParallel does not average a layer that is unfrozen later"
     if not case.program.is_prepared and any("was not prepared by this Accelerator" in text for text in texts):
