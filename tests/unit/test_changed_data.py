@@ -131,11 +131,7 @@ def test_data_that_grow_between_two_epochs_are_told_and_gone_on_with(parity: str
         run.read += [(epoch, i.tolist()) for (i,) in run.loaders[0]]
     run.save()
     run = _Run(tmp_path, _loader(12, 6), parity=parity)
-<<<<<<< HEAD
-    told = r"the next epoch uses the current data: loader\[0\]: it had 8 samples, and has 12; its batch_size was 4, and is 6"
-=======
-    told = r"the next epoch is over those of now: loader\[0\]: it had 8 samples, and now has 12; its batch_size was 4, and is now 6"
->>>>>>> 3a55ae9 (data, base, world: docstrings, comments and messages in technical English; errors.md follows)
+    told = r"the next epoch uses the current data: loader\[0\]: it had 8 samples, and now has 12; its batch_size was 4, and is now 6"
     with pytest.warns(EchelonWarning, match=told):
         assert run.accelerator.resume()
     assert run.train(2) == [(1, [*range(6)]), (1, [*range(6, 12)])]
@@ -211,11 +207,7 @@ def test_the_loader_that_changed_is_named_among_several_and_evaluations_do_not_c
     run.loaders.pop()
     run.train(1, stop=3)  # in the first... the second one begins after two batches
     again = _Run(tmp_path, _loader(8), _loader(12, 2), _loader(60, 1))
-<<<<<<< HEAD
-    with pytest.raises(CheckpointError, match=r"since: loader\[1\]: it had 8 samples, and has 12\."):
-=======
-    with pytest.raises(CheckpointError, match=r"now: loader\[1\]: it had 8 samples, and now has 12\."):
->>>>>>> 3a55ae9 (data, base, world: docstrings, comments and messages in technical English; errors.md follows)
+    with pytest.raises(CheckpointError, match=r"since: loader\[1\]: it had 8 samples, and now has 12\."):
         again.accelerator.resume()
     same = _Run(tmp_path, _loader(8), _loader(8, 2), _loader(60, 1))
     assert same.accelerator.resume()
@@ -458,10 +450,6 @@ def test_a_checkpoint_of_transformers_tells_by_its_epoch_that_the_data_are_other
 def test_data_that_begin_anew_may_be_others(tmp_path: Path) -> None:
     _trainer(tmp_path, _Data(40), _Stop(7)).train()
     data = _Data(60)
-<<<<<<< HEAD
-    with pytest.warns(EchelonWarning, match="the next epoch uses the current data.*40 samples, and has 60"):
-=======
-    with pytest.warns(EchelonWarning, match="the next epoch is over those of now.*40 samples, and now has 60"):
->>>>>>> 3a55ae9 (data, base, world: docstrings, comments and messages in technical English; errors.md follows)
+    with pytest.warns(EchelonWarning, match="the next epoch uses the current data.*40 samples, and now has 60"):
         _trainer(tmp_path, data, ignore_data_skip=True).train(resume_from_checkpoint=True)
     assert data.seen[:60] == [*range(60)]
